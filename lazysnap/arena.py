@@ -1,0 +1,231 @@
+"""A slot of the arena: one memfd that holds one shard, shared by the trainer and the keeper.
+
+The memory is anonymous (``memfd_create``), is handed from process to process as a descriptor, survives any of its
+holders and vanishes with the last one. A slot describes itself: whoever holds it needs nothing else to tell which
+snapshot is in it and whether it is whole (DataStates-LLM, section 4; REFT, section 3)::
+
+    0                   control words, u64 little-endian, one page
+    PAGE                small state: the snapshot's metadata as JSON, written before the first byte is copied
+    PAGE + meta_capacity    image: header and data laid out exactly as in the shard file, page aligned
+
+One writer (the trainer, between ``begin`` and ``commit``) and any number of readers. The words are written so that a
+process killed between any two of them leaves a slot that shows itself as empty or torn, never as whole.
+``END`` is written last: by the copy thread on a CPU, in stream order on a GPU.
+"""
+
+import enum
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from lazysnap.errors import FormatError
+
+PAGE = 4096
+_MAGIC = 0x31504E53595A414C  # "LAZYSNP1"
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+
+
+class Word(enum.IntEnum):
+    """Index of each control word in the first page."""
+
+    MAGIC = 0
+    META_CAPACITY = 1
+    IMAGE_CAPACITY = 2
+    BEGIN = 3  # step + 1 of the capture that was started; 0: empty
+    END = 4  # step + 1 of the capture that is whole; equal to BEGIN when whole
+    SEQUENCE = 5  # captures ever started by this job, orders the slots
+    META_BYTES = 6
+    META_CHECKSUM = 7
+    IMAGE_BYTES = 8
+    WATERMARK = 9  # image bytes [0, WATERMARK) have landed
+    PIN = 10  # set by the trainer at begin, cleared by the keeper: do not reuse, persistence reads it
+    VOID = 11  # the capture was, or may have been, torn
+    READY = 12  # pages are populated
+    PLAN = 13  # checksum of the header that stands in the image, 0: none
+
+
+class SlotPhase(enum.Enum):
+    """EMPTY -> CAPTURING -> WHOLE, or -> VOID from either of the two last; begin() leads back to CAPTURING."""
+
+    EMPTY = "empty"
+    CAPTURING = "capturing"
+    WHOLE = "whole"
+    VOID = "void"
+
+
+@dataclass(frozen=True)
+class SlotStatus:
+    """What the control words said at one moment."""
+
+    phase: SlotPhase
+    step: int | None
+    sequence: int
+    image_bytes: int
+    watermark: int
+    pinned: bool
+    ready: bool
+
+
+def _round_up(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE) * PAGE
+
+
+class Slot:
+    """One mapped slot. Not thread-safe: one writer; readers see each word as a whole."""
+
+    def __init__(self, fd: int, buffer: mmap.mmap) -> None:
+        self.fd = fd
+        self._buffer = buffer
+        self._bytes = memoryview(buffer)
+        self._words = self._bytes[:PAGE].cast("Q")
+        self.meta_capacity = int(self._words[Word.META_CAPACITY])
+        self.image_capacity = int(self._words[Word.IMAGE_CAPACITY])
+        self.image_offset = PAGE + self.meta_capacity
+
+    @classmethod
+    def create(cls, meta_capacity: int, image_capacity: int) -> "Slot":
+        """Make an empty slot; capacities in bytes, rounded up to pages. No page is touched but the first."""
+        meta_capacity, image_capacity = _round_up(meta_capacity), _round_up(image_capacity)
+        fd = os.memfd_create("lazysnap-slot", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, PAGE + meta_capacity + image_capacity)
+            os.pwrite(fd, struct.pack("<3Q", _MAGIC, meta_capacity, image_capacity), 0)
+            return cls.attach(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int) -> "Slot":
+        """Map the slot behind ``fd``, which the slot owns from then on.
+
+        Raises: FormatError, if the memory is no slot of this version.
+        """
+        size = os.fstat(fd).st_size
+        magic, meta_capacity, image_capacity = struct.unpack("<3Q", os.pread(fd, 24, 0).ljust(24, b"\0"))
+        if magic != _MAGIC or PAGE + meta_capacity + image_capacity != size:
+            raise FormatError(
+                f"shared memory of {size} bytes is no arena slot of this version (magic {magic:#x}, "
+                f"capacities {meta_capacity} + {image_capacity}); restart the keeper of this job"
+            )
+        return cls(fd, mmap.mmap(fd, size))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of shared memory that this slot takes."""
+        return PAGE + self.meta_capacity + self.image_capacity
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole mapping, writable."""
+        return self._bytes
+
+    @property
+    def image(self) -> memoryview:
+        """The shard's bytes: header and data, then unused capacity (page aligned at both ends)."""
+        return self._bytes[self.image_offset : self.image_offset + self.image_capacity]
+
+    def word(self, word: Word) -> int:
+        """Read one control word."""
+        return int(self._words[word])
+
+    def set_word(self, word: Word, value: int) -> None:
+        """Write one control word."""
+        self._words[word] = value
+
+    def status(self) -> SlotStatus:
+        """Read the control words: END before BEGIN, so that a capture that starts now is not taken for whole."""
+        end, void, begin = self.word(Word.END), self.word(Word.VOID), self.word(Word.BEGIN)
+        if begin == 0:
+            phase = SlotPhase.EMPTY
+        elif void:
+            phase = SlotPhase.VOID
+        else:
+            phase = SlotPhase.WHOLE if end == begin else SlotPhase.CAPTURING
+        return SlotStatus(
+            phase=phase,
+            step=begin - 1 if begin else None,
+            sequence=self.word(Word.SEQUENCE),
+            image_bytes=self.word(Word.IMAGE_BYTES),
+            watermark=self.word(Word.WATERMARK),
+            pinned=bool(self.word(Word.PIN)),
+            ready=bool(self.word(Word.READY)),
+        )
+
+    def begin(self, step: int, *, sequence: int, image_bytes: int, meta: bytes, pin: bool) -> None:
+        """Start a capture: whatever the slot held is gone. ``meta`` is complete before any byte is copied.
+
+        Raises: FormatError, if ``meta`` or the image does not fit (the caller re-plans with larger slots).
+        """
+        if len(meta) > self.meta_capacity or image_bytes > self.image_capacity:
+            raise FormatError(
+                f"a capture of {len(meta)} + {image_bytes} bytes does not fit a slot of "
+                f"{self.meta_capacity} + {self.image_capacity} bytes"
+            )
+        words = self._words
+        words[Word.END] = 0
+        words[Word.BEGIN] = step + 1
+        words[Word.VOID] = 0
+        words[Word.WATERMARK] = 0
+        words[Word.SEQUENCE] = sequence
+        words[Word.IMAGE_BYTES] = image_bytes
+        self._bytes[PAGE : PAGE + len(meta)] = meta
+        words[Word.META_BYTES] = len(meta)
+        words[Word.META_CHECKSUM] = xxhash.xxh3_64_intdigest(meta)
+        words[Word.PIN] = int(pin)
+
+    def advance(self, watermark: int) -> None:
+        """Tell readers that image bytes below ``watermark`` have landed."""
+        self._words[Word.WATERMARK] = watermark
+
+    def commit(self) -> None:
+        """Mark the capture whole: one store, the last one."""
+        self._words[Word.WATERMARK] = self._words[Word.IMAGE_BYTES]
+        self._words[Word.END] = self._words[Word.BEGIN]
+
+    def discard(self) -> None:
+        """Mark the capture as torn; it is never offered. Nothing else in the slot changes."""
+        self._words[Word.VOID] = 1
+
+    def unpin(self) -> None:
+        """Keeper: persistence no longer reads this slot."""
+        self._words[Word.PIN] = 0
+
+    def read_meta(self) -> bytes:
+        """The metadata of the capture in this slot.
+
+        Raises: FormatError, if its checksum does not agree (a capture is being started).
+        """
+        meta = bytes(self._bytes[PAGE : PAGE + min(self.word(Word.META_BYTES), self.meta_capacity)])
+        if xxhash.xxh3_64_intdigest(meta) != self.word(Word.META_CHECKSUM):
+            raise FormatError("the metadata in an arena slot does not agree with its checksum")
+        return meta
+
+    def populate(self, *, chunk_bytes: int = 64 << 20, write: bool = True) -> None:
+        """Fault all pages in, so that no copy pays for it. Blocks; releases the interpreter lock in chunks.
+
+        The keeper populates for writing (allocates); a trainer populates its own page tables.
+        Raises: OSError(ENOMEM), if the machine has not got the memory.
+        """
+        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+        for start in range(0, self.size_bytes, chunk_bytes):
+            try:
+                self._buffer.madvise(advice, start, min(chunk_bytes, self.size_bytes - start))
+            except OSError as error:
+                if error.errno != 22:  # EINVAL: a kernel before 5.14 faults pages in on first use instead
+                    raise
+                return
+
+    def close(self) -> None:
+        """Unmap and close. Views that others still hold keep the memory alive."""
+        self._words.release()
+        self._bytes.release()
+        try:
+            self._buffer.close()
+        except BufferError:  # somebody (a tensor) still looks at it: the mapping goes with the last view
+            pass
+        os.close(self.fd)

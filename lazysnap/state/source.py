@@ -1,0 +1,38 @@
+"""Where the training state comes from: the one interface between a training loop and the engine."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+@runtime_checkable
+class StateSource(Protocol):
+    """The training state of one rank, as the engine sees it.
+
+    All methods are called on the training thread, are not collective, and must not copy tensors or
+    synchronise a device.
+    """
+
+    def collect(self) -> dict[str, Any]:
+        """The whole state as it is now: nested dicts, lists and tuples of tensors and plain values.
+
+        Called at every boundary. The tensors are the live ones (or detached aliases of them).
+        """
+        ...
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The inner torch optimizers: their steps are gated, their parameters and state are captured lazily."""
+        ...
+
+    def lazy_tensors(self) -> Iterable[torch.Tensor]:
+        """Further tensors that change only behind a gate (weight averages); never buffers."""
+        ...
+
+    def expected(self) -> Mapping[str, torch.Tensor]:
+        """Live tensors, by their name in a shard, that a snapshot must hold with equal shape and dtype."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put back a state that ``collect`` returned; its tensors are only lent for the call: copy them."""
+        ...
