@@ -13,6 +13,7 @@ process killed between any two of them leaves a slot that shows itself as empty 
 ``END`` is written last: by the copy thread on a CPU, in stream order on a GPU.
 """
 
+import contextlib
 import enum
 import mmap
 import os
@@ -224,8 +225,7 @@ class Slot:
         """Unmap and close. Views that others still hold keep the memory alive."""
         self._words.release()
         self._bytes.release()
-        try:
+        # Somebody (a tensor) may still look at it: then the mapping goes with the last view.
+        with contextlib.suppress(BufferError):
             self._buffer.close()
-        except BufferError:  # somebody (a tensor) still looks at it: the mapping goes with the last view
-            pass
         os.close(self.fd)

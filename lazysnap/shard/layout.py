@@ -1,0 +1,180 @@
+"""Where each tensor lies in a shard: a safetensors header that is known before any data is.
+
+The header is padded with spaces so that the data starts on a page; tensors follow each other without holes, as the
+safetensors format demands, ordered by item size so that each one stays aligned to its elements.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from lazysnap.errors import FormatError, ShardCorrupt
+
+PAGE = 4096
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format."""
+
+ITEM_BITS: Mapping[str, int] = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64,
+    "F32": 32, "I32": 32, "U32": 32,
+    "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "I8": 8, "U8": 8, "BOOL": 8,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+}  # fmt: skip
+"""Bits per element of every dtype name that version 1 may hold."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, safetensors dtype and shape (elements per dimension) of one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, row-major and dense."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * ITEM_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All tensors of a shard in file order, with absolute offsets in bytes from the start of the file."""
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    header: bytes = field(repr=False)
+    size_bytes: int
+    metadata: dict[str, str]
+
+    @classmethod
+    def plan(cls, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> "Layout":
+        """Lay ``specs`` out, widest elements first and otherwise in the order given.
+
+        Raises: FormatError, for a dtype that the format has not got, a name given twice or a header over the limit.
+        """
+        chosen = list(specs)
+        for spec in chosen:
+            if spec.dtype not in ITEM_BITS:
+                raise FormatError(f"tensor {spec.name!r}: dtype {spec.dtype!r} is not one of {sorted(ITEM_BITS)}")
+        chosen.sort(key=lambda spec: -ITEM_BITS[spec.dtype])
+        entries: dict[str, Any] = {}
+        if metadata:
+            entries["__metadata__"] = dict(metadata)
+        starts = []
+        position = 0
+        for spec in chosen:
+            if spec.name in entries or spec.name == "__metadata__":
+                raise FormatError(f"tensor name {spec.name!r} is used twice in one shard")
+            end = position + spec.nbytes
+            entries[spec.name] = {
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "data_offsets": [position, end],
+            }
+            starts.append(position)
+            position = end
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        length = -(-(8 + len(text)) // PAGE) * PAGE - 8
+        if length > MAX_HEADER_BYTES:
+            raise FormatError(f"a header of {length} bytes for {len(chosen)} tensors; the limit is {MAX_HEADER_BYTES}")
+        header = length.to_bytes(8, "little") + text.ljust(length)
+        offsets = tuple(len(header) + start for start in starts)
+        return cls(tuple(chosen), offsets, header, len(header) + position, dict(metadata or {}))
+
+    @classmethod
+    def parse(cls, head: "bytes | memoryview", size_bytes: int, where: str = "shard") -> "Layout":
+        """Read the header at the start of a shard of ``size_bytes``; believe nothing in it.
+
+        Raises: ShardCorrupt, naming ``where``, if it is not exactly what ``plan`` may write.
+        """
+        if size_bytes < 8 or len(head) < 8:
+            raise ShardCorrupt(f"{where}: {size_bytes} bytes, too short for a header")
+        length = int.from_bytes(bytes(head[:8]), "little")
+        if length > MAX_HEADER_BYTES or 8 + length > size_bytes or 8 + length > len(head):
+            raise ShardCorrupt(
+                f"{where}: the header claims {length} bytes, the file has {size_bytes} (of which {len(head)} read)"
+            )
+        header = bytes(head[: 8 + length])
+        try:
+            entries = json.loads(header[8:].decode("utf-8"), object_pairs_hook=_no_duplicates)
+        except (ValueError, RecursionError) as error:
+            raise ShardCorrupt(f"{where}: the header is no JSON: {error}") from error
+        if not isinstance(entries, dict):
+            raise ShardCorrupt(f"{where}: the header is no JSON object")
+        metadata = _checked_metadata(entries.pop("__metadata__", {}), where)
+        placed = sorted(
+            (_checked_entry(name, entry, where) for name, entry in entries.items()), key=lambda item: item[1:]
+        )
+        position = 0
+        for spec, start, end in placed:
+            if start != position or end - start != spec.nbytes:
+                raise ShardCorrupt(
+                    f"{where}: tensor {spec.name!r} lies at [{start}, {end}), expected "
+                    f"[{position}, {position + spec.nbytes}): tensors must neither overlap nor leave holes"
+                )
+            position = end
+        if len(header) + position != size_bytes:
+            raise ShardCorrupt(
+                f"{where}: header and tensors take {len(header) + position} bytes, the file has {size_bytes}"
+            )
+        return cls(
+            tuple(item[0] for item in placed),
+            tuple(len(header) + item[1] for item in placed),
+            header,
+            size_bytes,
+            metadata,
+        )
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {spec.name: index for index, spec in enumerate(self.specs)}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index
+
+    def find(self, name: str) -> tuple[TensorSpec, int]:
+        """The tensor called ``name`` and its absolute offset.
+
+        Raises: ShardCorrupt, if there is none (the manifest refers to it, so the two do not belong together).
+        """
+        if name not in self._index:
+            raise ShardCorrupt(f"the shard has no tensor {name!r}")
+        index = self._index[name]
+        return self.specs[index], self.offsets[index]
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return result
+
+
+def _checked_metadata(metadata: Any, where: str) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ShardCorrupt(f"{where}: __metadata__ must map strings to strings")
+    return metadata
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _checked_entry(name: str, entry: Any, where: str) -> tuple[TensorSpec, int, int]:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ShardCorrupt(f"{where}: tensor {name!r}: expected dtype, shape and data_offsets, got {entry!r:.200}")
+    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BITS:
+        raise ShardCorrupt(f"{where}: tensor {name!r}: unknown dtype {dtype!r:.50}")
+    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+        raise ShardCorrupt(f"{where}: tensor {name!r}: bad shape {shape!r:.100}")
+    if not isinstance(span, list) or len(span) != 2 or not all(_is_size(offset) for offset in span):
+        raise ShardCorrupt(f"{where}: tensor {name!r}: bad data_offsets {span!r:.100}")
+    return TensorSpec(name, dtype, tuple(shape)), span[0], span[1]

@@ -1,0 +1,219 @@
+"""The manifest beside a shard: what the bytes are, and the commit, because it is written last.
+
+A file is ``{"digest":"xxh3-128:<hex>","manifest":<body>}`` and a newline; the digest is over the exact bytes of the
+body, so that a flipped byte anywhere in the file is found (docs/format.md).
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from lazysnap.errors import FormatTooNew, ShardCorrupt
+from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
+
+FORMAT = "lazysnap"
+FORMAT_VERSION = 1
+_HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
+_MIDDLE = b'","manifest":'
+_TAIL = b"}\n"
+_BODY_START = len(_HEAD) + 32 + len(_MIDDLE)
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
+_DIRECTORY = re.compile(r"step-(\d{8,})(?:\.([0-9a-f]{8}))?")
+_RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.(safetensors|json)")
+
+
+def directory_name(step: int, run_id: str | None = None) -> str:
+    """``step-00001000``; with ``run_id`` the name to use when another run's snapshot of that step is in the way."""
+    return f"step-{step:08d}" + (f".{run_id[:8]}" if run_id else "")
+
+
+def parse_directory_name(name: str) -> int | None:
+    """The step of a snapshot directory's name, ``None`` for any other name."""
+    match = _DIRECTORY.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """``rank-00003-of-00008.safetensors``."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def manifest_name(rank: int, world_size: int) -> str:
+    """``rank-00003-of-00008.json``."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.json"
+
+
+def parse_rank_name(name: str) -> tuple[int, int, str] | None:
+    """Rank, world size and suffix of a shard's or manifest's name, ``None`` for any other name."""
+    match = _RANK_FILE.fullmatch(name)
+    return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
+@dataclass(frozen=True)
+class CaptureMeta:
+    """What is known of a capture before its first byte is copied: the manifest without checksums and sizes."""
+
+    run_id: str
+    """16 hexadecimal digits, made at the first start of a training and kept by every restart."""
+    run_started_ns: int
+    """Unix time in nanoseconds when ``run_id`` was made; the newest run wins."""
+    step: int
+    rank: int
+    world_size: int
+    captured_ns: int
+    tensors: dict[str, Any] = field(default_factory=dict)
+    """Per tensor name what safetensors cannot say: logical dtype, scope, global shape and offsets."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names of tied tensors, each with the name under which the bytes are stored."""
+    state: Any = None
+    """The small state in the safe JSON encoding (lazysnap.state.codec)."""
+    packages: dict[str, str] = field(default_factory=dict)
+    """Versions of the packages that wrote it."""
+
+    def to_bytes(self) -> bytes:
+        """As one JSON object with exactly the fields of this class as keys."""
+        return _dump(vars(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str = "capture") -> "CaptureMeta":
+        """Raises: ShardCorrupt, if a key is missing, unknown or of the wrong type."""
+        return cls.from_fields(_load(data, where), where)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any], where: str) -> "CaptureMeta":
+        """Check parsed JSON. Raises: ShardCorrupt."""
+        missing = set(cls.__dataclass_fields__) ^ set(fields)
+        if missing:
+            raise ShardCorrupt(f"{where}: keys missing or unknown: {sorted(missing)}")
+        meta = cls(**fields)
+        if not isinstance(meta.run_id, str) or not _RUN_ID.fullmatch(meta.run_id):
+            raise ShardCorrupt(f"{where}: run_id must be 16 hexadecimal digits, got {meta.run_id!r:.50}")
+        for name in ("run_started_ns", "step", "rank", "world_size", "captured_ns"):
+            _check_count(name, getattr(meta, name), where)
+        if meta.rank >= meta.world_size:
+            raise ShardCorrupt(f"{where}: rank {meta.rank} of {meta.world_size}")
+        for name in ("tensors", "aliases", "packages"):
+            if not isinstance(getattr(meta, name), dict):
+                raise ShardCorrupt(f"{where}: {name} must be an object")
+        texts = [*meta.aliases.values(), *meta.packages.values()]
+        if not all(isinstance(text, str) for text in texts):
+            raise ShardCorrupt(f"{where}: aliases and packages must map strings to strings")
+        return meta
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One rank's shard of one snapshot, as committed."""
+
+    meta: CaptureMeta
+    file: str
+    """Name of the shard file, beside the manifest."""
+    header_bytes: int
+    checksums: Checksums
+    created_ns: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the shard file."""
+        return self.checksums.size_bytes
+
+    def encode(self) -> bytes:
+        """The bytes of the manifest file."""
+        body = _dump(
+            {
+                "format": FORMAT,
+                "version": FORMAT_VERSION,
+                **vars(self.meta),
+                "created_ns": self.created_ns,
+                "shard": {
+                    "file": self.file,
+                    "size_bytes": self.checksums.size_bytes,
+                    "header_bytes": self.header_bytes,
+                    "checksum": {
+                        "algorithm": ALGORITHM,
+                        "block_bytes": self.checksums.block_bytes,
+                        "blocks": list(self.checksums.blocks),
+                        "whole": self.checksums.whole,
+                    },
+                },
+            }
+        )
+        return _HEAD + digest(body).encode() + _MIDDLE + body + _TAIL
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> "Manifest":
+        """Read and check a manifest file; ``where`` names it in errors.
+
+        Raises: ShardCorrupt, if any byte is not as it was written; FormatTooNew, if a later version wrote it.
+        """
+        body = data[_BODY_START : -len(_TAIL)]
+        got = digest(body).encode()
+        if data != _HEAD + got + _MIDDLE + body + _TAIL:
+            said = data[len(_HEAD) : len(_HEAD) + 32]
+            raise ShardCorrupt(
+                f"{where}: the manifest is damaged: {ALGORITHM} of its body is {got.decode()}, it says {said!r:.40}"
+            )
+        fields = _load(body, where)
+        if fields.pop("format", None) != FORMAT:
+            raise ShardCorrupt(f"{where}: not a lazysnap manifest")
+        version = fields.pop("version", None)
+        _check_count("version", version, where)
+        if version > FORMAT_VERSION:
+            raise FormatTooNew(
+                f"{where}: format version {version}, this lazysnap reads up to {FORMAT_VERSION}; upgrade lazysnap"
+            )
+        shard, created_ns = fields.pop("shard", None), fields.pop("created_ns", None)
+        _check_count("created_ns", created_ns, where)
+        meta = CaptureMeta.from_fields(fields, where)
+        if not isinstance(shard, dict) or set(shard) != {"file", "size_bytes", "header_bytes", "checksum"}:
+            raise ShardCorrupt(f"{where}: bad shard entry {shard!r:.200}")
+        if shard["file"] != shard_name(meta.rank, meta.world_size):
+            raise ShardCorrupt(f"{where}: unexpected shard name {shard['file']!r:.100}")
+        _check_count("header_bytes", shard["header_bytes"], where)
+        if not 8 <= shard["header_bytes"] <= _count(shard, "size_bytes", where):
+            raise ShardCorrupt(f"{where}: a header of {shard['header_bytes']} bytes in {shard['size_bytes']}")
+        return cls(meta, shard["file"], shard["header_bytes"], _checksums(shard, where), created_ns)
+
+
+def _dump(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(
+        "utf-8", "surrogatepass"
+    )
+
+
+def _load(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(data.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise ShardCorrupt(f"{where}: no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ShardCorrupt(f"{where}: expected a JSON object, got {type(fields).__name__}")
+    return fields
+
+
+def _check_count(name: str, value: Any, where: str) -> None:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ShardCorrupt(f"{where}: {name} must be an integer >= 0, got {value!r:.50}")
+
+
+def _count(fields: dict[str, Any], name: str, where: str) -> int:
+    _check_count(name, fields[name], where)
+    return int(fields[name])
+
+
+def _checksums(shard: dict[str, Any], where: str) -> Checksums:
+    checksum = shard["checksum"]
+    keys = {"algorithm", "block_bytes", "blocks", "whole"}
+    if not isinstance(checksum, dict) or set(checksum) != keys or checksum["algorithm"] != ALGORITHM:
+        raise ShardCorrupt(f"{where}: bad checksum entry {checksum!r:.200}")
+    size_bytes, block_bytes = shard["size_bytes"], _count(checksum, "block_bytes", where)
+    blocks = checksum["blocks"]
+    if block_bytes < 1 or not isinstance(blocks, list) or len(blocks) != -(-size_bytes // block_bytes):
+        raise ShardCorrupt(f"{where}: the number of block checksums does not fit {size_bytes} bytes")
+    if not all(isinstance(block, str) and re.fullmatch(r"[0-9a-f]{32}", block) for block in blocks):
+        raise ShardCorrupt(f"{where}: a block checksum is not 32 hexadecimal digits")
+    checksums = Checksums(size_bytes, block_bytes, tuple(blocks))
+    if checksums.whole != checksum["whole"]:
+        raise ShardCorrupt(f"{where}: the checksum over the block checksums does not agree")
+    return checksums
