@@ -1,10 +1,10 @@
-"""Kill a real training again and again, resume it, and compare it bit for bit with a run that was never killed.
+"""Kill a real training again and again, resume it, and compare it with a run that was never killed.
 
     python examples/kill_and_resume.py
 
-Starts `lightning_gpt.py` as a process, kills it with SIGKILL at random (seeded) moments, starts the same command
-again; one of the kills takes the keeper too, so that memory is lost and the run resumes from disk. Exit code 1 if
-the final weights and optimizer state differ in a single bit from those of an uninterrupted run.
+Starts `lightning_gpt.py` as a process, kills it with SIGKILL at random (seeded) moments, starts the same
+command again; one of the kills takes the keeper too, so that memory is lost and the run resumes from disk.
+Exit code 1 if the final weights and optimizer state differ in a single bit from those of an uninterrupted run.
 """
 
 import argparse
