@@ -1,0 +1,51 @@
+"""Where the bytes of a shard come from while it is written: a slot that still fills, or a file that is whole."""
+
+from typing import Protocol
+
+from lazysnap.levels.local import map_anonymous
+from lazysnap.levels.storage import Storage
+
+
+class BlockSource(Protocol):
+    """The image of one shard, readable block by block as it lands."""
+
+    size_bytes: int
+
+    def wait(self, upto: int) -> None:
+        """Block until bytes below ``upto`` have landed; with a deadline of its own.
+
+        Raises: CaptureAborted, if they never will.
+        """
+        ...
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Bytes ``[offset, offset + length)``; may reach up to the next page boundary behind the end."""
+        ...
+
+    def finish(self) -> None:
+        """Called after the last byte was read, before anything is published.
+
+        Raises: CaptureAborted, if what was read does not count (the capture was torn).
+        """
+        ...
+
+
+class FileSource:
+    """A shard already committed at another level, read in blocks."""
+
+    def __init__(self, storage: Storage, path: str, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._storage = storage
+        self._path = path
+
+    def wait(self, upto: int) -> None:
+        """Nothing to wait for: the file is whole."""
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Read into fresh page-aligned memory, zeros behind the end."""
+        block = map_anonymous(length)
+        self._storage.read_into(self._path, offset, block[: min(length, self.size_bytes - offset)])
+        return block
+
+    def finish(self) -> None:
+        """The reader compares checksums: nothing more to say."""
