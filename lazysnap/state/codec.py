@@ -1,0 +1,354 @@
+"""Small state as JSON that decodes without running anything: a closed set of tagged types, tensors by name.
+
+Plain JSON stands for ``None``, ``bool``, ``str``, integers below 2**53, finite floats, lists, and dicts with string
+keys; everything else is ``{"$": tag, "v": …}``. Decoding imports nothing by name and calls no code but the decoders
+given to ``register_type`` in this process. The table of tags is in docs/format.md.
+"""
+
+import argparse
+import base64
+import dataclasses
+import datetime
+import decimal
+import enum
+import logging
+import math
+import pathlib
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from lazysnap.errors import ShardCorrupt, UnsupportedState
+
+logger = logging.getLogger(__name__)
+
+TAG = "$"
+TensorSink = Callable[[torch.Tensor, tuple[Any, ...]], str]
+TensorSource = Callable[[str], torch.Tensor]
+
+_EXACT_INT = 1 << 53
+_FACTORIES: dict[str, Any] = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
+_FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
+_LENIENT_TEXT = 200
+_registered: dict[type, tuple[str, Callable[[Any], Any]]] = {}
+_decoders: dict[str, Callable[[Any], Any]] = {}
+
+
+def register_type(cls: type, *, name: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
+    """Teach the encoding a type: ``encode`` returns values it knows already, ``decode`` gets them back.
+
+    ``name`` stands in the snapshot: keep it for ever, and register before the first boundary and before a restore.
+    Raises: ValueError, if another type has that name.
+    """
+    owner = next((known for known, (taken, _) in _registered.items() if taken == name and known is not cls), None)
+    if owner is not None:
+        raise ValueError(f"register_type: the name {name!r} belongs to {owner.__qualname__} already")
+    _registered[cls] = (name, encode)
+    _decoders[name] = decode
+
+
+def path_text(path: Collection[Any]) -> str:
+    """A path in the state as people read it: ``$.callbacks['EMA'].weights[3]``."""
+    text = "$"
+    for key in path:
+        text += f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+    return text
+
+
+def encode(value: Any, *, tensor: TensorSink, lenient: Collection[str] = ()) -> Any:
+    """``value`` as JSON-able data; each tensor goes to ``tensor(tensor, path)``, whose name takes its place.
+
+    Below the top-level keys in ``lenient``, values of unknown types become plain values or text, with one warning.
+    Raises: UnsupportedState, naming the path of the first value that the encoding does not know.
+    """
+    encoder = _Encoder(tensor, lenient)
+    try:
+        result = encoder.any(value)
+    except RecursionError as error:
+        raise UnsupportedState(
+            f"{path_text(encoder.path[:6])}…: nested too deeply, or it contains itself; keep such objects out of the "
+            "state, or use lazysnap.register_type(...)"
+        ) from error
+    if encoder.degraded:
+        logger.warning("not restorable as they were, kept as plain values or text: %s", ", ".join(encoder.degraded[:8]))
+    return result
+
+
+class _Encoder:
+    def __init__(self, tensor: TensorSink, lenient: Collection[str]) -> None:
+        self.tensor = tensor
+        self.lenient = frozenset(lenient)
+        self.path: list[Any] = []
+        self.degraded: list[str] = []
+        self.table: dict[type, Callable[[Any], Any]] = {
+            type(None): _same,
+            bool: _same,
+            str: _same,
+            int: _encode_int,
+            float: _encode_float,
+            dict: self.dict_,
+            list: self.list_,
+            tuple: lambda value: {TAG: "tuple", "v": self.list_(value)},
+            torch.Tensor: self.tensor_,
+            torch.nn.Parameter: self.tensor_,
+            OrderedDict: lambda value: {TAG: "OrderedDict", "v": self.pairs(value)},
+            Counter: lambda value: {TAG: "Counter", "v": self.pairs(value)},
+            defaultdict: self.defaultdict_,
+            deque: lambda value: {TAG: "deque", "v": self.list_(value), "maxlen": value.maxlen},
+            set: lambda value: {TAG: "set", "v": self.unordered(value)},
+            frozenset: lambda value: {TAG: "frozenset", "v": self.unordered(value)},
+            argparse.Namespace: lambda value: {TAG: "Namespace", "v": self.pairs(vars(value))},
+            types.SimpleNamespace: lambda value: {TAG: "SimpleNamespace", "v": self.pairs(vars(value))},
+            **_LEAF_ENCODERS,
+        }
+
+    def any(self, value: Any) -> Any:
+        function = self.table.get(type(value))
+        return function(value) if function else self.other(value)
+
+    def tensor_(self, value: torch.Tensor) -> dict[str, str]:
+        return {TAG: "tensor", "v": self.tensor(value, tuple(self.path))}
+
+    def dict_(self, value: dict[Any, Any]) -> Any:
+        result = {}
+        path, table = self.path, self.table
+        for key, item in value.items():
+            if type(key) is not str or key == TAG:
+                return {TAG: "dict", "v": self.pairs(value)}
+            path.append(key)
+            function = table.get(type(item))
+            result[key] = function(item) if function else self.other(item)
+            path.pop()
+        return result
+
+    def list_(self, value: Collection[Any]) -> list[Any]:
+        result = []
+        path, table = self.path, self.table
+        for index, item in enumerate(value):
+            path.append(index)
+            function = table.get(type(item))
+            result.append(function(item) if function else self.other(item))
+            path.pop()
+        return result
+
+    def pairs(self, value: Mapping[Any, Any]) -> list[Any]:
+        result = []
+        for key, item in value.items():
+            self.path.append(key)
+            result.append([self.any(key), self.any(item)])
+            self.path.pop()
+        return result
+
+    def unordered(self, value: Collection[Any]) -> list[Any]:
+        # A set's order differs between processes; equal states must give equal bytes.
+        return sorted(self.list_(value), key=repr)
+
+    def defaultdict_(self, value: "defaultdict[Any, Any]") -> Any:
+        factory = value.default_factory
+        if factory is not None and factory not in _FACTORY_NAMES:
+            return self.unknown(value, f"defaultdict with the factory {factory!r}")
+        name = _FACTORY_NAMES[factory] if factory is not None else None
+        return {TAG: "defaultdict", "v": self.pairs(value), "factory": name}
+
+    def other(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _registered:
+            name, function = _registered[kind]
+            return {TAG: "registered", "n": name, "v": self.any(function(value))}
+        if isinstance(value, torch.Tensor):
+            return self.tensor_(value)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic, numpy.dtype)):
+            encoded = _encode_numpy(value, numpy)
+            if encoded is not None:
+                return encoded
+        if isinstance(value, pathlib.PurePath):
+            return {TAG: "Path", "v": str(value)}
+        return self.unknown(value, f"{kind.__module__}.{kind.__qualname__}")
+
+    def unknown(self, value: Any, what: str) -> Any:
+        where = path_text(self.path)
+        if not self.path or self.path[0] not in self.lenient:
+            raise UnsupportedState(
+                f"{where}: {what}: the safe encoding does not know this type, and a resume needs the value; "
+                "teach it with lazysnap.register_type(cls, name=..., encode=..., decode=...), or keep it out of the "
+                "state"
+            )
+        self.degraded.append(f"{where} ({what})")
+        if isinstance(value, enum.Enum):
+            return self.any(value.value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self.dict_({item.name: getattr(value, item.name) for item in dataclasses.fields(value)})
+        if isinstance(value, Mapping):
+            return self.dict_(dict(value))
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return self.list_(value)
+        for plain in (bool, int, float, str):
+            if isinstance(value, plain):
+                return self.any(plain(value))
+        return repr(value)[:_LENIENT_TEXT]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _encode_int(value: int) -> Any:
+    return value if -_EXACT_INT < value < _EXACT_INT else {TAG: "int", "v": str(value)}
+
+
+def _encode_float(value: float) -> Any:
+    return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+
+
+def _text64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _encode_numpy(value: Any, numpy: Any) -> Any:
+    if isinstance(value, numpy.dtype):
+        return None if value.hasobject or value.names else {TAG: "np.dtype", "v": value.str}
+    if value.dtype.hasobject or value.dtype.names:
+        return None
+    tag = "ndarray" if isinstance(value, numpy.ndarray) else "npscalar"
+    return {TAG: tag, "dtype": value.dtype.str, "shape": list(value.shape), "v": _text64(value.tobytes())}
+
+
+_LEAF_ENCODERS: dict[type, Callable[[Any], Any]] = {
+    complex: lambda value: {TAG: "complex", "v": [repr(value.real), repr(value.imag)]},
+    bytes: lambda value: {TAG: "bytes", "v": _text64(value)},
+    bytearray: lambda value: {TAG: "bytearray", "v": _text64(bytes(value))},
+    range: lambda value: {TAG: "range", "v": [value.start, value.stop, value.step]},
+    datetime.datetime: lambda value: {TAG: "datetime", "v": value.isoformat()},
+    datetime.date: lambda value: {TAG: "date", "v": value.isoformat()},
+    datetime.timedelta: lambda value: {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]},
+    decimal.Decimal: lambda value: {TAG: "Decimal", "v": str(value)},
+    torch.Size: lambda value: {TAG: "torch.Size", "v": list(value)},
+    torch.dtype: lambda value: {TAG: "torch.dtype", "v": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {TAG: "torch.device", "v": str(value)},
+    torch.layout: lambda value: {TAG: "torch.layout", "v": str(value).removeprefix("torch.")},
+    torch.memory_format: lambda value: {TAG: "torch.memory_format", "v": str(value).removeprefix("torch.")},
+}
+
+
+def decode(encoded: Any, *, tensor: TensorSource) -> Any:
+    """The value that ``encode`` was given; ``tensor(name)`` gives each tensor back.
+
+    Raises: ShardCorrupt, if it is no encoding; UnsupportedState, if a registered type is not registered here.
+    """
+    try:
+        return _Decoder(tensor).any(encoded)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        if isinstance(error, (ShardCorrupt, UnsupportedState)):
+            raise
+        raise ShardCorrupt(f"the small state is no valid encoding: {type(error).__name__}: {error}") from error
+
+
+class _Decoder:
+    def __init__(self, tensor: TensorSource) -> None:
+        self.tensor = tensor
+        self.tags: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "tensor": lambda item: self.tensor(_str(item["v"])),
+            "tuple": lambda item: tuple(self.list_(item["v"])),
+            "set": lambda item: set(self.list_(item["v"])),
+            "frozenset": lambda item: frozenset(self.list_(item["v"])),
+            "dict": lambda item: dict(self.pairs(item["v"])),
+            "OrderedDict": lambda item: OrderedDict(self.pairs(item["v"])),
+            "Counter": lambda item: Counter(dict(self.pairs(item["v"]))),
+            "defaultdict": lambda item: defaultdict(
+                None if item["factory"] is None else _FACTORIES[item["factory"]], self.pairs(item["v"])
+            ),
+            "deque": lambda item: deque(self.list_(item["v"]), item["maxlen"]),
+            "Namespace": lambda item: argparse.Namespace(**dict(self.pairs(item["v"]))),
+            "SimpleNamespace": lambda item: types.SimpleNamespace(**dict(self.pairs(item["v"]))),
+            "registered": self.registered,
+            **_LEAF_DECODERS,
+        }
+
+    def any(self, item: Any) -> Any:
+        if type(item) is dict:
+            if TAG in item:
+                tag = item[TAG]
+                if tag not in self.tags:
+                    raise ShardCorrupt(f"the small state has an unknown tag {tag!r:.50}")
+                return self.tags[tag](item)
+            return {key: self.any(value) for key, value in item.items()}
+        if type(item) is list:
+            return self.list_(item)
+        return item
+
+    def list_(self, items: Any) -> list[Any]:
+        if type(items) is not list:
+            raise ShardCorrupt(f"the small state has {type(items).__name__} where a list must be")
+        return [self.any(item) for item in items]
+
+    def pairs(self, items: Any) -> list[tuple[Any, Any]]:
+        return [(self.any(key), self.any(value)) for key, value in items]
+
+    def registered(self, item: dict[str, Any]) -> Any:
+        name = item["n"]
+        if name not in _decoders:
+            raise UnsupportedState(
+                f"the snapshot holds a value of the registered type {name!r}, which is not registered in this "
+                "process; call lazysnap.register_type(..., name=...) before the restore"
+            )
+        return _decoders[name](self.any(item["v"]))
+
+
+def _str(value: Any) -> str:
+    if type(value) is not str:
+        raise ShardCorrupt(f"the small state has {type(value).__name__} where a name must be")
+    return value
+
+
+def _decode_numpy(item: dict[str, Any]) -> Any:
+    import numpy  # only where a snapshot holds such values
+
+    dtype = numpy.dtype(_str(item["dtype"]))
+    if dtype.hasobject:
+        raise ShardCorrupt("the small state has an array of Python objects")
+    array = numpy.frombuffer(base64.b64decode(item["v"], validate=True), dtype).reshape(item["shape"]).copy()
+    return array if item[TAG] == "ndarray" else array[()]
+
+
+def _decode_np_dtype(item: dict[str, Any]) -> Any:
+    import numpy  # only where a snapshot holds such values
+
+    return numpy.dtype(_str(item["v"]))
+
+
+def _torch_constant(kind: type) -> Callable[[dict[str, Any]], Any]:
+    def lookup(item: dict[str, Any]) -> Any:
+        value = getattr(torch, _str(item["v"]), None)
+        if not isinstance(value, kind):
+            raise ShardCorrupt(f"torch has no {kind.__name__} called {item['v']!r:.50}")
+        return value
+
+    return lookup
+
+
+_LEAF_DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "int": lambda item: int(_str(item["v"])),
+    "float": lambda item: float(_str(item["v"])),
+    "complex": lambda item: complex(*(float(_str(part)) for part in item["v"])),
+    "bytes": lambda item: base64.b64decode(item["v"], validate=True),
+    "bytearray": lambda item: bytearray(base64.b64decode(item["v"], validate=True)),
+    "range": lambda item: range(*item["v"]),
+    "Path": lambda item: pathlib.Path(_str(item["v"])),
+    "datetime": lambda item: datetime.datetime.fromisoformat(item["v"]),
+    "date": lambda item: datetime.date.fromisoformat(item["v"]),
+    "timedelta": lambda item: datetime.timedelta(*item["v"]),
+    "Decimal": lambda item: decimal.Decimal(_str(item["v"])),
+    "ndarray": _decode_numpy,
+    "npscalar": _decode_numpy,
+    "np.dtype": _decode_np_dtype,
+    "torch.Size": lambda item: torch.Size(item["v"]),
+    "torch.dtype": _torch_constant(torch.dtype),
+    "torch.device": lambda item: torch.device(_str(item["v"])),
+    "torch.layout": _torch_constant(torch.layout),
+    "torch.memory_format": _torch_constant(torch.memory_format),
+}
