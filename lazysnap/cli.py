@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -43,6 +44,14 @@ class Listed:
         return 0 < self.ranks == self.world_size
 
 
+def read_if_there(store: SnapshotStore, entry: Entry) -> Manifest | None:
+    """The manifest, or ``None`` if a running job's retention deleted it since the inventory was made."""
+    try:
+        return store.read_manifest(entry)
+    except FileNotFoundError:
+        return None
+
+
 def survey(store: SnapshotStore) -> tuple[list[Listed], tuple[str, ...]]:
     """All snapshots at a level, oldest step first, and what was found wrong there."""
     inventory = store.inventory()
@@ -51,13 +60,15 @@ def survey(store: SnapshotStore) -> tuple[list[Listed], tuple[str, ...]]:
         places[entry.location, entry.run_id, entry.world_size].append(entry)
     listed = []
     for (location, run_id, world_size), entries in places.items():
-        manifests = [store.read_manifest(entry) for entry in entries]
+        manifests = [manifest for entry in entries if (manifest := read_if_there(store, entry)) is not None]
+        if not manifests:
+            continue
         listed.append(
             Listed(
                 location,
                 entries[0].step,
                 run_id,
-                len(entries),
+                len(manifests),
                 world_size,
                 sum(manifest.size_bytes for manifest in manifests),
                 max(manifest.meta.captured_ns for manifest in manifests),
@@ -82,14 +93,14 @@ def list_snapshots(url: str, *, as_json: bool) -> int:
     table = Table("step", "state", "size", "captured", "run", "directory", title=url, title_justify="left")
     for item in listed:
         if item.run_id is None:
-            table.add_row(str(item.step), "[yellow]not committed", "", "", "", item.location)
+            table.add_row(str(item.step), "[yellow]no valid manifest", "", "", "", item.location)
             continue
         state = "[green]complete" if item.complete else f"[yellow]{item.ranks} of {item.world_size} ranks"
         captured = datetime.fromtimestamp(item.captured_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         table.add_row(str(item.step), state, decimal(item.size_bytes), captured, item.run_id, item.location)
     console.print(table if listed else f"no snapshots in {url}")
     for problem in problems:
-        console.print(f"[yellow]{problem}", highlight=False)
+        console.print(f"[yellow]{escape(problem)}", highlight=False, soft_wrap=True)
     return OK
 
 
@@ -116,7 +127,9 @@ def verify(url: str) -> int:
     inventory = store.inventory()
     console = Console()
     bad = list(inventory.problems)
-    manifests = [(entry, store.read_manifest(entry)) for entry in inventory.entries]
+    found = [(entry, read_if_there(store, entry)) for entry in inventory.entries]
+    manifests = [(entry, manifest) for entry, manifest in found if manifest is not None]
+    good = 0
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         for entry, manifest in sorted(manifests, key=lambda pair: (pair[0].step, pair[0].rank)):
@@ -124,15 +137,18 @@ def verify(url: str) -> int:
             try:
                 for done in check_shard(store, entry, manifest):
                     progress.advance(task, done)
-            except (FormatError, FileNotFoundError) as error:
+                good += 1
+            except FormatError as error:
                 bad.append(str(error))
+            except FileNotFoundError as error:
+                if read_if_there(store, entry) is not None:
+                    bad.append(f"{store.url}/{entry.location}: a manifest without its shard: {error}")
             progress.remove_task(task)
     for problem in bad:
-        console.print(f"[red]bad:[/] {problem}", highlight=False, soft_wrap=True)
-    if not manifests and not bad:
+        console.print(f"[red]bad:[/] {escape(problem)}", highlight=False, soft_wrap=True)
+    if not good and not bad:
         console.print(f"no snapshots in {url}: nothing to verify", soft_wrap=True)
         return BAD
-    good = len(manifests) - (len(bad) - len(inventory.problems))
     console.print(f"{good} shard{'s' * (good != 1)} good, {len(bad)} bad", highlight=False)
     return BAD if bad else OK
 
@@ -158,7 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return list_snapshots(args.url, as_json=args.json)
         return verify(args.url)
     except LazySnapError as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[red]{type(error).__name__}:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         return FAILED
 
 

@@ -1,0 +1,116 @@
+"""Settings that cannot work are refused when they are made, with one clear message."""
+
+import os
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from lazysnap import LazySnapError, MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap.errors import ConfigError
+
+BAD_LEVELS = [
+    ({"url": ""}, "url"),
+    ({"url": None}, "url"),
+    ({"url": 7}, "url"),
+    ({"url": "x", "every_n_steps": 0}, "every_n_steps"),
+    ({"url": "x", "every_n_steps": 2.5}, "every_n_steps"),
+    ({"url": "x", "every_n_steps": True}, "every_n_steps"),
+    ({"url": "x", "every_n_steps": None}, "every_n_steps"),
+    ({"url": "x", "keep_last": 0}, "keep_last"),
+    ({"url": "x", "keep_last": "2"}, "keep_last"),
+    ({"url": "x", "keep_every_n_steps": 0}, "keep_every_n_steps"),
+    ({"url": "x", "keep_every_n_steps": -5}, "keep_every_n_steps"),
+]
+BAD_MEMORY = [
+    ({"slots": 0}, "slots"),
+    ({"slots": 1}, "slots"),
+    ({"slots": "3"}, "slots"),
+    ({"linger_s": -1}, "linger_s"),
+    ({"linger_s": float("inf")}, "linger_s"),
+    ({"linger_s": float("nan")}, "linger_s"),
+    ({"linger_s": "30"}, "linger_s"),
+    ({"linger_s": True}, "linger_s"),
+    ({"max_bytes": 0}, "max_bytes"),
+    ({"max_bytes": 1e9}, "max_bytes"),
+]
+BAD_CONFIGS = [
+    ({"every_n_steps": 0}, "every_n_steps"),
+    ({"every_n_steps": "1"}, "every_n_steps"),
+    ({"levels": PersistentLevel("x")}, "levels"),
+    ({"levels": ("x",)}, "levels"),
+    ({"levels": (PersistentLevel("x"), PersistentLevel("./x"))}, "twice"),
+    ({"memory": None}, "memory"),
+    ({"memory": 3}, "memory"),
+    ({"on_busy": "block"}, "on_busy"),
+    ({"redundancy": "mirror"}, "redundancy"),
+    ({"job_id": ""}, "job_id"),
+    ({"job_id": "  "}, "job_id"),
+    ({"job_id": 5}, "job_id"),
+    ({"gate_timeout_s": -1}, "gate_timeout_s"),
+    ({"keeper_timeout_s": None}, "keeper_timeout_s"),
+    ({"flush_budget_s": float("nan")}, "flush_budget_s"),
+    ({"drain_timeout_s": "600"}, "drain_timeout_s"),
+]
+BAD = [(kind, *case) for kind, cases in ((PersistentLevel, BAD_LEVELS), (MemoryLevel, BAD_MEMORY)) for case in cases]
+BAD += [(SnapshotConfig, *case) for case in BAD_CONFIGS]
+
+
+@pytest.mark.parametrize(("kind", "settings", "word"), BAD, ids=lambda value: str(value)[:60])
+def test_a_bad_setting_is_one_clear_error_that_names_it_and_what_was_given(kind, settings, word):
+    with pytest.raises(ConfigError) as caught:
+        kind(**settings)
+
+    text = str(caught.value)
+    assert word in text
+    assert kind.__name__ in text
+    assert "\n" not in text
+    assert isinstance(caught.value, LazySnapError)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(SnapshotConfig, "every_step"), (MemoryLevel, "linger")])
+def test_a_misspelt_setting_is_refused(kind, name):
+    with pytest.raises(TypeError, match=name):
+        kind(**{name: 1})
+
+
+def test_settings_do_not_change_after_they_were_checked():
+    config = SnapshotConfig(levels=[PersistentLevel("x")])
+    assert config.levels == (PersistentLevel("x"),)
+    with pytest.raises(FrozenInstanceError):
+        config.every_n_steps = 0
+
+
+def test_all_but_the_url_is_keyword_only():
+    with pytest.raises(TypeError):
+        PersistentLevel("x", 5)
+    with pytest.raises(TypeError):
+        SnapshotConfig(5)
+
+
+def test_a_local_level_names_one_place_whatever_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path)
+    places = {PersistentLevel(url).url for url in ("real", "./real/", "link", f"file://{tmp_path}/real")}
+    assert places == {os.path.realpath(tmp_path / "real")}
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "memory://run", "gs://bucket/a/b"])
+def test_other_urls_are_kept_as_they_are(url):
+    assert PersistentLevel(f"{url}/").url == url
+
+
+def test_every_setting_says_what_it_is_in_the_source():
+    """A docstring stands under each field: what users read instead of a reference page."""
+    import ast
+    import inspect
+
+    import lazysnap.config
+
+    for node in ast.parse(inspect.getsource(lazysnap.config)).body:
+        if isinstance(node, ast.ClassDef):
+            for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign):
+                    documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                    assert documented, f"{node.name}.{field.target.id} has no docstring"

@@ -1,0 +1,149 @@
+"""Promises of the package as a whole: its names, what importing it costs, what its documents say."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lazysnap
+from lazysnap import errors
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTED = {
+    "LazySnapError",
+    "LazySnapshotCallback",
+    "MemoryLevel",
+    "PersistentLevel",
+    "SnapshotConfig",
+    "SnapshotEngine",
+    "latest_path",
+    "register_type",
+}
+TORCH_FREE = (
+    "lazysnap",
+    "lazysnap.arena",
+    "lazysnap.cli",
+    "lazysnap.config",
+    "lazysnap.errors",
+    "lazysnap.faults",
+    "lazysnap.keeper",
+    "lazysnap.levels",
+    "lazysnap.policy",
+    "lazysnap.resolver",
+    "lazysnap.shard",
+)
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_exported_names_are_exactly_the_documented_ones():
+    """A new name is a promise: it is added here and in the README or the docs, on purpose."""
+    assert set(lazysnap.__all__) == DOCUMENTED
+    texts = "".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+    assert {name for name in DOCUMENTED if name not in texts} == set()
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
+def test_every_exported_name_can_be_had_and_is_documented(name):
+    value = getattr(lazysnap, name)
+    assert value.__doc__
+    assert name in dir(lazysnap)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = lazysnap.no_such_name
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_importing_it_imports_neither_torch_nor_numpy_nor_lightning(module):
+    code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    loaded = set(json.loads(run_python(code)))
+    assert not loaded & {"torch", "numpy", "lightning", "pytorch_lightning"}
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert versions[0] == lazysnap.__version__
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    blocks = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.M | re.S)):
+            blocks.append((f"{path.name}-{number}", code))
+    return blocks
+
+
+@pytest.mark.parametrize(("where", "code"), python_blocks(), ids=lambda value: value[:20])
+def test_code_in_the_documents_compiles_and_imports_only_what_is_there(where, code):
+    compile(code, where, "exec")
+    for names in re.findall(r"^from lazysnap import (.+)$", code, flags=re.M):
+        assert {name.strip() for name in names.split(",")} <= DOCUMENTED
+
+
+def test_the_readme_settings_block_runs():
+    block = next(code for _, code in python_blocks() if "SnapshotConfig(" in code and "callback =" in code)
+    exec(compile(block.split("callback =")[0].replace("LazySnapshotCallback, ", ""), "README", "exec"), {})
+
+
+def test_links_between_the_documents_lead_somewhere():
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def drawn_tree(text: str) -> dict[str, tuple[str, set[str]]]:
+    """Name -> (parent in the tree, bases in parentheses), read from the drawing."""
+    tree: dict[str, tuple[str, set[str]]] = {}
+    path: list[str] = []
+    for line in text.splitlines():
+        match = re.match(r"^ {4}((?:│   |    )*(?:[├└]── )?)(\w+) *(?:\((\w+(?:, \w+)*)\))?(?:  .*)?$", line)
+        if match and (match[1] or match[2] == "LazySnapError"):
+            depth = len(match[1]) // 4
+            path = [*path[:depth], match[2]]
+            tree[match[2]] = (path[depth - 1] if depth else "Exception", set((match[3] or "").split(", ")) - {""})
+    return tree
+
+
+def test_the_tree_of_exceptions_is_drawn_as_it_is():
+    assert errors.__doc__ is not None
+    drawn = drawn_tree(errors.__doc__)
+    real = {
+        name: value
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, Exception) and value.__module__ == errors.__name__
+    }
+    assert drawn.keys() == real.keys()
+    for name, kind in real.items():
+        own = {base.__name__ for base in kind.__bases__}
+        parent, builtin = drawn[name]
+        assert own == {parent} | builtin, name
+
+
+def test_every_exception_has_the_one_root():
+    kinds = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    assert len(kinds) > 10
+    assert all(issubclass(kind, errors.LazySnapError) for kind in kinds)
+
+
+def test_the_package_is_marked_as_typed():
+    spec = importlib.util.find_spec("lazysnap")
+    assert spec is not None
+    assert spec.origin is not None
+    assert (Path(spec.origin).parent / "py.typed").is_file()
+
+
+def test_no_module_outgrows_400_lines():
+    sizes = {path: len(path.read_text().splitlines()) for path in (ROOT / "lazysnap").rglob("*.py")}
+    assert not {str(path): size for path, size in sizes.items() if size > 400}
