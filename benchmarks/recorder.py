@@ -90,8 +90,7 @@ class Recorder:
         steps = [step for cycle in self.cycles for step in cycle.steps_s]
         return {
             "base_step_s": base,
-            "mean_step_s": statistics.fmean(steps)
-            + sum(c.boundary_s + c.waited_s for c in self.cycles) / len(steps),
+            "mean_step_s": statistics.fmean(steps) + sum(c.boundary_s + c.waited_s for c in self.cycles) / len(steps),
             "snapshots": self.taken,
             "snapshots_not_taken": self.attempts - self.taken,
             "steps": len(steps),

@@ -108,9 +108,7 @@ class DCPAsync(Nothing):
     def save(self, step: int) -> bool:
         start = time.perf_counter()
         path = self.directory / f"step-{step}"
-        answer = dcp.async_save(
-            self.state(), checkpoint_id=path, async_checkpointer_type=self.kind, **self.options()
-        )
+        answer = dcp.async_save(self.state(), checkpoint_id=path, async_checkpointer_type=self.kind, **self.options())
         self.pending = answer if isinstance(answer, Future) else answer.upload_completion
 
         def note(future: Future[Any]) -> None:

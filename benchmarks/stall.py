@@ -40,9 +40,7 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         memory = PeakMemory(run, 0.05 if args.params != "100m" else 1.0)
         try:
-            process = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=args.timeout_s
-            )
+            process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout_s)
             output, errors, code = process.stdout, process.stderr, process.returncode
         except subprocess.TimeoutExpired:
             output, errors, code = "", f"no result within {args.timeout_s:.0f} s", -1
@@ -75,9 +73,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", choices=SIZES, default="small")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads for training")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -87,9 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--snapshots", type=int, default=4, help="by the peers; the first is reported apart")
     parser.add_argument("--every", type=int, default=8, help="steps from one snapshot of a peer to the next")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--directory", type=Path, default=None, help="on the disk to measure; default: TMPDIR"
-    )
+    parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; default: TMPDIR")
     parser.add_argument("--out", type=Path, default=Path("runs/stall"))
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="for one method")
     args = parser.parse_args()

@@ -196,9 +196,7 @@ def run_lightning(job: Job) -> dict[str, Any]:
     )
     module = Module()
     batches = [job.batch_of(step) for step in range(job.warm_up + job.base + job.steps)]
-    trainer.fit(
-        module, torch.utils.data.DataLoader(batches, batch_size=None)
-    )  # its teardown drains the thread
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))  # its teardown drains the thread
     background.drain()
     recorder.drained(asked["end"])
     optimizer = trainer.optimizers[0]

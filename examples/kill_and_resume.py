@@ -196,9 +196,7 @@ def report(kills: list[Kill]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-steps", type=int, default=300)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1603)

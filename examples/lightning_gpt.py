@@ -40,9 +40,7 @@ class LightningGPT(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, 4e-3, total_steps=self.hparams.max_steps + 1
-        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=self.hparams.max_steps + 1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -96,19 +94,11 @@ def snapshots(args: argparse.Namespace) -> list[L.Callback]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-steps", type=int, default=400)
-    parser.add_argument(
-        "--dirpath", default="runs/lightning_gpt", help="directory or URL for snapshots on storage"
-    )
-    parser.add_argument(
-        "--every-n-steps", type=int, default=1, help="optimizer steps between captures in memory"
-    )
-    parser.add_argument(
-        "--disk-every-n-steps", type=int, default=100, help="at least so many steps between files"
-    )
+    parser.add_argument("--dirpath", default="runs/lightning_gpt", help="directory or URL for snapshots on storage")
+    parser.add_argument("--every-n-steps", type=int, default=1, help="optimizer steps between captures in memory")
+    parser.add_argument("--disk-every-n-steps", type=int, default=100, help="at least so many steps between files")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--text", type=Path, default=HAMLET, help="any UTF-8 text file")

@@ -23,9 +23,7 @@ def batch_of(data: TextWindows, step: int, size: int) -> tuple[torch.Tensor, tor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-steps", type=int, default=300)
     parser.add_argument("--dirpath", default="runs/plain_loop")
     args = parser.parse_args()
