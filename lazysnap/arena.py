@@ -223,9 +223,9 @@ class Slot:
 
     def close(self) -> None:
         """Unmap and close. Views that others still hold keep the memory alive."""
-        self._words.release()
-        self._bytes.release()
         # Somebody (a tensor) may still look at it: then the mapping goes with the last view.
         with contextlib.suppress(BufferError):
+            self._words.release()
+            self._bytes.release()
             self._buffer.close()
         os.close(self.fd)

@@ -1,0 +1,115 @@
+"""Copies CPU tensors into a slot from a thread of their own, in slices, without the interpreter lock.
+
+``memmove`` through ctypes is single-threaded on purpose: ``Tensor.copy_`` would start a second team of compute
+threads in this thread, which then fight with training's own. Slices of 1 MiB at normal priority won over whole
+tensors, lower priorities and an inline copy (docs/benchmarks.md, "copy strategies").
+"""
+
+import ctypes
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from lazysnap import faults
+from lazysnap.capture.job import CaptureJob, CapturePhase
+
+logger = logging.getLogger(__name__)
+
+SLICE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Move:
+    """One lazy CPU tensor: plain memory, or a tensor to be gathered by torch."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    end: int
+    is_dense: bool
+
+
+def copy_eager(job: CaptureJob) -> None:
+    """Copy every CPU tensor that may change at any time, before control returns to training. Blocks."""
+    views = job.plan.views(job.slot)
+    with torch.no_grad():
+        for index in job.plan.order:
+            record = job.plan.records[index]
+            if not record.lazy and record.nbytes and record.device.type == "cpu":
+                views[index].copy_(job.sources[index])
+
+
+class CpuCopier:
+    """The copy thread. One job at a time; ``begin`` never blocks."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[CaptureJob | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, job: CaptureJob) -> None:
+        """Start to copy ``job``'s lazy CPU tensors; the thread commits the capture when it is whole."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="lazysnap-copy", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the thread after its current job."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._copy(job)
+            except Exception as error:  # noqa: BLE001  the rim of the thread: the capture fails, training goes on
+                job.give_up(CapturePhase.FAILED, f"{type(error).__name__}: {error}")
+            finally:
+                job.released.set()
+            del job  # sources must not live until the next boundary
+
+    def _copy(self, job: CaptureJob) -> None:
+        started = time.perf_counter()
+        faults.point("capture.copy")
+        for move in _moves(job):
+            if job.is_given_up:
+                return
+            if move.is_dense:
+                _move_dense(job, move)
+            else:
+                with torch.no_grad():
+                    move.target.copy_(move.source)
+            job.slot.advance(move.end)
+            faults.point("capture.copied_tensor")
+        job.copy_s = time.perf_counter() - started
+        changed = job.changed_sources()
+        if changed:
+            # Everything was read by now: what changes later does not matter, what changed before may be torn.
+            job.give_up(CapturePhase.TORN, f"{len(changed)} tensors changed while they were copied: {changed[0]}, …")
+        else:
+            job.commit()
+
+
+def _moves(job: CaptureJob) -> list[_Move]:
+    views = job.plan.views(job.slot)
+    moves = []
+    for index in job.plan.order:
+        record = job.plan.records[index]
+        if record.lazy and record.nbytes and record.device.type == "cpu":
+            source = job.sources[index].detach()
+            is_dense = source.is_contiguous() and not source.is_conj() and not source.is_neg()
+            moves.append(_Move(source, views[index], record.offset + record.nbytes, is_dense))
+    return moves
+
+
+def _move_dense(job: CaptureJob, move: _Move) -> None:
+    source, target, nbytes = move.source.data_ptr(), move.target.data_ptr(), move.source.nbytes
+    for start in range(0, nbytes, SLICE_BYTES):
+        if job.is_given_up:
+            return
+        ctypes.memmove(target + start, source + start, min(SLICE_BYTES, nbytes - start))

@@ -1,0 +1,76 @@
+"""The gate: no optimizer changes anything before the copy of the last boundary is done.
+
+One mechanism for all frameworks: a pre-hook on the step of the inner torch optimizer, which *wraps the closure* where
+one is given. Lightning runs forward and backward inside ``optimizer.step(closure)``: a hook that waited before the
+closure would end the overlap (96 ms instead of 57 ms a step in a measurement of a 40 ms copy beside 50 ms of work).
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+Closure = Callable[[], Any]
+
+
+class OptimizerGates:
+    """Hooks on optimizers. ``gate`` waits; ``is_disturbed`` tells whether lazy tensors changed since the boundary."""
+
+    def __init__(self, gate: Callable[[], None], is_disturbed: Callable[[], bool], late: Callable[[], None]) -> None:
+        self._gate = gate
+        self._is_disturbed = is_disturbed
+        self._late = late
+        self._handles: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[RemovableHandle]]] = {}
+        self._early: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Hook the optimizers that are not hooked yet; let go of those that are not used any more. Cheap."""
+        wanted = {id(optimizer) for optimizer in optimizers}
+        for key in [key for key, (alive, _) in self._handles.items() if key not in wanted or alive() is None]:
+            self._drop(key)
+        for optimizer in optimizers:
+            if id(optimizer) not in self._handles:
+                handles = [
+                    optimizer.register_step_pre_hook(self._before_step),
+                    optimizer.register_step_post_hook(self._after_step),
+                ]
+                self._handles[id(optimizer)] = (weakref.ref(optimizer), handles)
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for key in list(self._handles):
+            self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        for handle in self._handles.pop(key)[1]:
+            handle.remove()
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # args[0] is the optimizer itself.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None or optimizer in self._early:
+            self._gate()
+            return None
+        wrapped = self._wrap(optimizer, closure)
+        if len(args) > 1:
+            return (args[0], wrapped, *args[2:]), kwargs
+        return args, {**kwargs, "closure": wrapped}
+
+    def _wrap(self, optimizer: torch.optim.Optimizer, closure: Closure) -> Closure:
+        def gated() -> Any:
+            if self._is_disturbed():
+                # It changed parameters before it called the closure (SAM): this capture is lost, the next are not.
+                self._early.add(optimizer)
+            result = closure()
+            self._gate()
+            return result
+
+        return gated
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # An optimizer that never called its closure, or whose hook was bypassed, stepped beside a running copy.
+        self._late()

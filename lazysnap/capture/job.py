@@ -1,0 +1,83 @@
+"""One capture on its way: what is copied, where to, and what became of it."""
+
+import enum
+import threading
+
+import torch
+
+from lazysnap import faults
+from lazysnap.arena import Slot
+from lazysnap.capture.plan import CapturePlan
+
+
+class CapturePhase(enum.Enum):
+    """COPYING -> WHOLE, or -> TORN (a source changed meanwhile), or -> FAILED (an error, a deadline)."""
+
+    COPYING = "copying"
+    WHOLE = "whole"
+    TORN = "torn"
+    FAILED = "failed"
+
+
+class CaptureJob:
+    """A capture into ``slot``. Keeps its sources alive. Phase changes are one act under a lock: a late copy that was
+    given up on never commits.
+    """
+
+    def __init__(self, plan: CapturePlan, slot: Slot, step: int, tensors: list[torch.Tensor]) -> None:
+        self.plan = plan
+        self.slot = slot
+        self.step = step
+        self.sources = tensors
+        self.versions = [
+            tensor._version if record.lazy else 0 for record, tensor in zip(plan.records, tensors, strict=True)
+        ]
+        self.phase = CapturePhase.COPYING
+        self.reason = ""
+        self.copy_s = 0.0
+        self.released = threading.Event()
+        """Set when nothing writes into the slot any more."""
+        self._lock = threading.Lock()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the copy may stop: its result will not be used."""
+        return self.phase in (CapturePhase.TORN, CapturePhase.FAILED)
+
+    def changed_sources(self) -> list[str]:
+        """Names of lazy tensors that something wrote to since the boundary.
+
+        Fused optimizers do not bump versions; the gate is the rule and this is the net under it.
+        """
+        return [
+            record.name
+            for record, tensor, version in zip(self.plan.records, self.sources, self.versions, strict=True)
+            if record.lazy and (tensor._version != version or tensor.data_ptr() != record.pointer)
+        ]
+
+    def commit(self) -> bool:
+        """Mark the slot whole, unless the capture was given up. The last act of a capture."""
+        with self._lock:
+            if self.phase is not CapturePhase.COPYING:
+                return False
+            faults.point("capture.commit")
+            self.slot.commit()
+            self.phase = CapturePhase.WHOLE
+        faults.point("capture.committed")
+        return True
+
+    def committed_by_device(self) -> None:
+        """The device wrote the end word in stream order; only the phase is left to set."""
+        with self._lock:
+            if self.phase is CapturePhase.COPYING:
+                self.phase = CapturePhase.WHOLE
+
+    def give_up(self, phase: CapturePhase, reason: str) -> bool:
+        """Discard the capture, unless it is whole already."""
+        with self._lock:
+            if self.phase is not CapturePhase.COPYING:
+                return False
+            self.slot.discard()
+            self.phase = phase
+            self.reason = reason
+            return True

@@ -1,0 +1,220 @@
+"""The capture plan: worked out once, cheaply checked at every later boundary.
+
+What is lazy (copied during the next forward and backward): parameters that an optimizer holds, tensors of its state
+with at least one dimension, and what the source names besides. Everything else is eager: copied at the boundary
+before control returns, since it may change at any time (docs/architecture.md).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lazysnap.arena import Slot
+from lazysnap.errors import UnsupportedState
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.state.codec import path_text
+from lazysnap.state.source import StateSource
+from lazysnap.state.walk import Walk
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Every torch dtype that a shard holds as it is."""
+
+_AS_BYTES = (torch.complex128, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+"""Stored as U8 with one more dimension; the logical dtype is in the manifest."""
+
+Key = tuple[int, int, str]
+
+
+def _key(tensor: torch.Tensor) -> Key:
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size(), str(tensor.device)
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """What was true of one tensor of the state when the plan was made."""
+
+    name: str
+    lazy: bool
+    primary: int
+    """Index of the record whose bytes stand for this one too (tied weights); its own index otherwise."""
+    pointer: int
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: torch.device
+    offset: int
+    """Bytes from the start of the image."""
+    nbytes: int
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether the plan still holds for ``tensor``."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.device == self.device
+            and (not self.lazy or (tensor.data_ptr() == self.pointer and tensor.stride() == self.stride))
+        )
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """Where every tensor of the state goes. ``records`` are in the order of the walk, ``order`` in file order."""
+
+    paths: list[tuple[Any, ...]]
+    records: list[TensorRecord]
+    order: list[int]
+    layout: Layout
+    logical: dict[str, dict[str, str]]
+    aliases: dict[str, str]
+    signature: object
+    _views: dict[Slot, list[torch.Tensor]] = field(default_factory=dict, repr=False)
+
+    @property
+    def names(self) -> list[str]:
+        """Names in the order of the walk."""
+        return [record.name for record in self.records]
+
+    def mismatch(self, walk: Walk, signature: object) -> str | None:
+        """Why the plan does not hold for ``walk`` any more, ``None`` if it does."""
+        if signature != self.signature:
+            return "the optimizers hold other parameters or other state"
+        if len(walk.tensors) != len(self.records) or walk.names != self.names:
+            return "the structure of the state changed"
+        for record, tensor in zip(self.records, walk.tensors, strict=True):
+            if not record.fits(tensor):
+                return f"tensor {record.name} changed its shape, dtype, device or place"
+        for index, record in enumerate(self.records):
+            if record.primary != index and walk.tensors[record.primary].data_ptr() != walk.tensors[index].data_ptr():
+                return f"tensor {record.name} is no longer tied to another one"
+        return None
+
+    def views(self, slot: Slot) -> list[torch.Tensor]:
+        """A view of ``slot``'s image for every record, made once per slot."""
+        if slot not in self._views:
+            self._views[slot] = [
+                view_of(slot.buffer, slot.image_offset + record.offset, record.dtype, tuple(record.shape))
+                for record in self.records
+            ]
+        return self._views[slot]
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """Drop the views of slots that are not among ``slots``, so that their memory can go."""
+        for slot in [known for known in self._views if known not in slots]:
+            del self._views[slot]
+
+
+def view_of(buffer: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over ``buffer`` at ``offset`` bytes; shares its memory and keeps it alive."""
+    count = 1
+    for size in shape:
+        count *= size
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    nbytes = count * dtype.itemsize
+    flat = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+    return flat.view(dtype).view(shape)
+
+
+def optimizer_signature(source: StateSource) -> object:
+    """Changes when an optimizer is replaced, gets a parameter group or creates state."""
+    return tuple(
+        (id(optimizer), tuple(len(group["params"]) for group in optimizer.param_groups), len(optimizer.state))
+        for optimizer in source.optimizers()
+    )
+
+
+def lazy_keys(source: StateSource) -> set[Key]:
+    """Which memory only changes behind the gate."""
+    keys = {_key(tensor) for tensor in source.lazy_tensors()}
+    for optimizer in source.optimizers():
+        for group in optimizer.param_groups:
+            keys.update(_key(parameter) for parameter in group["params"])
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                keys.update(_key(item) for item in state.values() if isinstance(item, torch.Tensor) and item.dim())
+    return {key for key in keys if key[0] and key[1]}
+
+
+def _check(tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
+    problem = None
+    if tensor.layout is not torch.strided:
+        problem = f"a tensor with layout {tensor.layout}"
+    elif tensor.device.type == "meta":
+        problem = "a tensor on the meta device, which has no values"
+    elif tensor.is_quantized or (tensor.dtype not in DTYPE_NAMES and tensor.dtype not in _AS_BYTES):
+        problem = f"a tensor of dtype {tensor.dtype}"
+    elif is_traceable_wrapper_subclass(tensor):
+        problem = f"a tensor of the subclass {type(tensor).__qualname__}"
+    if problem:
+        raise UnsupportedState(
+            f"{path_text(path)}: {problem} cannot be captured yet; keep it out of the "
+            "state, or convert it in state_dict()"
+        )
+
+
+def make_plan(walk: Walk, source: StateSource) -> CapturePlan:
+    """Work the plan out. Raises: UnsupportedState, naming a tensor that cannot be captured."""
+    lazy = lazy_keys(source)
+    primaries: dict[object, int] = {}
+    facts = []
+    for index, (tensor, path) in enumerate(zip(walk.tensors, walk.paths, strict=True)):
+        _check(tensor, path)
+        key = _key(tensor)
+        same = (key, tensor.shape, tensor.dtype, tensor.stride()) if key[1] else index
+        facts.append((key in lazy, primaries.setdefault(same, index)))
+    chosen = [index for index, (_, primary) in enumerate(facts) if primary == index]
+    # Small and eager tensors first: copies of neighbours can be coalesced, and the watermark starts early.
+    chosen.sort(key=lambda index: (facts[index][0], walk.tensors[index].nbytes))
+    logical: dict[str, dict[str, str]] = {}
+    specs = []
+    for index in chosen:
+        tensor, name = walk.tensors[index], walk.names[index]
+        shape = tuple(tensor.shape)
+        if tensor.dtype in _AS_BYTES:
+            logical[name] = {"dtype": str(tensor.dtype).removeprefix("torch.")}
+            specs.append(TensorSpec(name, "U8", (*shape, tensor.element_size())))
+        else:
+            specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], shape))
+    aliases = {walk.names[i]: walk.names[primary] for i, (_, primary) in enumerate(facts) if primary != i}
+    layout = Layout.plan(specs, aliases)
+    place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
+    records = []
+    for index, (is_lazy, primary) in enumerate(facts):
+        tensor = walk.tensors[index]
+        offset, nbytes = place[walk.names[primary]]
+        records.append(
+            TensorRecord(
+                name=walk.names[index],
+                lazy=is_lazy,
+                primary=primary,
+                pointer=tensor.data_ptr(),
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                stride=tensor.stride(),
+                device=tensor.device,
+                offset=offset,
+                nbytes=nbytes,
+            )
+        )
+    order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))
+    return CapturePlan(walk.paths, records, order, layout, logical, aliases, optimizer_signature(source))
