@@ -86,6 +86,8 @@ class CpuCopier:
                     move.target.copy_(move.source)
             job.slot.advance(move.end)
             faults.point("capture.copied_tensor")
+        for event in job.wait_for_devices:
+            event.synchronize()
         job.copy_s = time.perf_counter() - started
         changed = job.changed_sources()
         if changed:

@@ -35,6 +35,8 @@ class CaptureJob:
         self.phase = CapturePhase.COPYING
         self.reason = ""
         self.copy_s = 0.0
+        self.wait_for_devices: list[torch.cuda.Event] = []
+        """Device copies that must be done before the copy thread may commit."""
         self.released = threading.Event()
         """Set when nothing writes into the slot any more."""
         self._lock = threading.Lock()

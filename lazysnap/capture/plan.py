@@ -155,6 +155,10 @@ def lazy_keys(source: StateSource) -> set[Key]:
     return {key for key in keys if key[0] and key[1]}
 
 
+def _is_wrapper(tensor: Any) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
 def _check(tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
     problem = None
     if tensor.layout is not torch.strided:
@@ -163,7 +167,7 @@ def _check(tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
         problem = "a tensor on the meta device, which has no values"
     elif tensor.is_quantized or (tensor.dtype not in DTYPE_NAMES and tensor.dtype not in _AS_BYTES):
         problem = f"a tensor of dtype {tensor.dtype}"
-    elif is_traceable_wrapper_subclass(tensor):
+    elif _is_wrapper(tensor):
         problem = f"a tensor of the subclass {type(tensor).__qualname__}"
     if problem:
         raise UnsupportedState(

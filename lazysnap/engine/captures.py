@@ -1,0 +1,113 @@
+"""Starting and finishing captures: copies on every device of the state, and what the gate waits for."""
+
+import torch
+
+from lazysnap import faults
+from lazysnap.arena import Slot, Word
+from lazysnap.capture.copier import CpuCopier, copy_eager
+from lazysnap.capture.cuda import CudaCopier
+from lazysnap.capture.job import CaptureJob, CapturePhase
+from lazysnap.capture.plan import CapturePlan
+from lazysnap.shard.checksum import digest
+
+
+class Captures:
+    """At most one capture is in flight. All methods are called on the training thread."""
+
+    def __init__(self) -> None:
+        self._cpu = CpuCopier()
+        self._cuda: dict[torch.device, CudaCopier] = {}
+        self._events: list[tuple[CudaCopier, torch.cuda.Event]] = []
+        self._retired: list[tuple[CaptureJob, list[torch.cuda.Event]]] = []
+        self.job: CaptureJob | None = None
+        """The capture that no gate has passed yet."""
+        self._hung: CaptureJob | None = None
+
+    def is_stuck(self) -> bool:
+        """Whether a copy that was given up on may still write into its slot."""
+        if self._hung is not None and self._hung.released.is_set():
+            self._hung = None
+        return self._hung is not None
+
+    def begin(self, job: CaptureJob) -> None:
+        """Copy what is eager, queue what is lazy. The slot's ``begin`` was called before."""
+        faults.point("capture.begin")
+        write_header(job.plan, job.slot)
+        copy_eager(job)
+        faults.point("capture.eager_copied")
+        devices = sorted({record.device for record in job.plan.records if record.device.type == "cuda"}, key=str)
+        on_cpu = any(record.lazy and record.device.type == "cpu" for record in job.plan.records)
+        self.job = job
+        self._events = []
+        for device in devices:
+            copier = self._cuda.setdefault(device, CudaCopier(device))
+            # Only a lone device can commit in stream order; with several, the thread that waits for all of them does.
+            alone = len(devices) == 1 and not on_cpu
+            self._events.append((copier, copier.begin(job, last=alone)))
+        if on_cpu or not devices or len(devices) > 1:
+            job.wait_for_devices = [event for _, event in self._events]
+            self._cpu.begin(job)
+        else:
+            job.released.set()
+
+    def finish(self, timeout_s: float) -> CaptureJob | None:
+        """The gate: when it returns, sources may change. The job that it waited for, ``None`` if there was none.
+
+        Blocks: until the copy thread is done, at most ``timeout_s``; device copies are waited for by the device.
+        After the deadline the capture is given up; it never becomes whole.
+        """
+        job, self.job = self.job, None
+        if job is None:
+            return None
+        by_device = job.released.is_set() and bool(self._events) and job.phase is CapturePhase.COPYING
+        if by_device:
+            changed = job.changed_sources()
+            if changed:
+                job.give_up(
+                    CapturePhase.TORN, f"{len(changed)} tensors changed while they were copied: {changed[0]}, …"
+                )
+            else:
+                job.committed_by_device()
+        elif not job.released.wait(timeout_s):
+            job.give_up(CapturePhase.FAILED, f"the copy did not end within {timeout_s:g} s")
+            self._hung = job
+        for copier, event in self._events:
+            copier.gate(event)
+        self._retire(job)
+        return job
+
+    def discard(self, reason: str) -> CaptureJob | None:
+        """Give up the capture in flight: something stepped beside it."""
+        job = self.job
+        if job is not None and job.give_up(CapturePhase.TORN, reason):
+            return job
+        return None
+
+    def is_disturbed(self) -> bool:
+        """Whether a source of the capture in flight changed since the boundary, before it was whole."""
+        return self.job is not None and self.job.phase is CapturePhase.COPYING and bool(self.job.changed_sources())
+
+    def _retire(self, job: CaptureJob) -> None:
+        """Keep the sources alive until the devices have read them."""
+        self._retired = [item for item in self._retired if not all(event.query() for event in item[1])]
+        if self._events:
+            self._retired.append((job, [event for _, event in self._events]))
+
+    def forget(self, slots: list[Slot]) -> None:
+        """Let go of everything that refers to slots not among ``slots``."""
+        for copier in self._cuda.values():
+            copier.forget(slots)
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the copy thread and let the slots go."""
+        self._cpu.close(timeout_s)
+        self.forget([])
+
+
+def write_header(plan: CapturePlan, slot: Slot) -> None:
+    """Put the plan's header into the image, if another stands there."""
+    mark = int(digest(plan.layout.header)[:15], 16) | 1
+    if slot.word(Word.PLAN) != mark:
+        slot.set_word(Word.PLAN, 0)
+        slot.image[: len(plan.layout.header)] = plan.layout.header
+        slot.set_word(Word.PLAN, mark)

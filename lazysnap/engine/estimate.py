@@ -1,0 +1,32 @@
+"""How large a shard will be, before the optimizer has made its state: lets memory be prepared from the start."""
+
+from collections.abc import Iterable
+
+import torch
+
+from lazysnap.state.source import StateSource
+
+_STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "Rprop": 2}
+"""Tensors of the size of a parameter that an optimizer keeps for it."""
+_HEADER_BYTES_PER_TENSOR = 160
+
+
+def estimate_image_bytes(source: StateSource) -> int:
+    """Bytes of the shard once every optimizer has made its state; too low for optimizers that are not known."""
+    sizes = [tensor.nbytes for tensor in _unique(source.expected().values())]
+    total, count = sum(sizes), len(sizes)
+    for optimizer in source.optimizers():
+        copies = _STATE_COPIES.get(type(optimizer).__name__, 0)
+        for group in optimizer.param_groups:
+            held = copies + bool(group.get("amsgrad")) + bool(group.get("momentum"))
+            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+            total += sum(parameter.nbytes for parameter in trained) * held
+            count += len(trained) * (held + 1)
+    return total + count * _HEADER_BYTES_PER_TENSOR + (1 << 20)
+
+
+def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.data_ptr(), tensor.nbytes), tensor)
+    return list(found.values())

@@ -1,0 +1,44 @@
+"""What the keeper told, as log lines and counters; only ever handled on the training thread."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from lazysnap.engine.statistics import Statistics
+from lazysnap.keeper.client import Durable, KeeperEvent, KeeperLost, KeeperReady, LevelFailed, MemoryRefused
+
+logger = logging.getLogger("lazysnap.engine")
+
+
+class EventLog:
+    """One log line per kind of trouble until it is over; every occurrence is counted."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._noted: set[str] = set()
+
+    def note_once(self, topic: str, message: str, *values: Any) -> None:
+        """Warn, unless there was a warning on ``topic`` already that nothing has ended."""
+        level = logging.DEBUG if topic in self._noted else logging.WARNING
+        self._noted.add(topic)
+        logger.log(level, message, *values)
+
+    def drain(self, events: Iterable[KeeperEvent]) -> None:
+        """Count and log what happened."""
+        for event in events:
+            if isinstance(event, Durable):
+                self._statistics.persisted[event.level] += 1
+                self._statistics.last_durable_step[event.level] = event.step
+                if event.level in self._noted:
+                    self._noted.discard(event.level)
+                    logger.warning("%s works again: step %d is durable there", event.level, event.step)
+            elif isinstance(event, LevelFailed):
+                self._statistics.level_failures[event.level] += 1
+                self.note_once(event.level, "step %d is not persisted, training goes on: %s", event.step, event.text)
+            elif isinstance(event, KeeperLost):
+                self._statistics.keepers_lost += 1
+                self.note_once("keeper", "the keeper is gone, a new one is being started: %s", event.text)
+            elif isinstance(event, KeeperReady):
+                self._noted.discard("keeper")
+            elif isinstance(event, MemoryRefused):
+                self.note_once("memory", "no captures into memory: %s", event.text)

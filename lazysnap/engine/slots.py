@@ -1,0 +1,34 @@
+"""Which slot the next capture goes to. Pure.
+
+With one rank two slots are enough to always keep the newest whole snapshot while the next one is written; persistence
+reads from a slot of its own for long, so it makes three. The argument for many ranks is in docs/architecture.md.
+"""
+
+from collections.abc import Sequence
+
+from lazysnap.arena import SlotPhase, SlotStatus
+from lazysnap.config import SnapshotConfig
+
+SLACK_BYTES = 8 << 20
+
+
+def slots_needed(config: SnapshotConfig) -> int:
+    """Slots for one rank: newest whole, the one being written, and one that persistence reads."""
+    return config.memory.slots or (3 if config.levels else 2)
+
+
+def choose_slot(statuses: Sequence[SlotStatus]) -> int | None:
+    """The index of the slot to write next, ``None`` if all are in use.
+
+    Never a pinned slot (persistence reads it), never the newest whole one (until the next is whole, it is the only
+    restart point in memory); of the others the oldest.
+    """
+    whole = [index for index, status in enumerate(statuses) if status.phase is SlotPhase.WHOLE]
+    newest = max(whole, key=lambda index: statuses[index].sequence, default=None)
+    free = [index for index, status in enumerate(statuses) if not status.pinned and index != newest]
+    return min(free, key=lambda index: statuses[index].sequence, default=None)
+
+
+def capacity_fits(capacity_bytes: int, needed_bytes: int) -> bool:
+    """Whether a slot is large enough and not wastefully larger."""
+    return needed_bytes <= capacity_bytes <= needed_bytes + needed_bytes // 20 + SLACK_BYTES

@@ -1,0 +1,56 @@
+"""What the engine did so far, in numbers."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Timing:
+    """Seconds spent in one kind of call."""
+
+    count: int = 0
+    total_s: float = 0.0
+    max_s: float = 0.0
+    last_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one call."""
+        self.count += 1
+        self.total_s += seconds
+        self.last_s = seconds
+        self.max_s = max(self.max_s, seconds)
+
+
+@dataclass
+class Statistics:
+    """Counters of one engine since it was made."""
+
+    began: int = 0
+    """Captures started."""
+    whole: int = 0
+    """Captures known to be complete in the keeper's memory."""
+    torn: int = 0
+    """Captures discarded because something changed while it was copied."""
+    failed: int = 0
+    """Captures given up for another reason."""
+    replans: int = 0
+    """Times the plan was worked out again after the first."""
+    keepers_lost: int = 0
+    bytes_captured: int = 0
+    shard_bytes: int = 0
+    """Size of one snapshot of this rank."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Boundaries that were due but began no capture, by reason."""
+    persisted: Counter[str] = field(default_factory=Counter)
+    """Snapshots committed, by level."""
+    level_failures: Counter[str] = field(default_factory=Counter)
+    """Snapshots given up, by level."""
+    boundary: Timing = field(default_factory=Timing)
+    """Time that training was held at boundaries that began a capture."""
+    gate: Timing = field(default_factory=Timing)
+    """Time that training waited for copies."""
+    copy: Timing = field(default_factory=Timing)
+    """Duration of the copies themselves, beside training."""
+    last_whole_step: int | None = None
+    last_durable_step: dict[str, int] = field(default_factory=dict)
+    """Newest step committed, by level."""
