@@ -94,7 +94,7 @@ def run_plain(job: Job) -> dict[str, Any]:
     saver.drain()
     recorder.drained(start)
     written = bytes_below(job.directory)
-    statistics = dataclasses.asdict(saver.engine.statistics()) if isinstance(saver, Lazysnap) else None
+    statistics = plain(saver.engine.statistics()) if isinstance(saver, Lazysnap) else None
     durable_when_idle_s = idle_capture(saver, job) if isinstance(saver, LazysnapDisk) else None
     saver.close()
     durable = lazysnap_durable(job.directory) if isinstance(saver, LazysnapDisk) else saver.durable_s
@@ -106,6 +106,13 @@ def run_plain(job: Job) -> dict[str, Any]:
         "bytes_written": written,
         "statistics": statistics,
     }
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses and counters as dicts (``dataclasses.asdict`` counts a Counter's pairs anew)."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return dict(value) if isinstance(value, dict) else value
 
 
 def idle_capture(saver: LazysnapDisk, job: Job) -> float:
