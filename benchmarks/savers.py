@@ -166,8 +166,6 @@ class DCPProcessCached(DCPAsyncCached):
 class Lazysnap(Nothing):
     """lazysnap at every step, in memory only."""
 
-    state_is = "captured"
-
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
         from lazysnap import SnapshotConfig, SnapshotEngine
 
@@ -186,7 +184,7 @@ class Lazysnap(Nothing):
         self.engine.gate()
 
     def drain(self) -> None:
-        self.engine.wait(until=self.state_is, timeout_s=DEADLINE_S)
+        self.engine.wait(until="captured", timeout_s=DEADLINE_S)
 
     def close(self) -> None:
         self.engine.close(drain=True)
@@ -195,7 +193,6 @@ class Lazysnap(Nothing):
 class LazysnapDisk(Lazysnap):
     """lazysnap at every step, and to a local directory as often as the peers."""
 
-    state_is = "durable"
     every = 1
 
     def levels(self) -> tuple[Any, ...]:
@@ -203,6 +200,10 @@ class LazysnapDisk(Lazysnap):
 
         # Nothing is deleted during the run: the bytes written are the bytes that lie there at its end.
         return (PersistentLevel(str(self.directory), every_n_steps=self.every, keep_last=10_000),)
+
+    def drain(self) -> None:
+        if not self.engine.flush(DEADLINE_S):
+            raise RuntimeError("the last snapshot did not become durable")
 
 
 class FsyncInBackground:

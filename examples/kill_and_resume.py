@@ -13,6 +13,8 @@ import queue
 import random
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,10 +26,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from lazysnap import SnapshotConfig
+from lazysnap.keeper.identity import JobIdentity
+
 SCRIPT = Path(__file__).parent / "lightning_gpt.py"
 STEP = re.compile(r"^step (\d+) loss ([\d.]+)$")
 START = re.compile(r"^starting at step (\d+)$")
-RESUMED = re.compile(r"^lazysnap\S*: resum\w+ (?:at|from) step (\d+) from (\S+)")
+RESUMED = re.compile(r"^lazysnap\S*: resumed step (\d+) from (.+) in [\d.]+ s$")
 DONE = re.compile(r"^finished at step (\d+): state sha256 (\w+)$")
 SILENCE_S = 120.0
 console = Console()
@@ -81,7 +86,7 @@ class Training:
             if self.first_step_s is None:
                 self.first_step_s = now - self.started
         elif match := RESUMED.match(line):
-            self.resumed = (int(match[1]), match[2].rstrip(":,;."))
+            self.resumed = (int(match[1]), "memory" if match[2] == "memory" else "disk")
         elif match := DONE.match(line):
             self.digest = match[2]
 
@@ -117,16 +122,15 @@ class Kill:
 
 
 def keeper_pid(job_id: str) -> int | None:
-    """The process that keeps this job's memory: the one with our job id in its environment."""
-    wanted = f"LAZYSNAP_JOB_ID={job_id}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
+    """The process that keeps this job's memory: who listens at the job's socket."""
+    identity = JobIdentity.from_config(SnapshotConfig(job_id=job_id))
+    with socket.socket(socket.AF_UNIX) as connection:
         try:
-            command = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"lazysnap.keeper" in command and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                return int(entry.name)
-        except OSError:  # gone meanwhile, or of another user
-            continue
-    return None
+            connection.connect(identity.address)
+        except ConnectionRefusedError:
+            return None
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[0]
 
 
 def run_killed(

@@ -56,7 +56,9 @@ def main() -> None:
     except BaseException:
         engine.abandon()  # the keeper stays, for the next start
         raise
-    print(engine.statistics())
+    statistics = engine.statistics()
+    blocked_s = statistics.boundary.total_s + statistics.gate.total_s
+    print(f"{statistics.whole} snapshots in memory; training waited {blocked_s * 1e3:.0f} ms for all of them")
     engine.close(drain=True)
 
 
