@@ -135,7 +135,7 @@ def lazysnap_durable(directory: Path) -> list[float]:
     durable = []
     for path in sorted(directory.glob("step-*/*.json")):
         body = json.loads(path.read_bytes())["manifest"]
-        captured_ns = body["meta"]["captured_ns"] if "meta" in body else body["captured_ns"]
+        captured_ns = body["captured_ns"]
         durable.append((path.stat().st_mtime_ns - captured_ns) / 1e9)
     return durable
 

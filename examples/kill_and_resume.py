@@ -14,7 +14,6 @@ import random
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from lazysnap import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.messages import peer_credentials
 
 SCRIPT = Path(__file__).parent / "lightning_gpt.py"
 STEP = re.compile(r"^step (\d+) loss ([\d.]+)$")
@@ -129,8 +129,7 @@ def keeper_pid(job_id: str) -> int | None:
             connection.connect(identity.address)
         except ConnectionRefusedError:
             return None
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[0]
+        return peer_credentials(connection)[0]
 
 
 def run_killed(
