@@ -94,10 +94,10 @@ def run_plain(job: Job) -> dict[str, Any]:
     saver.drain()
     recorder.drained(start)
     written = bytes_below(job.directory)
+    durable = lazysnap_durable(job.directory) if isinstance(saver, LazysnapDisk) else saver.durable_s
     statistics = plain(saver.engine.statistics()) if isinstance(saver, Lazysnap) else None
     durable_when_idle_s = idle_capture(saver, job) if isinstance(saver, LazysnapDisk) else None
     saver.close()
-    durable = lazysnap_durable(job.directory) if isinstance(saver, LazysnapDisk) else saver.durable_s
     return {
         **recorder.report(),
         "durable_s": durable,
@@ -135,8 +135,7 @@ def lazysnap_durable(directory: Path) -> list[float]:
     durable = []
     for path in sorted(directory.glob("step-*/*.json")):
         body = json.loads(path.read_bytes())["manifest"]
-        captured_ns = body["captured_ns"]
-        durable.append((path.stat().st_mtime_ns - captured_ns) / 1e9)
+        durable.append((path.stat().st_mtime_ns - body["captured_ns"]) / 1e9)
     return durable
 
 
