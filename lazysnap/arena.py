@@ -26,6 +26,7 @@ from lazysnap.errors import FormatError
 
 PAGE = 4096
 _MAGIC = 0x31504E53595A414C  # "LAZYSNP1"
+SLACK_BYTES = 8 << 20
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
@@ -75,6 +76,11 @@ def _round_up(size_bytes: int) -> int:
     return -(-size_bytes // PAGE) * PAGE
 
 
+def capacity_fits(capacity_bytes: int, needed_bytes: int) -> bool:
+    """Whether a slot's image is large enough for a capture, and not wastefully larger."""
+    return needed_bytes <= capacity_bytes <= needed_bytes + needed_bytes // 20 + SLACK_BYTES
+
+
 class Slot:
     """One mapped slot. Not thread-safe: one writer; readers see each word as a whole."""
 
@@ -114,6 +120,11 @@ class Slot:
                 f"capacities {meta_capacity} + {image_capacity}); restart the keeper of this job"
             )
         return cls(fd, mmap.mmap(fd, size))
+
+    @staticmethod
+    def bytes_for(meta_capacity: int, image_capacity: int) -> int:
+        """Bytes of shared memory that a slot of these capacities takes."""
+        return PAGE + _round_up(meta_capacity) + _round_up(image_capacity)
 
     @property
     def size_bytes(self) -> int:

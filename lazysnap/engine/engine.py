@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase
+from lazysnap.arena import Slot, SlotPhase, capacity_fits
 from lazysnap.capture.gate import OptimizerGates
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan, make_plan, optimizer_signature
@@ -19,7 +19,7 @@ from lazysnap.engine.captures import Captures
 from lazysnap.engine.estimate import estimate_image_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.restore import Snapshot, SnapshotReader
-from lazysnap.engine.slots import capacity_fits, choose_slot, slots_needed
+from lazysnap.engine.slots import choose_slot, slots_needed
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError, KeeperUnavailable, LazySnapError, SnapshotNotFound, UnsupportedState
 from lazysnap.keeper.client import KeeperClient

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import SnapshotConfig
 
-SLACK_BYTES = 8 << 20
-
 
 def slots_needed(config: SnapshotConfig) -> int:
     """Slots for one rank: newest whole, the one being written, and one that persistence reads."""
@@ -27,8 +25,3 @@ def choose_slot(statuses: Sequence[SlotStatus]) -> int | None:
     newest = max(whole, key=lambda index: statuses[index].sequence, default=None)
     free = [index for index, status in enumerate(statuses) if not status.pinned and index != newest]
     return min(free, key=lambda index: statuses[index].sequence, default=None)
-
-
-def capacity_fits(capacity_bytes: int, needed_bytes: int) -> bool:
-    """Whether a slot is large enough and not wastefully larger."""
-    return needed_bytes <= capacity_bytes <= needed_bytes + needed_bytes // 20 + SLACK_BYTES

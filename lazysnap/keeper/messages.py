@@ -1,0 +1,102 @@
+"""Messages between trainer and keeper: JSON behind a length, descriptors beside it, on a Unix socket.
+
+Both ends check that the other runs under the same user before anything is read (``SO_PEERCRED``).
+"""
+
+import json
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from typing import Any
+
+from lazysnap.errors import KeeperUnavailable
+
+MAX_MESSAGE_BYTES = 64 << 20
+_MAX_FDS = 16
+_READ_BYTES = 1 << 16
+
+Message = dict[str, Any]
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))
+
+
+class Connection:
+    """One end of a socket. ``send`` may be called from several threads, ``receive`` from one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.peer_pid, uid = peer_credentials(sock)
+        if uid != os.getuid():
+            sock.close()
+            raise KeeperUnavailable(
+                f"the socket's other end belongs to user {uid}, expected {os.getuid()}: refused; if another user "
+                "squats on this name, set LAZYSNAP_JOB_ID to a name of your own"
+            )
+        self._buffer = bytearray()
+        self._fds: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    def send(self, message: Message, fds: tuple[int, ...] = (), timeout_s: float = 5.0) -> None:
+        """Send one message. Blocks: at most ``timeout_s``. Raises: OSError, if the other end is gone or hangs."""
+        body = json.dumps({**message, "fds": len(fds)}, separators=(",", ":")).encode()
+        data = memoryview(struct.pack("<I", len(body)) + body)
+        with self._lock:
+            # Not settimeout(): it would also end a receive that another thread waits in.
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
+            sent = socket.send_fds(self.sock, [data], list(fds)) if fds else self.sock.send(data)
+            while sent < len(data):
+                sent += self.sock.send(data[sent:])
+
+    def set_receive_timeout(self, timeout_s: float | None) -> None:
+        """Let ``receive`` give up after ``timeout_s``; ``None``: never."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s or 0.0))
+
+    def receive(self) -> "list[tuple[Message, tuple[int, ...]]] | None":
+        """Read what is there: whole messages with their descriptors; ``None`` at the end. Blocks until readable.
+
+        Raises: KeeperUnavailable, if the bytes are no messages.
+        """
+        try:
+            data, fds, _, _ = socket.recv_fds(self.sock, _READ_BYTES, _MAX_FDS)
+        except (ConnectionError, BlockingIOError):
+            return None
+        self._fds.extend(fds)
+        if not data:
+            return None
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= 4:
+            length = int.from_bytes(self._buffer[:4], "little")
+            if length > MAX_MESSAGE_BYTES:
+                raise KeeperUnavailable(f"a message of {length} bytes was announced; the limit is {MAX_MESSAGE_BYTES}")
+            if len(self._buffer) < 4 + length:
+                break
+            messages.append(self._parse(bytes(self._buffer[4 : 4 + length])))
+            del self._buffer[: 4 + length]
+        return messages
+
+    def _parse(self, body: bytes) -> tuple[Message, tuple[int, ...]]:
+        try:
+            message = json.loads(body)
+            count = message["fds"]
+            if type(message["type"]) is not str or type(count) is not int or not 0 <= count <= len(self._fds):
+                raise ValueError("bad type or number of descriptors")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise KeeperUnavailable(f"the other end sent no message of this protocol: {error}") from error
+        return message, tuple(self._fds.popleft() for _ in range(count))
+
+    def close(self) -> None:
+        """Close the socket and descriptors that nobody took."""
+        while self._fds:
+            os.close(self._fds.popleft())
+        self.sock.close()

@@ -1,0 +1,287 @@
+"""The keeper's main loop: connections, deaths and time on one thread; memory and storage on others."""
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+from lazysnap import faults
+from lazysnap.arena import Slot, SlotPhase
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import KeeperUnavailable, LazySnapError
+from lazysnap.keeper.machine import START_GRACE_S, Event, Phase, next_phase
+from lazysnap.keeper.memory import SlotPool
+from lazysnap.keeper.messages import Connection, Message
+from lazysnap.keeper.persist import Persister
+from lazysnap.shard.manifest import CaptureMeta
+
+logger = logging.getLogger(__name__)
+
+DRAIN_LIMIT_S = 3600.0
+"""A keeper without a trainer leaves after so long even if a level still hangs."""
+_TICK_S = 0.1
+
+
+def run_keeper(address: str) -> int:
+    """Serve one job until it is over. Returns the exit status: 1 if another keeper has the address already."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(address)
+    except OSError:
+        logger.info("another keeper serves this job already")
+        return 1
+    listener.listen(16)
+    keeper = Keeper(listener)
+    signal.signal(signal.SIGTERM, lambda *_: keeper.terminate())
+    keeper.run()
+    return 0
+
+
+class Keeper:
+    """One job's keeper. ``run`` returns when the job is over and nothing is left to do."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._phase = Phase.WAITING
+        self._deadline = time.monotonic() + START_GRACE_S
+        self._linger_s = 0.0
+        self._trainer: Connection | None = None
+        self._trainer_since = 0.0
+        self._pidfd = -1
+        self._pool = SlotPool(self._slot_made, self._slot_dropped)
+        self._persister = Persister((), self._pool.all, self._emit)
+        self._levels: tuple[PersistentLevel, ...] = ()
+        self._max_bytes: int | None = None
+        self._wanted: tuple[int, int, int] | None = None
+        self._settled: tuple[int, int, int] | None = None
+        self._memory_wake = threading.Event()
+        self._drain_request: int | None = None
+        self._terminated = False
+        threading.Thread(target=self._provide_memory, name="memory", daemon=True).start()
+
+    # ---------------------------------------------------------------- main loop
+
+    def run(self) -> None:
+        """Block until the job is over."""
+        while self._phase is not Phase.GONE:
+            for key, _ in self._selector.select(_TICK_S):
+                key.data()
+            self._tick()
+        self._persister.stop()
+        self._drop_trainer()
+        self._listener.close()
+
+    def terminate(self) -> None:
+        """SIGTERM: persist the newest capture, then leave."""
+        self._terminated = True
+
+    def _tick(self) -> None:
+        if self._terminated:
+            self._terminated = False
+            self._go(Event.TERMINATE)
+        self._memory_wake.set()
+        if self._drain_request is not None and self._persister.is_drained():
+            self._reply_drained()
+        if self._phase is Phase.DRAINING and self._persister.is_drained():
+            self._go(Event.DRAINED)
+        if self._phase is not Phase.ATTACHED and time.monotonic() > self._deadline:
+            self._go(Event.TIME_UP)
+
+    def _go(self, event: Event) -> None:
+        before, self._phase = self._phase, next_phase(self._phase, event)
+        if self._phase is before:
+            return
+        logger.info("%s -> %s on %s", before.value, self._phase.value, event.value)
+        faults.point(f"keeper.{self._phase.name.lower()}")
+        limit = self._linger_s if self._phase is Phase.LINGERING else DRAIN_LIMIT_S
+        self._deadline = time.monotonic() + limit
+        self._persister.set_force(self._phase in (Phase.LINGERING, Phase.DRAINING))
+
+    # ---------------------------------------------------------------- connections
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        try:
+            connection = Connection(sock)
+        except KeeperUnavailable as error:
+            logger.warning("refused a connection: %s", error)
+            return
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(connection))
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            messages = connection.receive()
+        except (KeeperUnavailable, OSError) as error:
+            logger.warning("closing a connection: %s", error)
+            messages = None
+        if messages is None:
+            self._close(connection)
+            return
+        for message, fds in messages:
+            try:
+                self._handle(connection, message, fds)
+            except (KeyError, TypeError, ValueError, OSError, LazySnapError) as error:
+                logger.warning("message %r: %s", message.get("type"), error)
+
+    def _close(self, connection: Connection) -> None:
+        self._selector.unregister(connection.sock)
+        connection.close()
+        if connection is self._trainer:
+            self._trainer = None
+            self._trainer_died()
+
+    def _handle(self, connection: Connection, message: Message, fds: tuple[int, ...]) -> None:
+        kind = message["type"]
+        if kind == "hello":
+            self._hello(connection, message)
+        elif connection is self._trainer:
+            handler = getattr(self, f"_on_{kind}", None)
+            if handler is None:
+                raise ValueError("unknown")
+            handler(message, fds)
+
+    def _hello(self, connection: Connection, message: Message) -> None:
+        if self._trainer is not None:
+            connection.send({"type": "busy", "pid": self._trainer.peer_pid, "since": self._trainer_since})
+            return
+        if self._phase is Phase.DRAINING:
+            connection.send({"type": "leaving", "pid": os.getpid()})
+            return
+        self._trainer, self._trainer_since = connection, time.time()
+        self._watch(connection)
+        faults.set_peer(connection.peer_pid)
+        self._linger_s = float(message["linger_s"])
+        self._max_bytes = message["max_bytes"]
+        levels = tuple(PersistentLevel(**fields) for fields in message["levels"])
+        if levels != self._levels:
+            self._persister.stop()
+            self._levels, self._persister = levels, Persister(levels, self._pool.all, self._emit)
+        self._settled = None
+        self._go(Event.HELLO)
+        connection.send({"type": "welcome", "pid": os.getpid()})
+        for number, slot in self._pool.items():
+            connection.send({"type": "slot", "slot": number}, (slot.fd,))
+
+    def _watch(self, connection: Connection) -> None:
+        """Notice the trainer's death even if a forked child of it still holds the socket."""
+        try:
+            self._pidfd = os.pidfd_open(connection.peer_pid)
+        except OSError:  # it is dead already, or the kernel is too old: the end of the connection tells
+            self._pidfd = -1
+            return
+        self._selector.register(self._pidfd, selectors.EVENT_READ, self._drop_trainer)
+
+    def _drop_trainer(self) -> None:
+        if self._trainer is not None:
+            self._close(self._trainer)
+
+    def _trainer_died(self) -> None:
+        if self._pidfd >= 0:
+            self._selector.unregister(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        self._drain_request = None
+        for slot in self._pool.all():
+            if slot.status().phase is SlotPhase.CAPTURING:
+                slot.discard()
+                slot.unpin()
+        self._persister.set_force(self._phase in (Phase.LINGERING, Phase.DRAINING))
+        self._go(Event.TRAINER_DEAD)
+
+    # ---------------------------------------------------------------- messages of the trainer
+
+    def _on_begun(self, message: Message, fds: tuple[int, ...]) -> None:
+        self._persister.wake()
+
+    _on_captured = _on_begun
+
+    def _on_reserve(self, message: Message, fds: tuple[int, ...]) -> None:
+        self._wanted = (int(message["meta"]), int(message["image"]), int(message["count"]))
+        self._memory_wake.set()
+
+    def _on_adopt(self, message: Message, fds: tuple[int, ...]) -> None:
+        """A trainer outlived the keeper before: its slots, and the captures in them, are kept on."""
+        for fd in fds:
+            slot = Slot.attach(fd)
+            number = self._pool.adopt(slot)
+            assert self._trainer is not None
+            self._trainer.send({"type": "adopted", "slot": number, "inode": os.fstat(fd).st_ino})
+
+    def _on_inventory(self, message: Message, fds: tuple[int, ...]) -> None:
+        entries: list[dict[str, Any]] = []
+        for number, slot in self._pool.items():
+            status = slot.status()
+            if status.phase is not SlotPhase.WHOLE:
+                continue
+            with contextlib.suppress(LazySnapError):  # unreadable metadata: nothing that could be restored
+                meta = CaptureMeta.from_bytes(slot.read_meta())
+                checksums = self._persister.checksums_of(slot)
+                entries.append(
+                    {
+                        "slot": number,
+                        "step": meta.step,
+                        "run_id": meta.run_id,
+                        "run_started_ns": meta.run_started_ns,
+                        "sequence": status.sequence,
+                        "block_bytes": checksums.block_bytes if checksums else 0,
+                        "blocks": list(checksums.blocks) if checksums else None,
+                    }
+                )
+        assert self._trainer is not None
+        self._trainer.send({"type": "inventory", "id": message["id"], "entries": entries})
+
+    def _on_drain(self, message: Message, fds: tuple[int, ...]) -> None:
+        self._drain_request = int(message["id"])
+        self._persister.set_force(True)
+
+    def _reply_drained(self) -> None:
+        request, self._drain_request = self._drain_request, None
+        self._persister.set_force(False)
+        self._emit({"type": "drained", "id": request, "ok": self._persister.is_durable_everywhere()})
+
+    def _on_goodbye(self, message: Message, fds: tuple[int, ...]) -> None:
+        self._drain_request = None
+        self._go(Event.GOODBYE)
+
+    # ---------------------------------------------------------------- other threads
+
+    def _emit(self, message: Message) -> None:
+        trainer = self._trainer
+        if trainer is not None:
+            try:
+                trainer.send(message)
+            except OSError as error:  # it is dying: the main loop will notice
+                logger.info("could not tell the trainer: %s", error)
+
+    def _slot_made(self, number: int, slot: Slot) -> None:
+        trainer = self._trainer
+        if trainer is not None:
+            with contextlib.suppress(OSError):
+                trainer.send({"type": "slot", "slot": number}, (slot.fd,))
+
+    def _slot_dropped(self, number: int) -> None:
+        self._emit({"type": "dropped", "slot": number})
+
+    def _provide_memory(self) -> None:
+        while True:
+            self._memory_wake.wait()
+            self._memory_wake.clear()
+            wanted = self._wanted
+            if wanted is None or wanted == self._settled or self._phase is not Phase.ATTACHED:
+                continue
+            try:
+                if self._pool.provide(wanted, self._max_bytes, lambda slot: self._persister.is_reading(slot)):
+                    self._settled = wanted
+            except LazySnapError as error:
+                self._settled = wanted
+                self._emit({"type": "memory_refused", "text": str(error)})
+            except Exception:  # the rim of the thread
+                logger.exception("memory")
+                self._settled = wanted
