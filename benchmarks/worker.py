@@ -90,6 +90,8 @@ def run_plain(job: Job) -> dict[str, Any]:
             taken = saver.save(step)
             recorder.boundary(time.perf_counter() - start, taken=taken)
     assert saver is not None
+    if isinstance(saver, Lazysnap) and not recorder.taken:
+        raise RuntimeError(f"no capture in {job.steps} steps: they ended before the slots were ready; take more steps")
     start = time.perf_counter()
     saver.drain()
     recorder.drained(start)
@@ -117,12 +119,10 @@ def plain(value: Any) -> Any:
 
 def idle_capture(saver: LazysnapDisk, job: Job) -> float:
     """Seconds until a capture is durable while nothing else runs: one more, after training."""
-    last = job.warm_up + job.base + job.steps
-    start = time.perf_counter()
-    if not saver.engine.boundary(last + 1):
+    if not saver.engine.boundary(job.warm_up + job.base + job.steps + 1):
         raise RuntimeError("no slot was free although everything was durable")
     saver.drain()
-    return time.perf_counter() - start
+    return lazysnap_durable(job.directory)[-1]
 
 
 def bytes_below(directory: Path) -> int:

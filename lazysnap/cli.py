@@ -1,12 +1,16 @@
-"""The command line: ``lazysnap ls``, ``lazysnap verify``."""
+"""The command line: ``lazysnap ls``, ``lazysnap verify``, ``lazysnap keeper``."""
 
 import argparse
 import json
+import signal
+import subprocess
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -15,7 +19,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 import lazysnap
+from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import FormatError, LazySnapError
+from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels.store import SnapshotStore, open_store
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import block_ranges
@@ -153,6 +159,30 @@ def verify(url: str) -> int:
     return BAD if bad else OK
 
 
+def run_keepers(identity: JobIdentity) -> int:
+    """``lazysnap keeper``: see to it that this job has a keeper, one after the other, until SIGTERM or Ctrl-C.
+
+    Blocks. A keeper ends with its job, or when no trainer comes for a while; then the next one is started.
+    """
+    stop = threading.Event()
+    keeper: list[subprocess.Popen[bytes]] = []
+
+    def end(*_: Any) -> None:
+        stop.set()
+        for process in keeper:
+            process.terminate()  # it persists its newest snapshot, then leaves
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, end)
+    Console().print(f"keeping snapshots of job {escape(identity.job_id)}", soft_wrap=True)
+    address = identity.address.encode().hex()
+    while not stop.is_set():
+        keeper[:] = [subprocess.Popen([sys.executable, "-m", "lazysnap.keeper", "--foreground", "--address", address])]
+        if keeper[0].wait() != OK:
+            stop.wait(1.0)  # a trainer was faster and has started one of its own
+    return OK
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments of all commands."""
     root = argparse.ArgumentParser(prog="lazysnap", description="Look at snapshots of training runs.")
@@ -163,6 +193,9 @@ def parser() -> argparse.ArgumentParser:
     ls.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     check = commands.add_parser("verify", help="read every byte and check every checksum; exit code 1 if one is bad")
     check.add_argument("url", help="path or fsspec URL of a level")
+    keeper = commands.add_parser("keeper", help="keep a keeper for a job, ahead of it, until SIGTERM (a sidecar)")
+    keeper.add_argument("url", nargs="?", help="URL of the job's first level, as in its settings")
+    keeper.add_argument("--job-id", help="the job's SnapshotConfig.job_id; default: LAZYSNAP_JOB_ID, else the URL")
     return root
 
 
@@ -172,6 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.command == "ls":
             return list_snapshots(args.url, as_json=args.json)
+        if args.command == "keeper":
+            levels = (PersistentLevel(args.url),) if args.url else ()
+            return run_keepers(JobIdentity.from_config(SnapshotConfig(levels=levels, job_id=args.job_id)))
         return verify(args.url)
     except LazySnapError as error:
         Console(stderr=True).print(

@@ -90,7 +90,7 @@ def test_what_was_not_measured_is_not_called_met(report):
 def test_the_benchmark_runs_end_to_end_on_a_tiny_model(tmp_path):
     methods = ["none", "torch-save", "lazysnap-memory", "lazysnap-disk"]
     command = [sys.executable, str(BENCHMARKS / "stall.py"), "--params", "tiny", "--threads", "1", "--snapshots", "3"]
-    command += ["--every", "4", "--out", str(tmp_path), "--directory", str(tmp_path / "disk"), "--methods", *methods]
+    command += ["--every", "150", "--out", str(tmp_path), "--directory", str(tmp_path / "disk"), "--methods", *methods]
     result = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "stall.jsonl").read_text().splitlines()]

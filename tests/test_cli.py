@@ -2,12 +2,17 @@
 
 import json
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from lazysnap.cli import main
+from lazysnap.config import SnapshotConfig
+from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels.store import open_store
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
@@ -121,3 +126,36 @@ def test_an_unknown_protocol_is_one_clear_line_and_exit_code_2(capsys):
 def test_the_commands_import_no_torch(level):
     code = "import sys; from lazysnap.cli import main; main(['verify', sys.argv[1]]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, level], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def listens(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        return connection.connect_ex(address) == 0
+
+
+def until(condition, timeout_s: float = 15.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_keeper_run_ahead_is_there_for_its_job_and_goes_with_sigterm(tmp_path):
+    address = JobIdentity.from_config(SnapshotConfig(job_id=f"ahead-{tmp_path}")).address
+    command = [sys.executable, "-m", "lazysnap.cli", "keeper", "--job-id", f"ahead-{tmp_path}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as sidecar:
+        try:
+            assert until(lambda: listens(address))
+            sidecar.send_signal(signal.SIGTERM)
+            assert sidecar.wait(20) == 0
+        finally:
+            sidecar.kill()
+    assert until(lambda: not listens(address))
+
+
+def test_a_keeper_for_no_job_is_one_clear_line(capsys, monkeypatch):
+    monkeypatch.delenv("LAZYSNAP_JOB_ID", raising=False)
+    assert main(["keeper"]) == 2
+    assert "job_id" in capsys.readouterr().err
