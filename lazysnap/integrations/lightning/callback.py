@@ -1,0 +1,247 @@
+"""``LazySnapshotCallback``: a snapshot of a Lightning fit at every optimizer step, and exact restarts."""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lazysnap.config import SnapshotConfig
+from lazysnap.engine import SnapshotEngine
+from lazysnap.errors import ConfigError
+from lazysnap.integrations.lightning.drain import DrainBar
+from lazysnap.integrations.lightning.framework import callback_bases, neighbour, rebase
+from lazysnap.integrations.lightning.latest import Latest
+from lazysnap.integrations.lightning.patches import Patches
+from lazysnap.integrations.lightning.settings import check_arguments, default_url, make_config
+from lazysnap.integrations.lightning.state import LightningState
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+else:
+    Callback = type("Callback", callback_bases(), {"__module__": __name__})
+
+logger = logging.getLogger(__name__)
+
+
+class LazySnapshotCallback(Callback):
+    """Captures the training state at optimizer steps while training goes on, and makes ``ckpt_path="latest"`` work.
+
+    ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<trainer.default_root_dir>/lazysnap``.
+    ``every_n_steps``: optimizer steps between captures into memory. ``config``: everything else; it replaces the two.
+    Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "LazySnapshotCallback":
+        """An instance that trainers of both packages take, as far as they are imported by now."""
+        rebase(Callback)
+        return super().__new__(cls)
+
+    def __init__(
+        self, dirpath: str | None = None, *, every_n_steps: int = 1, config: SnapshotConfig | None = None
+    ) -> None:
+        super().__init__()
+        check_arguments(dirpath, every_n_steps, config)
+        self._arguments = (dirpath, every_n_steps, config)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._engine: SnapshotEngine | None = None
+        self._state: LightningState | None = None
+        self._patches = Patches()
+        self._seen_step = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_arguments": self._arguments}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    @property
+    def engine(self) -> SnapshotEngine | None:
+        """The engine of the running fit: its ``statistics()``, ``wait(...)``; ``None`` outside."""
+        return self._engine
+
+    # ---------------------------------------------------------------- hooks
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Prepare one run of the trainer. Raises: ConfigError, for more than one process."""
+        self._leave()
+        if trainer.world_size > 1 and not trainer.fast_dev_run:
+            raise ConfigError(
+                f"LazySnapshotCallback: {trainer.world_size} processes are not supported yet; use "
+                "Trainer(devices=1, num_nodes=1), or take the callback out and use ModelCheckpoint"
+            )
+        self._state = LightningState(trainer)
+        latest = Latest(trainer, self._state, lambda: self._engine_for(trainer))
+        wrap = self._wrapper(trainer)
+        wrap(trainer._checkpoint_connector, "resume_start", latest.resume_start)
+        if stage == "fit" and not trainer.fast_dev_run:
+            wrap(trainer._checkpoint_connector, "restore_training_state", latest.restore_training_state)
+            self._hook_loops(trainer, wrap)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start the keeper in the background."""
+        if self._state is not None and not trainer.fast_dev_run:
+            self._state.start()
+            self._seen_step = trainer.global_step
+            self._engine_for(trainer).prepare()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """A last capture on SIGTERM; else leave the newest one to the keeper, for a restart."""
+        try:
+            if self._engine is not None:
+                if type(exception).__name__ == "SIGTERMException":
+                    self._save_before_exit(trainer, self._engine)
+                self._engine.abandon()
+        finally:
+            self._leave()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End well: the last snapshot becomes durable, the keeper leaves.
+
+        Blocks: until then, at most ``drain_timeout_s``; with a progress bar if it takes longer than a second.
+        """
+        try:
+            if self._engine is not None:
+                if stage == "fit":
+                    with DrainBar(is_rank_zero=trainer.is_global_zero) as bar:
+                        self._engine.close(drain=True, progress=bar)
+                else:
+                    # Only read from: what a keeper holds for a later fit stays.
+                    self._engine.abandon()
+        finally:
+            self._leave()
+
+    # ---------------------------------------------------------------- engine
+
+    def _make_engine(self, config: SnapshotConfig, state: LightningState, url: str) -> SnapshotEngine:
+        return SnapshotEngine(config, state, default_url=url)
+
+    def _engine_for(self, trainer: Any) -> SnapshotEngine:
+        if self._engine is None:
+            assert self._state is not None
+            config = make_config(*self._arguments, trainer)
+            self._engine = self._make_engine(config, self._state, default_url(trainer))
+        return self._engine
+
+    def _leave(self) -> None:
+        self._patches.undo()
+        self._reset()
+
+    def _gate(self) -> None:
+        if self._engine is not None:
+            self._engine.gate()
+
+    # ---------------------------------------------------------------- point X
+
+    def _wrapper(self, trainer: Any) -> Callable[[Any, str, Callable[..., Any]], None]:
+        """Replaces methods of the trainer's parts; the originals alone run while a tuner has taken our callback out."""
+
+        def wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+            def make(original: Callable[..., Any]) -> Callable[..., Any]:
+                def method(*args: Any, **kwargs: Any) -> Any:
+                    if self not in trainer.callbacks:
+                        return original(*args, **kwargs)
+                    return replacement(original, *args, **kwargs)
+
+                return method
+
+            self._patches.wrap(owner, name, make)
+
+        return wrap
+
+    def _hook_loops(self, trainer: Any, wrap: Callable[[Any, str, Callable[..., Any]], None]) -> None:
+        fit_loop, state = trainer.fit_loop, self._state
+        epoch_loop = fit_loop.epoch_loop
+        assert state is not None
+
+        def before_loaders(original: Callable[[], Any]) -> None:
+            # Positions come from the snapshot itself; Lightning drops them where loaders are set up early.
+            if not state.is_landing:
+                original()
+            state.prepare_loaders()
+
+        def before_epoch(original: Callable[[], Any]) -> None:
+            self._gate()
+            if state.is_landing and not state.lands_in_epoch():
+                state.land()
+                self._seen_step = trainer.global_step
+            original()
+
+        def start_epoch(original: Callable[[Any], Any], fetcher: Any) -> None:
+            _check_fetcher(fetcher)
+            state.watch_loaders()
+            if trainer.current_epoch > 0 and not fit_loop.is_resuming and not epoch_loop.restarting:
+                state.position.note_iter()
+            state.position.note_start(epoch_loop.batch_progress.current.ready)
+            original(fetcher)
+            if state.is_landing:
+                state.land(fetcher)
+                self._seen_step = trainer.global_step
+
+        def before_fetch(original: Callable[[], Any]) -> None:
+            self._at_point_x(trainer, state)
+            original()
+
+        def gated(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._gate()
+            return original(*args, **kwargs)
+
+        def end_run(original: Callable[[], Any]) -> None:
+            self._gate()
+            # Before hooks at the end of training swap weights (averages): a later fit must go on from these.
+            self._capture(trainer)
+            self._gate()
+            original()
+
+        def loaders_saved(original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+            return {} if state.is_collecting else original()
+
+        wrap(fit_loop, "_load_combined_loader_states", before_loaders)
+        wrap(fit_loop, "on_advance_start", before_epoch)
+        wrap(fit_loop, "on_advance_end", gated)
+        wrap(fit_loop, "on_run_end", end_run)
+        wrap(fit_loop, "on_save_checkpoint", loaders_saved)
+        wrap(epoch_loop, "on_run_start", start_epoch)
+        wrap(epoch_loop, "_on_before_fetch", before_fetch)
+        wrap(epoch_loop.val_loop, "run", gated)
+
+    def _at_point_x(self, trainer: Any, state: LightningState) -> None:
+        fetcher = trainer.fit_loop._data_fetcher
+        # Inside iter() a loader without length fetches one batch ahead: nothing of the epoch has begun to count.
+        if not (fetcher.length is None and fetcher.fetched == 0) and self._has_stepped(trainer):
+            self._capture(trainer)
+        state.position.note_fetch(fetcher)
+
+    def _has_stepped(self, trainer: Any) -> bool:
+        """Whether the last batch ended with an optimizer step: else an accumulation of gradients is under way."""
+        return bool(trainer.global_step > self._seen_step)
+
+    def _capture(self, trainer: Any) -> None:
+        if self._engine is not None and self._has_stepped(trainer):
+            self._seen_step = trainer.global_step
+            self._engine.boundary(trainer.global_step)
+
+    def _save_before_exit(self, trainer: Any, engine: SnapshotEngine) -> None:
+        # Lightning looks for the signal after a batch and everything due after it: this is a boundary.
+        self._capture(trainer)
+        engine.gate()
+        budget_s = engine.config.flush_budget_s
+        if engine.config.levels and engine.flush(budget_s):
+            logger.warning("terminated at step %d: the last snapshot is durable", trainer.global_step)
+            engine.close(drain=False)
+        else:
+            logger.warning(
+                "terminated at step %d: the last snapshot is in memory, not durable after %g s; the keeper goes on "
+                "writing it",
+                trainer.global_step,
+                budget_s,
+            )
+
+
+def _check_fetcher(fetcher: Any) -> None:
+    if isinstance(fetcher, neighbour(fetcher, "_DataLoaderIterDataFetcher")):
+        raise ConfigError(
+            "LazySnapshotCallback: training_step(dataloader_iter) is not supported yet: batches are fetched inside the "
+            "step, and there is no point between two steps; take a batch as the argument instead"
+        )

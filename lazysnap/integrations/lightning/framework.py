@@ -1,0 +1,39 @@
+"""Which Lightning is in use: ``lightning.pytorch`` and ``pytorch_lightning`` are the same code in different classes.
+
+A ``Trainer`` takes callbacks of its own package only. Importing the other one as well would cost seconds, so the
+callback gets its base classes from the packages that the program has imported.
+"""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def callback_bases() -> tuple[type, ...]:
+    """The ``Callback`` classes of the packages imported so far; of the installed one if none is.
+
+    Raises: ModuleNotFoundError, if neither package is installed.
+    """
+    loaded = [name for name in _PACKAGES if hasattr(sys.modules.get(name), "Callback")]
+    if not loaded:
+        loaded = [name for name in _PACKAGES if find_spec(name.split(".", 1)[0]) is not None][:1]
+    if not loaded:
+        raise ModuleNotFoundError(
+            'LazySnapshotCallback needs Lightning; run `pip install "lazysnap[lightning]"`', name="lightning"
+        )
+    return tuple(import_module(name).Callback for name in loaded)
+
+
+def rebase(cls: type) -> None:
+    """Let ``cls`` derive from the ``Callback`` classes of all packages imported by now."""
+    wanted = callback_bases()
+    if not all(issubclass(cls, base) for base in wanted):
+        cls.__bases__ = wanted
+
+
+def neighbour(instance: Any, name: str) -> Any:
+    """The object ``name`` in the module that defines the class of ``instance``: private types of the same package."""
+    return getattr(sys.modules[type(instance).__module__], name)

@@ -1,0 +1,87 @@
+"""``ckpt_path="latest"``: the freshest snapshot in the place of a checkpoint file."""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lazysnap.errors import SnapshotNotFound
+from lazysnap.integrations.lightning.framework import neighbour
+from lazysnap.integrations.lightning.state import LightningState
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+
+
+class Latest:
+    """What one run of a trainer does about ``"latest"``."""
+
+    def __init__(self, trainer: Any, state: LightningState, engine: Callable[[], Any]) -> None:
+        self._trainer = trainer
+        self._state = state
+        self._engine = engine
+        self._checkpoint: dict[str, Any] | None = None
+
+    def resume_start(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
+        """In place of the connector's ``resume_start``: any other path goes to the original.
+
+        Blocks: reads and verifies one snapshot. Raises: SnapshotNotFound, if there is none and nothing to train;
+        StateMismatch, if it is of another model.
+        """
+        if path != LATEST:
+            original(path, *args, **kwargs)
+            return
+        connector = self._trainer._checkpoint_connector
+        connector._ckpt_path = None
+        if self._trainer.fast_dev_run:
+            logger.info('fast_dev_run: ckpt_path="latest" is ignored')
+            return
+        snapshot = self._engine().fetch()
+        is_fit = self._trainer.state.fn == "fit"
+        requeued = self._requeued(connector, snapshot) if is_fit else None
+        if requeued is not None:
+            logger.warning("%s is newer than the latest snapshot: resuming from it", requeued)
+            original(requeued, *args, **kwargs)
+            return
+        if snapshot is None:
+            self._miss(is_fit)
+            return
+        checkpoint = self._state.admit(snapshot.state)
+        connector._loaded_checkpoint = neighbour(connector, "_pl_migrate_checkpoint")(checkpoint, LATEST)
+        connector._ckpt_path = LATEST
+        if is_fit:
+            self._checkpoint = dict(connector._loaded_checkpoint)
+            self._engine().resume(snapshot)
+
+    def restore_training_state(self, original: Callable[[], Any]) -> None:
+        """In place of the connector's: tuners that run first (LR finder) restore their own file and forget ours."""
+        connector = self._trainer._checkpoint_connector
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None and not connector._loaded_checkpoint:
+            connector._loaded_checkpoint = checkpoint
+            connector.restore_datamodule()
+            connector.restore_model()
+            connector.restore_callbacks()
+        original()
+
+    def _miss(self, is_fit: bool) -> None:
+        where = ", ".join(level.url for level in self._engine().config.levels) or "memory"
+        if not is_fit:
+            raise SnapshotNotFound(
+                f'ckpt_path="latest": no whole snapshot in {where} or in memory; fit with this callback first, or give '
+                "the path of a checkpoint"
+            )
+        logger.warning('ckpt_path="latest": no snapshot in %s yet: starting fresh', where)
+
+    def _requeued(self, connector: Any, snapshot: Any) -> str | None:
+        """SLURM's auto-requeue checkpoint, if it is newer; Lightning itself looks for it only without a path."""
+        if not neighbour(connector, "SLURMEnvironment").detect() or connector._hpc_resume_path is None:
+            return None
+        path = str(connector._hpc_resume_path)
+        if snapshot is None:
+            return path
+        if os.path.exists(path) and os.stat(path).st_mtime_ns < snapshot.run_started_ns:
+            return None
+        step = self._trainer.strategy.load_checkpoint(path).get("global_step", 0)
+        return path if step > snapshot.step else None

@@ -1,0 +1,55 @@
+"""The counters and flags of Lightning's loops, as they are at a boundary, and as a restart puts them back."""
+
+import time
+from typing import Any
+
+
+def is_between_epochs(fit_loop: Any) -> bool:
+    """Whether the current epoch is over and the next one has not begun."""
+    progress = fit_loop.epoch_progress.current
+    return bool(progress.processed == progress.ready)
+
+
+def collect_loops(trainer: Any) -> dict[str, Any]:
+    """What the loops' own ``state_dict`` leaves out."""
+    fit_loop = trainer.fit_loop
+    state = {
+        "between_epochs": is_between_epochs(fit_loop),
+        "should_stop": trainer.should_stop,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "train_dl_reload_epoch": fit_loop._last_train_dl_reload_epoch,
+        "skip_next_val": getattr(fit_loop.epoch_loop, "_skip_next_val", False),
+        "since_validation_s": None,
+    }
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        state["since_validation_s"] = time.monotonic() - trainer._last_val_time
+    return state
+
+
+def restore_loops(trainer: Any, fit_loop_state: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Put counters back, and drop Lightning's flags of a restart: this one goes on exactly where it was."""
+    fit_loop = trainer.fit_loop
+    reload_epoch = fit_loop._last_train_dl_reload_epoch
+    fit_loop.load_state_dict(fit_loop_state)
+    for loop in _tree(fit_loop):
+        for flag in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
+            if hasattr(loop, flag):
+                setattr(loop, flag, False)
+        if hasattr(loop, "reset_restart_stage"):
+            loop.reset_restart_stage()
+    fit_loop._combined_loader_states_to_load = []
+    trainer.should_stop = extra["should_stop"]
+    trainer.accumulate_grad_batches = extra["accumulate_grad_batches"]
+    fit_loop._last_train_dl_reload_epoch = min(reload_epoch, extra["train_dl_reload_epoch"])
+    if hasattr(fit_loop.epoch_loop, "_skip_next_val"):
+        fit_loop.epoch_loop._skip_next_val = extra["skip_next_val"]
+    if extra["since_validation_s"] is not None and hasattr(trainer, "_last_val_time"):
+        trainer._last_val_time = time.monotonic() - extra["since_validation_s"]
+
+
+def _tree(loop: Any) -> list[Any]:
+    found = [loop]
+    for child in vars(loop).values():
+        if hasattr(child, "_restarting"):
+            found.extend(_tree(child))
+    return found

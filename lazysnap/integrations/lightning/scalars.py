@@ -1,0 +1,42 @@
+"""Small tensors as plain values: metrics are made anew at every step, which would change the capture plan each time."""
+
+from typing import Any
+
+import torch
+
+_TAG = "__scalar__"
+
+
+def pack(value: Any) -> Any:
+    """``value`` with every 0-dim CPU tensor as a plain value; on a device as a copy of its own, without a sync."""
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            return value.detach()
+        # Metrics share one tensor in one step and not in the next; a copy is never tied to another entry.
+        return (
+            {_TAG: str(value.dtype).removeprefix("torch."), "v": value.item()}
+            if value.device.type == "cpu"
+            else value.detach().clone()
+        )
+    if type(value) is dict:
+        return {key: pack(item) for key, item in value.items()}
+    if type(value) is list:
+        return [pack(item) for item in value]
+    if type(value) is tuple:
+        return tuple(pack(item) for item in value)
+    return value
+
+
+def unpack(value: Any, device: torch.device | None = None) -> Any:
+    """What ``pack`` was given; tensors are moved to ``device`` if one is named."""
+    if isinstance(value, torch.Tensor):
+        return value if device is None else value.to(device)
+    if type(value) is dict:
+        if _TAG in value:
+            return torch.tensor(value["v"], dtype=getattr(torch, value[_TAG]), device=device)
+        return {key: unpack(item, device) for key, item in value.items()}
+    if type(value) is list:
+        return [unpack(item, device) for item in value]
+    if type(value) is tuple:
+        return tuple(unpack(item, device) for item in value)
+    return value

@@ -1,0 +1,186 @@
+"""The whole state of a Lightning fit at point X, and how a restart lands exactly there.
+
+Point X is just before the next batch is fetched. By then everything of step k is over: learning rates, averaged
+weights, ModelCheckpoint, validation, counters, loggers; nothing of step k+1 has begun. What Lightning's own checkpoint
+holds is restored by Lightning; the rest (and the counters, since Lightning turns them for its own kind of restart) is
+put back when the restarted fit reaches the same point.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lazysnap.errors import StateMismatch
+from lazysnap.integrations.lightning.loaders import LoaderPosition
+from lazysnap.integrations.lightning.loops import collect_loops, restore_loops
+from lazysnap.integrations.lightning.metrics import collect_metrics, restore_metrics
+from lazysnap.integrations.lightning.parts import ModuleExtras, collect_callbacks, restore_callbacks
+from lazysnap.integrations.lightning.scalars import pack, unpack
+from lazysnap.integrations.lightning.streams import RandomStreams
+
+logger = logging.getLogger(__name__)
+
+KEY = "lazysnap"
+"""Where, in a Lightning checkpoint, the parts stand that Lightning does not know."""
+_SLOW_S = 0.1
+
+
+class LightningState:
+    """The ``StateSource`` of one fit (or of one evaluation, for ``expected`` only)."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._streams = RandomStreams()
+        self.position = LoaderPosition(self._streams)
+        self._extras: ModuleExtras | None = None
+        self._landing: dict[str, Any] | None = None
+        self.is_collecting = False
+        self._warned_slow = False
+
+    # ---------------------------------------------------------------- StateSource
+
+    def collect(self) -> dict[str, Any]:
+        """See ``StateSource.collect``. Calls the ``on_save_checkpoint`` hooks of the program."""
+        trainer = self._trainer
+        started = time.perf_counter()
+        self.is_collecting = True
+        try:
+            state: dict[str, Any] = dict(trainer._checkpoint_connector.dump_checkpoint(False))
+        finally:
+            self.is_collecting = False
+        self._note_time(time.perf_counter() - started)
+        for name, value in state.items():
+            if isinstance(value, dict) and name.endswith(("state_dict", "model_state")):
+                state[name] = dict(value)
+        state["callbacks"] = pack(state.get("callbacks", {}))
+        loops = collect_loops(trainer)
+        position = None
+        if not loops["between_epochs"]:
+            trained = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            position = self.position.collect(trainer.fit_loop._data_fetcher, trained)
+        state[KEY] = {
+            "loops": loops,
+            "position": position,
+            "metrics": collect_metrics(trainer, trainer.lightning_module),
+            "callbacks": collect_callbacks(trainer),
+            "module": self._module_extras().collect(),
+            "streams": self._streams.collect(),
+        }
+        return state
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """See ``StateSource.optimizers``: what is inside Lightning's and other wrappers."""
+        return [_inner(optimizer) for optimizer in self._trainer.strategy.optimizers]
+
+    def lazy_tensors(self) -> Iterable[torch.Tensor]:
+        """See ``StateSource.lazy_tensors``: the parameters of averaged models, which change at the end of a batch."""
+        for callback in self._trainer.callbacks:
+            average = getattr(callback, "_average_model", None)
+            if isinstance(average, torch.nn.Module):
+                yield from average.parameters()
+
+    def expected(self) -> Mapping[str, torch.Tensor]:
+        """See ``StateSource.expected``. Empty where the program itself decides what a checkpoint holds."""
+        module = self._trainer.lightning_module
+        hooks = ("on_save_checkpoint", "on_load_checkpoint")
+        decides = all(_overrides(module, hook) for hook in hooks)
+        if not module.strict_loading or decides:
+            return {}
+        return {f"state_dict.{name}": value for name, value in module.state_dict().items() if torch.is_tensor(value)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See ``StateSource.load``. The parts that Lightning does not know follow when the fit reaches point X."""
+        connector = self._trainer._checkpoint_connector
+        connector._loaded_checkpoint = self.admit(state)
+        connector.restore_datamodule()
+        connector.restore_model()
+        connector.restore_callbacks()
+        connector.restore_training_state()
+
+    # ---------------------------------------------------------------- restart
+
+    def admit(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Take a collected state in, and return the part of it that Lightning restores.
+
+        Raises: StateMismatch, if it was not collected by this class.
+        """
+        if KEY not in state or "loops" not in state:
+            raise StateMismatch(
+                "the snapshot was not taken by LazySnapshotCallback (it has no state of Lightning's loops); restore it "
+                "with the loop that took it, or use another directory"
+            )
+        checkpoint = {name: value for name, value in state.items() if name != KEY}
+        checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
+        self._landing = {**state[KEY], "fit_loop": state["loops"]["fit_loop"]}
+        return checkpoint
+
+    @property
+    def is_landing(self) -> bool:
+        """Whether a restored state still waits for its point X."""
+        return self._landing is not None
+
+    def watch_loaders(self) -> None:
+        """Find the random generators that the data loaders own; cheap, and again whenever loaders may be new."""
+        fit_loop = self._trainer.fit_loop
+        loaders = list(fit_loop._combined_loader.flattened) if fit_loop._combined_loader is not None else []
+        validation = fit_loop.epoch_loop.val_loop._combined_loader
+        self._streams.watch([*loaders, *(validation.flattened if validation is not None else ())])
+
+    def prepare_loaders(self) -> None:
+        """Before the loaders are iterated for the first time."""
+        self.watch_loaders()
+        if self._landing is not None and self._landing["position"] is not None:
+            self.position.prepare(self._landing["position"])
+        self.position.note_iter()
+
+    def lands_in_epoch(self) -> bool:
+        """Whether the landing is inside an epoch (else at the start of one)."""
+        return self._landing is not None and self._landing["position"] is not None
+
+    def land(self, fetcher: Any = None) -> None:
+        """Put back what Lightning does not know or would turn, last of all the random generators."""
+        landing, self._landing = self._landing, None
+        if landing is None:
+            return
+        trainer = self._trainer
+        self.watch_loaders()
+        if landing["position"] is not None:
+            self.position.land(landing["position"], fetcher)
+        restore_loops(trainer, landing["fit_loop"], landing["loops"])
+        restore_metrics(trainer, trainer.lightning_module, landing["metrics"])
+        restore_callbacks(trainer, landing["callbacks"])
+        self._module_extras().restore(landing["module"])
+        self._streams.restore(landing["streams"])
+
+    def _module_extras(self) -> ModuleExtras:
+        if self._extras is None:
+            self._extras = ModuleExtras(self._trainer.lightning_module)
+        return self._extras
+
+    def start(self) -> None:
+        """The fit begins: buffers count as changed from here on."""
+        self._module_extras()
+
+    def _note_time(self, seconds: float) -> None:
+        if seconds > _SLOW_S and not self._warned_slow:
+            self._warned_slow = True
+            logger.warning(
+                "collecting the training state took %.0f ms, at every snapshot; look for slow on_save_checkpoint or "
+                "state_dict hooks, or raise every_n_steps",
+                seconds * 1e3,
+            )
+
+
+def _overrides(module: Any, hook: str) -> bool:
+    """Whether the program defines ``hook`` itself."""
+    owner = next(cls for cls in type(module).__mro__ if hook in vars(cls))
+    return not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer"):
+        optimizer = getattr(optimizer, "_optimizer", None) or optimizer.optimizer
+    return optimizer

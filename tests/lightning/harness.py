@@ -1,0 +1,364 @@
+"""Tiny trainings that record everything, and an engine that keeps every snapshot in a list."""
+
+import copy
+import hashlib
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lazysnap import LazySnapshotCallback
+from lazysnap.engine.restore import Snapshot
+from lazysnap.state.codec import decode
+from lazysnap.state.walk import walk
+
+BATCHES = 6
+BATCH_SIZE = 4
+
+
+def digest(value: Any) -> str:
+    """SHA-256 over every bit of a nest of tensors and plain values."""
+    total = hashlib.sha256()
+
+    def add(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            total.update(str((item.dtype, tuple(item.shape))).encode())
+            total.update(item.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(item, dict):
+            for key, inner in item.items():
+                total.update(repr(key).encode())
+                add(inner)
+        elif isinstance(item, (list, tuple)):
+            for inner in item:
+                add(inner)
+        elif isinstance(item, np.ndarray):
+            total.update(item.tobytes())
+        else:
+            total.update(repr(item).encode())
+
+    add(value)
+    return total.hexdigest()[:16]
+
+
+def rng_digest() -> str:
+    return digest([random.getstate(), np.random.get_state(), torch.get_rng_state()])
+
+
+def _augment(x: torch.Tensor) -> torch.Tensor:
+    return x + 0.01 * torch.randn(3) + 0.01 * random.random() + 0.01 * float(np.random.rand())
+
+
+class Numbers(Dataset):
+    """Samples that know their number, with random noise of all three kinds."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.data = torch.randn(size, 3, generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, _augment(self.data[index])
+
+
+class Stream(IterableDataset):
+    """The same without a length."""
+
+    def __init__(self, size: int) -> None:
+        self.numbers = Numbers(size)
+
+    def __iter__(self) -> Any:
+        info = torch.utils.data.get_worker_info()
+        step, start = (1, 0) if info is None else (info.num_workers, info.id)
+        for index in range(start, self.numbers.size, step):
+            yield self.numbers[index]
+
+
+class StatefulStream(IterableDataset):
+    """A stream that knows where it is, as torchdata asks for it."""
+
+    def __init__(self, size: int) -> None:
+        self.numbers, self.size, self.at, self.resumed = Numbers(size), size, 0, False
+
+    def __iter__(self) -> Any:
+        if not self.resumed:
+            self.at = 0
+        self.resumed = False
+        while self.at < self.size:
+            self.at += 1
+            yield self.numbers[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.resumed = state["at"], True
+
+
+class Net(pl.LightningModule):
+    """Batch norm, dropout, a metric object, values logged in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.average = torchmetrics.MeanMetric()
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return (self.layers(batch[1]).squeeze(-1) - batch[1].sum(-1)).pow(2).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.hidden += 1
+        self.average(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("largest", loss.detach() * self.hidden[0], on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("average", self.average, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch) + random.random() * 0.001)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class PlateauNet(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+class OneCycleNet(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        total = int(self.trainer.estimated_stepping_batches)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+
+class ManualNet(Net):
+    """Two optimizers, the second every other batch; steps are the program's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.Adam(self.layers[:2].parameters(), lr=1e-2)
+        second = torch.optim.SGD(self.layers[2:].parameters(), lr=1e-2, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 2)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        if batch_idx % 2:
+            second.step()
+        self.lr_schedulers().step()
+
+
+class Memory(Logger):
+    """Keeps what is logged in the trace."""
+
+    def __init__(self, trace: list[Any]) -> None:
+        super().__init__()
+        self.trace = trace
+
+    name = "memory"
+    version = "0"
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.trace.append(("logged", step, repr(sorted(metrics.items()))))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Recorder(pl.Callback):
+    """Everything that happens from the first batch on, bit for bit."""
+
+    def __init__(self) -> None:
+        self.trace: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def _rates(self, trainer: Any) -> list[float]:
+        return [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.trace.append(("epoch start", trainer.current_epoch, rng_digest()))
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.trace.append(("batch", trainer.current_epoch, batch_idx, trainer.global_step, digest(batch), rng_digest()))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        state = [module.state_dict(), module.hidden, [o.state_dict() for o in trainer.optimizers]]
+        self.trace.append(("trained", batch[0].tolist(), digest(state), repr(outputs), self._rates(trainer)))
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.trace.append(("validation start", trainer.global_step, rng_digest()))
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *rest: Any) -> None:
+        self.trace.append(("validated", digest(batch), digest(module.state_dict())))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.trace.append(("validation end", trainer.global_step, repr(trainer.callback_metrics)))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.trace.append(("epoch end", trainer.current_epoch, repr(trainer.callback_metrics), self._rates(trainer)))
+
+
+@dataclass
+class Kept:
+    step: int
+    text: str
+    tensors: dict[str, torch.Tensor]
+    trace_length: int
+
+
+class ListEngine:
+    """The engine's calls, over a list: what is collected passes through the encoding and is copied."""
+
+    def __init__(self, config: Any, state: Any, kept: list[Kept], trace: list[Any]) -> None:
+        self.config, self.state, self.kept, self.trace = config, state, kept, trace
+        self.choice: Kept | None = None
+        self.ended = ""
+
+    def boundary(self, step: int, **_: Any) -> bool:
+        before = rng_digest()
+        walked = walk(self.state.collect())
+        assert rng_digest() == before, "collecting must not draw random numbers"
+        tensors = {name: tensor.detach().clone() for name, tensor in zip(walked.names, walked.tensors, strict=True)}
+        self.kept.append(Kept(step, json.dumps(walked.skeleton, allow_nan=False), tensors, len(self.trace)))
+        return True
+
+    def fetch(self) -> Snapshot | None:
+        if self.choice is None:
+            return None
+        for name, tensor in self.state.expected().items():
+            assert self.choice.tensors[name].shape == tensor.shape
+        copies = {name: tensor.clone() for name, tensor in self.choice.tensors.items()}
+        state = decode(json.loads(self.choice.text), tensor=copies.__getitem__)
+        return Snapshot(state, self.choice.step, "0" * 16, 1, "list", 0.0)
+
+    def resume(self, snapshot: Snapshot) -> None:
+        pass
+
+    def prepare(self) -> None:
+        pass
+
+    def gate(self) -> None:
+        pass
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self, **_: Any) -> bool:
+        self.ended = "closed"
+        return True
+
+    def abandon(self) -> None:
+        self.ended = self.ended or "abandoned"
+
+
+class ListCallback(LazySnapshotCallback):
+    """The callback over ``ListEngine``."""
+
+    def __init__(self, kept: list[Kept], trace: list[Any], choice: Kept | None = None) -> None:
+        super().__init__()
+        self.kept, self.trace, self.choice = kept, trace, choice
+        self.engines: list[ListEngine] = []
+
+    def _make_engine(self, config: Any, state: Any, url: str) -> Any:
+        engine = ListEngine(config, state, self.kept, self.trace)
+        engine.choice = self.choice
+        self.engines.append(engine)
+        return engine
+
+
+class Case:
+    """How one kind of training is built; subclasses change one thing."""
+
+    module: type[Net] = Net
+
+    def settings(self) -> dict[str, Any]:
+        return {"max_epochs": 2}
+
+    def train_loader(self) -> Any:
+        return DataLoader(Numbers(BATCHES * BATCH_SIZE), BATCH_SIZE, shuffle=True)
+
+    def validation_loader(self) -> Any:
+        return DataLoader(Numbers(8), 4, shuffle=True)
+
+    def callbacks(self, directory: Path) -> list[Any]:
+        return []
+
+
+@dataclass
+class Run:
+    trace: list[Any]
+    kept: list[Kept]
+    final: dict[str, Any]
+    callback: Any
+
+
+def run(case: Case, directory: Path, *, snapshots: bool = True, choice: Kept | None = None) -> Run:
+    """One training; from ``choice`` on if one is given, with generators that stand anywhere."""
+    seed = 1 if choice is None else 1000 + choice.step
+    pl.seed_everything(seed, verbose=False)
+    recorder = Recorder()
+    kept: list[Kept] = []
+    lazy = ListCallback(kept, recorder.trace, choice)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=Memory(recorder.trace),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=directory,
+        log_every_n_steps=2,
+        callbacks=[
+            *([lazy] if snapshots else []),
+            recorder,
+            ModelCheckpoint(directory / "ckpt", monitor="val_loss", save_top_k=2, enable_version_counter=False),
+            EarlyStopping("val_loss", patience=50),
+            *case.callbacks(directory),
+        ],
+        **case.settings(),
+    )
+    module = case.module()
+    trainer.fit(module, case.train_loader(), case.validation_loader(), ckpt_path="latest" if snapshots else None)
+    callbacks = {item.state_key: copy.deepcopy(item.state_dict()) for item in trainer.callbacks}
+    final = {
+        "weights": digest(module.state_dict()),
+        "hidden": digest(module.hidden),
+        "optimizers": [digest(item.state_dict()) for item in trainer.optimizers],
+        "schedulers": [repr(item.scheduler.state_dict()) for item in trainer.lr_scheduler_configs],
+        "callbacks": repr(callbacks),
+        "averages": [
+            digest(item._average_model.state_dict()) for item in trainer.callbacks if hasattr(item, "_average_model")
+        ],
+        "callback_metrics": repr(trainer.callback_metrics),
+        "logged_metrics": repr(trainer.logged_metrics),
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "loops": repr(trainer.fit_loop.state_dict()),
+        "rng": rng_digest(),
+    }
+    return Run(recorder.trace, kept, final, lazy)

@@ -1,0 +1,162 @@
+"""Killed after any step, a training goes on as if nothing had happened, whatever it is made of."""
+
+import pytest
+import torch
+from harness import BATCH_SIZE, BATCHES, Case, ManualNet, Numbers, OneCycleNet, PlateauNet, StatefulStream, Stream, run
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, WeightAveraging
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+SIZE = BATCHES * BATCH_SIZE
+
+
+class Shuffled(Case):
+    pass
+
+
+class OwnGenerators(Case):
+    def train_loader(self):
+        return DataLoader(Numbers(SIZE), BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    def validation_loader(self):
+        return DataLoader(Numbers(8), 4, shuffle=True, generator=torch.Generator().manual_seed(4))
+
+
+class Workers(Case):
+    def train_loader(self):
+        return DataLoader(Numbers(SIZE), BATCH_SIZE, shuffle=True, num_workers=2)
+
+
+class Unsized(Case):
+    def train_loader(self):
+        return DataLoader(Stream(SIZE), BATCH_SIZE)
+
+
+class UnsizedWorkers(Case):
+    def train_loader(self):
+        return DataLoader(Stream(SIZE), BATCH_SIZE, num_workers=2)
+
+
+class Stateful(Case):
+    def train_loader(self):
+        return StatefulDataLoader(Numbers(SIZE), BATCH_SIZE, shuffle=True)
+
+
+class StatefulUnsized(Case):
+    def train_loader(self):
+        return StatefulDataLoader(StatefulStream(SIZE), BATCH_SIZE)
+
+
+class StatefulWorkers(Case):
+    def train_loader(self):
+        return StatefulDataLoader(Numbers(SIZE), BATCH_SIZE, shuffle=True, num_workers=1)
+
+
+class Accumulated(Case):
+    def settings(self):
+        return {"max_epochs": 2, "accumulate_grad_batches": 4}
+
+
+class AccumulatedUnsized(Unsized):
+    def settings(self):
+        return {"max_epochs": 2, "accumulate_grad_batches": 4}
+
+
+class AccumulationSchedule(Case):
+    def callbacks(self, directory):
+        return [GradientAccumulationScheduler({0: 1, 1: 3})]
+
+
+class Plateau(Case):
+    module = PlateauNet
+
+    def settings(self):
+        return {"max_epochs": 3}
+
+
+class OneCycle(Case):
+    module = OneCycleNet
+
+
+class Manual(Case):
+    module = ManualNet
+
+
+class MaxSteps(Case):
+    def settings(self):
+        return {"max_steps": 9}
+
+
+class Mid(Case):
+    def settings(self):
+        return {"max_epochs": 2, "val_check_interval": 2}
+
+
+class AcrossEpochs(Case):
+    def settings(self):
+        return {"max_epochs": 2, "val_check_interval": 4, "check_val_every_n_epoch": None}
+
+
+class Limited(Case):
+    def settings(self):
+        return {"max_epochs": 2, "limit_train_batches": 4, "num_sanity_val_steps": 0}
+
+
+class Averaged(Case):
+    def settings(self):
+        return {"max_epochs": 2, "val_check_interval": 3}
+
+    def callbacks(self, directory):
+        return [EMAWeightAveraging(decay=0.8)]
+
+
+class AveragedPerEpoch(Case):
+    def callbacks(self, directory):
+        class PerEpoch(WeightAveraging):
+            def should_update(self, step_idx=None, epoch_idx=None):
+                return epoch_idx is not None
+
+        return [PerEpoch()]
+
+
+class Clipped(Case):
+    def settings(self):
+        return {"max_epochs": 2, "gradient_clip_val": 0.1, "precision": "bf16-mixed"}
+
+
+CASES = [
+    Shuffled,
+    OwnGenerators,
+    Workers,
+    Unsized,
+    UnsizedWorkers,
+    Stateful,
+    StatefulUnsized,
+    StatefulWorkers,
+    Accumulated,
+    AccumulatedUnsized,
+    AccumulationSchedule,
+    Plateau,
+    OneCycle,
+    Manual,
+    MaxSteps,
+    Mid,
+    AcrossEpochs,
+    Limited,
+    Averaged,
+    AveragedPerEpoch,
+    Clipped,
+]
+
+
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+def test_resumed_after_any_step_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_path):
+    plain = run(kind(), tmp_path / "a", snapshots=False)
+    whole = run(kind(), tmp_path / "a")
+    assert whole.trace == plain.trace
+    assert {**whole.final, "callbacks": None} == {**plain.final, "callbacks": None}
+    assert len(whole.kept) >= 3
+    for kept in whole.kept[:-1]:
+        resumed = run(kind(), tmp_path / "a", choice=kept)
+        assert resumed.trace == whole.trace[kept.trace_length :], f"cut after step {kept.step}"
+        assert resumed.final == whole.final, f"cut after step {kept.step}"
