@@ -89,7 +89,7 @@ class Captures:
 
     def _retire(self, job: CaptureJob) -> None:
         """Keep the sources alive until the devices have read them."""
-        self._retired = [item for item in self._retired if not all(event.query() for event in item[1])]
+        self._retired = [item for item in self._retired if not all(map(_is_done, item[1]))]
         if self._events:
             self._retired.append((job, [event for _, event in self._events]))
 
@@ -102,6 +102,10 @@ class Captures:
         """Stop the copy thread and let the slots go."""
         self._cpu.close(timeout_s)
         self.forget([])
+
+
+def _is_done(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def write_header(plan: CapturePlan, slot: Slot) -> None:

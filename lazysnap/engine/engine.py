@@ -324,8 +324,8 @@ class SnapshotEngine:
     def wait(
         self, step: int | None = None, *, until: Literal["captured", "durable"] = "durable", timeout_s: float
     ) -> bool:
-        """Block until the capture of ``step`` (default: the last begun) is whole in memory, or durable at the first
-        level; ``False`` after the deadline, or if that capture was dropped.
+        """Block until the capture of ``step`` (default: the last begun) is whole in memory, or it (or a later one) is
+        durable at the first level; ``False`` after the deadline, or if that capture was dropped.
         """
         if until not in ("captured", "durable"):
             raise ConfigError(f'wait: until must be "captured" or "durable", got {until!r}')
@@ -336,9 +336,10 @@ class SnapshotEngine:
         if step is None:
             return False
         if until == "durable":
-            done = self._client.wait_durable(step, timeout_s)
+            # A level takes captures as it comes to them: ask for the newest, this one or a later one.
+            self._client.drain(timeout_s)
             self._events.drain(self._client.poll_events())
-            return done
+            return self._client.wait_durable(step, 0.0)
         deadline = time.monotonic() + timeout_s
         while not self._holds(step):
             if time.monotonic() > deadline:

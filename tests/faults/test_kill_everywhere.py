@@ -93,7 +93,9 @@ def violations(job: Job, fault: str, wanted: str) -> list[str]:
     resumed = int(next(line[1] for line in after if line[0] == "resumed"))
     gated = max((int(line[1]) for line in before if line[0] == "gated"), default=0)
     durable = max((int(line[1]) for line in before if line[0] == "durable"), default=0)
-    keeper_lived = not finished and first.returncode == -9 and fault.endswith(":kill") and not fault.startswith("keeper")
+    keeper_lived = (
+        not finished and first.returncode == -9 and fault.endswith(":kill") and not fault.startswith("keeper")
+    )
     if keeper_lived and resumed < gated - 1:
         problems.append(f"{fault}: step {gated} was captured, but the restart began from {resumed}")
     if resumed < durable:
@@ -109,13 +111,9 @@ def test_a_death_at_any_point_loses_at_most_one_interval_and_no_bit(root, dry_ru
     wanted, points = dry_run
     assert len(points) >= 20, f"the dry run passed suspiciously few points: {sorted(points)}"
     # The first pass (nothing complete yet) and one in the middle of the run (old snapshots and new ones side by side).
-    faults = [
-        f"{name}:{at}:{action}" for name, count in sorted(points.items()) for at in sorted({1, (count + 1) // 2})
-    ]
+    faults = [f"{name}:{at}:{action}" for name, count in sorted(points.items()) for at in sorted({1, (count + 1) // 2})]
 
     with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2)) as pool:
-        found = pool.map(
-            lambda item: violations(Job(root, f"{action}-{item[0]}"), item[1], wanted), enumerate(faults)
-        )
+        found = pool.map(lambda item: violations(Job(root, f"{action}-{item[0]}"), item[1], wanted), enumerate(faults))
 
     assert [problem for problems in found for problem in problems] == []

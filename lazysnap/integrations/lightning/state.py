@@ -9,7 +9,7 @@ put back when the restarted fit reaches the same point.
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -35,7 +35,7 @@ class LightningState:
         self._trainer = trainer
         self._streams = RandomStreams()
         self.position = LoaderPosition(self._streams)
-        self._extras: ModuleExtras | None = None
+        self._extras: dict[str, ModuleExtras] | None = None
         self._landing: dict[str, Any] | None = None
         self.is_collecting = False
         self._warned_slow = False
@@ -66,7 +66,7 @@ class LightningState:
             "position": position,
             "metrics": collect_metrics(trainer, trainer.lightning_module),
             "callbacks": collect_callbacks(trainer),
-            "module": self._module_extras().collect(),
+            "modules": {name: extras.collect() for name, extras in self._module_extras().items()},
             "streams": self._streams.collect(),
         }
         return state
@@ -77,10 +77,8 @@ class LightningState:
 
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
         """See ``StateSource.lazy_tensors``: the parameters of averaged models, which change at the end of a batch."""
-        for callback in self._trainer.callbacks:
-            average = getattr(callback, "_average_model", None)
-            if isinstance(average, torch.nn.Module):
-                yield from average.parameters()
+        for average in self._averages().values():
+            yield from average.parameters()
 
     def expected(self) -> Mapping[str, torch.Tensor]:
         """See ``StateSource.expected``. Empty where the program itself decides what a checkpoint holds."""
@@ -152,12 +150,20 @@ class LightningState:
         restore_loops(trainer, landing["fit_loop"], landing["loops"])
         restore_metrics(trainer, trainer.lightning_module, landing["metrics"])
         restore_callbacks(trainer, landing["callbacks"])
-        self._module_extras().restore(landing["module"])
+        for name, extras in self._module_extras().items():
+            if name in landing["modules"]:
+                extras.restore(landing["modules"][name])
         self._streams.restore(landing["streams"])
 
-    def _module_extras(self) -> ModuleExtras:
+    def _averages(self) -> dict[str, torch.nn.Module]:
+        """The averaged models of the WeightAveraging callbacks."""
+        found = {item.state_key: getattr(item, "_average_model", None) for item in self._trainer.callbacks}
+        return {key: average for key, average in found.items() if isinstance(average, torch.nn.Module)}
+
+    def _module_extras(self) -> dict[str, ModuleExtras]:
         if self._extras is None:
-            self._extras = ModuleExtras(self._trainer.lightning_module)
+            modules = {"": self._trainer.lightning_module, **self._averages()}
+            self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
         return self._extras
 
     def start(self) -> None:
@@ -181,6 +187,10 @@ def _overrides(module: Any, hook: str) -> bool:
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer"):
-        optimizer = getattr(optimizer, "_optimizer", None) or optimizer.optimizer
-    return optimizer
+    while True:
+        # LightningOptimizer keeps it in _optimizer, sharded and fp16 wrappers in optimizer or optim.
+        names = ("_optimizer", "optimizer", "optim")
+        inside = next((vars(optimizer)[name] for name in names if name in vars(optimizer)), None)
+        if not isinstance(inside, torch.optim.Optimizer):
+            return cast(torch.optim.Optimizer, optimizer)
+        optimizer = inside
