@@ -9,6 +9,7 @@ _NOT_OURS = (
     "ignore::lightning_fabric.utilities.warnings.PossibleUserWarning",
     "ignore:.*LeafSpec.*:FutureWarning",
     "ignore:Checkpoint directory .* exists and is not empty",
+    "ignore:'set_vital' is deprecated.*:UserWarning",  # torchdata
     "ignore:.*fork.*:DeprecationWarning",
 )
 

@@ -61,15 +61,15 @@ def _augment(x: torch.Tensor) -> torch.Tensor:
 class Numbers(Dataset):
     """Samples that know their number, with random noise of all three kinds."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, *, noisy: bool = True) -> None:
+        self.size, self.noisy = size, noisy
         self.data = torch.randn(size, 3, generator=torch.Generator().manual_seed(5))
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, _augment(self.data[index])
+        return index, _augment(self.data[index]) if self.noisy else self.data[index]
 
 
 class Stream(IterableDataset):
@@ -297,6 +297,7 @@ class Case:
     """How one kind of training is built; subclasses change one thing."""
 
     module: type[Net] = Net
+    cuts = slice(None)
 
     def settings(self) -> dict[str, Any]:
         return {"max_epochs": 2}

@@ -7,7 +7,8 @@ they were then, and driven forward: by the sampler alone where nothing else can 
 and discarding the batches.
 
 Not exact: an iterable dataset in the main process whose *order* depends on global random numbers drawn between
-batches that training draws from as well; loaders with persistent workers, whose generators outlive an epoch.
+batches that training draws from as well; loaders with persistent workers, whose generators outlive an epoch; random
+augmentation in the workers of a loader that saves its own state (its order is exact).
 """
 
 import logging
@@ -30,11 +31,13 @@ class LoaderPosition:
         self._at_first: dict[str, Any] | None = None
         self._ahead: dict[str, Any] | None = None
         self._offset = 0
+        self._restarts = _Restarts(streams)
 
     def note_iter(self) -> None:
         """The loaders are about to be iterated from the start."""
         self._at_iter = self._streams.collect()
         self._at_first = self._ahead = None
+        self._restarts = _Restarts(self._streams)
 
     def note_start(self, trained: int) -> None:
         """The epoch begins at the loaders' first batch, with ``trained`` batches counted already.
@@ -45,6 +48,7 @@ class LoaderPosition:
 
     def note_fetch(self, fetcher: Any) -> None:
         """The loaders are about to give their next batch."""
+        self._restarts.note_fetch(_mode_iterator(fetcher).iterators)
         if fetcher.length is None:
             self._ahead = {"streams": self._streams.collect(), "loader": _own_state(fetcher)}
         elif fetcher.fetched == 0:
@@ -62,6 +66,7 @@ class LoaderPosition:
             "at_first": self._at_first,
             "ahead": ahead and ahead["streams"],
             "loader": loader,
+            "restarts": self._restarts.collect(_mode_iterator(fetcher).iterators),
         }
 
     def prepare(self, position: dict[str, Any]) -> None:
@@ -78,7 +83,9 @@ class LoaderPosition:
         self._ahead = {"streams": position["ahead"], "loader": position["loader"]}
         trained = position["given"]
         self._offset = position["trained"] - trained
-        if position["loader"] is not None:
+        self._restarts = _Restarts(self._streams, trained, position["restarts"])
+        # Before the first batch a loader's own state is still that of the epoch before, at its end.
+        if trained and position["loader"] is not None:
             self._resume(position, fetcher, trained)
         elif fetcher.length is None:
             self._replay_ahead(position, fetcher, trained)
@@ -87,7 +94,8 @@ class LoaderPosition:
                 self._streams.restore(position["at_first"])
             if not _skip(fetcher, trained):
                 logger.info("replaying %d batches of the data loaders", trained)
-                for _ in range(trained):
+                for index in range(trained):
+                    self._restarts.replay(index)
                     next(fetcher.iterator)
 
     def _resume(self, position: dict[str, Any], fetcher: Any, trained: int) -> None:
@@ -109,6 +117,37 @@ class LoaderPosition:
         if position["ahead"] is not None:
             self._streams.restore(position["ahead"])
         fetcher.batches = [next(fetcher.iterator)]
+
+
+class _Restarts:
+    """Of several loaders the shorter ones start again in mid-epoch: the generators as they were when that happened."""
+
+    def __init__(self, streams: RandomStreams, index: int = 0, found: list[Any] | None = None) -> None:
+        self._streams = streams
+        self._index = index
+        self._found: list[Any] = list(found or ())
+        self._iterators: list[Any] = []
+        self._before: dict[str, Any] = {}
+
+    def note_fetch(self, iterators: list[Any]) -> None:
+        if len(iterators) > 1:
+            self._compare(iterators)
+            self._before = self._streams.collect()
+            self._index += 1
+
+    def collect(self, iterators: list[Any]) -> list[Any]:
+        self._compare(iterators)
+        return list(self._found)
+
+    def replay(self, index: int) -> None:
+        for at, streams in self._found:
+            if at == index:
+                self._streams.restore(streams)
+
+    def _compare(self, iterators: list[Any]) -> None:
+        if self._before and any(old is not new for old, new in zip(self._iterators, iterators, strict=False)):
+            self._found.append([self._index - 1, self._before])
+        self._iterators = list(iterators)
 
 
 def _loaders(fetcher: Any) -> list[Any]:
