@@ -30,15 +30,30 @@ class Captures:
         return self._hung is not None
 
     def begin(self, job: CaptureJob) -> None:
-        """Copy what is eager, queue what is lazy. The slot's ``begin`` was called before."""
+        """Copy what is eager, queue what is lazy. The slot's ``begin`` was called before.
+
+        Raises: whatever a copy meets; then the capture is discarded, and nothing is in flight but what devices run.
+        """
+        self._events = []
+        self.job = job
+        try:
+            self._start(job)
+        except BaseException as error:
+            # The copy thread is the last to start, so it does not write here. A pinned slot that stayed half begun
+            # would hold persistence for ever.
+            job.give_up(CapturePhase.FAILED, f"it could not begin: {type(error).__name__}: {error}")
+            job.released.set()
+            self.job = None
+            self._retire(job)
+            raise
+
+    def _start(self, job: CaptureJob) -> None:
         faults.point("capture.begin")
         write_header(job.plan, job.slot)
         copy_eager(job)
         faults.point("capture.eager_copied")
         devices = sorted({record.device for record in job.plan.records if record.device.type == "cuda"}, key=str)
         on_cpu = any(record.lazy and record.device.type == "cpu" for record in job.plan.records)
-        self.job = job
-        self._events = []
         for device in devices:
             copier = self._cuda.setdefault(device, CudaCopier(device))
             # Only a lone device can commit in stream order; with several, the thread that waits for all of them does.
@@ -85,7 +100,13 @@ class Captures:
 
     def is_disturbed(self) -> bool:
         """Whether a source of the capture in flight changed since the boundary, before it was whole."""
-        return self.job is not None and self.job.phase is CapturePhase.COPYING and bool(self.job.changed_sources())
+        # TORN: the copy thread found it first.
+        open_ = (CapturePhase.COPYING, CapturePhase.TORN)
+        return self.job is not None and self.job.phase in open_ and bool(self.job.changed_sources())
+
+    def is_writing(self, slot: Slot) -> bool:
+        """Whether a device may still write into ``slot`` for a capture that passed its gate already."""
+        return any(job.slot is slot and not all(map(_is_done, events)) for job, events in self._retired)
 
     def _retire(self, job: CaptureJob) -> None:
         """Keep the sources alive until the devices have read them."""

@@ -1,7 +1,6 @@
 """The engine: one pair of calls round every optimizer step, ``boundary`` and ``gate``, and ``restore`` at the start."""
 
-import importlib.metadata
-import json
+import dataclasses
 import logging
 import secrets
 import threading
@@ -18,6 +17,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.estimate import estimate_image_bytes
 from lazysnap.engine.events import EventLog
+from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.restore import Snapshot, SnapshotReader
 from lazysnap.engine.slots import choose_slot, slots_needed
 from lazysnap.engine.statistics import Statistics
@@ -67,14 +67,13 @@ class SnapshotEngine:
         self._events = EventLog(self._statistics)
         self._plan: CapturePlan | None = None
         self._meta_capacity = META_BYTES
-        self._run_id, self._run_started_ns = secrets.token_hex(8), time.time_ns()
+        self._meta = MetaWriter(secrets.token_hex(8), time.time_ns())
         self._sequence = 0
         self._last_step: int | None = None
         self._last_pinned: int | None = None
         self._reserved: tuple[int, int] | None = None
         self._encoded_once = False
         self._closed = False
-        self._packages = _package_versions()
 
     # ---------------------------------------------------------------- restart
 
@@ -85,6 +84,7 @@ class SnapshotEngine:
         Raises: JobBusy, if this job runs already; StateMismatch, if the snapshot is of another model;
         SnapshotNotFound, if a step was asked for that is not there.
         """
+        started = time.perf_counter()
         memory = []
         try:
             self._client.connect(self.config.keeper_timeout_s)
@@ -99,7 +99,7 @@ class SnapshotEngine:
         if snapshot is None and step is not None:
             held = sorted({plan.step for plan in SnapshotReader(self._stores(), memory).plans(None)})
             raise SnapshotNotFound(f"no whole snapshot of step {step}; there are {held or 'none'}")
-        return snapshot
+        return snapshot and dataclasses.replace(snapshot, seconds=time.perf_counter() - started)
 
     def restore(self, which: Literal["latest"] | int = "latest") -> Snapshot | None:
         """``fetch``, then load into the live objects and continue that run. ``None``: nothing there, start fresh.
@@ -116,9 +116,9 @@ class SnapshotEngine:
 
     def resume(self, snapshot: Snapshot) -> None:
         """Continue the run that ``snapshot`` is of; for callers of ``fetch`` that load the state themselves."""
-        self._run_id, self._run_started_ns = snapshot.run_id, snapshot.run_started_ns
+        self._meta.run_id, self._meta.run_started_ns = snapshot.run_id, snapshot.run_started_ns
         self._last_step = snapshot.step
-        self._client.adopt_run(self._run_id, self._run_started_ns)
+        self._client.adopt_run(snapshot.run_id, snapshot.run_started_ns)
         logger.info("resumed step %d from %s in %.2f s", snapshot.step, snapshot.level, snapshot.seconds)
 
     def _stores(self) -> dict[str, SnapshotStore]:
@@ -137,7 +137,7 @@ class SnapshotEngine:
 
         Does not block. Optional: the first ``boundary`` does it otherwise, and captures begin some steps later.
         """
-        self._client.adopt_run(self._run_id, self._run_started_ns)
+        self._client.adopt_run(self._meta.run_id, self._meta.run_started_ns)
         self._client.start()
         self._gates.install(self._source.optimizers())
         if self._reserved is None:
@@ -153,9 +153,10 @@ class SnapshotEngine:
             time.sleep(0.005)
         return True
 
-    def boundary(self, step: int) -> bool:
+    def boundary(self, step: int, *, force: bool = False) -> bool:
         """Tell that optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
 
+        ``force``: capture it also between the steps that ``every_n_steps`` names (the last one, or before an exit).
         Does not block on copies, storage or the keeper. Collective: no.
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded. Nothing else.
         """
@@ -163,7 +164,7 @@ class SnapshotEngine:
         with self._lock:
             self.gate()
             self._events.drain(self._client.poll_events())
-            if self._closed or not self._is_due(step):
+            if self._closed or not (self._is_due(step) or (force and step != self._last_step)):
                 return False
             try:
                 began = self._begin(step)
@@ -232,7 +233,7 @@ class SnapshotEngine:
         walked = self._walk()
         self._encoded_once = True
         plan = self._planned(walked)
-        meta = self._meta(step, plan, walked)
+        meta = self._meta.write(step, plan, walked)
         slots = self._usable(plan, len(meta))
         if not slots:
             return self._skip("no slots yet")
@@ -267,22 +268,6 @@ class SnapshotEngine:
         self._plan = make_plan(walked, self._source)
         return self._plan
 
-    def _meta(self, step: int, plan: CapturePlan, walked: Walk) -> bytes:
-        fields = {
-            "run_id": self._run_id,
-            "run_started_ns": self._run_started_ns,
-            "step": step,
-            "rank": 0,
-            "world_size": 1,
-            "captured_ns": time.time_ns(),
-            "tensors": plan.logical,
-            "aliases": plan.aliases,
-            "packages": self._packages,
-            "state": walked.skeleton,
-        }
-        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode("utf-8", "surrogatepass")
-
     def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
         """Slots that the capture fits; asks for others where it does not."""
         if meta_bytes > self._meta_capacity:
@@ -307,7 +292,9 @@ class SnapshotEngine:
     def _free(self, slots: list[Slot]) -> Slot | None:
         deadline = time.monotonic() + (self.config.gate_timeout_s if self.config.on_busy == "wait" else 0.0)
         while True:
-            index = choose_slot([slot.status() for slot in slots])
+            # A device that still writes its last capture would write into the next one's bytes and watermark.
+            idle = [not self._captures.is_writing(slot) for slot in slots]
+            index = choose_slot([slot.status() for slot in slots], idle)
             if index is not None:
                 return slots[index]
             if time.monotonic() >= deadline:
@@ -341,15 +328,15 @@ class SnapshotEngine:
             self._events.drain(self._client.poll_events())
             return self._client.wait_durable(step, 0.0)
         deadline = time.monotonic() + timeout_s
-        while not self._holds(step):
-            if time.monotonic() > deadline:
+        while True:
+            statuses = [slot.status() for slot in self._client.slots()]
+            phases = {status.phase for status in statuses if status.step == step}
+            if SlotPhase.WHOLE in phases:
+                return True
+            # Behind the gate only a device can still be at it; what is neither in flight nor whole was dropped.
+            if SlotPhase.CAPTURING not in phases or time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
-        return True
-
-    def _holds(self, step: int) -> bool:
-        statuses = [slot.status() for slot in self._client.slots()]
-        return any(status.phase is SlotPhase.WHOLE and status.step == step for status in statuses)
 
     def flush(self, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> bool:
         """Block until the newest capture is durable at every level; ``False`` after the deadline.
@@ -399,13 +386,3 @@ class SnapshotEngine:
         self._gates.remove()
         self._captures.close(self.config.gate_timeout_s)
         self._plan = None
-
-
-def _package_versions() -> dict[str, str]:
-    versions = {}
-    for name in ("lazysnap", "torch", "lightning", "pytorch-lightning"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -116,9 +116,11 @@ class _Encoder:
     def dict_(self, value: dict[Any, Any]) -> Any:
         result = {}
         path, table = self.path, self.table
-        for key, item in value.items():
+        # Before any item: the sink must be told of each tensor once.
+        for key in value:
             if type(key) is not str or key == TAG:
                 return {TAG: "dict", "v": self.pairs(value)}
+        for key, item in value.items():
             path.append(key)
             function = table.get(type(item))
             result[key] = function(item) if function else self.other(item)

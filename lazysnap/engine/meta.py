@@ -1,0 +1,48 @@
+"""What a capture says about itself: written into the slot before its first byte, later the body of the manifest."""
+
+import importlib.metadata
+import json
+import time
+from dataclasses import dataclass, field
+
+from lazysnap.capture.plan import CapturePlan
+from lazysnap.state.walk import Walk
+
+_PACKAGES = ("lazysnap", "torch", "lightning", "pytorch-lightning")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that had a hand in the state. Blocks: reads their metadata."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@dataclass
+class MetaWriter:
+    """Writes the metadata of one run's captures; the keys are those of ``CaptureMeta``."""
+
+    run_id: str
+    run_started_ns: int
+    _packages: dict[str, str] = field(default_factory=package_versions, repr=False)
+
+    def write(self, step: int, plan: CapturePlan, walked: Walk) -> bytes:
+        """The metadata of the capture of ``walked`` at ``step``. Hot: once per boundary."""
+        fields = {
+            "run_id": self.run_id,
+            "run_started_ns": self.run_started_ns,
+            "step": step,
+            "rank": 0,
+            "world_size": 1,
+            "captured_ns": time.time_ns(),
+            "tensors": plan.logical,
+            "aliases": plan.aliases,
+            "packages": self._packages,
+            "state": walked.skeleton,
+        }
+        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return text.encode("utf-8", "surrogatepass")

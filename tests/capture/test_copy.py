@@ -1,0 +1,267 @@
+"""A capture is whole and true, or it is not whole: copies into real slots, and everything that may disturb them."""
+
+import threading
+
+import pytest
+import torch
+
+from lazysnap.arena import Slot, SlotPhase
+from lazysnap.capture.copier import SLICE_BYTES
+from lazysnap.capture.job import CaptureJob, CapturePhase
+from lazysnap.capture.plan import make_plan
+from lazysnap.engine.captures import Captures
+from lazysnap.shard.layout import Layout
+from lazysnap.state.objects import ObjectState
+from lazysnap.state.walk import walk
+
+TIMEOUT_S = 10
+
+
+class WatchedSlot(Slot):
+    """A slot that lets a test look, or hold the copy thread, each time bytes have landed."""
+
+    def __init__(self, fd, buffer):
+        super().__init__(fd, buffer)
+        self.landed = None
+
+    def advance(self, watermark):
+        super().advance(watermark)
+        if self.landed is not None:
+            self.landed(watermark)
+
+
+class Hold:
+    """Holds the copy thread behind its first tensor."""
+
+    def __init__(self, slot):
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+        slot.landed = self.hold
+
+    def hold(self, watermark):
+        self.entered.set()
+        assert self.go_on.wait(TIMEOUT_S)
+
+
+class Held(torch.nn.Module):
+    """Parameters of any name, and a state_dict that keeps them as they are."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.held = {name: torch.nn.Parameter(value) for name, value in tensors.items()}
+
+    def state_dict(self):
+        return {name: value.detach() for name, value in self.held.items()}
+
+
+class Bench:
+    """Lazy tensors as parameters of an SGD, eager ones as plain values; one slot."""
+
+    def __init__(self, lazy, eager=None):
+        lazily = Held(lazy)
+        self.parameters = lazily.held
+        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=1.0)
+        self.source = ObjectState({"lazy": lazily, "optimizer": self.optimizer, "eager": eager or {}})
+        self.captures = Captures()
+        self.slot = None
+
+    def job(self, step=1):
+        walked = walk(self.source.collect())
+        plan = make_plan(walked, self.source)
+        if self.slot is None:
+            self.slot = WatchedSlot.create(1 << 16, plan.layout.size_bytes)
+        self.slot.begin(step, sequence=step, image_bytes=plan.layout.size_bytes, meta=b"{}", pin=False)
+        return CaptureJob(plan, self.slot, step, walked.tensors)
+
+    def held(self, job):
+        return dict(zip(job.plan.names, job.plan.views(self.slot), strict=True))
+
+
+@pytest.fixture
+def bench():
+    made = []
+
+    def make(lazy, eager=None):
+        made.append(Bench(lazy, eager))
+        return made[-1]
+
+    yield make
+    for item in made:
+        item.captures.close(TIMEOUT_S)
+
+
+def odd_tensors():
+    generator = torch.Generator().manual_seed(3)
+    base = torch.randn(40, 60, generator=generator)
+    return {
+        "plain": base.clone(),
+        "long": torch.randn(SLICE_BYTES // 4 * 2 + 7, generator=generator),
+        "turned": base.t(),
+        "strided": base[::2, ::3],
+        "half": base.bfloat16(),
+        "double": base.double(),
+        "complex": torch.complex(base, base),
+        "wide": torch.complex(base.double(), base.double()),
+        "conjugate": torch.complex(base, base).conj(),
+        "last": torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+@pytest.mark.parametrize("kind", ["lazy", "eager"])
+def test_every_kind_of_tensor_arrives_bit_for_bit(bench, kind):
+    tensors = odd_tensors()
+    if kind == "eager":
+        tensors |= {"bool": torch.tensor([True, False]), "byte": torch.arange(7, dtype=torch.uint8)}
+        tensors |= {"f8": torch.randn(9).to(torch.float8_e4m3fn), "u16": torch.arange(5).to(torch.uint16)}
+    it = bench(tensors if kind == "lazy" else {"one": torch.ones(1)}, tensors if kind == "eager" else None)
+    job = it.job()
+
+    it.captures.begin(job)
+    it.captures.finish(TIMEOUT_S)
+
+    assert job.phase is CapturePhase.WHOLE
+    assert it.slot.status().phase is SlotPhase.WHOLE
+    held = it.held(job)
+    for name, tensor in tensors.items():
+        assert torch.equal(held[f"{kind}.{name}"], tensor), name
+    size = job.plan.layout.size_bytes
+    assert Layout.parse(it.slot.image[:size], size, "slot").specs == job.plan.layout.specs
+
+
+def test_eager_tensors_are_in_the_slot_when_begin_returns(bench):
+    counter = torch.zeros(1000)
+    it = bench({"one": torch.ones(1)}, {"counter": counter})
+    job = it.job()
+
+    it.captures.begin(job)
+    counter.add_(1)  # as a forward pass does to a buffer
+    it.captures.finish(TIMEOUT_S)
+
+    assert job.phase is CapturePhase.WHOLE
+    assert torch.equal(it.held(job)["eager.counter"], torch.zeros(1000))
+
+
+def test_a_tensor_that_changes_while_it_is_copied_makes_the_capture_void(bench):
+    it = bench({"a": torch.zeros(10), "b": torch.zeros(10)})
+    job = it.job()
+    held = Hold(it.slot)
+
+    it.captures.begin(job)
+    assert held.entered.wait(TIMEOUT_S)
+    with torch.no_grad():
+        it.parameters["b"].add_(1)
+    assert it.captures.is_disturbed()
+    held.go_on.set()
+    it.captures.finish(TIMEOUT_S)
+
+    assert job.phase is CapturePhase.TORN
+    assert it.slot.status().phase is SlotPhase.VOID
+    assert "lazy.b" in job.reason
+
+
+def test_a_tensor_whose_memory_is_replaced_while_it_is_copied_makes_the_capture_void(bench):
+    it = bench({"a": torch.zeros(10)})
+    job = it.job()
+    held = Hold(it.slot)
+
+    it.captures.begin(job)
+    assert held.entered.wait(TIMEOUT_S)
+    job.sources[job.plan.names.index("lazy.a")].data = torch.ones(10)
+    held.go_on.set()
+    it.captures.finish(TIMEOUT_S)
+
+    assert job.phase is CapturePhase.TORN
+
+
+def test_a_change_after_the_copy_does_not_matter(bench):
+    it = bench({"a": torch.zeros(10)})
+    job = it.job()
+    it.captures.begin(job)
+    assert job.released.wait(TIMEOUT_S)
+    with torch.no_grad():
+        it.parameters["a"].add_(1)
+
+    it.captures.finish(TIMEOUT_S)
+
+    assert job.phase is CapturePhase.WHOLE
+    assert not it.captures.is_disturbed()
+
+
+def test_a_copy_that_hangs_is_given_up_and_never_becomes_whole(bench):
+    it = bench({"a": torch.zeros(10), "b": torch.zeros(10)})
+    job = it.job()
+    held = Hold(it.slot)
+    it.captures.begin(job)
+    assert held.entered.wait(TIMEOUT_S)
+
+    assert it.captures.finish(0.01) is job
+
+    assert job.phase is CapturePhase.FAILED
+    assert it.captures.is_stuck()
+    held.go_on.set()
+    assert job.released.wait(TIMEOUT_S)
+    assert not it.captures.is_stuck()
+    assert it.slot.status().phase is SlotPhase.VOID
+
+
+def test_the_gate_returns_at_once_when_nothing_is_in_flight(bench):
+    it = bench({"a": torch.zeros(10)})
+
+    assert it.captures.finish(TIMEOUT_S) is None
+
+
+def test_a_capture_whose_begin_fails_is_discarded_and_the_next_one_works(bench):
+    it = bench({"a": torch.zeros(10)}, {"b": torch.ones(3)})
+    job = it.job()
+    job.sources[job.plan.names.index("eager.b")] = torch.ones(4)  # does not fit its place
+
+    with pytest.raises(RuntimeError):
+        it.captures.begin(job)
+
+    assert it.slot.status().phase is SlotPhase.VOID
+    assert it.captures.finish(0.0) is None
+    again = it.job(step=2)
+    it.captures.begin(again)
+    it.captures.finish(TIMEOUT_S)
+    assert again.phase is CapturePhase.WHOLE
+
+
+def test_an_error_in_the_copy_thread_fails_that_capture_only(bench):
+    it = bench({"a": torch.zeros(4, 4).t()})
+    job = it.job()
+    job.sources[job.plan.names.index("lazy.a")] = torch.zeros(5, 5).t()
+
+    it.captures.begin(job)
+    it.captures.finish(TIMEOUT_S)
+
+    assert job.phase is CapturePhase.FAILED
+    assert it.slot.status().phase is SlotPhase.VOID
+    again = it.job(step=2)
+    it.captures.begin(again)
+    it.captures.finish(TIMEOUT_S)
+    assert again.phase is CapturePhase.WHOLE
+
+
+def test_the_watermark_only_grows_and_ends_at_the_size(bench):
+    it = bench({str(i): torch.full((500 + i,), float(i)) for i in range(20)})
+    job = it.job()
+    seen = []
+
+    def note(watermark):
+        # What the watermark promises must be there, for persistence reads it right away.
+        held = it.held(job)
+        for record, source in zip(job.plan.records, job.sources, strict=True):
+            if record.offset + record.nbytes <= watermark:
+                assert torch.equal(held[record.name], source), record.name
+        seen.append(watermark)
+
+    it.slot.landed = note
+    it.captures.begin(job)
+    it.captures.finish(TIMEOUT_S)
+
+    assert job.phase is CapturePhase.WHOLE, job.reason
+    assert len(seen) == 20
+    assert seen == sorted(seen)
+    assert it.slot.status().watermark == job.plan.layout.size_bytes
