@@ -64,6 +64,7 @@ class KeeperClient:
         self._next_id = 0
         self._durable: dict[str, int] = {}
         self._run: tuple[str, int] | None = None
+        self._said_goodbye = False
         _live_clients.add(self)
 
     # ---------------------------------------------------------------- connecting
@@ -99,6 +100,11 @@ class KeeperClient:
                 connection = self._attach(time.monotonic() + self._config.keeper_timeout_s)
                 self._adopt_orphans(connection)
                 with self._changed:
+                    if self._closing:  # said while the keeper was starting
+                        if self._said_goodbye:
+                            connection.send({"type": "goodbye"})
+                        connection.close()
+                        return
                     self._connection = connection
                     self._events.append(KeeperReady(connection.peer_pid))
                     self._changed.notify_all()
@@ -344,8 +350,11 @@ class KeeperClient:
 
     def goodbye(self, timeout_s: float) -> None:
         """The job is over: the keeper makes durable what it holds and leaves. Blocks: until then, with a deadline."""
+        self._said_goodbye = True
         connection = self._stop()
         if connection is None:
+            if self._thread is not None:
+                self._thread.join(timeout_s)
             return
         try:
             connection.send({"type": "goodbye"})

@@ -1,6 +1,7 @@
 """``LazySnapshotCallback``: a snapshot of a Lightning fit at every optimizer step, and exact restarts."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +31,11 @@ class LazySnapshotCallback(Callback):
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "LazySnapshotCallback":
-        """An instance that trainers of both packages take, as far as they are imported by now."""
-        rebase(Callback)
-        return super().__new__(cls)
-
     def __init__(
         self, dirpath: str | None = None, *, every_n_steps: int = 1, config: SnapshotConfig | None = None
     ) -> None:
+        # A trainer takes callbacks of its own package only; by now the program has imported the one it uses.
+        rebase(Callback)
         super().__init__()
         check_arguments(dirpath, every_n_steps, config)
         self._arguments = (dirpath, every_n_steps, config)
@@ -48,11 +46,13 @@ class LazySnapshotCallback(Callback):
         self._state: LightningState | None = None
         self._patches = Patches()
         self._seen_step = 0
+        self._is_validating = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_arguments": self._arguments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        rebase(Callback)
         self.__dict__.update(state)
         self._reset()
 
@@ -187,11 +187,17 @@ class LazySnapshotCallback(Callback):
             self._gate()
             return original(*args, **kwargs)
 
+        def validate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._gate()
+            self._is_validating = True
+            result = original(*args, **kwargs)
+            self._is_validating = False  # not after an exception: on_exception must know
+            return result
+
         def end_run(original: Callable[[], Any]) -> None:
             self._gate()
             # Before hooks at the end of training swap weights (averages): a later fit must go on from these.
-            self._capture(trainer)
-            self._gate()
+            self._capture_last(trainer)
             original()
 
         def loaders_saved(original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -204,7 +210,7 @@ class LazySnapshotCallback(Callback):
         wrap(fit_loop, "on_save_checkpoint", loaders_saved)
         wrap(epoch_loop, "on_run_start", start_epoch)
         wrap(epoch_loop, "_on_before_fetch", before_fetch)
-        wrap(epoch_loop.val_loop, "run", gated)
+        wrap(epoch_loop.val_loop, "run", validate)
 
     def _at_point_x(self, trainer: Any, state: LightningState) -> None:
         fetcher = trainer.fit_loop._data_fetcher
@@ -222,10 +228,30 @@ class LazySnapshotCallback(Callback):
             self._seen_step = trainer.global_step
             self._engine.boundary(trainer.global_step)
 
-    def _save_before_exit(self, trainer: Any, engine: SnapshotEngine) -> None:
-        # Lightning looks for the signal after a batch and everything due after it: this is a boundary.
-        self._capture(trainer)
+    def _capture_last(self, trainer: Any) -> None:
+        """Capture the end of a training, also between the steps of ``every_n_steps``.
+
+        Blocks: until a slot is there and the copies are done, at most ``keeper_timeout_s`` and ``gate_timeout_s``.
+        """
+        engine, step = self._engine, trainer.global_step
+        if engine is None or not self._has_stepped(trainer):
+            return
+        self._seen_step = step
+        deadline = time.monotonic() + engine.config.keeper_timeout_s
+        # A short training may end before the keeper is ready, and slots may still be read by a slow level.
+        while not engine.boundary(step, force=True) and engine.wait_ready(max(0.0, deadline - time.monotonic())):
+            if time.monotonic() > deadline:
+                logger.warning("step %d, the last one, is not captured: no slot was free in time", step)
+                break
+            time.sleep(0.005)
         engine.gate()
+
+    def _save_before_exit(self, trainer: Any, engine: SnapshotEngine) -> None:
+        # Lightning looks for the signal after a batch and everything due after it: this is a boundary. In the middle
+        # of a validation it is none: weights may be swapped, and the rest of it would be missing after the restart.
+        if not self._is_validating and self._has_stepped(trainer):
+            engine.boundary(trainer.global_step, force=True)
+            engine.gate()
         budget_s = engine.config.flush_budget_s
         if engine.config.levels and engine.flush(budget_s):
             logger.warning("terminated at step %d: the last snapshot is durable", trainer.global_step)

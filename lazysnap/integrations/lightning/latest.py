@@ -57,9 +57,12 @@ class Latest:
     def restore_training_state(self, original: Callable[[], Any]) -> None:
         """In place of the connector's: tuners that run first (LR finder) restore their own file and forget ours."""
         connector = self._trainer._checkpoint_connector
+        if connector._loaded_checkpoint and connector._ckpt_path != LATEST:
+            original()  # the tuner's own file, in the middle of its work
+            return
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None and not connector._loaded_checkpoint:
-            connector._loaded_checkpoint = checkpoint
+            connector._loaded_checkpoint, connector._ckpt_path = checkpoint, LATEST
             connector.restore_datamodule()
             connector.restore_model()
             connector.restore_callbacks()
