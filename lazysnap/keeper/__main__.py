@@ -4,7 +4,6 @@ import argparse
 import logging
 import os
 import signal
-import sys
 
 from lazysnap.keeper.process import run_keeper
 
@@ -22,7 +21,10 @@ def main() -> None:
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
-    sys.exit(run_keeper(bytes.fromhex(arguments.address).decode()))
+    status = run_keeper(bytes.fromhex(arguments.address).decode())
+    logging.shutdown()
+    # Not sys.exit(): it would wait for a thread that hangs in a dead file system.
+    os._exit(status)
 
 
 def _detach() -> None:

@@ -13,36 +13,29 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from lazysnap import faults
 from lazysnap.arena import Slot
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import FormatError, JobBusy, KeeperUnavailable
-from lazysnap.keeper.events import Durable, KeeperEvent, KeeperLost, KeeperReady, LevelFailed, MemoryRefused
+from lazysnap.keeper.events import (
+    Durable,
+    KeeperEvent,
+    KeeperLost,
+    KeeperReady,
+    LevelFailed,
+    MemoryEntry,
+    MemoryRefused,
+)
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import reach_keeper
 from lazysnap.keeper.messages import Connection, Message
-from lazysnap.shard.checksum import Checksums
 
 logger = logging.getLogger(__name__)
 
 _BUSY_GRACE_S = 3.0
 """A trainer that was just killed may take a moment to be gone."""
 _live_clients: "weakref.WeakSet[KeeperClient]" = weakref.WeakSet()
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryEntry:
-    """A whole capture that the keeper holds."""
-
-    slot: Slot
-    step: int
-    run_id: str
-    run_started_ns: int
-    sequence: int
-    checksums: Checksums | None
-    """Known once the keeper persisted the capture or rested without a trainer."""
 
 
 class KeeperClient:
@@ -63,7 +56,8 @@ class KeeperClient:
         self._replies: dict[int, Message] = {}
         self._next_id = 0
         self._durable: dict[str, int] = {}
-        self._run: tuple[str, int] | None = None
+        self._run_id: str | None = None
+        self._floor = 0
         self._said_goodbye = False
         _live_clients.add(self)
 
@@ -100,7 +94,7 @@ class KeeperClient:
                 connection = self._attach(time.monotonic() + self._config.keeper_timeout_s)
                 self._adopt_orphans(connection)
                 with self._changed:
-                    if self._closing:  # said while the keeper was starting
+                    if self._is_closing():  # said while the keeper was starting
                         if self._said_goodbye:
                             connection.send({"type": "goodbye"})
                         connection.close()
@@ -115,6 +109,9 @@ class KeeperClient:
             self._fail(error)
         except Exception as error:  # noqa: BLE001  the rim of the thread: training goes on without a memory level
             self._fail(KeeperUnavailable(f"the keeper's client failed: {type(error).__name__}: {error}"))
+
+    def _is_closing(self) -> bool:
+        return self._closing
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -201,10 +198,14 @@ class KeeperClient:
             if kind == "adopted":
                 self._readopt(int(message["slot"]), int(message["inode"]))
             elif kind == "dropped":
-                self._slots.pop(int(message["slot"]), None)
+                slot = self._slots.pop(int(message["slot"]), None)
+                if slot is not None:
+                    # The training thread may still look at it: the memory goes with the last reference.
+                    weakref.finalize(slot, os.close, slot.fd)
             elif kind == "durable":
                 event = Durable(message["level"], message["step"], message["bytes"], message["seconds"])
-                self._durable[event.level] = event.step
+                if self._run_id in (None, message["run_id"]) and message["sequence"] > self._floor:
+                    self._durable[event.level] = event.step
                 self._events.append(event)
             elif kind == "level_failed":
                 self._events.append(LevelFailed(message["level"], message["step"], message["text"]))
@@ -215,6 +216,11 @@ class KeeperClient:
             self._changed.notify_all()
 
     def _map(self, number: int, fd: int) -> None:
+        with self._changed:
+            if self._readopt(number, os.fstat(fd).st_ino):  # the connection broke, not the keeper
+                os.close(fd)
+                self._changed.notify_all()
+                return
         try:
             slot = Slot.attach(fd)
         except FormatError as error:
@@ -226,18 +232,26 @@ class KeeperClient:
             self._slots[number] = slot
             self._changed.notify_all()
 
-    def _readopt(self, number: int, inode: int) -> None:
+    def _readopt(self, number: int, inode: int) -> bool:
         for slot in self._orphans:
             if os.fstat(slot.fd).st_ino == inode:
                 self._slots[number] = slot
                 self._orphans.remove(slot)
-                return
+                return True
+        return False
 
     # ---------------------------------------------------------------- what training uses
 
     def adopt_run(self, run_id: str, run_started_ns: int) -> None:
-        """Remember which run goes on; what is in the slots says by itself which run it is of."""
-        self._run = (run_id, run_started_ns)
+        """Say which run goes on; what is in the slots says by itself which run it is of.
+
+        From now on ``wait_durable`` counts only captures of this run that begin after this call: what an earlier
+        attempt got to storage, even at a greater step, does not make this one's steps safe.
+        """
+        with self._changed:
+            self._run_id = run_id
+            self._floor = max((slot.status().sequence for slot in self._slots.values()), default=0)
+            self._durable.clear()
 
     def reserve(self, meta_capacity: int, image_capacity: int, count: int) -> None:
         """Ask for ``count`` slots. Does not block; they show up in ``slots``, or a ``MemoryRefused`` in the events."""
@@ -298,7 +312,7 @@ class KeeperClient:
         if connection is None:
             return None
         try:
-            connection.send({**message, "id": question})
+            connection.send({**message, "id": question}, timeout_s=max(0.05, min(timeout_s, 5.0)))
         except OSError:
             return None
         with self._changed:
@@ -318,7 +332,11 @@ class KeeperClient:
         if reply is None:
             raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._changed:
-            return [_entry(item, self._slots[item["slot"]]) for item in reply["entries"] if item["slot"] in self._slots]
+            return [
+                MemoryEntry.of(item, self._slots[item["slot"]])
+                for item in reply["entries"]
+                if item["slot"] in self._slots
+            ]
 
     def wait_durable(self, step: int, timeout_s: float) -> bool:
         """Block until ``step`` or a later one is committed at the first level; ``False`` after the deadline."""
@@ -352,19 +370,15 @@ class KeeperClient:
         """The job is over: the keeper makes durable what it holds and leaves. Blocks: until then, with a deadline."""
         self._said_goodbye = True
         connection = self._stop()
-        if connection is None:
-            if self._thread is not None:
-                self._thread.join(timeout_s)
-            return
-        try:
-            connection.send({"type": "goodbye"})
-        except OSError:
-            self._release()
-            return
-        thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-        self._cut(connection)
+        if connection is not None:
+            try:
+                connection.send({"type": "goodbye"}, timeout_s=max(0.05, min(timeout_s, 5.0)))
+            except OSError as error:
+                logger.debug("no goodbye: %s", error)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        if connection is not None:
+            self._cut(connection)
         self._release()
 
     def abandon(self) -> None:
@@ -395,13 +409,6 @@ class KeeperClient:
         if self._connection is not None:
             os.close(self._connection.sock.detach())
             self._connection = None
-
-
-def _entry(item: dict[str, Any], slot: Slot) -> MemoryEntry:
-    checksums = None
-    if item["blocks"] is not None:
-        checksums = Checksums(slot.status().image_bytes, item["block_bytes"], tuple(item["blocks"]))
-    return MemoryEntry(slot, item["step"], item["run_id"], item["run_started_ns"], item["sequence"], checksums)
 
 
 def _after_fork_in_child() -> None:

@@ -1,6 +1,31 @@
 """What a keeper tells its trainer."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from lazysnap.arena import Slot
+from lazysnap.shard.checksum import Checksums
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """A whole capture that the keeper holds."""
+
+    slot: Slot
+    step: int
+    run_id: str
+    run_started_ns: int
+    sequence: int
+    checksums: Checksums | None
+    """Known once the keeper persisted the capture or rested without a trainer."""
+
+    @classmethod
+    def of(cls, item: dict[str, Any], slot: Slot) -> "MemoryEntry":
+        """From an answer of the keeper."""
+        checksums = None
+        if item["blocks"] is not None:
+            checksums = Checksums(slot.status().image_bytes, item["block_bytes"], tuple(item["blocks"]))
+        return cls(slot, item["step"], item["run_id"], item["run_started_ns"], item["sequence"], checksums)
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,19 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection
 
 _RETRY_S = 0.01
+_CONNECT_S = 1.0
 
 
 def try_connect(identity: JobIdentity) -> Connection | None:
-    """A connection to the keeper of ``identity``, ``None`` if there is none. Does not block."""
+    """A connection to the keeper of ``identity``, ``None`` if there is none. Blocks: at most a second, if it hangs."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(_CONNECT_S)
     try:
         sock.connect(identity.address)
-    except (ConnectionRefusedError, FileNotFoundError, BlockingIOError):
+    except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
         sock.close()
         return None
+    sock.settimeout(None)
     return Connection(sock)
 
 
@@ -49,7 +52,7 @@ def reach_keeper(identity: JobIdentity, deadline: float) -> Connection:
 
     Blocks: until ``deadline`` (``time.monotonic``). Raises: KeeperUnavailable.
     """
-    started_at = 0.0
+    started_at = float("-inf")
     while True:
         connection = try_connect(identity)
         if connection is not None:

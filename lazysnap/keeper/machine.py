@@ -17,7 +17,7 @@ from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import PersistentLevel
 from lazysnap.policy import is_due
 
-START_GRACE_S = 60.0
+START_GRACE_S = 30.0
 """How long a keeper waits for its first trainer."""
 
 
@@ -70,6 +70,8 @@ class LevelProgress:
     """Newest step committed there."""
     sequence: int = 0
     """Sequence number of the newest capture that was tried there, with whatever result."""
+    durable_sequence: int = 0
+    """Sequence number of the newest capture committed there: steps repeat when a run resumes, these do not."""
 
 
 def newest_whole(statuses: Sequence[SlotStatus]) -> int | None:
@@ -81,12 +83,13 @@ def newest_whole(statuses: Sequence[SlotStatus]) -> int | None:
 def slot_to_persist(statuses: Sequence[SlotStatus], tried: int, *, force: bool) -> int | None:
     """Which slot to write to the first level next: pinned ones, newest first; with ``force`` the newest whole one.
 
-    ``tried`` is the sequence number of the newest capture that was tried before.
+    ``tried`` is the sequence number of the newest capture that was tried before. A pin is cleared after every try, so
+    a pinned capture was never tried, whatever its number.
     """
     pinned = [
         index
         for index, status in enumerate(statuses)
-        if status.pinned and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE) and status.sequence > tried
+        if status.pinned and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
     ]
     if pinned:
         return max(pinned, key=lambda index: statuses[index].sequence)
@@ -96,9 +99,18 @@ def slot_to_persist(statuses: Sequence[SlotStatus], tried: int, *, force: bool) 
     return None
 
 
+def stale_pins(statuses: Sequence[SlotStatus]) -> list[int]:
+    """Slots that are pinned for a capture that will never be whole: the pin would hold them for ever."""
+    return [
+        index
+        for index, status in enumerate(statuses)
+        if status.pinned and status.phase in (SlotPhase.EMPTY, SlotPhase.VOID)
+    ]
+
+
 def cascades(level: PersistentLevel, step: int, progress: LevelProgress, *, force: bool) -> bool:
-    """Whether a later level copies the snapshot of ``step`` that an earlier one has."""
-    return progress.durable != step and (force or is_due(level, step, progress.durable))
+    """Whether a later level copies the snapshot of ``step`` that an earlier one has and this one was not given yet."""
+    return force or is_due(level, step, progress.durable)
 
 
 def may_drop(statuses: Sequence[SlotStatus], index: int) -> bool:

@@ -3,8 +3,10 @@
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
+from lazysnap import faults
 from lazysnap.arena import Slot, Word, capacity_fits
 from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.machine import may_drop
@@ -22,18 +24,26 @@ def available_bytes() -> int:
         for line in file:
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            with open(limit) as first, open(used) as second:
+            with open(f"{folder}/{limit}") as first, open(f"{folder}/{used}") as second:
                 bound = first.read().strip()
                 if bound != "max":
-                    available = min(available, int(bound) - int(second.read()))
+                    held = int(second.read()) - _cache_bytes(f"{folder}/memory.stat")
+                    available = min(available, int(bound) - held)
         except (OSError, ValueError):
             continue
-    return available
+    return max(0, available)
+
+
+def _cache_bytes(path: str) -> int:
+    """Pages of files that the kernel lets go when memory is needed, as MemAvailable counts them."""
+    with open(path) as file:
+        fields = dict(line.split() for line in file)
+    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0)) // 2
 
 
 class SlotPool:
@@ -59,6 +69,12 @@ class SlotPool:
     def adopt(self, slot: Slot) -> int:
         """Take over a slot that a trainer kept when an earlier keeper died."""
         with self._lock:
+            inode = os.fstat(slot.fd).st_ino
+            for number, other in self._slots.items():
+                if os.fstat(other.fd).st_ino == inode:
+                    # The same memory: the connection broke, not the keeper. Two slots of it would overwrite each other.
+                    slot.close()
+                    return number
             number = self._next
             self._next += 1
             self._slots[number] = slot
@@ -90,19 +106,30 @@ class SlotPool:
                 fitting = [other for other in fitting if other is not slot]
             elif slot not in fitting:
                 others += slot.size_bytes
-        for _ in range(count - len(fitting)):
+        missing = count - len(fitting)
+        if missing > 0 and not others:
+            self._check_room(missing, each)
+        for _ in range(missing):
             held = len(fitting) * each + others
+            if others and fitting and each + _RESERVE_BYTES > available_bytes():
+                return False  # the first capture into a new slot frees an old one
             if max_bytes is not None and held + each > max_bytes:
                 return False
-            if each + _RESERVE_BYTES > available_bytes():
-                raise MemoryBoundExceeded(
-                    f"one more slot needs {each} bytes, {available_bytes()} are free ({len(fitting)} of {count} slots "
-                    "exist); free memory, set MemoryLevel(slots=2), or capture a smaller state"
-                )
+            self._check_room(1, each)
             fitting.append(self._make(meta, image))
         return not others
 
+    @staticmethod
+    def _check_room(count: int, each: int) -> None:
+        free = available_bytes()
+        if count * each + _RESERVE_BYTES > free:
+            raise MemoryBoundExceeded(
+                f"{count} more slots of {each} bytes need {count * each} bytes, {max(0, free - _RESERVE_BYTES)} are "
+                "free; free memory, set MemoryLevel(slots=2), or capture a smaller state"
+            )
+
     def _make(self, meta: int, image: int) -> Slot:
+        faults.point("keeper.memory.make")
         slot = Slot.create(meta, image)
         try:
             slot.populate()
@@ -118,8 +145,10 @@ class SlotPool:
     def _drop(self, number: int) -> None:
         with self._lock:
             slot = self._slots.pop(number)
+        faults.point("keeper.memory.drop")
         self._dropped(number)
-        slot.close()
+        # Another thread may still look at it: the memory goes with the last reference.
+        weakref.finalize(slot, os.close, slot.fd)
 
 
 def fits(slot: Slot, meta_capacity: int, image_capacity: int) -> bool:

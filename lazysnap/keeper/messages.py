@@ -54,23 +54,39 @@ class Connection:
             # Not settimeout(): it would also end a receive that another thread waits in.
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
             sent = socket.send_fds(self.sock, [data], list(fds)) if fds else self.sock.send(data)
-            while sent < len(data):
-                sent += self.sock.send(data[sent:])
+            try:
+                while sent < len(data):
+                    sent += self.sock.send(data[sent:])
+            except OSError:
+                # Half a message stands in the way of all later ones: the connection is over.
+                self.sock.shutdown(socket.SHUT_RDWR)
+                raise
 
     def set_receive_timeout(self, timeout_s: float | None) -> None:
         """Let ``receive`` give up after ``timeout_s``; ``None``: never."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s or 0.0))
 
-    def receive(self) -> "list[tuple[Message, tuple[int, ...]]] | None":
+    @property
+    def is_closed(self) -> bool:
+        """Whether this end was closed."""
+        return self.sock.fileno() < 0
+
+    def receive(self, *, wait: bool = True) -> "list[tuple[Message, tuple[int, ...]]] | None":
         """Read what is there: whole messages with their descriptors; ``None`` at the end. Blocks until readable.
+
+        With ``wait=False`` it does not block; ``None`` if nothing is there.
 
         Raises: KeeperUnavailable, if the bytes are no messages.
         """
         try:
-            data, fds, _, _ = socket.recv_fds(self.sock, _READ_BYTES, _MAX_FDS)
+            # Not recv_fds(): it drops the flags (Python 3.11), and descriptors would leak into programs started later.
+            flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
+            data, ancillary, _, _ = self.sock.recvmsg(_READ_BYTES, socket.CMSG_LEN(_MAX_FDS * 4), flags)
         except (ConnectionError, BlockingIOError):
             return None
-        self._fds.extend(fds)
+        for level, kind, rights in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds.extend(struct.unpack(f"{len(rights) // 4}i", rights[: len(rights) // 4 * 4]))
         if not data:
             return None
         self._buffer += data

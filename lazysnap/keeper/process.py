@@ -12,7 +12,7 @@ from typing import Any
 
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotPhase
-from lazysnap.config import PersistentLevel
+from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable, LazySnapError
 from lazysnap.keeper.machine import START_GRACE_S, Event, Phase, next_phase
 from lazysnap.keeper.memory import SlotPool
@@ -102,12 +102,18 @@ class Keeper:
         faults.point(f"keeper.{self._phase.name.lower()}")
         limit = self._linger_s if self._phase is Phase.LINGERING else DRAIN_LIMIT_S
         self._deadline = time.monotonic() + limit
+        if before is Phase.LINGERING and self._phase is Phase.DRAINING:
+            self._persister.try_again()  # a level that was away when the trainer died may be back
         self._persister.set_force(self._phase in (Phase.LINGERING, Phase.DRAINING))
 
     # ---------------------------------------------------------------- connections
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # out of descriptors, or gone again: never the end of the keeper
+            logger.warning("accept: %s", error)
+            return
         try:
             connection = Connection(sock)
         except KeeperUnavailable as error:
@@ -115,9 +121,11 @@ class Keeper:
             return
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(connection))
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: Connection, *, wait: bool = True) -> None:
+        if connection.is_closed:  # by an event just before, in the same round
+            return
         try:
-            messages = connection.receive()
+            messages = connection.receive(wait=wait)
         except (KeeperUnavailable, OSError) as error:
             logger.warning("closing a connection: %s", error)
             messages = None
@@ -129,8 +137,14 @@ class Keeper:
                 self._handle(connection, message, fds)
             except (KeyError, TypeError, ValueError, OSError, LazySnapError) as error:
                 logger.warning("message %r: %s", message.get("type"), error)
+            finally:
+                if message.get("type") != "adopt":
+                    for fd in fds:  # nothing else comes with descriptors
+                        os.close(fd)
 
     def _close(self, connection: Connection) -> None:
+        if connection.is_closed:
+            return
         self._selector.unregister(connection.sock)
         connection.close()
         if connection is self._trainer:
@@ -154,12 +168,12 @@ class Keeper:
         if self._phase is Phase.DRAINING:
             connection.send({"type": "leaving", "pid": os.getpid()})
             return
+        levels = tuple(PersistentLevel(**fields) for fields in message["levels"])
+        memory = MemoryLevel(linger_s=message["linger_s"], max_bytes=message["max_bytes"])
+        self._linger_s, self._max_bytes = memory.linger_s, memory.max_bytes
         self._trainer, self._trainer_since = connection, time.time()
         self._watch(connection)
         faults.set_peer(connection.peer_pid)
-        self._linger_s = float(message["linger_s"])
-        self._max_bytes = message["max_bytes"]
-        levels = tuple(PersistentLevel(**fields) for fields in message["levels"])
         if levels != self._levels:
             self._persister.stop()
             self._levels, self._persister = levels, Persister(levels, self._pool.all, self._emit)
@@ -176,7 +190,12 @@ class Keeper:
         except OSError:  # it is dead already, or the kernel is too old: the end of the connection tells
             self._pidfd = -1
             return
-        self._selector.register(self._pidfd, selectors.EVENT_READ, self._drop_trainer)
+        self._selector.register(self._pidfd, selectors.EVENT_READ, self._on_trainer_exit)
+
+    def _on_trainer_exit(self) -> None:
+        if self._trainer is not None:
+            self._read(self._trainer, wait=False)  # its last words: a goodbye may be among them
+        self._drop_trainer()
 
     def _drop_trainer(self) -> None:
         if self._trainer is not None:
@@ -192,7 +211,7 @@ class Keeper:
             if slot.status().phase is SlotPhase.CAPTURING:
                 slot.discard()
                 slot.unpin()
-        self._persister.set_force(self._phase in (Phase.LINGERING, Phase.DRAINING))
+        faults.point("keeper.trainer_died")
         self._go(Event.TRAINER_DEAD)
 
     # ---------------------------------------------------------------- messages of the trainer
@@ -209,10 +228,16 @@ class Keeper:
     def _on_adopt(self, message: Message, fds: tuple[int, ...]) -> None:
         """A trainer outlived the keeper before: its slots, and the captures in them, are kept on."""
         for fd in fds:
-            slot = Slot.attach(fd)
+            inode = os.fstat(fd).st_ino
+            try:
+                slot = Slot.attach(fd)
+            except LazySnapError:
+                os.close(fd)
+                raise
             number = self._pool.adopt(slot)
             assert self._trainer is not None
-            self._trainer.send({"type": "adopted", "slot": number, "inode": os.fstat(fd).st_ino})
+            self._trainer.send({"type": "adopted", "slot": number, "inode": inode})
+        self._persister.wake()
 
     def _on_inventory(self, message: Message, fds: tuple[int, ...]) -> None:
         entries: list[dict[str, Any]] = []

@@ -1,0 +1,125 @@
+"""Framing, descriptors and names."""
+
+import os
+import socket
+import struct
+
+import pytest
+
+from lazysnap.config import PersistentLevel, SnapshotConfig
+from lazysnap.errors import ConfigError, KeeperUnavailable
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.memory import available_bytes
+from lazysnap.keeper.messages import Connection
+
+
+@pytest.fixture
+def pair():
+    one, two = map(Connection, socket.socketpair(socket.AF_UNIX))
+    yield one, two
+    one.close()
+    two.close()
+
+
+def read_on(connection):
+    while connection.receive() is not None:
+        pass
+
+
+def send_on(connection):
+    for _ in range(100_000):
+        connection.send({"type": "x" * 1000}, timeout_s=0.05)
+
+
+def test_a_descriptor_arrives_with_its_message(pair):
+    one, two = pair
+    memory = os.memfd_create("x")
+    os.write(memory, b"hello")
+    one.send({"type": "a"})
+    one.send({"type": "b"}, (memory,))
+    os.close(memory)
+
+    received = two.receive()
+    while len(received) < 2:
+        received += two.receive()
+
+    assert [message["type"] for message, _ in received] == ["a", "b"]
+    assert received[0][1] == ()
+    (fd,) = received[1][1]
+    assert os.pread(fd, 5, 0) == b"hello"
+    assert not os.get_inheritable(fd)
+    os.close(fd)
+
+
+def test_messages_survive_any_fragmentation(pair):
+    one, two = pair
+    body = b'{"type":"x","fds":0}'
+    for byte in struct.pack("<I", len(body)) + body:
+        one.sock.send(bytes([byte]))
+        received = two.receive()
+
+    assert [message["type"] for message, _ in received] == ["x"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"1", b'{"type":1,"fds":0}', b'{"type":"a","fds":1}', b'{"type":"a","fds":-1}', b"[" * 10**5]
+)
+def test_what_is_no_message_is_refused(pair, body):
+    one, two = pair
+    one.sock.sendall(struct.pack("<I", len(body)) + body)
+
+    with pytest.raises(KeeperUnavailable):
+        read_on(two)
+
+
+def test_a_peer_that_reads_nothing_costs_at_most_the_deadline(pair):
+    one, _ = pair
+
+    with pytest.raises(OSError, match=r"."):
+        send_on(one)
+
+
+def test_not_waiting_returns_at_once_when_nothing_is_there(pair):
+    assert pair[0].receive(wait=False) is None
+
+
+def test_the_end_of_the_connection_is_told(pair):
+    one, two = pair
+    one.close()
+
+    assert two.receive() is None
+    assert one.is_closed
+
+
+def test_the_same_settings_find_the_same_keeper_and_others_another(tmp_path, monkeypatch):
+    monkeypatch.delenv("LAZYSNAP_JOB_ID", raising=False)
+    config = SnapshotConfig(levels=(PersistentLevel(str(tmp_path / "a")),))
+    monkeypatch.chdir(tmp_path)
+    relative = SnapshotConfig(levels=(PersistentLevel("a"),))
+    other = SnapshotConfig(levels=(PersistentLevel("b"),))
+
+    assert JobIdentity.from_config(config).address == JobIdentity.from_config(relative).address
+    assert JobIdentity.from_config(config).address != JobIdentity.from_config(other).address
+
+
+def test_the_settings_name_beats_the_environments_and_that_beats_the_level(tmp_path, monkeypatch):
+    levels = (PersistentLevel(str(tmp_path)),)
+    monkeypatch.setenv("LAZYSNAP_JOB_ID", "from-environment")
+
+    assert JobIdentity.from_config(SnapshotConfig(job_id="given", levels=levels)).job_id == "given"
+    assert JobIdentity.from_config(SnapshotConfig(levels=levels)).job_id == "from-environment"
+    monkeypatch.delenv("LAZYSNAP_JOB_ID")
+    assert JobIdentity.from_config(SnapshotConfig(levels=levels)).job_id == str(tmp_path)
+    with pytest.raises(ConfigError, match="LAZYSNAP_JOB_ID"):
+        JobIdentity.from_config(SnapshotConfig())
+
+
+def test_an_address_is_short_enough_for_the_kernel_whatever_the_jobs_name():
+    address = JobIdentity.from_config(SnapshotConfig(job_id="x" * 5000)).address
+
+    assert len(address.encode()) <= 107
+    assert address.startswith("\0")
+
+
+def test_free_memory_is_a_sensible_number():
+    assert 1 << 20 < available_bytes() < 1 << 50

@@ -1,0 +1,355 @@
+"""Real trainers and keepers, killed at different moments; nothing is left of them in the end."""
+
+import os
+import pathlib
+import signal
+import socket
+import struct
+import time
+
+import pytest
+from keeper_jobs import until
+
+from lazysnap.levels import open_store
+
+
+def steps_at(url):
+    return sorted(entry.step for entry in open_store(str(url)).inventory().entries)
+
+
+def stat_of(pid):
+    """State, parent, process group and session of a process."""
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:4]
+
+
+def is_running(pid):
+    try:
+        return stat_of(pid)[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_trainers_newest_capture_waits_in_memory_for_the_next_trainer(job):
+    first = job.trainer()
+    for step in (1, 2, 3):
+        first.capture(step=step)
+    first.kill()
+
+    second = job.trainer(reserve=0)
+
+    assert [step for step, *_ in second.inventory()] == [2, 3]
+    assert all(whole for _, _, whole, _ in second.inventory())
+
+
+def test_a_capture_in_progress_dies_with_its_trainer(job):
+    first = job.trainer()
+    first.capture(step=1)
+    first.begin(step=2)
+    first.kill()
+
+    second = job.trainer(reserve=0)
+
+    assert [step for step, *_ in second.inventory()] == [1]
+
+
+def test_ctrl_c_and_a_kill_of_the_whole_process_group_leave_the_keeper(job):
+    first = job.trainer()
+    first.capture(step=7)
+    keeper = job.keeper_pid()
+    assert str(first.process.pid) not in stat_of(keeper)
+    os.killpg(first.process.pid, signal.SIGINT)
+    first.process.wait(10)
+    os.kill(keeper, signal.SIGINT)
+
+    assert [entry[0] for entry in job.trainer(reserve=0).inventory()] == [7]
+    assert job.keeper_pid() == keeper
+
+
+def test_a_trainers_death_makes_its_newest_whole_capture_durable_even_behind_a_torn_one(job):
+    """The capture that was being streamed to storage when the trainer died does not take the older one with it."""
+    level = job.level(every_n_steps=1)
+    first = job.trainer(levels=[level])
+    first.capture(step=1)
+    first.begin(step=2, pin=True)
+    assert until(lambda: any(".tmp" in name.name for name in (job.root / "level").rglob("*")))
+    first.kill()
+
+    assert until(lambda: steps_at(level["url"]) == [1])
+
+
+def test_bytes_that_rest_in_memory_get_checksums(job):
+    first = job.trainer()
+    first.capture(step=1)
+    first.kill()
+
+    def rested():
+        trainer = job.trainer(reserve=0)
+        found = trainer.inventory()
+        trainer.close()
+        return found and found[0][3]
+
+    assert until(rested)
+
+
+def test_goodbye_makes_the_newest_capture_durable_and_leaves_nothing(job):
+    level = job.level(every_n_steps=100)
+    first = job.trainer(levels=[level])
+    first.capture(step=5)
+    assert first.goodbye()
+
+    assert until(job.is_gone)
+    assert steps_at(level["url"]) == [5]
+    assert [name.name for name in (job.root / "level").rglob(".*")] == []
+
+
+def test_a_lone_keeper_leaves_when_its_linger_time_is_over(job):
+    first = job.trainer(linger_s=0.3)
+    first.capture(step=1)
+    first.kill()
+
+    assert until(job.is_gone)
+
+
+def test_a_level_that_was_away_at_the_death_gets_the_capture_when_the_keeper_leaves(job):
+    blocker = job.root / "level"
+    blocker.write_text("not a directory")
+    level = job.level()
+    first = job.trainer(levels=[level], linger_s=1.5)
+    first.capture(step=4)
+    first.begin(step=5)
+    keeper = job.keeper_pid()
+    first.kill()
+    blocker.unlink()
+    assert until(job.is_gone)
+
+    assert until(lambda: not is_running(keeper))
+    assert steps_at(level["url"]) == [4]
+
+
+def test_sigterm_makes_the_keeper_persist_and_leave(job):
+    level = job.level(every_n_steps=100)
+    first = job.trainer(levels=[level], linger_s=100)
+    first.capture(step=3)
+    keeper = job.keeper_pid()
+    first.kill()
+    os.kill(keeper, signal.SIGTERM)
+
+    assert until(job.is_gone)
+    assert steps_at(level["url"]) == [3]
+
+
+def test_a_dead_keepers_successor_gets_the_captures_that_the_trainer_still_maps(job):
+    first = job.trainer()
+    first.capture(step=1)
+    dead = job.keeper_pid()
+    os.kill(dead, signal.SIGKILL)
+    assert until(lambda: first.slots() == 3 and job.keeper_pid() not in (None, dead))
+    first.capture(step=2)
+    first.kill()
+
+    assert [entry[:3] for entry in job.trainer(reserve=0).inventory()] == [[1, "ab" * 8, True], [2, "ab" * 8, True]]
+
+
+def test_a_broken_connection_does_not_double_the_slots(job):
+    """Two slots of one memory would let a trainer overwrite the newest capture that it believes to spare."""
+    first = job.trainer()
+    first.capture(step=1)
+    first.take_events()
+    first.cut()
+    assert until(lambda: "KeeperReady" in [name for name, _ in first.take_events()])
+    assert until(lambda: first.slots() == 3)
+
+    assert first.inodes() == 3
+    assert [entry[0] for entry in first.inventory()] == [1]
+    first.kill()
+    assert [entry[0] for entry in job.trainer(reserve=0).inventory()] == [1]
+
+
+def test_when_both_die_nothing_is_left_and_a_new_trainer_starts_empty(job):
+    first = job.trainer()
+    first.capture(step=1)
+    os.kill(job.keeper_pid(), signal.SIGKILL)
+    first.kill()
+
+    assert until(job.is_gone)
+    assert job.trainer(reserve=0).inventory() == []
+
+
+def test_a_second_trainer_of_a_running_job_is_told_who_runs(job):
+    first = job.trainer()
+    error = job.start().connect()
+
+    assert error["error"] == "JobBusy"
+    assert f"process {first.process.pid}" in error["text"]
+
+
+def test_a_worker_that_outlives_its_killed_trainer_does_not_hide_the_death(job):
+    first = job.trainer()
+    first.capture(step=1)
+    worker = first.fork()
+    first.kill()
+    try:
+        assert [entry[0] for entry in job.trainer(reserve=0).inventory()] == [1]
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_forked_worker_does_not_disturb_its_trainers_keeper(job):
+    first = job.trainer()
+    os.kill(first.fork(), signal.SIGKILL)
+    first.capture(step=1)
+
+    assert [entry[0] for entry in first.inventory()] == [1]
+
+
+def test_two_jobs_do_not_see_each_other(make_job):
+    one, two = make_job("a"), make_job("b")
+    one.trainer().capture(step=1)
+
+    assert two.trainer().inventory() == []
+    assert one.keeper_pid() != two.keeper_pid()
+
+
+def test_starters_that_race_end_with_one_keeper(job):
+    """Of trainers that start at once one is served; the others find it busy, not a keeper of their own."""
+    trainers = [job.start() for _ in range(3)]
+    for trainer in trainers:
+        trainer.process.stdin.write('["connect", {}]\n')
+        trainer.process.stdin.flush()
+    answers = [trainer.process.stdout.readline() for trainer in trainers]
+
+    assert sum("JobBusy" in answer for answer in answers) == 2, answers
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<I", 1 << 31),
+        b"\x02\0\0\0{}",
+        b"\x02\0\0\0[]",
+        struct.pack("<I", 3) + b"{{{",
+    ],
+)
+def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
+    first = job.trainer()
+    first.capture(step=1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(5)
+        stranger.connect(job.identity.address)
+        stranger.sendall(garbage)
+        assert stranger.recv(10) == b""
+
+    assert [entry[0] for entry in first.inventory()] == [1]
+
+
+def test_slots_of_a_new_size_never_cost_the_newest_capture(job):
+    first = job.trainer()
+    first.capture(step=1)
+    assert first.reserve(count=3, size=30_000_000) == 3
+    assert [entry[0] for entry in first.inventory()] == [1]
+    first.begin(step=2)
+    assert [entry[0] for entry in first.inventory()] == [1]
+    first.commit()
+
+    assert until(lambda: first.slots() == 3)
+    assert [entry[0] for entry in first.inventory()] == [2]
+
+
+def test_slots_beyond_the_bound_are_refused_with_the_bytes_needed_and_allowed(job):
+    first = job.trainer(reserve=0, max_bytes=200_000)
+    assert first.reserve(count=3) == 0
+
+    (text,) = first.refused()
+    assert "344064 bytes" in text
+    assert "200000" in text
+
+
+def test_a_torn_capture_that_was_pinned_does_not_end_persistence(job):
+    level = job.level()
+    first = job.trainer(levels=[level])
+    first.begin(step=1, pin=True)
+    first.discard()
+    assert until(lambda: first.pinned() == 0)
+    first.capture(step=2, pin=True)
+
+    assert first.wait_durable(step=2, timeout_s=10)
+
+
+def test_a_failing_level_is_told_once_and_the_next_capture_is_tried_again(job):
+    blocker = job.root / "level"
+    blocker.write_text("not a directory")
+    level = job.level()
+    first = job.trainer(levels=[level])
+    first.capture(step=1, pin=True)
+    assert not first.drain()
+    failed = [event for name, event in first.take_events() if name == "LevelFailed"]
+    assert [event["step"] for event in failed] == [1]
+    assert str(blocker) in failed[0]["text"]
+    blocker.unlink()
+    first.capture(step=2, pin=True)
+
+    assert first.wait_durable(step=2, timeout_s=10)
+
+
+def test_drain_brings_the_newest_capture_to_every_level_even_if_the_step_repeats(job):
+    """A run resumed from an older step passes steps again that its levels have already."""
+    levels = [job.level("one"), job.level("two", every_n_steps=100)]
+    first = job.trainer(levels=levels)
+    first.capture(step=5)
+    assert first.drain()
+    first.capture(step=5)
+    assert first.drain()
+
+    assert steps_at(levels[0]["url"]) == steps_at(levels[1]["url"]) == [5]
+
+
+def test_what_an_earlier_run_made_durable_is_not_taken_for_this_ones(job):
+    level = job.level()
+    first = job.trainer(levels=[level])
+    first.capture(step=100)
+    assert first.drain()
+    first.adopt_run(run_id="cd" * 8)
+    (job.root / "level").rename(job.root / "away")
+    (job.root / "level").write_text("not a directory")
+    first.capture(step=50)
+
+    assert not first.drain()
+    assert not first.wait_durable(step=50, timeout_s=0.1)
+
+
+def test_a_keeper_that_hangs_is_noticed_by_deadline_and_never_blocks_notes(job):
+    first = job.trainer(levels=[job.level()], timeout_s=1.0)
+    first.capture(step=0)
+    keeper = job.keeper_pid()
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        assert not first.drain(timeout_s=0.2)
+        assert first.inventory()["error"] == "KeeperUnavailable"
+        for step in range(1, 50):
+            first.capture(step=step)
+        assert time.monotonic() - started < 8
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+
+
+def test_a_keeper_holds_neither_torch_nor_numpy_nor_descriptors_of_its_trainer(job):
+    job.trainer()
+    keeper = job.keeper_pid()
+    maps = pathlib.Path(f"/proc/{keeper}/maps").read_text()
+    links = [os.readlink(link) for link in pathlib.Path(f"/proc/{keeper}/fd").iterdir()]
+
+    assert "torch" not in maps
+    assert "numpy" not in maps
+    assert not [link for link in links if link.startswith("pipe:")]
+    assert os.readlink(f"/proc/{keeper}/cwd") == "/"
+
+
+def test_goodbye_right_after_the_start_leaves_no_keeper_behind(job):
+    """The keeper that is still being started when its trainer leaves has no trainer to wait for."""
+    trainer = job.start(linger_s=100)
+    trainer.start()
+    assert trainer.goodbye()
+
+    assert until(job.is_gone)

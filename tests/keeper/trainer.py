@@ -1,0 +1,167 @@
+"""A trainer without torch, driven line by line: a JSON command on standard input, a JSON answer on standard output.
+
+usage: trainer.py JOB_ID CONFIG_JSON     (CONFIG_JSON: levels, linger_s, max_bytes)
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+
+from lazysnap.arena import SlotPhase, Word
+from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta
+
+TIMEOUT_S = 20.0
+
+
+def content(run_id, step, size_bytes):
+    """The image that a capture of this step has: known to the tests as well."""
+    layout = Layout.plan([TensorSpec("x", "U8", (size_bytes,))])
+    return layout.header + bytes([step % 251 ^ int(run_id[:2], 16)]) * size_bytes
+
+
+class Trainer:
+    def __init__(self, job_id, settings):
+        levels = tuple(PersistentLevel(**level) for level in settings.get("levels", ()))
+        memory = MemoryLevel(linger_s=settings.get("linger_s", 30.0), max_bytes=settings.get("max_bytes"))
+        config = SnapshotConfig(job_id=job_id, levels=levels, memory=memory, keeper_timeout_s=10.0)
+        self.timeout_s = settings.get("timeout_s", TIMEOUT_S)
+        self.client = KeeperClient(JobIdentity.from_config(config), config)
+        self.size = settings.get("size", 100_000)
+        self.run_id = settings.get("run_id", "ab" * 8)
+        self.events = []
+        self.open = None
+
+    def connect(self):
+        started = time.monotonic()
+        self.client.connect(TIMEOUT_S)
+        return time.monotonic() - started
+
+    def start(self):
+        self.client.start()
+        return True
+
+    def inventory(self):
+        found = []
+        for entry in self.client.inventory(self.timeout_s):
+            size = entry.slot.status().image_bytes
+            image = entry.slot.image[:size]
+            if entry.checksums is not None:
+                entry.checksums.verify(image, "a slot")
+            whole = bytes(image) == content(entry.run_id, entry.step, size - 4096)
+            found.append([entry.step, entry.run_id, whole, entry.checksums is not None])
+        return sorted(found)
+
+    def reserve(self, count, size=None):
+        self.size = size or self.size
+        self.client.reserve(4096, 4096 + self.size, count)
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(self.fitting()) < count and time.monotonic() < deadline and not self.refused():
+            time.sleep(0.002)
+        return len(self.fitting())
+
+    def fitting(self):
+        return [slot for slot in self.client.slots() if slot.image_capacity == -(-(4096 + self.size) // 4096) * 4096]
+
+    def refused(self):
+        self.events += self.client.poll_events()
+        return [event.text for event in self.events if type(event).__name__ == "MemoryRefused"]
+
+    def begin(self, step, pin=False):
+        slots = self.fitting()
+        whole = [slot for slot in slots if slot.status().phase is SlotPhase.WHOLE]
+        newest = max(whole, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
+        slot = next(slot for slot in slots if slot is not newest and not slot.status().pinned)
+        sequence = 1 + max(other.word(Word.SEQUENCE) for other in self.client.slots())
+        meta = CaptureMeta(self.run_id, 1, step, 0, 1, 0).to_bytes()
+        image = content(self.run_id, step, self.size)
+        slot.begin(step, sequence=sequence, image_bytes=len(image), meta=meta, pin=pin)
+        self.client.begun(slot, step)
+        slot.image[: len(image) // 2] = image[: len(image) // 2]
+        slot.advance(len(image) // 2)
+        self.open = slot, image, step
+        return True
+
+    def commit(self):
+        slot, image, step = self.open
+        slot.image[: len(image)] = image
+        slot.commit()
+        self.client.captured(slot, step)
+        return True
+
+    def discard(self):
+        self.open[0].discard()
+        return True
+
+    def capture(self, step, pin=False):
+        return self.begin(step, pin) and self.commit()
+
+    def pinned(self):
+        return sum(slot.status().pinned for slot in self.client.slots())
+
+    def phases(self):
+        return sorted(slot.status().phase.value for slot in self.client.slots())
+
+    def slots(self):
+        return len(self.client.slots())
+
+    def inodes(self):
+        return len({os.fstat(slot.fd).st_ino for slot in self.client.slots()})
+
+    def adopt_run(self, run_id):
+        self.run_id = run_id
+        self.client.adopt_run(run_id, 1)
+        return True
+
+    def wait_durable(self, step, timeout_s):
+        return self.client.wait_durable(step, timeout_s)
+
+    def drain(self, timeout_s=TIMEOUT_S):
+        return self.client.drain(timeout_s)
+
+    def take_events(self):
+        self.events += self.client.poll_events()
+        events, self.events = self.events, []
+        return [[type(event).__name__, dataclasses.asdict(event)] for event in events]
+
+    def cut(self):
+        """Break the connection as a trainer does that finds the keeper hanging."""
+        self.client._cut(self.client._connection)
+        return True
+
+    def fork(self):
+        """A child like a data loader's worker, that outlives its parent."""
+        pid = os.fork()
+        if pid == 0:
+            os.close(1)
+            time.sleep(60)
+            os._exit(0)
+        return pid
+
+    def goodbye(self):
+        self.client.goodbye(TIMEOUT_S)
+        return True
+
+    def abandon(self):
+        self.client.abandon()
+        return True
+
+
+def main():
+    trainer = Trainer(sys.argv[1], json.loads(sys.argv[2]))
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        try:
+            answer = getattr(trainer, name)(**arguments)
+        except Exception as error:  # noqa: BLE001  told to the test, which judges it
+            answer = {"error": type(error).__name__, "text": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
