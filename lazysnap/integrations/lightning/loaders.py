@@ -7,8 +7,8 @@ they were then, and driven forward: by the sampler alone where nothing else can 
 and discarding the batches.
 
 Not exact: an iterable dataset in the main process whose *order* depends on global random numbers drawn between
-batches that training draws from as well; loaders with persistent workers, whose generators outlive an epoch; random
-augmentation in the workers of a loader that saves its own state (its order is exact).
+batches that training draws from as well. The order is exact but random augmentation in worker processes is not, where
+workers are persistent (their generators outlive an epoch) or the loader saves its own state.
 """
 
 import logging
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from lazysnap.integrations.lightning.streams import RandomStreams
+from lazysnap.integrations.lightning.workers import running_workers, start_workers
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +33,19 @@ class LoaderPosition:
         self._ahead: dict[str, Any] | None = None
         self._offset = 0
         self._restarts = _Restarts(streams)
+        self._loaders: list[Any] = []
+        self._had_workers: list[bool] = []
+
+    def watch(self, loaders: list[Any]) -> None:
+        """These are the training loaders now."""
+        self._loaders = loaders
 
     def note_iter(self) -> None:
         """The loaders are about to be iterated from the start."""
         self._at_iter = self._streams.collect()
         self._at_first = self._ahead = None
         self._restarts = _Restarts(self._streams)
+        self._had_workers = running_workers(self._loaders)
 
     def note_start(self, trained: int) -> None:
         """The epoch begins at the loaders' first batch, with ``trained`` batches counted already.
@@ -63,6 +71,7 @@ class LoaderPosition:
             "trained": trained,
             "given": trained - self._offset,
             "at_iter": self._at_iter,
+            "had_workers": self._had_workers,
             "at_first": self._at_first,
             "ahead": ahead and ahead["streams"],
             "loader": loader,
@@ -71,6 +80,8 @@ class LoaderPosition:
 
     def prepare(self, position: dict[str, Any]) -> None:
         """Before the loaders are iterated for the first time after a restart."""
+        if position["loader"] is None:
+            start_workers(self._loaders, position["had_workers"])
         if position["at_iter"] is not None:
             self._streams.restore(position["at_iter"])
 
@@ -80,6 +91,7 @@ class LoaderPosition:
         The generators are left anywhere: the caller restores them afterwards.
         """
         self._at_iter, self._at_first = position["at_iter"], position["at_first"]
+        self._had_workers = position["had_workers"]
         self._ahead = {"streams": position["ahead"], "loader": position["loader"]}
         trained = position["given"]
         self._offset = position["trained"] - trained

@@ -14,12 +14,14 @@ from typing import Any, cast
 import torch
 
 from lazysnap.errors import StateMismatch
+from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.loaders import LoaderPosition
 from lazysnap.integrations.lightning.loops import collect_loops, restore_loops
 from lazysnap.integrations.lightning.metrics import collect_metrics, restore_metrics
 from lazysnap.integrations.lightning.parts import ModuleExtras, collect_callbacks, restore_callbacks
 from lazysnap.integrations.lightning.scalars import pack, unpack
 from lazysnap.integrations.lightning.streams import RandomStreams
+from lazysnap.integrations.lightning.workers import running_workers, start_workers
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class LightningState:
             "metrics": collect_metrics(trainer, trainer.lightning_module),
             "callbacks": collect_callbacks(trainer),
             "modules": {name: extras.collect() for name, extras in self._module_extras().items()},
+            "validation_workers": running_workers(self._validation_loaders()),
             "streams": self._streams.collect(),
         }
         return state
@@ -124,13 +127,19 @@ class LightningState:
         """Find the random generators that the data loaders own; cheap, and again whenever loaders may be new."""
         fit_loop = self._trainer.fit_loop
         loaders = list(fit_loop._combined_loader.flattened) if fit_loop._combined_loader is not None else []
-        validation = fit_loop.epoch_loop.val_loop._combined_loader
-        self._streams.watch([*loaders, *(validation.flattened if validation is not None else ())])
+        self.position.watch(loaders)
+        # Training first: validation loaders may not be there yet when a restart asks for the states of these.
+        self._streams.watch([*loaders, *self._validation_loaders()])
 
     def prepare_loaders(self) -> None:
         """Before the loaders are iterated for the first time."""
         self.watch_loaders()
         if self._landing is not None and self._landing["position"] is not None:
+            fit_loop = self._trainer.fit_loop
+            for loader in fit_loop._combined_loader.flattened:
+                # Workers fetch as soon as they are iterated, before Lightning tells the sampler the epoch.
+                epoch = self._landing["fit_loop"]["epoch_progress"]["current"]["processed"]
+                neighbour(fit_loop, "_set_sampler_epoch")(loader, epoch)
             self.position.prepare(self._landing["position"])
         self.position.note_iter()
 
@@ -153,7 +162,20 @@ class LightningState:
         for name, extras in self._module_extras().items():
             if name in landing["modules"]:
                 extras.restore(landing["modules"][name])
+        self._start_validation_workers(landing["validation_workers"])
         self._streams.restore(landing["streams"])
+
+    def _validation_loaders(self) -> list[Any]:
+        combined = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        return list(combined.flattened) if combined is not None else []
+
+    def _start_validation_workers(self, wanted: list[bool]) -> None:
+        trainer, validation = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
+        if any(wanted) and validation._combined_loader is None:
+            trainer.validating = True
+            validation.setup_data()
+            trainer.training = True
+        start_workers(self._validation_loaders(), wanted)
 
     def _averages(self) -> dict[str, torch.nn.Module]:
         """The averaged models of the WeightAveraging callbacks."""
