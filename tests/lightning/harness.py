@@ -317,16 +317,36 @@ class Run:
     trace: list[Any]
     kept: list[Kept]
     final: dict[str, Any]
-    callback: Any
+
+
+class Dying(pl.Callback):
+    """Waits until captures can begin, and ends the training at a step."""
+
+    def __init__(self, lazy: LazySnapshotCallback, at_step: int) -> None:
+        self.lazy, self.at_step = lazy, at_step
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        assert self.lazy.engine.wait_ready(20)
+        if trainer.global_step >= self.at_step:
+            raise ZeroDivisionError
 
 
 def run(case: Case, directory: Path, *, snapshots: bool = True, choice: Kept | None = None) -> Run:
-    """One training; from ``choice`` on if one is given, with generators that stand anywhere."""
-    seed = 1 if choice is None else 1000 + choice.step
-    pl.seed_everything(seed, verbose=False)
-    recorder = Recorder()
+    """One training over ``ListEngine``; from ``choice`` on if one is given, with generators that stand anywhere."""
     kept: list[Kept] = []
+    recorder = Recorder()
     lazy = ListCallback(kept, recorder.trace, choice)
+    return _run(case, directory, 1 if choice is None else 1000 + choice.step, recorder, [lazy] if snapshots else [])
+
+
+def run_real(case: Case, directory: Path, *, seed: int, die_at: int = 1 << 30) -> Run:
+    """One training over the real engine."""
+    lazy = LazySnapshotCallback(directory / "snapshots")
+    return _run(case, directory, seed, Recorder(), [lazy, Dying(lazy, die_at)])
+
+
+def _run(case: Case, directory: Path, seed: int, recorder: Recorder, first: list[Any]) -> Run:
+    pl.seed_everything(seed, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu",
         logger=Memory(recorder.trace),
@@ -335,7 +355,7 @@ def run(case: Case, directory: Path, *, snapshots: bool = True, choice: Kept | N
         default_root_dir=directory,
         log_every_n_steps=2,
         callbacks=[
-            *([lazy] if snapshots else []),
+            *first,
             recorder,
             ModelCheckpoint(directory / "ckpt", monitor="val_loss", save_top_k=2, enable_version_counter=False),
             EarlyStopping("val_loss", patience=50),
@@ -344,7 +364,7 @@ def run(case: Case, directory: Path, *, snapshots: bool = True, choice: Kept | N
         **case.settings(),
     )
     module = case.module()
-    trainer.fit(module, case.train_loader(), case.validation_loader(), ckpt_path="latest" if snapshots else None)
+    trainer.fit(module, case.train_loader(), case.validation_loader(), ckpt_path="latest" if first else None)
     callbacks = {item.state_key: copy.deepcopy(item.state_dict()) for item in trainer.callbacks}
     final = {
         "weights": digest(module.state_dict()),
@@ -362,4 +382,4 @@ def run(case: Case, directory: Path, *, snapshots: bool = True, choice: Kept | N
         "loops": repr(trainer.fit_loop.state_dict()),
         "rng": rng_digest(),
     }
-    return Run(recorder.trace, kept, final, lazy)
+    return Run(recorder.trace, getattr(first[0], "kept", []) if first else [], final)

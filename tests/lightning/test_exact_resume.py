@@ -2,7 +2,20 @@
 
 import pytest
 import torch
-from harness import BATCH_SIZE, BATCHES, Case, ManualNet, Net, Numbers, OneCycleNet, PlateauNet, StatefulStream, Stream, run
+from harness import (
+    BATCH_SIZE,
+    BATCHES,
+    Case,
+    ManualNet,
+    Net,
+    Numbers,
+    OneCycleNet,
+    PlateauNet,
+    StatefulStream,
+    Stream,
+    run,
+    run_real,
+)
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
@@ -50,6 +63,7 @@ class StatefulUnsized(Case):
 
 class StatefulWorkers(Case):
     cuts = slice(2, 8, 4)  # torchdata takes seconds to start and stop workers
+
     def train_loader(self):
         return StatefulDataLoader(Numbers(SIZE, noisy=False), BATCH_SIZE, shuffle=True, num_workers=2)
 
@@ -61,7 +75,7 @@ class TwoLoaders(Case):
         loaders = [DataLoader(Numbers(size), BATCH_SIZE, shuffle=True) for size in (SIZE, SIZE // 2)]
         return CombinedLoader([loaders[0], loaders[1]], "max_size_cycle")
 
-    class module(Net):  # noqa: N801
+    class module(Net):
         def on_before_batch_transfer(self, batch, dataloader_idx):
             return [torch.cat([batch[0][i], batch[1][i]]) for i in (0, 1)] if isinstance(batch[0], list) else batch
 
@@ -175,3 +189,16 @@ def test_resumed_after_any_step_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_p
         resumed = run(kind(), tmp_path / "a", choice=kept)
         assert resumed.trace == whole.trace[kept.trace_length :], f"cut after step {kept.step}"
         assert resumed.final == whole.final, f"cut after step {kept.step}"
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in CASES if kind is not StatefulWorkers], ids=lambda kind: kind.__name__
+)
+def test_resumed_from_the_keepers_memory_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_path):
+    whole = run(kind(), tmp_path, snapshots=False)
+    with pytest.raises(ZeroDivisionError):
+        run_real(kind(), tmp_path, seed=1, die_at=3 if "Accum" in kind.__name__ else 8)
+    resumed = run_real(kind(), tmp_path, seed=99)
+    assert 0 < len(resumed.trace) < len(whole.trace)
+    assert resumed.trace == whole.trace[-len(resumed.trace) :]
+    assert {**resumed.final, "callbacks": None} == {**whole.final, "callbacks": None}

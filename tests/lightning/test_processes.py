@@ -1,0 +1,60 @@
+"""Deaths by SIGKILL, and the other package."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from test_callback import Plain, finish, fit, loaders, make_trainer
+
+from lazysnap import LazySnapshotCallback
+
+HERE = Path(__file__).parent
+
+
+def start(script, *arguments):
+    return subprocess.run(
+        [sys.executable, str(HERE / script), *map(str, arguments)], capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.mark.parametrize("step", [2, 6, 9])
+def test_killed_by_sigkill_it_goes_on_from_memory_and_ends_bit_for_bit_the_same(step, tmp_path, caplog):
+    whole = finish(*fit(tmp_path / "whole"))
+    assert start("killed.py", tmp_path / "cut", step).returncode == -signal.SIGKILL
+    with caplog.at_level("INFO", "lazysnap"):
+        assert finish(*fit(tmp_path / "cut", seed=99)) == whole
+    # The step under way when it died is lost, and at most the one before it.
+    assert any(f"resumed step {done} from memory" in caplog.text for done in (step, step - 1))
+
+
+def test_pytorch_lightning_works_without_importing_the_other_package(tmp_path):
+    done = start("other_package.py", tmp_path)
+    assert done.stdout.split("\n")[-3:] == ["same", "alone", ""], done.stderr
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_callback_class_serves_trainers_of_both_packages(tmp_path):
+    import pytorch_lightning
+
+    class Other(pytorch_lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inside = Plain()
+
+        def training_step(self, batch, batch_idx):
+            return self.inside.loss(batch)
+
+        def configure_optimizers(self):
+            return self.inside.configure_optimizers()
+
+    first, second = LazySnapshotCallback(), LazySnapshotCallback()
+    make_trainer(tmp_path / "a", first).fit(Plain(), *loaders(), ckpt_path="latest")
+    trainer = make_trainer(tmp_path / "b", second, package=pytorch_lightning)
+    trainer.fit(Other(), loaders()[0], ckpt_path="latest")
+    assert trainer.global_step == 12
+    assert isinstance(second, (pl.Callback, pytorch_lightning.Callback))
+    assert isinstance(second, pl.Callback)
+    assert isinstance(second, pytorch_lightning.Callback)
