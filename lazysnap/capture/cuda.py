@@ -127,7 +127,9 @@ class CudaCopier:
         for index in members:
             record = plan.records[index]
             start = lead + record.offset - run.start
-            self._staging[index] = buffer[start : start + record.nbytes].view(record.dtype).view(record.shape)
+            self._staging[index] = (
+                buffer[start : start + record.nbytes].view(record.stored_dtype).view(record.stored_shape)
+            )
         self._runs.append(run)
         self._run_buffers.append(buffer[lead:])
 

@@ -7,6 +7,7 @@ import torch
 
 from lazysnap import faults
 from lazysnap.arena import Slot
+from lazysnap.capture.dtypes import stored_form
 from lazysnap.capture.plan import CapturePlan
 
 
@@ -28,7 +29,7 @@ class CaptureJob:
         self.plan = plan
         self.slot = slot
         self.step = step
-        self.sources = tensors
+        self.sources = list(map(stored_form, tensors)) if plan.logical else tensors
         self.versions = [
             tensor._version if record.lazy else 0 for record, tensor in zip(plan.records, tensors, strict=True)
         ]

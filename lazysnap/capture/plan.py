@@ -13,34 +13,12 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lazysnap.arena import Slot
+from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
 from lazysnap.errors import UnsupportedState
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.state.codec import path_text
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
-
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""Every torch dtype that a shard holds as it is."""
-
-_AS_BYTES = (torch.complex128, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-"""Stored as U8 with one more dimension; the logical dtype is in the manifest."""
 
 Key = tuple[int, int, str]
 
@@ -65,6 +43,9 @@ class TensorRecord:
     offset: int
     """Bytes from the start of the image."""
     nbytes: int
+    stored_shape: tuple[int, ...]
+    """Shape and dtype in the shard; others than the tensor's for dtypes that a shard has no name for."""
+    stored_dtype: torch.dtype
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether the plan still holds for ``tensor``."""
@@ -112,7 +93,7 @@ class CapturePlan:
         """A view of ``slot``'s image for every record, made once per slot."""
         if slot not in self._views:
             self._views[slot] = [
-                view_of(slot.buffer, slot.image_offset + record.offset, record.dtype, tuple(record.shape))
+                view_of(slot.buffer, slot.image_offset + record.offset, record.stored_dtype, record.stored_shape)
                 for record in self.records
             ]
         return self._views[slot]
@@ -165,7 +146,7 @@ def _check(tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
         problem = f"a tensor with layout {tensor.layout}"
     elif tensor.device.type == "meta":
         problem = "a tensor on the meta device, which has no values"
-    elif tensor.is_quantized or (tensor.dtype not in DTYPE_NAMES and tensor.dtype not in _AS_BYTES):
+    elif tensor.is_quantized or not is_storable(tensor.dtype):
         problem = f"a tensor of dtype {tensor.dtype}"
     elif _is_wrapper(tensor):
         problem = f"a tensor of the subclass {type(tensor).__qualname__}"
@@ -185,26 +166,23 @@ def make_plan(walk: Walk, source: StateSource) -> CapturePlan:
         _check(tensor, path)
         key = _key(tensor)
         same = (key, tensor.shape, tensor.dtype, tensor.stride()) if key[1] else index
-        facts.append((key in lazy, primaries.setdefault(same, index)))
+        facts.append((key in lazy and not is_converted(tensor), primaries.setdefault(same, index)))
     chosen = [index for index, (_, primary) in enumerate(facts) if primary == index]
     # Small and eager tensors first: copies of neighbours can be coalesced, and the watermark starts early.
     chosen.sort(key=lambda index: (facts[index][0], walk.tensors[index].nbytes))
     logical: dict[str, dict[str, str]] = {}
     specs = []
     for index in chosen:
-        tensor, name = walk.tensors[index], walk.names[index]
-        shape = tuple(tensor.shape)
-        if tensor.dtype in _AS_BYTES:
-            logical[name] = {"dtype": str(tensor.dtype).removeprefix("torch.")}
-            specs.append(TensorSpec(name, "U8", (*shape, tensor.element_size())))
-        else:
-            specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], shape))
+        name, stored = walk.names[index], stored_form(walk.tensors[index])
+        if (kept := logical_name(walk.tensors[index].dtype)) is not None:
+            logical[name] = {"dtype": kept}
+        specs.append(TensorSpec(name, DTYPE_NAMES[stored.dtype], tuple(stored.shape)))
     aliases = {walk.names[i]: walk.names[primary] for i, (_, primary) in enumerate(facts) if primary != i}
     layout = Layout.plan(specs, aliases)
     place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
     records = []
     for index, (is_lazy, primary) in enumerate(facts):
-        tensor = walk.tensors[index]
+        tensor, stored = walk.tensors[index], stored_form(walk.tensors[index])
         offset, nbytes = place[walk.names[primary]]
         records.append(
             TensorRecord(
@@ -218,6 +196,8 @@ def make_plan(walk: Walk, source: StateSource) -> CapturePlan:
                 device=tensor.device,
                 offset=offset,
                 nbytes=nbytes,
+                stored_shape=tuple(stored.shape),
+                stored_dtype=stored.dtype,
             )
         )
     order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))

@@ -144,10 +144,10 @@ class SnapshotEngine:
             self._reserve(estimate_image_bytes(self._source))
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until captures can begin; ``False`` after the deadline."""
+        """Block until every slot is there, so that captures can begin; ``False`` after the deadline."""
         self.prepare()
         deadline = time.monotonic() + timeout_s
-        while not self._client.slots():
+        while len(self._client.slots()) < slots_needed(self.config):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)

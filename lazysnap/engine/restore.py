@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from lazysnap.capture.plan import DTYPE_NAMES, view_of
+from lazysnap.capture.dtypes import DTYPES, logical_facts, logical_form
+from lazysnap.capture.plan import view_of
 from lazysnap.errors import FormatError, LazySnapError, ShardCorrupt, StateMismatch
 from lazysnap.keeper.client import MemoryEntry
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.local import map_anonymous
 from lazysnap.resolver import Entry, Inventory, RestartPlan, candidates
-from lazysnap.shard.layout import Layout
+from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.state.codec import decode
 
 logger = logging.getLogger(__name__)
 
 MEMORY = "memory"
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SHOWN = 5
 
 
@@ -130,8 +130,10 @@ def check_fits(layout: Layout, meta: CaptureMeta, expected: Mapping[str, torch.T
             continue
         spec, _ = layout.find(stored)
         logical = meta.tensors.get(stored, {}).get("dtype")
-        dtype = getattr(torch, logical, None) if logical else _DTYPES.get(spec.dtype)
-        shape = spec.shape[:-1] if logical else spec.shape
+        try:
+            dtype, shape = logical_facts(_dtype(spec), spec.shape, logical)
+        except ValueError as error:
+            raise ShardCorrupt(f"tensor {name}: {error}") from error
         if dtype != tensor.dtype or shape != tuple(tensor.shape):
             differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
     prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
@@ -145,6 +147,12 @@ def check_fits(layout: Layout, meta: CaptureMeta, expected: Mapping[str, torch.T
         )
 
 
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    if spec.dtype not in DTYPES:
+        raise ShardCorrupt(f"tensor {spec.name}: torch has no dtype for {spec.dtype}")
+    return DTYPES[spec.dtype]
+
+
 def _decode(image: memoryview, layout: Layout, meta: CaptureMeta) -> dict[str, Any]:
     """Build the state. Every tensor is cloned: loaders keep what they are given, and the image is not theirs."""
 
@@ -152,12 +160,11 @@ def _decode(image: memoryview, layout: Layout, meta: CaptureMeta) -> dict[str, A
         stored = meta.aliases.get(name, name)
         spec, offset = layout.find(stored)
         logical = meta.tensors.get(stored, {}).get("dtype")
-        if logical is None:
-            return view_of(image, offset, _DTYPES[spec.dtype], spec.shape).clone()
-        dtype = getattr(torch, logical, None)
-        if not isinstance(dtype, torch.dtype) or not spec.shape or spec.shape[-1] != dtype.itemsize:
-            raise ShardCorrupt(f"tensor {name}: bad logical dtype {logical!r:.50}")
-        return view_of(image, offset, dtype, spec.shape[:-1]).clone()
+        copy = view_of(image, offset, _dtype(spec), spec.shape).clone()
+        try:
+            return logical_form(copy, logical)
+        except ValueError as error:
+            raise ShardCorrupt(f"tensor {name}: {error}") from error
 
     state = decode(meta.state, tensor=tensor)
     if not isinstance(state, dict):

@@ -7,6 +7,7 @@ import torch
 
 from lazysnap.arena import Slot, SlotPhase
 from lazysnap.capture.copier import SLICE_BYTES
+from lazysnap.capture.dtypes import logical_form, logical_name
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import make_plan
 from lazysnap.engine.captures import Captures
@@ -112,6 +113,7 @@ def odd_tensors():
 @pytest.mark.parametrize("kind", ["lazy", "eager"])
 def test_every_kind_of_tensor_arrives_bit_for_bit(bench, kind):
     tensors = odd_tensors()
+    tensors |= {"fnuz": tensors["plain"].to(torch.float8_e4m3fnuz)}
     if kind == "eager":
         tensors |= {"bool": torch.tensor([True, False]), "byte": torch.arange(7, dtype=torch.uint8)}
         tensors |= {"f8": torch.randn(9).to(torch.float8_e4m3fn), "u16": torch.arange(5).to(torch.uint16)}
@@ -125,7 +127,9 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(bench, kind):
     assert it.slot.status().phase is SlotPhase.WHOLE
     held = it.held(job)
     for name, tensor in tensors.items():
-        assert torch.equal(held[f"{kind}.{name}"], tensor), name
+        found = logical_form(held[f"{kind}.{name}"], logical_name(tensor.dtype))
+        assert found.dtype is tensor.dtype
+        assert torch.equal(found, tensor), name
     size = job.plan.layout.size_bytes
     assert Layout.parse(it.slot.image[:size], size, "slot").specs == job.plan.layout.specs
 

@@ -1,0 +1,76 @@
+"""Torch dtypes and their names in a shard; dtypes that a shard has no name for are stored as numbers that it has."""
+
+import torch
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Every torch dtype that a shard holds as it is."""
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+# Not as plain bytes: those stand unaligned at the end of the file, and torch reads complex numbers with instructions
+# that need alignment.
+_STORED_AS: dict[torch.dtype, torch.dtype] = {
+    torch.complex128: torch.float64,
+    torch.complex32: torch.float16,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+}
+_LOGICAL = {str(dtype).removeprefix("torch."): dtype for dtype in _STORED_AS}
+
+
+def logical_name(dtype: torch.dtype) -> str | None:
+    """The name that the manifest has to remember, ``None`` for a dtype that a shard holds as it is."""
+    return str(dtype).removeprefix("torch.") if dtype in _STORED_AS else None
+
+
+def is_storable(dtype: torch.dtype) -> bool:
+    """Whether a shard can hold it, in one way or the other."""
+    return dtype in DTYPE_NAMES or dtype in _STORED_AS
+
+
+def is_converted(tensor: torch.Tensor) -> bool:
+    """Whether ``stored_form`` copies: complex numbers that wait to be conjugated."""
+    return tensor.dtype in _STORED_AS and tensor.is_conj()
+
+
+def stored_form(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as it stands in a shard: itself, or a view of the same memory as numbers with a name."""
+    if tensor.dtype not in _STORED_AS:
+        return tensor
+    tensor = tensor.detach().resolve_conj()
+    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor.view(_STORED_AS[tensor.dtype])
+
+
+def logical_facts(stored: torch.dtype, shape: tuple[int, ...], name: str | None) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of a stored tensor as the program knows it. Raises: ValueError, if ``name`` does not fit."""
+    if name is None:
+        return stored, shape
+    dtype = _LOGICAL.get(name)
+    if dtype is None or _STORED_AS[dtype] is not stored or (dtype.is_complex and shape[-1:] != (2,)):
+        raise ValueError(f"the logical dtype {name!r:.50} does not fit {stored} {list(shape)}")
+    return dtype, shape[:-1] if dtype.is_complex else shape
+
+
+def logical_form(stored: torch.Tensor, name: str | None) -> torch.Tensor:
+    """The inverse of ``stored_form``. Raises: ValueError, if ``name`` does not fit."""
+    dtype, _ = logical_facts(stored.dtype, tuple(stored.shape), name)
+    if dtype is stored.dtype:
+        return stored
+    return torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)

@@ -1,0 +1,221 @@
+"""What an engine promises a plain training loop."""
+
+import pytest
+import torch
+from conftest import TIMEOUT_S
+
+from lazysnap import SnapshotConfig, SnapshotEngine
+from lazysnap.errors import ConfigError, JobBusy, UnsupportedState
+
+
+@pytest.fixture
+def expected(job):
+    """The facts after 6 uninterrupted steps without any snapshot."""
+    from conftest import Training
+
+    training = Training(job.config())
+    for _ in range(6):
+        training.train()
+    return training.facts()
+
+
+def test_a_restart_from_memory_continues_bit_for_bit(job, expected):
+    first = job.start()
+    first.run(1, 4)
+    assert first.began == [True] * 4
+    job.crash(first)
+
+    second = job.start(ready=False)
+    snapshot = second.engine.restore("latest")
+    second.engine.wait_ready(TIMEOUT_S)
+    second.run(5, 6)
+
+    assert (snapshot.step, snapshot.level) == (4, "memory")
+    assert second.facts() == expected
+
+
+def test_a_restart_from_storage_continues_bit_for_bit(job, expected, tmp_path):
+    first = job.start(tmp_path)
+    first.run(1, 4)
+    assert first.engine.close()
+
+    second = job.start(tmp_path, ready=False)
+    snapshot = second.engine.restore("latest")
+    second.engine.wait_ready(TIMEOUT_S)
+    second.run(5, 6)
+
+    assert (snapshot.step, snapshot.level) == (4, str(tmp_path))
+    assert second.facts() == expected
+    assert snapshot.run_id == second.engine.fetch("latest").run_id
+
+
+def test_captures_do_not_change_the_training(job, expected):
+    training = job.start()
+    training.run(1, 6)
+
+    assert training.facts() == expected
+
+
+def test_what_follows_the_boundary_does_not_reach_the_snapshot(job):
+    training = job.start()
+    training.run(1, 2)
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    seen = training.counters["seen"]
+    training.engine.boundary(3)
+    for _ in range(3):
+        training.train()
+
+    held = training.engine.fetch("latest")
+
+    assert held.step == 3
+    assert held.state["counters"] == {"seen": seen}
+    for name, value in before.items():
+        assert torch.equal(held.state["model"][name], value), name
+
+
+def test_a_restored_state_shares_no_memory_with_the_slots(job):
+    training = job.start()
+    training.run(1, 1)
+    held = training.engine.fetch("latest")
+    copy = held.state["model"]["0.weight"].clone()
+
+    training.run(2, 8)
+
+    assert torch.equal(held.state["model"]["0.weight"], copy)
+
+
+def test_captures_are_made_every_n_steps(job):
+    training = job.start(every_n_steps=3)
+    training.run(1, 8)
+
+    assert training.began == [True, False, False, True, False, False, True, False]
+
+
+def test_before_the_slots_are_ready_boundaries_are_counted_and_training_goes_on(job):
+    training = job.start(ready=False)
+    training.run(1, 1)
+
+    statistics = training.engine.statistics()
+    assert training.began == [False]
+    assert statistics.skipped == {"no slots yet": 1}
+    assert training.engine.wait_ready(TIMEOUT_S)
+    training.run(2, 2)
+    assert training.began == [False, True]
+
+
+def test_statistics_tell_what_happened(job, tmp_path):
+    training = job.start(tmp_path)
+    training.run(1, 4)
+    assert training.engine.wait(4, until="durable", timeout_s=TIMEOUT_S)
+
+    statistics = training.engine.statistics()
+
+    assert (statistics.began, statistics.whole, statistics.torn, statistics.failed) == (4, 4, 0, 0)
+    assert statistics.last_whole_step == 4
+    assert statistics.last_durable_step == {str(tmp_path): 4}
+    assert statistics.persisted[str(tmp_path)] >= 1
+    assert statistics.bytes_captured == 4 * statistics.shard_bytes > 0
+    assert statistics.boundary.count == statistics.gate.count == statistics.copy.count == 4
+
+
+def test_waiting_tells_captured_from_dropped(job):
+    training = job.start()
+    training.run(1, 2)
+
+    assert training.engine.wait(2, until="captured", timeout_s=TIMEOUT_S)
+    assert not training.engine.wait(7, until="captured", timeout_s=TIMEOUT_S)
+    with pytest.raises(ConfigError, match="no persistent level"):
+        training.engine.wait(2, until="durable", timeout_s=1)
+
+
+def test_a_step_beside_the_copy_drops_that_snapshot_and_the_next_is_whole(job):
+    training = job.start()
+    big = torch.nn.Parameter(torch.zeros(4_000_000))
+    training.optimizer.add_param_group({"params": [big]})
+    for _ in range(2):  # the state grew: other slots are made for it
+        big.grad = torch.ones_like(big)
+        training.train()
+        training.engine.boundary(1)
+        assert training.engine.wait_ready(TIMEOUT_S)
+    step = 2
+    while not training.engine.boundary(step):
+        step += 1
+    training.engine.gate()
+    whole = training.engine.statistics().whole
+    training.engine._gates.remove()
+    training.engine.boundary(step + 1)
+    with torch.no_grad():
+        big.add_(1)
+
+    training.engine.gate()
+
+    statistics = training.engine.statistics()
+    # The copy of 48 MB may have won the race; then the snapshot is whole and true.
+    assert statistics.torn + statistics.whole == whole + 1
+    held = training.engine.fetch("latest")
+    weights = held.state["optimizer"]["state"]
+    assert held.step in (step, step + 1)
+    assert len({float(weights[index]["step"]) for index in weights if "step" in weights[index]}) <= 2
+
+
+def test_several_optimizers_are_all_gated(job):
+    other = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    training = job.start(extra={"other": other, "second": optimizer})
+    training.run(1, 1)
+
+    assert training.optimizer._optimizer_step_pre_hooks
+    assert optimizer._optimizer_step_pre_hooks
+    training.engine.close()
+    assert not training.optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_an_unknown_value_is_refused_at_the_first_boundary(job):
+    training = job.start(extra={"odd": {"thing": object()}})
+
+    with pytest.raises(UnsupportedState, match=r"\$\.odd\.thing"):
+        training.engine.boundary(1)
+
+
+def test_an_unknown_value_that_appears_later_costs_that_snapshot_only(job, caplog):
+    odd = {}
+    training = job.start(extra={"odd": odd})
+    training.run(1, 1)
+    odd["thing"] = object()
+    training.run(2, 3)
+    del odd["thing"]
+    training.run(4, 4)
+
+    assert training.began == [True, False, False, True]
+    assert training.engine.statistics().skipped == {"unsupported state": 2}
+    warnings = [
+        record.message for record in caplog.records if "odd" in record.message and record.levelname == "WARNING"
+    ]
+    assert len(warnings) == 1
+
+
+def test_a_second_training_of_the_same_job_is_refused(job):
+    job.start()
+    second = job.start(ready=False)
+
+    with pytest.raises(JobBusy, match="runs already"):
+        second.engine.restore("latest")
+
+
+def test_closing_twice_and_boundaries_after_the_end_are_harmless(job):
+    training = job.start()
+    training.run(1, 1)
+
+    assert training.engine.close()
+    assert training.engine.close()
+    assert training.engine.boundary(2) is False
+    training.engine.gate()
+    training.train()
+
+
+def test_a_job_needs_a_name(monkeypatch):
+    monkeypatch.delenv("LAZYSNAP_JOB_ID", raising=False)
+
+    with pytest.raises(ConfigError, match="job_id"):
+        SnapshotEngine(SnapshotConfig(), {"counters": {}})

@@ -1,0 +1,128 @@
+"""Nothing is handed out that does not verify, and what is passed over is named."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import TIMEOUT_S
+
+from lazysnap import latest_path
+from lazysnap.errors import SnapshotNotFound, StateMismatch
+
+
+def saved(job, *directories, steps=3):
+    training = job.start(*directories)
+    for step in range(1, steps + 1):
+        training.run(step, step)
+        assert training.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
+    assert training.engine.close()
+    return training
+
+
+def shard(directory, step):
+    return next(directory.glob(f"step-{step:08d}/*.safetensors"))
+
+
+def flip(path, offset):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_nothing_there_is_none_and_leaves_the_model_alone(job, tmp_path):
+    training = job.start(tmp_path, ready=False)
+    before = training.model[0].weight.clone()
+
+    assert training.engine.restore("latest") is None
+    assert torch.equal(training.model[0].weight, before)
+
+
+@pytest.mark.parametrize("where", [9, 5000, -1])
+def test_a_flipped_byte_costs_that_snapshot_and_is_named(job, tmp_path, where):
+    saved(job, tmp_path)
+    path = shard(tmp_path, 3)
+    flip(path, where % path.stat().st_size)
+
+    snapshot = job.start(tmp_path, ready=False).engine.fetch("latest")
+
+    assert snapshot.step == 2
+    assert any("step 3" in reason for reason in snapshot.skipped)
+
+
+def test_a_corrupt_fast_level_gives_way_to_the_slow_one(job, tmp_path):
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    training = job.start(fast, slow)
+    training.run(1, 2)
+    assert training.engine.close()
+    flip(shard(fast, 2), 5000)
+
+    snapshot = job.start(fast, slow, ready=False).engine.fetch("latest")
+
+    assert (snapshot.step, snapshot.level) == (2, str(slow))
+    assert any(str(fast) in reason for reason in snapshot.skipped)
+
+
+def test_a_step_can_be_chosen_and_one_that_is_not_there_is_refused(job, tmp_path):
+    saved(job, tmp_path)
+    engine = job.start(tmp_path, ready=False).engine
+
+    assert engine.fetch(2).step == 2
+    with pytest.raises(SnapshotNotFound, match="no whole snapshot of step 77"):
+        engine.fetch(77)
+
+
+def test_another_model_is_refused_by_name_and_nothing_is_loaded(job, tmp_path):
+    saved(job, tmp_path)
+    other = job.start(tmp_path, ready=False, width=17)
+    before = {name: value.clone() for name, value in other.model.state_dict().items()}
+
+    with pytest.raises(StateMismatch, match=r"model\.0\.weight: torch\.float32 \[16, 6\] there"):
+        other.engine.restore("latest")
+
+    for name, value in other.model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_latest_path_is_the_newest_complete_directory(job, tmp_path):
+    assert latest_path(tmp_path) is None
+    saved(job, tmp_path)
+
+    assert latest_path(tmp_path) == str(tmp_path / "step-00000003")
+    next((tmp_path / "step-00000003").glob("*.json")).unlink()
+    assert latest_path(tmp_path) == str(tmp_path / "step-00000002")
+
+
+def test_odd_dtypes_and_tied_weights_come_back(job):
+    tied = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False)])
+    tied.append(tied[0])
+    values = {
+        "f8": torch.arange(8.0).to(torch.float8_e4m3fn),
+        "wide": torch.complex(torch.ones(3).double(), torch.zeros(3).double()),
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+        "empty": torch.zeros(0, 2),
+    }
+    training = job.start(extra={"tied": tied, "values": values})
+    training.run(1, 1)
+
+    state = training.engine.fetch("latest").state
+
+    assert state["tied"]["0.weight"].equal(tied[0].weight)
+    assert state["tied"]["1.weight"].equal(tied[0].weight)
+    for name, value in values.items():
+        assert state["values"][name].dtype is value.dtype
+        assert torch.equal(state["values"][name], value), name
+
+
+def test_a_directory_that_vanished_does_not_stop_a_restart_from_memory(job, tmp_path):
+    directory = tmp_path / "snapshots"
+    first = job.start(directory)
+    first.run(1, 3)
+    assert first.engine.wait(3, until="durable", timeout_s=TIMEOUT_S)
+    job.crash(first)
+    shutil.rmtree(directory)
+
+    snapshot = job.start(directory, ready=False).engine.fetch("latest")
+
+    assert (snapshot.step, snapshot.level) == (3, "memory")

@@ -1,0 +1,111 @@
+"""Whatever fails beside training, training goes on: logged once, counted, tried again."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from conftest import TIMEOUT_S
+
+from lazysnap import MemoryLevel
+
+
+def until(condition):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def warnings(caplog, text):
+    return [record for record in caplog.records if record.levelname == "WARNING" and text in record.getMessage()]
+
+
+def test_training_goes_on_without_a_keeper(job, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    training = job.start(ready=False, keeper_timeout_s=1)
+    training.engine.prepare()
+    training.run(1, 3)
+    until(lambda: training.engine.statistics().keepers_lost > 0)
+    training.run(4, 6)
+
+    assert training.began == [False] * 6
+    assert training.counters["seen"] == 48
+    assert len(warnings(caplog, "keeper")) == 1
+
+
+def test_a_keeper_that_cannot_start_does_not_stop_a_restart_from_storage(job, monkeypatch, tmp_path):
+    first = job.start(tmp_path)
+    first.run(1, 2)
+    assert first.engine.close()
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+
+    snapshot = job.start(tmp_path, ready=False, keeper_timeout_s=1).engine.restore("latest")
+
+    assert snapshot.step == 2
+
+
+def test_a_killed_keeper_is_replaced_and_the_captures_go_on(job):
+    training = job.start()
+    training.run(1, 2)
+    os.kill(training.engine._client._connection.peer_pid, signal.SIGKILL)
+    until(lambda: training.engine.statistics().keepers_lost == 1)
+    assert training.engine.wait_ready(TIMEOUT_S)
+
+    training.run(3, 4)
+
+    assert training.began == [True] * 4
+    job.crash(training)
+    assert job.start(ready=False).engine.fetch("latest").step == 4
+
+
+def test_a_memory_bound_that_is_too_small_is_said_once_and_training_goes_on(job, caplog):
+    training = job.start(ready=False, memory=MemoryLevel(max_bytes=1 << 20, linger_s=5))
+    training.engine.prepare()
+    until(lambda: training.engine.statistics() and warnings(caplog, "max_bytes"))
+    training.run(1, 3)
+
+    assert training.began == [False] * 3
+    assert len(warnings(caplog, "max_bytes")) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/proc/version"), reason="needs /proc")
+def test_a_level_that_refuses_is_said_once_and_memory_still_protects(job, caplog):
+    training = job.start("/proc/lazysnap-cannot-write-here")
+    training.run(1, 1)
+    until(lambda: sum(training.engine.statistics().level_failures.values()) > 0)
+    training.run(2, 4)
+    until(lambda: sum(training.engine.statistics().level_failures.values()) > 1)
+
+    assert training.began == [True] * 4
+    assert len(warnings(caplog, "not persisted")) == 1
+    assert training.engine.fetch("latest").step == 4
+    assert not training.engine.flush(TIMEOUT_S)
+
+
+def test_a_copy_that_does_not_end_is_dropped_at_the_deadline(job):
+    training = job.start(gate_timeout_s=0.0)
+    training.run(1, 1)
+    statistics = training.engine.statistics()
+
+    # A deadline of zero: either the copy was done already, or it is dropped; never both, never an error.
+    assert statistics.whole + statistics.failed == statistics.began == 1
+
+
+def test_statistics_count_a_state_that_grows(job, caplog):
+    training = job.start()
+    training.run(1, 1)
+    training.counters["more"] = list(range(400_000))  # more small state than the slot has room for
+    step = 2
+    deadline = time.monotonic() + TIMEOUT_S
+    while not training.engine.boundary(step):
+        assert time.monotonic() < deadline
+        step += 1
+        training.train()
+        training.engine.wait_ready(TIMEOUT_S)
+    training.engine.gate()
+
+    held = training.engine.fetch("latest")
+    assert held.step == step
+    assert held.state["counters"]["more"][-1] == 399_999
