@@ -1,92 +1,11 @@
-"""A small training with an engine, a real keeper and a real directory."""
-
-import uuid
+"""Every test of this folder gets a job of its own, and leaves nothing running."""
 
 import pytest
-import torch
-
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
-
-TIMEOUT_S = 30
-
-
-class Training:
-    """Deterministic; ``run`` goes on from wherever the objects stand."""
-
-    def __init__(self, config, width=16, **extra):
-        torch.manual_seed(0)
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(6, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.2), torch.nn.Linear(width, 6)
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
-        self.counters = {"seen": 0}
-        objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        self.engine = SnapshotEngine(config, {**objects, "counters": self.counters, **extra})
-        self.began = []
-
-    def train(self):
-        batch = torch.randn(8, 6)
-        (self.model(batch) - batch).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        self.counters["seen"] += 8
-
-    def run(self, first, last):
-        for step in range(first, last + 1):
-            self.train()
-            self.began.append(self.engine.boundary(step))
-        self.engine.gate()
-
-    def facts(self):
-        """Everything that must be equal after a restart, as bytes and numbers."""
-        tensors = {**self.model.state_dict()}
-        for index, state in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"{index}.{key}": value for key, value in state.items()}
-        facts = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
-        return facts | {
-            "lr": self.scheduler.get_last_lr(),
-            "seen": self.counters["seen"],
-            "next": torch.rand(3).tolist(),
-        }
-
-
-class Starter:
-    def __init__(self):
-        self.job_id = uuid.uuid4().hex
-        self.trainings = []
-
-    def config(self, *levels, **settings):
-        levels = tuple(PersistentLevel(str(path), every_n_steps=1) for path in levels)
-        settings = {"job_id": self.job_id, "memory": MemoryLevel(linger_s=5), "keeper_timeout_s": 10, **settings}
-        return SnapshotConfig(levels=levels, **settings)
-
-    def start(self, *levels, width=16, extra=None, ready=True, **settings):
-        training = Training(self.config(*levels, **settings), width, **(extra or {}))
-        self.trainings.append(training)
-        if ready:
-            assert training.engine.wait_ready(TIMEOUT_S)
-        return training
-
-    def crash(self, training):
-        """As far as the keeper can tell, this trainer died."""
-        training.engine.abandon()
+from small_training import Starter
 
 
 @pytest.fixture
 def job():
     starter = Starter()
     yield starter
-    for training in starter.trainings:
-        training.engine.close(drain=False)
-    # The keeper of an abandoned training waits for a restart: be that restart, and say goodbye.
-    from lazysnap.keeper.identity import JobIdentity
-    from lazysnap.keeper.launch import try_connect
-
-    connection = try_connect(JobIdentity.from_config(starter.config()))
-    if connection is not None:
-        connection.close()
-        last = Training(starter.config())
-        last.engine.wait_ready(TIMEOUT_S)
-        last.engine.close(drain=False)
+    starter.clean_up()

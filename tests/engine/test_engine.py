@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import TIMEOUT_S
+from small_training import TIMEOUT_S, Training
 
 from lazysnap import SnapshotConfig, SnapshotEngine
 from lazysnap.errors import ConfigError, JobBusy, UnsupportedState
@@ -11,8 +11,6 @@ from lazysnap.errors import ConfigError, JobBusy, UnsupportedState
 @pytest.fixture
 def expected(job):
     """The facts after 6 uninterrupted steps without any snapshot."""
-    from conftest import Training
-
     training = Training(job.config())
     for _ in range(6):
         training.train()

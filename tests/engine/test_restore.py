@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import TIMEOUT_S
+from small_training import TIMEOUT_S
 
 from lazysnap import latest_path
 from lazysnap.errors import SnapshotNotFound, StateMismatch

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from conftest import TIMEOUT_S
+from small_training import TIMEOUT_S
 
 from lazysnap import MemoryLevel
 
