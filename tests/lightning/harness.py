@@ -298,6 +298,7 @@ class Case:
 
     module: type[Net] = Net
     cuts = slice(None)
+    dies_at = 8
 
     def settings(self) -> dict[str, Any]:
         return {"max_epochs": 2}

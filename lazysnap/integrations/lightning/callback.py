@@ -126,6 +126,8 @@ class LazySnapshotCallback(Callback):
 
     def _leave(self) -> None:
         self._patches.undo()
+        if self._state is not None:
+            self._state.position.forget()
         self._reset()
 
     def _gate(self) -> None:

@@ -47,6 +47,10 @@ class LoaderPosition:
         self._restarts = _Restarts(self._streams)
         self._had_workers = running_workers(self._loaders)
 
+    def forget(self) -> None:
+        """Let go of the loaders' iterators: their workers end when nobody holds them, and must not do so late."""
+        self._restarts.forget()
+
     def note_start(self, trained: int) -> None:
         """The epoch begins at the loaders' first batch, with ``trained`` batches counted already.
 
@@ -148,8 +152,12 @@ class _Restarts:
             self._index += 1
 
     def collect(self, iterators: list[Any]) -> list[Any]:
-        self._compare(iterators)
+        if len(iterators) > 1:
+            self._compare(iterators)
         return list(self._found)
+
+    def forget(self) -> None:
+        self._iterators = []
 
     def replay(self, index: int) -> None:
         for at, streams in self._found:
