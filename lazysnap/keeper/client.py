@@ -17,7 +17,7 @@ from collections.abc import Callable
 from lazysnap import faults
 from lazysnap.arena import Slot
 from lazysnap.config import SnapshotConfig
-from lazysnap.errors import FormatError, JobBusy, KeeperUnavailable
+from lazysnap.errors import JobBusy, KeeperUnavailable
 from lazysnap.keeper.events import (
     Durable,
     KeeperEvent,
@@ -29,6 +29,7 @@ from lazysnap.keeper.events import (
 )
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import reach_keeper
+from lazysnap.keeper.mapped import MappedSlots
 from lazysnap.keeper.messages import Connection, Message
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,7 @@ class KeeperClient:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._fatal: Exception | None = None
-        self._slots: dict[int, Slot] = {}
-        self._orphans: list[Slot] = []
+        self._slots = MappedSlots(self._changed)
         self._wanted: tuple[int, int, int] | None = None
         self._events: deque[KeeperEvent] = deque()
         self._replies: dict[int, Message] = {}
@@ -163,9 +163,7 @@ class KeeperClient:
     def _adopt_orphans(self, connection: Connection) -> None:
         """After a keeper's death: its successor gets the slots that this process still maps."""
         with self._changed:
-            self._orphans += [slot for slot in self._slots.values() if slot not in self._orphans]
-            self._slots.clear()
-            orphans = list(self._orphans)
+            orphans = self._slots.orphans()
         for slot in orphans:
             connection.send({"type": "adopt"}, (slot.fd,))
 
@@ -182,6 +180,7 @@ class KeeperClient:
                 self._take(message, fds)
         with self._changed:
             self._connection = None
+            self._slots.orphan_all()
             connection.close()
             if not self._closing:
                 self._events.append(KeeperLost("its connection ended"))
@@ -191,17 +190,13 @@ class KeeperClient:
 
     def _take(self, message: Message, fds: tuple[int, ...]) -> None:
         kind = message["type"]
-        if kind == "slot":
-            self._map(int(message["slot"]), fds[0])
-            return
         with self._changed:
-            if kind == "adopted":
-                self._readopt(int(message["slot"]), int(message["inode"]))
+            if kind == "slot":
+                self._slots.map(int(message["slot"]), fds[0])
+            elif kind == "adopted":
+                self._slots.readopt(int(message["slot"]), int(message["inode"]))
             elif kind == "dropped":
-                slot = self._slots.pop(int(message["slot"]), None)
-                if slot is not None:
-                    # The training thread may still look at it: the memory goes with the last reference.
-                    weakref.finalize(slot, os.close, slot.fd)
+                self._slots.drop(int(message["slot"]))
             elif kind == "durable":
                 event = Durable(message["level"], message["step"], message["bytes"], message["seconds"])
                 if self._run_id in (None, message["run_id"]) and message["sequence"] > self._floor:
@@ -215,31 +210,6 @@ class KeeperClient:
                 self._replies[int(message["id"])] = message
             self._changed.notify_all()
 
-    def _map(self, number: int, fd: int) -> None:
-        with self._changed:
-            if self._readopt(number, os.fstat(fd).st_ino):  # the connection broke, not the keeper
-                os.close(fd)
-                self._changed.notify_all()
-                return
-        try:
-            slot = Slot.attach(fd)
-        except FormatError as error:
-            os.close(fd)
-            logger.warning("%s", error)
-            return
-        slot.populate()  # this process's page tables; the pages are there already
-        with self._changed:
-            self._slots[number] = slot
-            self._changed.notify_all()
-
-    def _readopt(self, number: int, inode: int) -> bool:
-        for slot in self._orphans:
-            if os.fstat(slot.fd).st_ino == inode:
-                self._slots[number] = slot
-                self._orphans.remove(slot)
-                return True
-        return False
-
     # ---------------------------------------------------------------- what training uses
 
     def adopt_run(self, run_id: str, run_started_ns: int) -> None:
@@ -250,7 +220,7 @@ class KeeperClient:
         """
         with self._changed:
             self._run_id = run_id
-            self._floor = max((slot.status().sequence for slot in self._slots.values()), default=0)
+            self._floor = self._slots.newest_sequence()
             self._durable.clear()
 
     def reserve(self, meta_capacity: int, image_capacity: int, count: int) -> None:
@@ -266,7 +236,7 @@ class KeeperClient:
     def slots(self) -> tuple[Slot, ...]:
         """Slots that are populated on both sides and kept by a live keeper, in no order; empty before that."""
         with self._changed:
-            return tuple(self._slots.values()) if self._connection is not None else ()
+            return self._slots.ready() if self._connection is not None else ()
 
     def begun(self, slot: Slot, step: int) -> None:
         """A capture began. A hint: the words in the slot are the truth."""
@@ -332,11 +302,8 @@ class KeeperClient:
         if reply is None:
             raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._changed:
-            return [
-                MemoryEntry.of(item, self._slots[item["slot"]])
-                for item in reply["entries"]
-                if item["slot"] in self._slots
-            ]
+            found = [(item, self._slots.get(item["slot"])) for item in reply["entries"]]
+            return [MemoryEntry.of(item, slot) for item, slot in found if slot is not None]
 
     def wait_durable(self, step: int, timeout_s: float) -> bool:
         """Block until ``step`` or a later one is committed at the first level; ``False`` after the deadline."""
@@ -397,9 +364,7 @@ class KeeperClient:
 
     def _release(self) -> None:
         with self._changed:
-            slots = [*self._slots.values(), *self._orphans]
-            self._slots.clear()
-            self._orphans.clear()
+            slots = self._slots.take_all()
         for slot in slots:
             slot.close()
 

@@ -1,0 +1,90 @@
+"""The slots that a trainer maps: by the keeper's numbers while one is attached, as orphans between two keepers."""
+
+import logging
+import os
+import threading
+import weakref
+
+from lazysnap.arena import Slot
+from lazysnap.errors import FormatError
+
+logger = logging.getLogger(__name__)
+
+
+class MappedSlots:
+    """Not thread-safe but for its own populating threads: they, like the caller, hold ``lock``."""
+
+    def __init__(self, lock: threading.Condition) -> None:
+        self._lock = lock
+        self._slots: dict[int, Slot] = {}
+        self._ready: set[Slot] = set()
+        self._orphans: list[Slot] = []
+
+    def get(self, number: int) -> Slot | None:
+        """The slot that the keeper calls ``number``; good for reading."""
+        return self._slots.get(number)
+
+    def ready(self) -> tuple[Slot, ...]:
+        """Slots whose pages are in this process's tables; good for writing at full speed."""
+        return tuple(slot for slot in self._slots.values() if slot in self._ready)
+
+    def newest_sequence(self) -> int:
+        """The greatest sequence number in any slot."""
+        return max((slot.status().sequence for slot in self._slots.values()), default=0)
+
+    def map(self, number: int, fd: int) -> None:
+        """Map a slot that the keeper handed over; its pages follow in the background."""
+        if self.readopt(number, os.fstat(fd).st_ino):  # the connection broke, not the keeper
+            os.close(fd)
+            return
+        try:
+            slot = Slot.attach(fd)
+        except FormatError as error:
+            os.close(fd)
+            logger.warning("%s", error)
+            return
+        self._slots[number] = slot
+        # In a thread of its own: a restart that only wants to read need not wait for it.
+        threading.Thread(target=self._populate, args=(slot,), name="lazysnap-populate", daemon=True).start()
+
+    def _populate(self, slot: Slot) -> None:
+        try:
+            slot.populate()
+        except (OSError, ValueError) as error:  # no memory for page tables, or closed meanwhile
+            logger.debug("a slot cannot be populated: %s", error)
+            return
+        with self._lock:
+            self._ready.add(slot)
+            self._lock.notify_all()
+
+    def readopt(self, number: int, inode: int) -> bool:
+        """Give an orphan its number at the new keeper; ``False`` if none has this memory."""
+        for slot in self._orphans:
+            if os.fstat(slot.fd).st_ino == inode:
+                self._slots[number] = slot
+                self._orphans.remove(slot)
+                return True
+        return False
+
+    def drop(self, number: int) -> None:
+        """The keeper let a slot go. The training thread may still look at it: it goes with its last reference."""
+        slot = self._slots.pop(number, None)
+        if slot is not None:
+            self._ready.discard(slot)
+            weakref.finalize(slot, os.close, slot.fd)
+
+    def orphan_all(self) -> None:
+        """The keeper is gone: its numbers mean nothing any more, the memory stays."""
+        self._orphans += self._slots.values()
+        self._slots.clear()
+
+    def orphans(self) -> list[Slot]:
+        """Slots for the next keeper to adopt."""
+        return list(self._orphans)
+
+    def take_all(self) -> list[Slot]:
+        """Forget all slots and return them, for the caller to close."""
+        self.orphan_all()
+        slots, self._orphans = self._orphans, []
+        self._ready.clear()
+        return slots
