@@ -15,6 +15,7 @@ from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan, make_plan, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
+from lazysnap.engine.collector import collector_paused
 from lazysnap.engine.estimate import estimate_image_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.meta import MetaWriter
@@ -167,7 +168,8 @@ class SnapshotEngine:
             if self._closed or not (self._is_due(step) or (force and step != self._last_step)):
                 return False
             try:
-                began = self._begin(step)
+                with collector_paused():
+                    began = self._begin(step)
             except UnsupportedState as error:
                 if not self._encoded_once:
                     raise

@@ -1,5 +1,7 @@
 """What an engine promises a plain training loop."""
 
+import gc
+
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
@@ -217,3 +219,24 @@ def test_a_job_needs_a_name(monkeypatch):
 
     with pytest.raises(ConfigError, match="job_id"):
         SnapshotEngine(SnapshotConfig(), {"counters": {}})
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_boundaries_start_no_garbage_collection_and_leave_the_collector_as_it_was(job, enabled):
+    training = job.start(extra={"many": {"lists": [[number] for number in range(20_000)]}})
+    training.run(1, 1)
+    started = []
+    gc.collect()
+    gc.enable() if enabled else gc.disable()
+    gc.callbacks.append(lambda phase, info: started.append(phase))
+    try:
+        training.engine.boundary(2)
+        during = len(started)
+        still_enabled = gc.isenabled()
+    finally:
+        gc.callbacks.pop()
+        gc.enable()
+
+    assert still_enabled is enabled
+    # What is freed behind the boundary may start a young one; without the pause there are dozens.
+    assert during <= 4
