@@ -50,6 +50,7 @@ class LoaderPosition:
     def forget(self) -> None:
         """Let go of the loaders' iterators: their workers end when nobody holds them, and must not do so late."""
         self._restarts.forget()
+        self._loaders = []
 
     def note_start(self, trained: int) -> None:
         """The epoch begins at the loaders' first batch, with ``trained`` batches counted already.

@@ -4,6 +4,10 @@ Point X is just before the next batch is fetched. By then everything of step k i
 weights, ModelCheckpoint, validation, counters, loggers; nothing of step k+1 has begun. What Lightning's own checkpoint
 holds is restored by Lightning; the rest (and the counters, since Lightning turns them for its own kind of restart) is
 put back when the restarted fit reaches the same point.
+
+Not in a snapshot: gradients that manual optimization carries over a step of another optimizer; attributes of modules
+and callbacks that no ``state_dict`` or ``on_save_checkpoint`` tells of; the schedule that StochasticWeightAveraging
+swaps in, and masks that ModelPruning leaves out of its checkpoints on purpose.
 """
 
 import logging
@@ -116,6 +120,14 @@ class LightningState:
         checkpoint = {name: value for name, value in state.items() if name != KEY}
         checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
         self._landing = {**state[KEY], "fit_loop": state["loops"]["fit_loop"]}
+        if self._trainer.state.fn == "fit" and state[KEY]["loops"]["should_stop"] and not self.lands_in_epoch():
+            # Lightning asks before the first epoch: a training that was stopped early has ended.
+            self._trainer.should_stop = True
+            logger.warning(
+                "the training had been stopped early after step %d (EarlyStopping, or trainer.should_stop): there is "
+                'nothing left to train; to go on all the same, fit from a checkpoint instead of "latest"',
+                state["global_step"],
+            )
         return checkpoint
 
     @property
