@@ -74,6 +74,7 @@ class SnapshotEngine:
         self._last_pinned: int | None = None
         self._reserved: tuple[int, int] | None = None
         self._encoded_once = False
+        self._prepared = False
         self._closed = False
 
     # ---------------------------------------------------------------- restart
@@ -138,7 +139,10 @@ class SnapshotEngine:
 
         Does not block. Optional: the first ``boundary`` does it otherwise, and captures begin some steps later.
         """
-        self._client.adopt_run(self._meta.run_id, self._meta.run_started_ns)
+        if not self._prepared:
+            # Only once: from then on the client counts which steps are durable, and this would make it forget them.
+            self._prepared = True
+            self._client.adopt_run(self._meta.run_id, self._meta.run_started_ns)
         self._client.start()
         self._gates.install(self._source.optimizers())
         if self._reserved is None:

@@ -5,9 +5,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from lazysnap.errors import SnapshotNotFound
+from lazysnap.engine.restore import Snapshot, SnapshotReader
+from lazysnap.errors import JobBusy, SnapshotNotFound
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.state import LightningState
+from lazysnap.levels import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ class Latest:
         """In place of the connector's ``resume_start``: any other path goes to the original.
 
         Blocks: reads and verifies one snapshot. Raises: SnapshotNotFound, if there is none and nothing to train;
-        StateMismatch, if it is of another model.
+        StateMismatch, if it is of another model; JobBusy, if this training runs already.
         """
         if path != LATEST:
             original(path, *args, **kwargs)
@@ -37,8 +39,8 @@ class Latest:
         if self._trainer.fast_dev_run:
             logger.info('fast_dev_run: ckpt_path="latest" is ignored')
             return
-        snapshot = self._engine().fetch()
         is_fit = self._trainer.state.fn == "fit"
+        snapshot = self._engine().fetch() if is_fit else self._fetch_to_read()
         requeued = self._requeued(connector, snapshot) if is_fit else None
         if requeued is not None:
             logger.warning("%s is newer than the latest snapshot: resuming from it", requeued)
@@ -53,6 +55,17 @@ class Latest:
         if is_fit:
             self._checkpoint = dict(connector._loaded_checkpoint)
             self._engine().resume(snapshot)
+
+    def _fetch_to_read(self) -> Snapshot | None:
+        """As the engine's ``fetch``; what a running training keeps in memory is its own, what is on storage is not."""
+        engine = self._engine()
+        try:
+            found: Snapshot | None = engine.fetch()
+        except JobBusy:
+            logger.info("the training runs: reading its newest snapshot on storage")
+            stores = {level.url: open_store(level.url, speed=place) for place, level in enumerate(engine.config.levels)}
+            found = SnapshotReader(stores, ()).read(None, self._state.expected())
+        return found
 
     def restore_training_state(self, original: Callable[[], Any]) -> None:
         """In place of the connector's: tuners that run first (LR finder) restore their own file and forget ours."""

@@ -1,0 +1,40 @@
+"""Evaluating a training from outside, while it runs."""
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import Callback
+from test_callback import Plain, fit, loaders, make_trainer
+
+from lazysnap import LazySnapshotCallback
+from lazysnap.errors import JobBusy
+
+
+class Visitor(Callback):
+    """At a step, waits until it is durable, and lets another trainer come by."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 3 and not self.seen:
+            lazy = next(item for item in trainer.callbacks if isinstance(item, LazySnapshotCallback))
+            assert lazy.engine.wait(3, until="durable", timeout_s=20)
+            other = make_trainer(self.directory, LazySnapshotCallback())
+            metrics = other.validate(Plain(), loaders()[1], ckpt_path="latest", verbose=False)
+            with pytest.raises(JobBusy):
+                make_trainer(self.directory, LazySnapshotCallback()).fit(Plain(), *loaders(), ckpt_path="latest")
+            self.seen.append(metrics[0]["val_loss"])
+
+
+def test_a_running_training_is_validated_from_storage_and_goes_on_undisturbed(tmp_path):
+    visitor = Visitor(tmp_path)
+    trainer, _ = fit(tmp_path, visitor)
+    assert len(visitor.seen) == 1
+    assert trainer.global_step == 12
+
+    pl.seed_everything(1, verbose=False)
+    last = make_trainer(tmp_path, LazySnapshotCallback()).validate(
+        Plain(), loaders()[1], ckpt_path="latest", verbose=False
+    )
+    assert last[0]["val_loss"] != visitor.seen[0]
