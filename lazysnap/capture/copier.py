@@ -35,11 +35,10 @@ class _Move:
 def copy_eager(job: CaptureJob) -> None:
     """Copy every CPU tensor that may change at any time, before control returns to training. Blocks."""
     views = job.plan.views(job.slot)
-    with torch.no_grad():
-        for index in job.plan.order:
-            record = job.plan.records[index]
-            if not record.lazy and record.nbytes and record.device.type == "cpu":
-                views[index].copy_(job.sources[index])
+    chosen = job.plan.eager_on_cpu
+    if chosen:
+        with torch.no_grad():
+            torch._foreach_copy_([views[index] for index in chosen], [job.sources[index] for index in chosen])
 
 
 class CpuCopier:

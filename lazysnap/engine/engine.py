@@ -28,8 +28,9 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.policy import is_due
 from lazysnap.state.objects import ObjectState
+from lazysnap.state.rewalk import StateWalker
 from lazysnap.state.source import StateSource
-from lazysnap.state.walk import Walk, walk
+from lazysnap.state.walk import Walk
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class SnapshotEngine:
         self._statistics = Statistics()
         self._events = EventLog(self._statistics)
         self._plan: CapturePlan | None = None
+        self._walker = StateWalker()
         self._meta_capacity = META_BYTES
         self._meta = MetaWriter(secrets.token_hex(8), time.time_ns())
         self._sequence = 0
@@ -213,7 +215,6 @@ class SnapshotEngine:
             statistics.last_whole_step = job.step
             statistics.bytes_captured += job.plan.layout.size_bytes
             statistics.copy.add(job.copy_s)
-            self._client.captured(job.slot, job.step)
             return
         if job.phase is CapturePhase.TORN:
             statistics.torn += 1
@@ -236,7 +237,7 @@ class SnapshotEngine:
         if self._plan is not None and not self._client.slots():
             self._client.start()
             return self._skip("no slots yet")
-        walked = self._walk()
+        walked = self._walker.walk(self._source.collect())
         self._encoded_once = True
         plan = self._planned(walked)
         meta = self._meta.write(step, plan, walked)
@@ -251,7 +252,8 @@ class SnapshotEngine:
         pin = self._wants_persistence(step, slots)
         faults.point("engine.begin")
         slot.begin(step, sequence=self._sequence, image_bytes=plan.layout.size_bytes, meta=meta, pin=pin)
-        self._client.begun(slot, step)
+        if pin:
+            self._client.begun(slot, step)
         self._captures.begin(job)
         faults.point("engine.begun")
         self._last_step = step
@@ -259,10 +261,6 @@ class SnapshotEngine:
         self._statistics.began += 1
         self._statistics.shard_bytes = plan.layout.size_bytes
         return True
-
-    def _walk(self) -> Walk:
-        known = (self._plan.paths, self._plan.names) if self._plan is not None else None
-        return walk(self._source.collect(), known)
 
     def _planned(self, walked: Walk) -> CapturePlan:
         if self._plan is not None:

@@ -42,7 +42,7 @@ class MetaWriter:
             "tensors": plan.logical,
             "aliases": plan.aliases,
             "packages": self._packages,
-            "state": walked.skeleton,
         }
         text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode("utf-8", "surrogatepass")
+        # The walk wrote the state as text already.
+        return f'{text[:-1]},"state":{walked.text}}}'.encode("utf-8", "surrogatepass")

@@ -116,7 +116,7 @@ def test_an_unchanged_state_keeps_its_plan_over_steps():
     plan, _ = plan_of(source)
 
     train(net, optimizer)
-    again = walk(source.collect(), (plan.paths, plan.names))
+    again = walk(source.collect())
 
     assert plan.mismatch(again, optimizer_signature(source)) is None
 
@@ -153,7 +153,7 @@ def test_a_change_of_the_state_is_noticed(change):
     plan, _ = plan_of(source)
 
     change(net, optimizer)
-    walked = walk(source.collect(), (plan.paths, plan.names))
+    walked = walk(source.collect())
 
     assert plan.mismatch(walked, optimizer_signature(source))
     fresh = make_plan(walked, source)
@@ -169,7 +169,7 @@ def test_untied_weights_are_noticed():
 
     net.again = torch.nn.Linear(6, 5)
 
-    assert plan.mismatch(walk(source.collect(), (plan.paths, plan.names)), optimizer_signature(source))
+    assert plan.mismatch(walk(source.collect()), optimizer_signature(source))
 
 
 @pytest.mark.parametrize(
