@@ -7,6 +7,8 @@
        │ grace over      │  │ trainer dead       │ SIGTERM
        ▼                 │  ▼                    │
       GONE <──linger── LINGERING ────────────────┘
+
+A trainer that dies without a whole capture in memory leads from ATTACHED to DRAINING, as SIGTERM does.
 """
 
 import enum
@@ -37,6 +39,7 @@ class Event(enum.Enum):
     HELLO = "hello"
     GOODBYE = "goodbye"
     TRAINER_DEAD = "trainer dead"
+    NOTHING_KEPT = "trainer dead, no whole capture"
     TERMINATE = "terminate"
     TIME_UP = "time up"
     DRAINED = "drained"
@@ -48,6 +51,7 @@ _NEXT: Mapping[tuple[Phase, Event], Phase] = {
     (Phase.WAITING, Event.TERMINATE): Phase.GONE,
     (Phase.ATTACHED, Event.GOODBYE): Phase.DRAINING,
     (Phase.ATTACHED, Event.TRAINER_DEAD): Phase.LINGERING,
+    (Phase.ATTACHED, Event.NOTHING_KEPT): Phase.DRAINING,
     (Phase.ATTACHED, Event.TERMINATE): Phase.DRAINING,
     (Phase.LINGERING, Event.HELLO): Phase.ATTACHED,
     (Phase.LINGERING, Event.TIME_UP): Phase.DRAINING,

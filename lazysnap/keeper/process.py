@@ -212,7 +212,9 @@ class Keeper:
                 slot.discard()
                 slot.unpin()
         faults.point("keeper.trainer_died")
-        self._go(Event.TRAINER_DEAD)
+        # An evaluation, or a trainer that fell before its first capture, left nothing that a restart could want.
+        has_whole = any(slot.status().phase is SlotPhase.WHOLE for slot in self._pool.all())
+        self._go(Event.TRAINER_DEAD if has_whole else Event.NOTHING_KEPT)
 
     # ---------------------------------------------------------------- messages of the trainer
 

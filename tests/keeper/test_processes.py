@@ -110,6 +110,29 @@ def test_a_lone_keeper_leaves_when_its_linger_time_is_over(job):
     assert until(job.is_gone)
 
 
+@pytest.mark.parametrize("reserve", [0, 3])
+def test_a_keeper_without_a_whole_capture_does_not_linger(job, reserve):
+    first = job.trainer(reserve=reserve, linger_s=100)
+    if reserve:
+        first.begin(step=1)
+    first.kill()
+
+    assert until(job.is_gone)
+
+
+def test_a_keeper_stays_for_its_captures_after_a_visitor_that_made_none(job):
+    first = job.trainer(linger_s=100)
+    first.capture(step=1)
+    first.kill()
+    keeper = job.keeper_pid()
+    visitor = job.trainer(reserve=0, linger_s=100)
+    assert [entry[0] for entry in visitor.inventory()] == [1]
+    visitor.abandon()
+
+    assert [entry[0] for entry in job.trainer(reserve=0).inventory()] == [1]
+    assert job.keeper_pid() == keeper
+
+
 def test_a_level_that_was_away_at_the_death_gets_the_capture_when_the_keeper_leaves(job):
     blocker = job.root / "level"
     blocker.write_text("not a directory")
