@@ -47,6 +47,7 @@ class Word(enum.IntEnum):
     PIN = 10  # set by the trainer at begin, cleared by the keeper: do not reuse, persistence reads it
     VOID = 11  # the capture was, or may have been, torn
     READY = 12  # pages are populated
+    UNCHECKED = 14  # whole, but the trainer has still to look whether a source changed meanwhile (device copies)
     PLAN = 13  # checksum of the header that stands in the image, 0: none
 
 
@@ -182,6 +183,7 @@ class Slot:
         words[Word.END] = 0
         words[Word.BEGIN] = step + 1
         words[Word.VOID] = 0
+        words[Word.UNCHECKED] = 0
         words[Word.WATERMARK] = 0
         words[Word.SEQUENCE] = sequence
         words[Word.IMAGE_BYTES] = image_bytes

@@ -58,6 +58,7 @@ class Captures:
             copier = self._cuda.setdefault(device, CudaCopier(device))
             # Only a lone device can commit in stream order; with several, the thread that waits for all of them does.
             alone = len(devices) == 1 and not on_cpu
+            job.slot.set_word(Word.UNCHECKED, int(alone))
             self._events.append((copier, copier.begin(job, last=alone)))
         if on_cpu or not devices or len(devices) > 1:
             job.wait_for_devices = [event for _, event in self._events]
@@ -83,6 +84,7 @@ class Captures:
                 )
             else:
                 job.committed_by_device()
+                job.slot.set_word(Word.UNCHECKED, 0)
         elif not job.released.wait(timeout_s):
             job.give_up(CapturePhase.FAILED, f"the copy did not end within {timeout_s:g} s")
             self._hung = job

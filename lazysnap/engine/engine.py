@@ -165,12 +165,16 @@ class SnapshotEngine:
 
         ``force``: capture it also between the steps that ``every_n_steps`` names (the last one, or before an exit).
         Does not block on copies, storage or the keeper. Collective: no.
-        Raises: UnsupportedState at the first boundary, for a value that cannot be encoded. Nothing else.
+        Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
+        runs already on this node. Nothing else.
         """
         started = time.perf_counter()
         with self._lock:
             self.gate()
             self._events.drain(self._client.poll_events())
+            refusal = self._client.refusal()
+            if refusal is not None:
+                raise refusal
             if self._closed or not (self._is_due(step) or (force and step != self._last_step)):
                 return False
             try:
@@ -248,7 +252,7 @@ class SnapshotEngine:
         if slot is None:
             return self._skip("all slots are in use")
         job = CaptureJob(plan, slot, step, walked.tensors)
-        self._sequence = max(self._sequence, *(other.status().sequence for other in slots)) + 1
+        self._sequence = max(self._sequence, self._client.newest_sequence()) + 1
         pin = self._wants_persistence(step, slots)
         faults.point("engine.begin")
         slot.begin(step, sequence=self._sequence, image_bytes=plan.layout.size_bytes, meta=meta, pin=pin)

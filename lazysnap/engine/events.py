@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lazysnap.engine.statistics import Statistics
-from lazysnap.keeper.client import Durable, KeeperEvent, KeeperLost, KeeperReady, LevelFailed, MemoryRefused
+from lazysnap.keeper.events import Durable, KeeperEvent, KeeperLost, KeeperReady, LevelFailed, MemoryRefused
 
 logger = logging.getLogger("lazysnap.engine")
 

@@ -59,6 +59,7 @@ class KeeperClient:
         self._run_id: str | None = None
         self._floor = 0
         self._said_goodbye = False
+        self._was_attached = False
         _live_clients.add(self)
 
     # ---------------------------------------------------------------- connecting
@@ -100,6 +101,7 @@ class KeeperClient:
                         connection.close()
                         return
                     self._connection = connection
+                    self._was_attached = True
                     self._events.append(KeeperReady(connection.peer_pid))
                     self._changed.notify_all()
                 if self._wanted is not None:
@@ -237,6 +239,15 @@ class KeeperClient:
         """Slots that are populated on both sides and kept by a live keeper, in no order; empty before that."""
         with self._changed:
             return self._slots.ready() if self._connection is not None else ()
+
+    def newest_sequence(self) -> int:
+        """The greatest sequence number of any capture that the keeper holds, also in slots of another size."""
+        with self._changed:
+            return self._slots.newest_sequence()
+
+    def refusal(self) -> JobBusy | None:
+        """Why this process is not the job's trainer: another one is attached. ``None`` as long as nothing says so."""
+        return self._fatal if isinstance(self._fatal, JobBusy) and not self._was_attached else None
 
     def begun(self, slot: Slot, step: int) -> None:
         """A capture began. A hint: the words in the slot are the truth."""
@@ -382,15 +393,3 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-__all__ = [
-    "Durable",
-    "KeeperClient",
-    "KeeperEvent",
-    "KeeperLost",
-    "KeeperReady",
-    "LevelFailed",
-    "MemoryEntry",
-    "MemoryRefused",
-]

@@ -71,7 +71,10 @@ class SlotSource:
     def finish(self) -> None:
         """Every byte was read: the capture must still be the same one, and whole."""
         self.wait(self.size_bytes)
-        while self._check() and self._slot.status().phase is not SlotPhase.WHOLE:
+        deadline = time.monotonic() + STALL_S
+        while self._check() and (self._slot.status().phase is not SlotPhase.WHOLE or self._slot.word(Word.UNCHECKED)):
+            if time.monotonic() > deadline:
+                raise CaptureAborted(f"the capture of step {self._step} was not checked by its trainer")
             time.sleep(_POLL_S)
 
 

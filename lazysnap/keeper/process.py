@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase
+from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable, LazySnapError
 from lazysnap.keeper.machine import START_GRACE_S, Event, Phase, next_phase
@@ -211,6 +211,8 @@ class Keeper:
             if slot.status().phase is SlotPhase.CAPTURING:
                 slot.discard()
                 slot.unpin()
+            # No optimizer passed the gate that would have checked it: the sources were as at the boundary.
+            slot.set_word(Word.UNCHECKED, 0)
         faults.point("keeper.trainer_died")
         # An evaluation, or a trainer that fell before its first capture, left nothing that a restart could want.
         has_whole = any(slot.status().phase is SlotPhase.WHOLE for slot in self._pool.all())

@@ -129,7 +129,7 @@ class _Encoder:
 
     def list_(self, value: Collection[Any]) -> list[Any]:
         # Long lists of plain integers (the state of Python's generator) at the speed of C.
-        if set(map(type, value)) == {int} and -_EXACT_INT < min(value) and max(value) < _EXACT_INT:
+        if set(map(type, value)) == {int} and min(value) > -_EXACT_INT and max(value) < _EXACT_INT:
             return list(value)
         result = []
         path, table = self.path, self.table

@@ -5,6 +5,8 @@ import pathlib
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 
 import pytest
@@ -264,6 +266,48 @@ def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
         assert stranger.recv(10) == b""
 
     assert [entry[0] for entry in first.inventory()] == [1]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_gets_nothing_and_is_given_nothing(job):
+    """The check at both ends: a stranger is shut out of the keeper, and a stranger's socket is no keeper of ours."""
+    first = job.trainer()
+    stranger = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+if sys.argv[2] == "connect":
+    sock.settimeout(5)
+    sock.connect(bytes.fromhex(sys.argv[1]))
+    print(sock.recv(10))
+else:
+    sock.bind(bytes.fromhex(sys.argv[1]))
+    sock.listen()
+    print("listening", flush=True)
+    sys.stdin.read()
+"""
+
+    def run_as_nobody(action):
+        arguments = [sys.executable, "-c", stranger, job.identity.address.encode().hex(), action]
+        return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with run_as_nobody("connect") as visitor:
+        assert visitor.communicate(timeout=10)[0] == "b''\n"
+    assert first.capture(step=1)
+    assert [entry[0] for entry in first.inventory()] == [1]
+
+    assert first.goodbye()
+    assert until(lambda: job.keeper_pid() is None)
+    with run_as_nobody("listen") as squatter:
+        try:
+            assert squatter.stdout.readline() == "listening\n"
+            error = job.start().connect()
+        finally:
+            squatter.communicate(timeout=10)
+    assert error["error"] == "KeeperUnavailable"
+    assert "user 65534" in error["text"]
 
 
 def test_slots_of_a_new_size_never_cost_the_newest_capture(job):
