@@ -11,7 +11,7 @@ import torch
 from lazysnap.capture.dtypes import DTYPES, logical_facts, logical_form
 from lazysnap.capture.plan import view_of
 from lazysnap.errors import FormatError, LazySnapError, ShardCorrupt, StateMismatch
-from lazysnap.keeper.mapped import MemoryEntry
+from lazysnap.keeper.events import MemoryEntry
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.local import map_anonymous
 from lazysnap.resolver import Entry, Inventory, RestartPlan, candidates

@@ -1,0 +1,164 @@
+"""Headers and manifests made to mislead a reader."""
+
+import json
+
+import pytest
+
+from lazysnap.errors import FormatError, FormatTooNew, ShardCorrupt
+from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta, Manifest, parse_directory_name, parse_rank_name, shard_name
+
+
+def shard(entries: object, data: bytes = b"", *, length: int | None = None) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(start: int, end: int, shape: object = None, dtype: object = "F32") -> dict:
+    return {"dtype": dtype, "shape": [(end - start) // 4] if shape is None else shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        b"",
+        b"\0" * 7,
+        shard({}, length=1 << 62),
+        shard({}, length=100_000_001),
+        shard({}, length=3),
+        shard(b"{"),
+        shard(b"[]"),
+        shard(b"\xff\xfe"),
+        shard(b"[" * 100_000),
+        shard({"a": entry(0, 8), "b": entry(4, 12)}, b"\0" * 12),
+        shard({"a": entry(0, 8), "b": entry(12, 16)}, b"\0" * 16),
+        shard({"a": entry(0, 8)}, b"\0" * 12),
+        shard({"a": entry(0, 8)}, b"\0" * 4),
+        shard({"a": entry(0, 8, [3])}, b"\0" * 8),
+        shard({"a": entry(0, 8, [-2])}, b"\0" * 8),
+        shard({"a": entry(0, 8, [2.0])}, b"\0" * 8),
+        shard({"a": entry(0, 8, [True, 2])}, b"\0" * 8),
+        shard({"a": entry(0, 8, [1 << 61, 1 << 61])}, b"\0" * 8),
+        shard({"a": entry(-8, 0)}, b""),
+        shard({"a": entry(0, 8, dtype="OBJECT")}, b"\0" * 8),
+        shard({"a": entry(0, 8, dtype=["F32"])}, b"\0" * 8),
+        shard({"a": {**entry(0, 8), "more": 1}}, b"\0" * 8),
+        shard({"a": None}),
+        shard({"__metadata__": {"a": 1}}),
+        shard({"__metadata__": []}),
+        shard(
+            b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+        ),
+    ],
+)
+def test_a_misleading_header_is_refused(image):
+    with pytest.raises(ShardCorrupt, match="place"):
+        Layout.parse(image, len(image), "place")
+
+
+def test_a_layout_is_read_back_as_it_was_planned():
+    specs = [
+        TensorSpec("a", "U8", (3,)),
+        TensorSpec("b", "F64", (2, 0)),
+        TensorSpec("c", "F32", (5,)),
+        TensorSpec("d", "BF16", ()),
+    ]
+    layout = Layout.plan(specs, {"e": "c"})
+
+    again = Layout.parse(layout.header, layout.size_bytes)
+
+    assert len(layout.header) % 4096 == 0
+    assert (again.offsets, again.metadata) == (layout.offsets, {"e": "c"})
+    assert [spec.name for spec in again.specs] == ["b", "c", "d", "a"]
+    assert layout.size_bytes == len(layout.header) + 20 + 2 + 3
+
+
+@pytest.mark.parametrize(
+    "specs", [[TensorSpec("a", "F32", ())] * 2, [TensorSpec("__metadata__", "F32", ())], [TensorSpec("a", "F31", ())]]
+)
+def test_a_layout_that_cannot_be_is_refused(specs):
+    with pytest.raises((FormatError, KeyError)):
+        Layout.plan(specs)
+
+
+def manifest_bytes(**changes: object) -> bytes:
+    """A manifest with some keys replaced (or removed, by ``...``) and a right digest."""
+    meta = CaptureMeta("0" * 16, 1, 2, 0, 1, 3, state={"x": 1})
+    good = Manifest(meta, shard_name(0, 1), 8, Checksums.of(memoryview(b"12345678")), 9).encode()
+    fields = json.loads(good)["manifest"]
+    for name, value in changes.items():
+        target = fields
+        *parents, last = name.split("__")
+        for parent in parents:
+            target = target[parent]
+        if value is ...:
+            del target[last]
+        else:
+            target[last] = value
+    body = json.dumps(fields).encode()
+    return b'{"digest":"%s:%s","manifest":%s}\n' % (ALGORITHM.encode(), digest(body).encode(), body)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "other"},
+        {"version": "1"},
+        {"version": -1},
+        {"run_id": "../../etc/passwd"},
+        {"run_id": "0" * 15},
+        {"step": -1},
+        {"step": 1.0},
+        {"step": True},
+        {"rank": 1},
+        {"world_size": 0},
+        {"aliases": {"a": 1}},
+        {"aliases": []},
+        {"tensors": None},
+        {"packages": {"torch": None}},
+        {"state": ...},
+        {"surprise": 1},
+        {"shard__file": "../rank-00000-of-00001.safetensors"},
+        {"shard__size_bytes": -8},
+        {"shard__size_bytes": 1 << 40},
+        {"shard__header_bytes": 9},
+        {"shard__checksum__algorithm": "none"},
+        {"shard__checksum__block_bytes": 0},
+        {"shard__checksum__blocks": []},
+        {"shard__checksum__blocks": ["x" * 32]},
+        {"shard__checksum__blocks": ["0" * 32]},
+        {"shard__checksum__whole": "0" * 32},
+        {"shard": None},
+        {"created_ns": None},
+    ],
+)
+def test_a_manifest_with_a_right_digest_and_wrong_content_is_refused(changes):
+    Manifest.decode(manifest_bytes(), "place")
+    with pytest.raises(ShardCorrupt, match="place"):
+        Manifest.decode(manifest_bytes(**changes), "place")
+
+
+def test_a_newer_version_says_what_to_do():
+    with pytest.raises(FormatTooNew, match="upgrade lazysnap"):
+        Manifest.decode(manifest_bytes(version=2), "place")
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\0" * 200, b"null", manifest_bytes()[:-1], manifest_bytes() + b" "])
+def test_bytes_that_are_no_manifest_are_refused(data):
+    with pytest.raises(ShardCorrupt, match="place"):
+        Manifest.decode(data, "place")
+
+
+@pytest.mark.parametrize(
+    "name", ["step-1", "step-00000001x", "xstep-00000001", "step-00000001.12", "step-00000001\n", ".step-00000001"]
+)
+def test_other_directories_are_not_snapshots(name):
+    assert parse_directory_name(name) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["rank-0-of-1.json", "rank-00000-of-00001.json.tmp", ".rank-00000-of-00001.json", "rank-00000-of-00001.pt"]
+)
+def test_other_files_are_not_shards(name):
+    assert parse_rank_name(name) is None
