@@ -247,7 +247,7 @@ def decode(encoded: Any, *, tensor: TensorSource) -> Any:
     """
     try:
         return _Decoder(tensor).any(encoded)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         if isinstance(error, (ShardCorrupt, UnsupportedState)):
             raise
         raise ShardCorrupt(f"the small state is no valid encoding: {type(error).__name__}: {error}") from error

@@ -7,7 +7,7 @@ anew as one piece.
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,16 @@ class _Node:
     openings: tuple[str, ...] | None
     """What stands before each child; ``None``: a subtree without tensors, encoded anew each time."""
     closing: str
+    are_tensors: tuple[bool, ...] = ()
+    """Which children are tensors."""
 
 
 def _dump(encoded: Any) -> str:
     return json.dumps(encoded, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _are_tensors(children: Iterable[Any]) -> tuple[bool, ...]:
+    return tuple(type(child) in _TENSOR_TYPES for child in children)
 
 
 def _refuse(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
@@ -99,7 +105,7 @@ class StateWalker:
             self._nodes.append(_Node(kind, keys, text, None, ""))
             return
         openings, closing = _frame(value, kind)
-        self._nodes.append(_Node(kind, keys, None, openings, closing))
+        self._nodes.append(_Node(kind, keys, None, openings, closing, _are_tensors(children)))
         for key, child in zip(value if is_dict else range(len(value)), children, strict=True):
             if depth == 0 and key in LENIENT_KEYS:
                 # No resume needs it, and unknown types in it were warned of once: kept as it was.
@@ -148,6 +154,8 @@ class StateWalker:
             self._tensors.extend(children)
             self._parts.append(node.text)
             return
+        if node.are_tensors != _are_tensors(children):
+            raise _Changed
         keys = value if is_dict else range(len(value))
         for key, opening, child in zip(keys, node.openings or (), children, strict=True):
             self._parts.append(opening)
