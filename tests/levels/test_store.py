@@ -1,0 +1,373 @@
+"""Snapshots on storage: whole or not there, whatever breaks. Real files, real full disks, real deaths."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import CaptureAborted, LevelFull, LevelUnavailable, ShardCorrupt
+from lazysnap.levels import open_store
+from lazysnap.levels.local import map_anonymous
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta
+
+RUN, OTHER = "0" * 16, "f" * 16
+
+
+def image_of(step: int, elements: int = 5000) -> memoryview:
+    """A shard with one tensor, different at each step; room to the next page, as in a slot."""
+    layout = Layout.plan([TensorSpec("weight", "U8", (elements,))])
+    room = map_anonymous(-(-layout.size_bytes // 4096) * 4096)
+    room[: len(layout.header)] = layout.header
+    room[len(layout.header) : layout.size_bytes] = bytes([step % 256]) * elements
+    return room
+
+
+class Image:
+    def __init__(self, step: int, elements: int = 5000) -> None:
+        self.room = image_of(step, elements)
+        self.size_bytes = Layout.plan([TensorSpec("weight", "U8", (elements,))]).size_bytes
+
+    def wait(self, upto: int) -> None:
+        pass
+
+    def view(self, offset: int, length: int) -> memoryview:
+        return self.room[offset : offset + length]
+
+    def finish(self) -> None:
+        pass
+
+
+def meta(step: int, run: str = RUN) -> CaptureMeta:
+    return CaptureMeta(run, 1 if run == RUN else 2, step, 0, 1, 3, state={"step": step})
+
+
+def whole(store, run: str = RUN) -> list[int]:
+    """Steps of ``run`` that can be restored: every block read and verified."""
+    steps = []
+    for entry in store.inventory().entries:
+        manifest = store.read_manifest(entry)
+        out = map_anonymous(manifest.size_bytes)
+        store.read_image(entry, manifest, out)
+        assert out[-1] == entry.step % 256
+        if entry.run_id == run:
+            steps.append(entry.step)
+    return sorted(steps)
+
+
+def files(root: pathlib.Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+@pytest.fixture(params=["disk", "tmpfs", "memory"])
+def store(request, tmp_path):
+    if request.param == "disk":
+        yield open_store(str(tmp_path / "run"))
+    elif request.param == "tmpfs":
+        with_room = tmp_path / "tmpfs"
+        mount(with_room, "16m")
+        yield open_store(str(with_room / "run"))
+        subprocess.run(["umount", with_room], check=True)
+    else:
+        yield open_store(f"memory://{tmp_path.name}/run")
+
+
+def mount(path: pathlib.Path, size: str) -> None:
+    path.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    path = tmp_path / "small"
+    mount(path, "64k")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_what_was_written_is_read_back_verified(store):
+    for step in (1, 2, 300):
+        store.write(
+            meta(step),
+            Image(step, 40_000_000 if step == 300 and "memory" not in store.url and "tmpfs" not in store.url else 5000),
+        )
+
+    assert whole(store) == [1, 2, 300]
+    assert store.inventory().problems == ()
+
+
+def test_bytes_are_written_while_later_ones_are_still_on_their_way(tmp_path):
+    image, first_block_asked, rest = Image(7, 20_000_000), threading.Event(), threading.Event()
+
+    def wait(upto: int) -> None:
+        if upto > 16 << 20:
+            first_block_asked.set()
+            assert rest.wait(30)
+
+    image.wait = wait
+    store = open_store(str(tmp_path))
+    writer = threading.Thread(target=store.write, args=(meta(7), image))
+    writer.start()
+    assert first_block_asked.wait(30)
+    (temporary,) = files(tmp_path)
+    assert ".tmp-" in temporary
+    assert store.inventory().entries == ()
+    rest.set()
+    writer.join(30)
+
+    assert whole(store) == [7]
+
+
+@pytest.mark.parametrize("place", ["wait", "finish"])
+def test_an_aborted_capture_leaves_nothing(store, place):
+    def abort(*_: object) -> None:
+        raise CaptureAborted("torn")
+
+    image = Image(2)
+    setattr(image, place, abort)
+    store.write(meta(1), Image(1))
+    with pytest.raises(CaptureAborted):
+        store.write(meta(2), image)
+
+    assert whole(store) == [1]
+    assert store.inventory().problems == ()
+
+
+def test_a_full_disk_says_so_and_leaves_the_older_snapshot(small_disk):
+    store = open_store(str(small_disk))
+    store.write(meta(1), Image(1))
+    before = files(small_disk)
+    with pytest.raises(LevelFull, match="free space"):
+        store.write(meta(2), Image(2, 100_000))
+
+    assert files(small_disk) == before
+    assert whole(store) == [1]
+
+
+def test_a_disk_that_is_full_at_the_manifest_leaves_the_older_snapshot(small_disk):
+    store = open_store(str(small_disk))
+    store.write(meta(1), Image(1))
+    before = files(small_disk)
+
+    class FillsTheDisk(Image):
+        def finish(self) -> None:
+            room = os.statvfs(small_disk)
+            (small_disk / "filler").write_bytes(b"x" * (room.f_bavail * room.f_bsize))
+
+    with pytest.raises(LevelFull):
+        store.write(meta(2), FillsTheDisk(2))
+
+    (small_disk / "filler").unlink()
+    assert files(small_disk) == before
+    assert whole(store) == [1]
+    store.write(meta(3), Image(3))
+    assert whole(store) == [1, 3]
+
+
+@pytest.mark.parametrize("where", ["parent is a file", "/proc"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path, where):
+    (tmp_path / "file").write_text("")
+    url = str(tmp_path / "file" / "run") if where != "/proc" else "/proc/lazysnap"
+    with pytest.raises(LevelUnavailable, match=url):
+        open_store(url).write(meta(1), Image(1))
+
+
+def test_a_directory_removed_between_two_snapshots_is_made_again(tmp_path):
+    store = open_store(str(tmp_path / "run"))
+    store.write(meta(1), Image(1))
+    subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
+    store.write(meta(2), Image(2))
+
+    assert whole(store) == [2]
+
+
+def test_a_directory_removed_while_writing_fails_that_snapshot_only(tmp_path):
+    class Removes(Image):
+        def finish(self) -> None:
+            subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
+
+    store = open_store(str(tmp_path / "run"))
+    with pytest.raises(LevelUnavailable):
+        store.write(meta(1), Removes(1))
+    store.write(meta(2), Image(2))
+
+    assert whole(store) == [2]
+
+
+def test_every_flipped_byte_of_a_shard_is_found_and_named(tmp_path):
+    store = open_store(str(tmp_path))
+    store.write(meta(1), Image(1, 50))
+    (shard,) = tmp_path.rglob("*.safetensors")
+    (entry,) = store.inventory().entries
+    manifest = store.read_manifest(entry)
+    good = shard.read_bytes()
+    out = map_anonymous(len(good))
+    for position in range(0, len(good), 37):
+        bad = bytearray(good)
+        bad[position] ^= 0x10
+        shard.write_bytes(bad)
+        with pytest.raises(ShardCorrupt, match=r"rank-00000-of-00001.safetensors: block 0 "):
+            store.read_image(entry, manifest, out)
+
+
+@pytest.mark.parametrize(
+    "damage", ["shard cut", "shard longer", "shard gone", "manifest flipped", "manifest cut", "manifest empty"]
+)
+def test_a_damaged_snapshot_is_a_problem_and_the_older_one_stays(tmp_path, damage):
+    store = open_store(str(tmp_path))
+    store.write(meta(1), Image(1))
+    store.write(meta(2), Image(2))
+    kind, what = damage.split()
+    (path,) = tmp_path.glob(f"step-00000002/*.{'safetensors' if kind == 'shard' else 'json'}")
+    data = path.read_bytes()
+    if what == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(
+            {"cut": data[:-1], "longer": data + b"\0", "flipped": data[:99] + b"#" + data[100:], "empty": b""}[what]
+        )
+
+    inventory = store.inventory()
+
+    assert [entry.step for entry in inventory.entries] == [1]
+    (problem,) = inventory.problems
+    assert "step-00000002" in problem
+
+
+def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
+    store = open_store(str(tmp_path))
+    store.write(meta(1), Image(1))
+    for name in (
+        "checkpoint-5/model.safetensors",
+        "step-00000009/rank-00000-of-00001.safetensors",
+        "step-00000008/.nfs0001",
+        "last.ckpt",
+        "step-00000007/notes.txt",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+
+    assert whole(store) == [1]
+
+
+def test_a_snapshot_moved_to_another_step_is_not_believed(tmp_path):
+    store = open_store(str(tmp_path))
+    store.write(meta(1), Image(1))
+    (tmp_path / "step-00000001").rename(tmp_path / "step-00000005")
+
+    inventory = store.inventory()
+
+    assert inventory.entries == ()
+    assert "its name says otherwise" in inventory.problems[0]
+
+
+def test_another_run_in_the_same_directory_is_left_alone(store):
+    store.write(meta(1), Image(1))
+    store.write(meta(1, OTHER), Image(1))
+    store.write(meta(2, OTHER), Image(2))
+
+    assert store.retain(PersistentLevel("/x", keep_last=1), OTHER) == [1]
+    assert whole(store) == [1]
+    assert whole(store, OTHER) == [2]
+
+
+def test_the_same_step_again_replaces_the_first_only_after_its_own_commit(store):
+    store.write(meta(1), Image(1))
+
+    class Looks(Image):
+        seen = None
+
+        def finish(self) -> None:
+            self.seen = whole(store)
+
+    image = Looks(1)
+    store.write(meta(1), image)
+
+    assert image.seen == [1]
+    assert whole(store) == [1]
+    assert len(store.inventory().entries) == 1
+
+
+def test_retention_keeps_the_last_and_the_multiples(store):
+    for step in range(1, 8):
+        store.write(meta(step), Image(step))
+
+    assert store.retain(PersistentLevel("/x", keep_last=2, keep_every_n_steps=3), RUN) == [1, 2, 4, 5]
+    assert whole(store) == [3, 6, 7]
+
+
+def test_a_sweep_removes_what_a_dead_writer_left_and_nothing_else(tmp_path):
+    store = open_store(str(tmp_path))
+    store.write(meta(1), Image(1))
+    kept = files(tmp_path)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    directory = tmp_path / "step-00000002"
+    directory.mkdir()
+    shard = "rank-00000-of-00001.safetensors"
+    (directory / f".{shard}.tmp-{dead.pid}-1").write_bytes(b"x")
+    (directory / shard).write_bytes(b"x")
+    (directory / f".rank-00001-of-00002.safetensors.tmp-{dead.pid}-1").write_bytes(b"another rank's")
+    (directory / f".{shard}.tmp-{os.getppid()}-1").write_bytes(b"a living writer's")
+
+    gone = store.sweep(0, 1)
+
+    assert len(gone) == 2
+    assert len(files(tmp_path)) == len(kept) + 2
+    assert whole(store) == [1]
+
+
+CHILD = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import test_store as t
+store = t.open_store(sys.argv[1])
+for step in range(1, 5):
+    store.write(t.meta(step), t.Image(step))
+    print(step, flush=True)
+    store.retain(t.PersistentLevel(sys.argv[1], keep_last=2), t.RUN)
+store.write(t.meta(4), t.Image(4))
+"""
+
+
+def run_child(root: pathlib.Path, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", CHILD, str(root), str(pathlib.Path(__file__).parent)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_killed_at_any_point_of_a_write_or_a_deletion_what_was_committed_is_whole(tmp_path):
+    log = tmp_path / "points"
+    assert run_child(tmp_path / "dry", LAZYSNAP_FAULT_LOG=str(log)).returncode == 0
+    passed = log.read_text().splitlines()
+    assert len(set(passed)) >= 10
+    for name in sorted(set(passed)):
+        for count in sorted({1, passed.count(name)}):
+            root = tmp_path / f"{name}-{count}"
+            child = run_child(root, LAZYSNAP_FAULT=f"{name}:{count}:kill")
+            assert child.returncode == -signal.SIGKILL, child.stderr
+            committed = [int(line) for line in child.stdout.split()]
+            store = open_store(str(root))
+
+            steps = whole(store)
+
+            assert set(committed[-2:]) <= set(steps), f"{name}:{count}: {committed} were committed, {steps} are whole"
+            store.sweep(0, 1)
+            store.retain(PersistentLevel(str(root), keep_last=2), RUN)
+            assert [entry.step for entry in store.inventory().entries] == whole(store)
+            assert not [path for path in files(root) if ".tmp-" in path]
+            assert store.inventory().problems == ()
