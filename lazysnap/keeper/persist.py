@@ -287,8 +287,8 @@ class Persister:
         try:
             store = self._store(index, level, manifest.meta)
             origin = open_store(entry.level).storage
-            source = FileSource(origin, f"{entry.location}/{manifest.file}", manifest.size_bytes)
-            written = store.write(manifest.meta, source)
+            with FileSource(origin, f"{entry.location}/{manifest.file}", manifest.size_bytes) as source:
+                written = store.write(manifest.meta, source)
             if written.checksums != manifest.checksums:
                 raise FormatError(f"{entry.level}: step {entry.step} changed on its way to {level.url}")
         except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like

@@ -2,46 +2,52 @@
 
 ``O_DIRECT`` in blocks of several MiB from two threads is as fast as anything on this path, at a fifth of the
 processor time of buffered writes, and leaves the page cache to training (docs/architecture.md).
+
+A writer holds an ``flock`` on its file from its creation until the snapshot is committed. The kernel drops it with
+the process, so whoever can take the lock knows that the writer is dead: no guess about process ids, which are
+reused and mean nothing in another container or on another host.
 """
 
 import contextlib
 import errno
-import mmap
+import fcntl
 import os
-import threading
+import stat
+import time
 
 from lazysnap import faults
 from lazysnap.errors import ShardCorrupt
-from lazysnap.levels.storage import level_error
+from lazysnap.levels.files import (
+    PAGE,
+    TEMP_MARK,
+    allocate,
+    make_directories,
+    open_direct,
+    open_regular,
+    pread_all,
+    pwrite_all,
+    sync_directory,
+    temp_name,
+)
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, level_error
 
-PAGE = 4096
-TEMP_MARK = ".tmp-"
+__all__ = ["PAGE", "TEMP_MARK", "LocalStorage", "map_anonymous"]
+
+_CREATE_ATTEMPTS = 5
 
 
-def temp_name(name: str) -> str:
-    """A name for a file being written: tells the writing process, so that leftovers of dead ones can be swept."""
-    return f".{name}{TEMP_MARK}{os.getpid()}-{threading.get_ident():x}"
-
-
-def temp_writer_pid(name: str) -> int | None:
-    """The process that writes (or wrote) a temporary file, ``None`` for other names."""
-    if not name.startswith(".") or TEMP_MARK not in name:
-        return None
-    pid = name.rsplit(TEMP_MARK, 1)[1].split("-")[0]
-    return int(pid) if pid.isdigit() else None
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _lock(handle: int) -> bool | None:
+    """Whether this open file got the lock; ``None`` where the file system knows no locks."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _is_aligned(offset: int, data: memoryview) -> bool:
-    return offset % PAGE == 0 and len(data) % PAGE == 0
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
+            return None
+        raise
+    return True
 
 
 class LocalWriter:
@@ -51,85 +57,117 @@ class LocalWriter:
         self._root = root
         self._final = os.path.join(root, path)
         self._directory = os.path.dirname(self._final)
-        self._temp = os.path.join(self._directory, temp_name(os.path.basename(path)))
         self._size = size_bytes
-        self._direct: int | None = None
-        created = not os.path.isdir(self._directory)
-        os.makedirs(self._directory, exist_ok=True)
-        if created:
-            sync_directory(os.path.dirname(self._directory))
-        faults.point("level.local.create")
-        self._buffered = os.open(self._temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        self._buffered = self._direct = -1
+        self._to_remove = ""
         try:
+            self._create()
+            faults.point("level.local.created")
             # Early ENOSPC, and no metadata updates while the blocks are written.
-            if size_bytes:
-                with contextlib.suppress(_NotSupported):
-                    _allocate(self._buffered, size_bytes)
-            with contextlib.suppress(OSError):  # not every file system takes it: buffered writes then
-                self._direct = os.open(self._temp, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+            allocate(self._buffered, size_bytes)
+            self._direct = open_direct(self._to_remove, os.O_WRONLY)
         except BaseException:
-            self.abort()
+            self.close()
             raise
+
+    def _create(self) -> None:
+        for _ in range(_CREATE_ATTEMPTS):
+            make_directories(self._directory)
+            temp = os.path.join(self._directory, temp_name(os.path.basename(self._final)))
+            faults.point("level.local.create")
+            try:
+                self._buffered = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                continue  # somebody's sweep took the empty directory
+            self._to_remove = temp
+            if _lock(self._buffered) is not False and os.fstat(self._buffered).st_nlink:
+                return
+            self.close()  # a sweep was quicker than the lock
+        raise OSError(errno.EBUSY, "the directory is removed again and again", self._directory)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write at ``offset``, directly where the alignment allows."""
-        faults.point("level.local.write")
         try:
-            if self._direct is not None and _is_aligned(offset, data):
+            faults.point("level.local.write")
+            if self._direct >= 0 and offset % PAGE == 0 and len(data) % PAGE == 0:
                 try:
-                    _pwrite_all(self._direct, offset, data)
+                    pwrite_all(self._direct, offset, data)
                     return
                 except OSError as error:
-                    if error.errno != errno.EINVAL:
+                    if error.errno != errno.EINVAL:  # memory that is not aligned
                         raise
-            _pwrite_all(self._buffered, offset, data)
+            pwrite_all(self._buffered, offset, data)
         except OSError as error:
             raise level_error(self._root, f"writing {self._final} at {offset}", error) from error
 
     def publish(self) -> None:
-        """fdatasync, rename, fsync of the directory."""
+        """fdatasync, rename, fsync of the directory and of the one that holds it."""
         try:
+            # Cuts off the padding of the last block.
             os.ftruncate(self._buffered, self._size)
             faults.point("level.local.sync")
             os.fdatasync(self._buffered)
             faults.point("level.local.rename")
-            os.rename(self._temp, self._final)
+            os.rename(self._to_remove, self._final)
+            self._to_remove = self._final
             faults.point("level.local.renamed")
             sync_directory(self._directory)
+            # Also if it was not made just now: whoever made it may have died before this.
+            sync_directory(os.path.dirname(self._directory))
+            self._to_remove = ""
+            faults.point("level.local.published")
         except OSError as error:
             raise level_error(self._root, f"publishing {self._final}", error) from error
-        self._close()
 
-    def abort(self) -> None:
-        """Close and remove the temporary file."""
-        self._close()
-        with contextlib.suppress(OSError):  # the directory may be gone with it
-            os.unlink(self._temp)
+    def close(self) -> None:
+        """Remove what is not published, under whichever name it stands, then close, and so unlock."""
+        name, self._to_remove = self._to_remove, ""
+        if name:
+            with contextlib.suppress(OSError):  # the directory may be gone with it; else the next sweep gets it
+                os.unlink(name)
+        handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
+        for handle in handles:
+            if handle >= 0:
+                with contextlib.suppress(OSError):  # NFS reports here what fsync reported before
+                    os.close(handle)
 
-    def _close(self) -> None:
-        for handle in (self._buffered, self._direct):
-            if handle is not None and handle >= 0:
+
+class LocalReader:
+    """Reads ranges of one file, directly where the alignment allows; see ``levels.storage.Reader``."""
+
+    def __init__(self, root: str, path: str) -> None:
+        self._root = root
+        self._name = os.path.join(root, path)
+        self._buffered = self._direct = -1
+        self._buffered = open_regular(self._name)
+        self._direct = open_direct(self._name, os.O_RDONLY)
+        if self._direct >= 0 and not os.path.sameopenfile(self._buffered, self._direct):
+            os.close(self._direct)  # replaced between the two
+            self._direct = -1
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill ``out``; what is not page aligned goes through the page cache."""
+        try:
+            done = 0
+            aligned = len(out) // PAGE * PAGE
+            if self._direct >= 0 and aligned and offset % PAGE == 0:
+                try:
+                    done = pread_all(self._direct, offset, out[:aligned])
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+            done += pread_all(self._buffered, offset + done, out[done:])
+        except OSError as error:
+            raise level_error(self._root, f"reading {self._name} at {offset}", error) from error
+        if done != len(out):
+            raise ShardCorrupt(f"{self._name}: ends after {offset + done} bytes, expected {offset + len(out)}")
+
+    def close(self) -> None:
+        """Close both descriptors."""
+        handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
+        for handle in handles:
+            if handle >= 0:
                 os.close(handle)
-        self._buffered, self._direct = -1, None
-
-
-class _NotSupported(Exception):
-    pass
-
-
-def _allocate(handle: int, size_bytes: int) -> None:
-    try:
-        os.posix_fallocate(handle, 0, size_bytes)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise _NotSupported from error
-        raise
-
-
-def _pwrite_all(handle: int, offset: int, data: memoryview) -> None:
-    while len(data):
-        written = os.pwrite(handle, data, offset)
-        offset, data = offset + written, data[written:]
 
 
 class LocalStorage:
@@ -139,6 +177,7 @@ class LocalStorage:
 
     def __init__(self, root: str) -> None:
         self.url = root
+        self._is_root_durable = False
 
     def _path(self, path: str) -> str:
         return os.path.join(self.url, path)
@@ -146,6 +185,11 @@ class LocalStorage:
     def begin(self, path: str, size_bytes: int) -> LocalWriter:
         """Start a file; ENOSPC shows here where the file system can allocate."""
         try:
+            if not self._is_root_durable:
+                make_directories(self.url)
+                with contextlib.suppress(PermissionError):  # a parent that is not ours to read
+                    sync_directory(os.path.dirname(self.url))
+                self._is_root_durable = True
             return LocalWriter(self.url, path, size_bytes)
         except OSError as error:
             raise level_error(self.url, f"creating {path} of {size_bytes} bytes", error) from error
@@ -156,41 +200,53 @@ class LocalStorage:
         try:
             writer.write(0, memoryview(data))
             writer.publish()
-        except BaseException:
-            writer.abort()
-            raise
+        finally:
+            writer.close()
 
     def get(self, path: str) -> bytes:
         """Read a small file whole."""
+        name = self._path(path)
         try:
-            with open(self._path(path), "rb") as file:
-                return file.read()
+            with open(open_regular(name), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > MAX_SMALL_BYTES:
+                    raise ShardCorrupt(f"{name}: {size} bytes, a manifest has at most {MAX_SMALL_BYTES}")
+                return file.read(MAX_SMALL_BYTES)
         except FileNotFoundError:
             raise
         except OSError as error:
             raise level_error(self.url, f"reading {path}", error) from error
 
-    def read_into(self, path: str, offset: int, out: memoryview) -> None:
-        """Buffered read of one range."""
+    def reader(self, path: str) -> LocalReader:
+        """Open a file; it stays readable when it is deleted."""
         try:
-            with open(self._path(path), "rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), offset, len(out), os.POSIX_FADV_SEQUENTIAL)
-                done = 0
-                while done < len(out):
-                    count = os.preadv(file.fileno(), [out[done:]], offset + done)
-                    if count == 0:
-                        raise ShardCorrupt(
-                            f"{self._path(path)}: ends after {offset + done} bytes, expected {offset + len(out)}"
-                        )
-                    done += count
+            return LocalReader(self.url, path)
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise level_error(self.url, f"reading {path} at {offset}", error) from error
+            raise level_error(self.url, f"opening {path}", error) from error
+
+    def read_into(self, path: str, offset: int, out: memoryview) -> None:
+        """Read one range."""
+        with contextlib.closing(self.reader(path)) as reader:
+            reader.read_into(offset, out)
+
+    def _stat(self, path: str) -> os.stat_result:
+        try:
+            return os.stat(self._path(path))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise level_error(self.url, f"looking at {path}", error) from error
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
-        return os.stat(self._path(path)).st_size
+        return self._stat(path).st_size
+
+    def stamp(self, path: str) -> object:
+        """Inode, size and both times."""
+        facts = self._stat(path)
+        return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
     def list(self, path: str = "") -> list[str]:
         """Names in a directory, sorted; NFS's ``.nfs*`` leftovers of open files are not ours to see."""
@@ -203,21 +259,38 @@ class LocalStorage:
 
     def delete(self, path: str) -> None:
         """Unlink a file and make that durable."""
-        faults.point("level.local.delete")
         try:
+            faults.point("level.local.delete")
             os.unlink(self._path(path))
+            faults.point("level.local.deleted")
             sync_directory(os.path.dirname(self._path(path)))
         except FileNotFoundError:
             return
         except OSError as error:
             raise level_error(self.url, f"deleting {path}", error) from error
 
+    def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
+        """Delete under the lock, if nobody holds it; without locks by age."""
+        try:
+            handle = os.open(self._path(path), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return False  # gone, or of another user: not ours to delete
+        try:
+            facts = os.fstat(handle)
+            locked = _lock(handle) if stat.S_ISREG(facts.st_mode) else False
+            if locked is False or (locked is None and time.time() - facts.st_mtime < ABANDONED_AFTER_S):
+                return False
+            # Asked under the lock: a writer lets go of it after its commit only.
+            if unless is not None and os.path.lexists(self._path(unless)):
+                return False
+            self.delete(path)
+            return True
+        except OSError as error:
+            raise level_error(self.url, f"sweeping {path}", error) from error
+        finally:
+            os.close(handle)
+
     def delete_directory(self, path: str) -> None:
         """Remove a directory if it is empty."""
         with contextlib.suppress(OSError):  # not empty or not there: both are fine
             os.rmdir(self._path(path))
-
-
-def map_anonymous(size_bytes: int) -> memoryview:
-    """Page-aligned private memory for reads, freed with its last view."""
-    return memoryview(mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:size_bytes]

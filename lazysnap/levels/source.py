@@ -1,8 +1,9 @@
 """Where the bytes of a shard come from while it is written: a slot that still fills, or a file that is whole."""
 
+from types import TracebackType
 from typing import Protocol
 
-from lazysnap.levels.local import map_anonymous
+from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.storage import Storage
 
 
@@ -19,7 +20,7 @@ class BlockSource(Protocol):
         ...
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Bytes ``[offset, offset + length)``; may reach up to the next page boundary behind the end."""
+        """Bytes ``[offset, offset + length)``, which may reach up to the next page boundary behind the end."""
         ...
 
     def finish(self) -> None:
@@ -31,12 +32,15 @@ class BlockSource(Protocol):
 
 
 class FileSource:
-    """A shard already committed at another level, read in blocks."""
+    """A shard already committed at another level, read in blocks.
+
+    Opened once: a slow level still copies it to the end when the level it comes from has deleted it meanwhile.
+    """
 
     def __init__(self, storage: Storage, path: str, size_bytes: int) -> None:
+        """Raises: FileNotFoundError, LevelUnavailable."""
         self.size_bytes = size_bytes
-        self._storage = storage
-        self._path = path
+        self._reader = storage.reader(path)
 
     def wait(self, upto: int) -> None:
         """Nothing to wait for: the file is whole."""
@@ -44,8 +48,20 @@ class FileSource:
     def view(self, offset: int, length: int) -> memoryview:
         """Read into fresh page-aligned memory, zeros behind the end."""
         block = map_anonymous(length)
-        self._storage.read_into(self._path, offset, block[: min(length, self.size_bytes - offset)])
+        self._reader.read_into(offset, block[: min(length, self.size_bytes - offset)])
         return block
 
     def finish(self) -> None:
         """The reader compares checksums: nothing more to say."""
+
+    def close(self) -> None:
+        """Let go of the file; harmless twice."""
+        self._reader.close()
+
+    def __enter__(self) -> "FileSource":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -5,32 +5,51 @@ from typing import Protocol
 
 from lazysnap.errors import LevelFull, LevelUnavailable
 
+MAX_SMALL_BYTES = 256 << 20
+"""Objects that are read whole (manifests) are never larger; a larger one is damaged or not ours."""
+
+ABANDONED_AFTER_S = 3600.0
+"""Where a place cannot tell whether a writer lives: what was not touched for so long has none."""
+
 
 class Writer(Protocol):
-    """One object that is being written; nothing of it is visible before ``publish``."""
+    """One object that is being written."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset``. Blocks. May be called from several threads at once."""
+        """Write ``data`` at ``offset``. Blocks. Called from ``Storage.parallel_writes`` threads; with one, in order."""
         ...
 
     def publish(self) -> None:
-        """Make the object durable and visible under its name, in this order. Blocks."""
+        """Make the object durable and visible under its name, in this order. Blocks. Keeps the claim on it."""
         ...
 
-    def abort(self) -> None:
-        """Leave nothing behind; harmless after ``publish``."""
+    def close(self) -> None:
+        """Give up the claim on the object. What was not published, or only half, is removed; harmless twice."""
+        ...
+
+
+class Reader(Protocol):
+    """One object that is being read; what was opened stays readable where the place allows, even if it is deleted."""
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill ``out`` from ``offset``. Blocks; thread-safe. Raises: ShardCorrupt, if the object ends before."""
+        ...
+
+    def close(self) -> None:
+        """Harmless twice."""
         ...
 
 
 class Storage(Protocol):
     """A directory of objects. Paths are relative, with ``/``.
 
-    Every method blocks and raises LevelUnavailable or LevelFull; a name that is not there raises FileNotFoundError.
+    Every method blocks and raises LevelUnavailable or LevelFull; a name that is not there raises FileNotFoundError,
+    one that is no object of ours (a pipe, too large) ShardCorrupt.
     """
 
     url: str
     parallel_writes: int
-    """Threads that a writer can use with profit."""
+    """Threads that a writer can use with profit; 1 means that blocks must come in order."""
 
     def begin(self, path: str, size_bytes: int) -> Writer:
         """Start to write an object of a size known beforehand; its directory is made."""
@@ -44,12 +63,20 @@ class Storage(Protocol):
         """Read a small object whole."""
         ...
 
+    def reader(self, path: str) -> Reader:
+        """Open an object for reads of ranges."""
+        ...
+
     def read_into(self, path: str, offset: int, out: memoryview) -> None:
-        """Fill ``out`` from ``offset``. Raises: ShardCorrupt, if the object ends before."""
+        """Fill ``out`` from ``offset``, for a single read. Raises: ShardCorrupt, if the object ends before."""
         ...
 
     def size(self, path: str) -> int:
         """Bytes of an object."""
+        ...
+
+    def stamp(self, path: str) -> object:
+        """Something that changes when the object does and is cheap to ask for; ``None`` if there is no such thing."""
         ...
 
     def list(self, path: str = "") -> list[str]:
@@ -57,7 +84,14 @@ class Storage(Protocol):
         ...
 
     def delete(self, path: str) -> None:
-        """Remove an object; harmless if it is not there."""
+        """Remove an object, durably; harmless if it is not there."""
+        ...
+
+    def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
+        """Remove an uncommitted object if no living writer stands behind it, and ``unless`` is not there.
+
+        Returns whether it went. In doubt it stays.
+        """
         ...
 
     def delete_directory(self, path: str) -> None:
@@ -67,6 +101,6 @@ class Storage(Protocol):
 
 def level_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:
     """``error`` as one of ours, with the place and what was tried."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return LevelFull(f"{url}: {what}: {error.strerror}; free space there or lower keep_last")
-    return LevelUnavailable(f"{url}: {what}: {error.strerror or error}")
+    return LevelUnavailable(f"{url}: {what}: {error}; training goes on, the next snapshot is tried again")

@@ -6,19 +6,23 @@ Layout (docs/format.md)::
     step-00001000/rank-00000-of-00001.json
 """
 
+import contextlib
+import itertools
 import logging
-import os
+import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel, resolve_url
-from lazysnap.errors import FormatError, LevelError, ShardCorrupt
-from lazysnap.levels.local import PAGE, TEMP_MARK, LocalStorage, temp_writer_pid
+from lazysnap.errors import FormatError, LazySnapError, LevelError, ShardCorrupt
+from lazysnap.levels.files import PAGE, TEMP_MARK
+from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import BlockSource
-from lazysnap.levels.storage import Storage, Writer
+from lazysnap.levels.storage import Storage, Writer, level_error
 from lazysnap.policy import expired
 from lazysnap.resolver import Entry, Inventory
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
@@ -34,10 +38,24 @@ from lazysnap.shard.manifest import (
 
 logger = logging.getLogger(__name__)
 _READ_THREADS = 2
+_USUAL_NAMES = 3
 
 
-def _is_alive(pid: int) -> bool:
-    return pid != os.getpid() and os.path.exists(f"/proc/{pid}")
+def _directory_names(meta: CaptureMeta) -> Iterator[str]:
+    """Names for a snapshot's directory, the first that is free is taken: two runs, or one that passes a step again."""
+    yield directory_name(meta.step)
+    yield directory_name(meta.step, meta.run_id[:8])
+    yield directory_name(meta.step, meta.run_id[8:])
+    for number in itertools.count():
+        yield directory_name(meta.step, digest(f"{meta.run_id} {number}".encode()))
+
+
+def _is_complete(entries: list[Entry]) -> bool:
+    """Whether all ranks of the world that one of them names are there."""
+    return any(
+        len({entry.rank for entry in entries if entry.world_size == world_size}) == world_size
+        for world_size in {entry.world_size for entry in entries}
+    )
 
 
 def open_store(url: str, *, speed: int = 1) -> "SnapshotStore":
@@ -60,6 +78,8 @@ class SnapshotStore:
         self.storage = storage
         self.url = storage.url
         self.speed = speed
+        self._known: dict[str, tuple[object, int, Entry]] = {}
+        """By path of the manifest: its stamp when it was read, size of the shard, what it says."""
 
     def write(self, meta: CaptureMeta, source: BlockSource) -> Manifest:
         """Write and commit one shard while its later bytes may still be on their way.
@@ -67,45 +87,63 @@ class SnapshotStore:
         Durable: on return, shard and manifest survive a power cut.
         Raises: LevelError, and nothing of the shard is left or visible; CaptureAborted likewise.
         """
+        try:
+            return self._write(meta, source)
+        except LazySnapError:
+            raise
+        except OSError as error:
+            raise level_error(self.url, f"writing step {meta.step}", error) from error
+
+    def _write(self, meta: CaptureMeta, source: BlockSource) -> Manifest:
         directory, previous = self._directory_for(meta)
         name = shard_name(meta.rank, meta.world_size)
         faults.point("level.store.begin")
         writer = self.storage.begin(f"{directory}/{name}", source.size_bytes)
-        try:
-            blocks = self._write_blocks(writer, source)
-            header_bytes = 8 + int.from_bytes(source.view(0, 8)[:8], "little")
-            source.finish()
-            # Only when both names are taken: a manifest must not stand over other bytes for a moment.
-            self.storage.delete(f"{directory}/{manifest_name(meta.rank, meta.world_size)}")
-            faults.point("level.store.publish_shard")
-            writer.publish()
-        except BaseException:
-            writer.abort()
-            self.storage.delete_directory(directory)
-            raise
-        checksums = Checksums(source.size_bytes, BLOCK_BYTES, tuple(blocks))
-        manifest = Manifest(meta, name, header_bytes, checksums, time.time_ns())
-        try:
-            faults.point("level.store.commit")
-            self.storage.put(f"{directory}/{manifest_name(meta.rank, meta.world_size)}", manifest.encode())
-        except BaseException:
-            self._discard(f"{directory}/{name}", directory)
-            raise
+        # Until it is closed, no sweep of another process takes the shard for garbage.
+        with contextlib.closing(writer):
+            try:
+                checksums, header_bytes = self._write_blocks(writer, source)
+                source.finish()
+                faults.point("level.store.publish_shard")
+                writer.publish()
+                manifest = Manifest(meta, name, header_bytes, checksums, time.time_ns())
+                faults.point("level.store.commit")
+                self.storage.put(f"{directory}/{manifest_name(meta.rank, meta.world_size)}", manifest.encode())
+            except BaseException:
+                # First the writer: what it removes is not published.
+                writer.close()
+                self._clean_up(directory, meta)
+                raise
+        # Nothing after the commit may fail the snapshot.
         faults.point("level.store.committed")
-        if previous not in (None, directory):
-            self._delete(f"{previous}", meta.rank, meta.world_size)
+        for old in previous:
+            self._clean_up(old, meta)
         return manifest
 
-    def _write_blocks(self, writer: Writer, source: BlockSource) -> list[str]:
-        """Write from ``parallel_writes`` threads; each block's checksum is computed by the thread that writes it."""
+    def _write_blocks(self, writer: Writer, source: BlockSource) -> tuple[Checksums, int]:
+        """Write from ``parallel_writes`` threads; each block's checksum is computed by the thread that writes it.
+
+        Returns the checksums and the length of the shard's header.
+        """
         size = source.size_bytes
+        header_bytes = 0
+        failed = threading.Event()
 
         def one(span: tuple[int, int]) -> str:
+            nonlocal header_bytes
             offset, length = span
-            block = source.view(offset, -(-length // PAGE) * PAGE)
-            checksum = digest(block[:length])
-            # The padding of the last page is cut off again when the file is published.
-            writer.write(offset, block)
+            try:
+                block = source.view(offset, -(-length // PAGE) * PAGE)
+                if len(block) < length:
+                    raise ShardCorrupt(f"step for {self.url}: {len(block)} bytes at {offset}, expected {length}")
+                if offset == 0:
+                    header_bytes = 8 + int.from_bytes(block[:8], "little")
+                checksum = digest(block[:length])
+                # The padding of the last page is cut off again when the file is published.
+                writer.write(offset, block)
+            except BaseException:
+                failed.set()
+                raise
             return checksum
 
         with ThreadPoolExecutor(self.storage.parallel_writes, "lazysnap-write") as pool:
@@ -113,29 +151,36 @@ class SnapshotStore:
             try:
                 for span in block_ranges(size):
                     source.wait(span[0] + span[1])
+                    if failed.is_set():
+                        break  # the capture may last, the level is done
                     futures.append(pool.submit(one, span))
-                return [future.result() for future in futures]
+                return Checksums(size, BLOCK_BYTES, tuple(future.result() for future in futures)), header_bytes
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _discard(self, shard: str, directory: str) -> None:
+    def _clean_up(self, directory: str, meta: CaptureMeta) -> None:
+        """Delete one shard and its manifest, or leave them for the next sweep."""
         try:
-            self.storage.delete(shard)
-            self.storage.delete_directory(directory)
-        except LevelError as error:
-            logger.debug("left %s/%s for the next sweep: %s", self.url, shard, error)
+            self._delete(directory, meta.rank, meta.world_size)
+        except (LevelError, OSError) as error:
+            logger.warning("left in %s/%s: %s", self.url, directory, error)
 
-    def _directory_for(self, meta: CaptureMeta) -> tuple[str, str | None]:
+    def _directory_for(self, meta: CaptureMeta) -> tuple[str, list[str]]:
         """Where to write, and where the same shard of the same run stands already (a resumed run passes a step again).
 
-        A committed shard is never written over: the second name is used, and the first deleted after the commit.
+        A committed shard is never written over: another name is used, and the first deleted after the commit.
         """
-        names = (directory_name(meta.step), directory_name(meta.step, meta.run_id))
-        owners = [self._run_of(f"{name}/{manifest_name(meta.rank, meta.world_size)}") for name in names]
-        previous = next((name for name, owner in zip(names, owners, strict=True) if owner == meta.run_id), None)
-        free = next((name for name, owner in zip(names, owners, strict=True) if owner is None), names[1])
-        return free, previous
+        free, previous = None, []
+        for number, name in enumerate(_directory_names(meta)):
+            owner = self._run_of(f"{name}/{manifest_name(meta.rank, meta.world_size)}")
+            if owner == meta.run_id:
+                previous.append(name)
+            if owner is None and free is None:
+                free = name
+            if free is not None and number >= _USUAL_NAMES - 1:
+                return free, previous
+        raise AssertionError("there are names without end")
 
     def _run_of(self, path: str) -> str | None:
         """The run that committed a manifest, ``None`` if there is none, an empty string if it cannot be read."""
@@ -151,54 +196,56 @@ class SnapshotStore:
 
         Raises: LevelUnavailable, if the level does not answer.
         """
-        entries, problems = [], []
+        entries: list[Entry] = []
+        problems: list[str] = []
         for directory in self.storage.list():
-            step = parse_directory_name(directory)
-            if step is None:
+            if parse_directory_name(directory) is None:
                 continue
-            names = set(self.storage.list(directory))
-            for name in sorted(names):
+            try:
+                names = self.storage.list(directory)
+            except LevelError as error:
+                problems.append(str(error))
+                continue
+            for name in names:
                 parsed = parse_rank_name(name)
                 if parsed is None or parsed[2] != "json":
                     continue
-                where = f"{directory}/{name}"
                 try:
-                    manifest = Manifest.decode(self.storage.get(where), f"{self.url}/{where}")
-                    self._check_place(manifest, step, parsed[:2], f"{self.url}/{where}")
-                    size = self.storage.size(f"{directory}/{manifest.file}")
-                    if size != manifest.size_bytes:
-                        problems.append(
-                            f"{self.url}/{directory}/{manifest.file}: {size} bytes, the manifest says "
-                            f"{manifest.size_bytes}"
-                        )
-                        continue
+                    entries.append(self._look_at(directory, name))
                 except FileNotFoundError as error:
                     problems.append(f"{self.url}/{directory}: a manifest without its shard: {error.filename or error}")
-                    continue
-                except FormatError as error:
+                except (FormatError, LevelError) as error:
+                    # One file that cannot be read says nothing about the others.
                     problems.append(str(error))
-                    continue
-                meta = manifest.meta
-                entries.append(
-                    Entry(
-                        level=self.url,
-                        speed=self.speed,
-                        run_id=meta.run_id,
-                        run_started_ns=meta.run_started_ns,
-                        step=meta.step,
-                        rank=meta.rank,
-                        world_size=meta.world_size,
-                        location=directory,
-                    )
-                )
         return Inventory(self.url, tuple(entries), tuple(problems))
 
-    @staticmethod
-    def _check_place(manifest: Manifest, step: int, ranks: tuple[int, int], where: str) -> None:
+    def _look_at(self, directory: str, name: str) -> Entry:
+        """Check one manifest, and that its shard is there. Manifests that did not change are not read again.
+
+        Raises: FormatError, LevelError, FileNotFoundError.
+        """
+        path = f"{directory}/{name}"
+        stamp = self.storage.stamp(path)
+        known = self._known.get(path)
+        if known is None or stamp is None or known[0] != stamp:
+            manifest = Manifest.decode(self.storage.get(path), f"{self.url}/{path}")
+            self._check_place(manifest, directory, name)
+            meta = manifest.meta
+            facts = (meta.run_id, meta.run_started_ns, meta.step, meta.rank, meta.world_size)
+            known = self._known[path] = (stamp, manifest.size_bytes, Entry(self.url, self.speed, *facts, directory))
+        _, expected, entry = known
+        shard = f"{directory}/{shard_name(entry.rank, entry.world_size)}"
+        size = self.storage.size(shard)
+        if size != expected:
+            raise ShardCorrupt(f"{self.url}/{shard}: {size} bytes, the manifest says {expected}")
+        return entry
+
+    def _check_place(self, manifest: Manifest, directory: str, name: str) -> None:
         meta = manifest.meta
-        if (meta.step, meta.rank, meta.world_size) != (step, *ranks):
+        if meta.step != parse_directory_name(directory) or name != manifest_name(meta.rank, meta.world_size):
             raise ShardCorrupt(
-                f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}, its name says otherwise"
+                f"{self.url}/{directory}/{name}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}, "
+                "its name says otherwise"
             )
 
     def read_manifest(self, entry: Entry) -> Manifest:
@@ -216,14 +263,17 @@ class SnapshotStore:
         checksums = manifest.checksums
         size = self.storage.size(path)
         if size != checksums.size_bytes or len(out) != size:
-            raise ShardCorrupt(f"{where}: {size} bytes, the manifest says {checksums.size_bytes}")
+            raise ShardCorrupt(f"{where}: {size} bytes, the manifest says {checksums.size_bytes}, asked for {len(out)}")
 
         def one(index: int, offset: int, length: int) -> None:
             block = out[offset : offset + length]
-            self.storage.read_into(path, offset, block)
+            reader.read_into(offset, block)
             checksums.verify_block(index, block, where)
 
-        with ThreadPoolExecutor(_READ_THREADS, "lazysnap-read") as pool:
+        with (
+            contextlib.closing(self.storage.reader(path)) as reader,
+            ThreadPoolExecutor(_READ_THREADS, "lazysnap-read") as pool,
+        ):
             spans = block_ranges(size, checksums.block_bytes)
             futures = [pool.submit(one, index, *span) for index, span in enumerate(spans)]
             try:
@@ -238,14 +288,14 @@ class SnapshotStore:
 
         Crash-safe: the manifest goes first, so that a half-deleted snapshot is garbage, not a snapshot.
         """
-        ranks: dict[int, dict[int, Entry]] = defaultdict(dict)
+        found: dict[int, list[Entry]] = defaultdict(list)
         for entry in self.inventory().entries:
             if entry.run_id == run_id:
-                ranks[entry.step][entry.rank] = entry
-        complete = [step for step, offers in ranks.items() if len(offers) == next(iter(offers.values())).world_size]
+                found[entry.step].append(entry)
+        complete = [step for step, entries in found.items() if _is_complete(entries)]
         gone = expired(complete, level)
         for step in gone:
-            for entry in ranks[step].values():
+            for entry in found[step]:
                 self._delete(entry.location, entry.rank, entry.world_size)
         return gone
 
@@ -253,12 +303,14 @@ class SnapshotStore:
         self.storage.delete(f"{directory}/{manifest_name(rank, world_size)}")
         faults.point("level.store.uncommitted")
         self.storage.delete(f"{directory}/{shard_name(rank, world_size)}")
+        faults.point("level.store.deleted")
         self.storage.delete_directory(directory)
 
     def sweep(self, rank: int, world_size: int) -> list[str]:
         """Remove what dead writers of this rank left: temporary files, and shards without a manifest.
 
-        Only the one writer of this rank may call it, and not while it writes. What went is returned.
+        What a living writer works on stays, whoever it is. What went is returned.
+        Raises: LevelError.
         """
         gone = []
         shard, manifest = shard_name(rank, world_size), manifest_name(rank, world_size)
@@ -267,13 +319,13 @@ class SnapshotStore:
                 continue
             names = self.storage.list(directory)
             for name in names:
-                pid = temp_writer_pid(name)
-                own = name.startswith((f".{shard}{TEMP_MARK}", f".{manifest}{TEMP_MARK}"))
-                if own and pid is not None and not _is_alive(pid):
-                    self.storage.delete(f"{directory}/{name}")
+                is_temporary = name.startswith((f".{shard}{TEMP_MARK}", f".{manifest}{TEMP_MARK}"))
+                is_uncommitted = name == shard and manifest not in names
+                if not is_temporary and not is_uncommitted:
+                    continue
+                faults.point("level.store.sweep")
+                unless = f"{directory}/{manifest}" if is_uncommitted else None
+                if self.storage.delete_abandoned(f"{directory}/{name}", unless=unless):
                     gone.append(f"{directory}/{name}")
-            if shard in names and manifest not in names:
-                self.storage.delete(f"{directory}/{shard}")
-                gone.append(f"{directory}/{shard}")
             self.storage.delete_directory(directory)
         return gone

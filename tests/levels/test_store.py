@@ -8,60 +8,12 @@ import sys
 import threading
 
 import pytest
+from snapshots import OTHER, RUN, Image, files, meta, mount, whole
 
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, LevelFull, LevelUnavailable, ShardCorrupt
 from lazysnap.levels import open_store
-from lazysnap.levels.local import map_anonymous
-from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta
-
-RUN, OTHER = "0" * 16, "f" * 16
-
-
-def image_of(step: int, elements: int = 5000) -> memoryview:
-    """A shard with one tensor, different at each step; room to the next page, as in a slot."""
-    layout = Layout.plan([TensorSpec("weight", "U8", (elements,))])
-    room = map_anonymous(-(-layout.size_bytes // 4096) * 4096)
-    room[: len(layout.header)] = layout.header
-    room[len(layout.header) : layout.size_bytes] = bytes([step % 256]) * elements
-    return room
-
-
-class Image:
-    def __init__(self, step: int, elements: int = 5000) -> None:
-        self.room = image_of(step, elements)
-        self.size_bytes = Layout.plan([TensorSpec("weight", "U8", (elements,))]).size_bytes
-
-    def wait(self, upto: int) -> None:
-        pass
-
-    def view(self, offset: int, length: int) -> memoryview:
-        return self.room[offset : offset + length]
-
-    def finish(self) -> None:
-        pass
-
-
-def meta(step: int, run: str = RUN) -> CaptureMeta:
-    return CaptureMeta(run, 1 if run == RUN else 2, step, 0, 1, 3, state={"step": step})
-
-
-def whole(store, run: str = RUN) -> list[int]:
-    """Steps of ``run`` that can be restored: every block read and verified."""
-    steps = []
-    for entry in store.inventory().entries:
-        manifest = store.read_manifest(entry)
-        out = map_anonymous(manifest.size_bytes)
-        store.read_image(entry, manifest, out)
-        assert out[-1] == entry.step % 256
-        if entry.run_id == run:
-            steps.append(entry.step)
-    return sorted(steps)
-
-
-def files(root: pathlib.Path) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+from lazysnap.levels.memory import map_anonymous
 
 
 @pytest.fixture(params=["disk", "tmpfs", "memory"])
@@ -75,15 +27,6 @@ def store(request, tmp_path):
         subprocess.run(["umount", with_room], check=True)
     else:
         yield open_store(f"memory://{tmp_path.name}/run")
-
-
-def mount(path: pathlib.Path, size: str) -> None:
-    path.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip("mounting a tmpfs needs root")
 
 
 @pytest.fixture
@@ -305,36 +248,39 @@ def test_retention_keeps_the_last_and_the_multiples(store):
     assert whole(store) == [3, 6, 7]
 
 
-def test_a_sweep_removes_what_a_dead_writer_left_and_nothing_else(tmp_path):
+def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path):
     store = open_store(str(tmp_path))
     store.write(meta(1), Image(1))
     kept = files(tmp_path)
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
     directory = tmp_path / "step-00000002"
     directory.mkdir()
     shard = "rank-00000-of-00001.safetensors"
-    (directory / f".{shard}.tmp-{dead.pid}-1").write_bytes(b"x")
+    (directory / f".{shard}.tmp-1-1").write_bytes(b"x")
     (directory / shard).write_bytes(b"x")
-    (directory / f".rank-00001-of-00002.safetensors.tmp-{dead.pid}-1").write_bytes(b"another rank's")
-    (directory / f".{shard}.tmp-{os.getppid()}-1").write_bytes(b"a living writer's")
+    (directory / ".rank-00001-of-00002.safetensors.tmp-1-1").write_bytes(b"another rank's")
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / shard).write_bytes(b"not in a snapshot's directory")
 
     gone = store.sweep(0, 1)
 
     assert len(gone) == 2
     assert len(files(tmp_path)) == len(kept) + 2
+    assert not (tmp_path / "step-00000003").exists()
     assert whole(store) == [1]
 
 
 CHILD = """
 import sys
 sys.path.insert(0, sys.argv[2])
-import test_store as t
-store = t.open_store(sys.argv[1])
+import snapshots as t
+from lazysnap.config import PersistentLevel
+from lazysnap.levels import open_store
+store = open_store(sys.argv[1])
 for step in range(1, 5):
     store.write(t.meta(step), t.Image(step))
     print(step, flush=True)
-    store.retain(t.PersistentLevel(sys.argv[1], keep_last=2), t.RUN)
+    store.retain(PersistentLevel(sys.argv[1], keep_last=2), t.RUN)
 store.write(t.meta(4), t.Image(4))
 """
 

@@ -1,0 +1,66 @@
+"""Small snapshots to write, and what can be asked of a place afterwards."""
+
+import pathlib
+import subprocess
+
+import pytest
+
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta
+
+RUN, OTHER = "0" * 16, "f" * 16
+
+
+def image_of(step: int, elements: int = 5000) -> memoryview:
+    """A shard with one tensor, different at each step; room to the next page, as in a slot."""
+    layout = Layout.plan([TensorSpec("weight", "U8", (elements,))])
+    room = map_anonymous(-(-layout.size_bytes // 4096) * 4096)
+    room[: len(layout.header)] = layout.header
+    room[len(layout.header) : layout.size_bytes] = bytes([step % 256]) * elements
+    return room
+
+
+class Image:
+    def __init__(self, step: int, elements: int = 5000) -> None:
+        self.room = image_of(step, elements)
+        self.size_bytes = Layout.plan([TensorSpec("weight", "U8", (elements,))]).size_bytes
+
+    def wait(self, upto: int) -> None:
+        pass
+
+    def view(self, offset: int, length: int) -> memoryview:
+        return self.room[offset : offset + length]
+
+    def finish(self) -> None:
+        pass
+
+
+def meta(step: int, run: str = RUN) -> CaptureMeta:
+    return CaptureMeta(run, 1 if run == RUN else 2, step, 0, 1, 3, state={"step": step})
+
+
+def whole(store, run: str = RUN) -> list[int]:
+    """Steps of ``run`` that can be restored: every block read and verified."""
+    steps = []
+    for entry in store.inventory().entries:
+        manifest = store.read_manifest(entry)
+        out = map_anonymous(manifest.size_bytes)
+        store.read_image(entry, manifest, out)
+        assert out[-1] == entry.step % 256
+        if entry.run_id == run:
+            steps.append(entry.step)
+    return sorted(steps)
+
+
+def files(root: pathlib.Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def mount(path: pathlib.Path, size: str) -> None:
+    path.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("mounting a tmpfs needs root")
