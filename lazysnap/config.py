@@ -1,8 +1,10 @@
 """Settings: frozen objects, checked when they are made."""
 
+import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from lazysnap.errors import ConfigError
@@ -29,6 +31,21 @@ def resolve_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def _plain_options(options: object) -> dict[str, Any]:
+    """A copy of ``storage_options``; values are never part of a message, they may be secrets."""
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise ConfigError(f"PersistentLevel.storage_options must map names to values, got {type(options).__name__}")
+    for name, value in options.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"PersistentLevel.storage_options[{name!r}] must be a plain value (text, number, list, dict), got "
+                f"{type(value).__name__}: it is handed to the keeper's process as JSON"
+            ) from None
+    return dict(options)
+
+
 @dataclass(frozen=True)
 class PersistentLevel:
     """A place where snapshots are kept as files: a local path or any fsspec URL."""
@@ -41,7 +58,19 @@ class PersistentLevel:
     keep_last: int = field(default=2, kw_only=True)
     """Complete snapshots of this run to keep; older ones are deleted. The newest complete one always stays."""
     keep_every_n_steps: int | None = field(default=None, kw_only=True)
-    """Keep snapshots whose step is a multiple of this for ever, besides ``keep_last``."""
+    """Keep snapshots whose step is a multiple of this for ever, besides ``keep_last``; such a step is persisted
+    whenever it is captured, and never left out for a newer one."""
+    storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
+    """Options of the fsspec file system (credentials, endpoint, …), as plain JSON values. They travel to the keeper over
+    a socket that only this user can open, and are never written to a file. fsspec's own configuration works as well."""
+    max_bytes_per_s: int | None = field(default=None, kw_only=True)
+    """Upper bound for writing there, averaged over seconds; ``None``: none. Restores are not bounded."""
+    timeout_s: float = field(default=120.0, kw_only=True)
+    """An operation that moves no byte for so long is given up: the level counts as failed, training and the other
+    levels go on, and the next snapshot tries it again."""
+    verify: bool | None = field(default=None, kw_only=True)
+    """Read every snapshot back after its commit and before older ones are deleted. ``None``: where the place does not
+    check each part itself on arrival (S3 does), so that reading back costs no transfer fees."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, (str, os.PathLike)) or not os.fspath(self.url):
@@ -50,6 +79,14 @@ class PersistentLevel:
         _check_positive("PersistentLevel", "every_n_steps", self.every_n_steps)
         _check_positive("PersistentLevel", "keep_last", self.keep_last)
         _check_positive("PersistentLevel", "keep_every_n_steps", self.keep_every_n_steps, optional=True)
+        _check_positive("PersistentLevel", "max_bytes_per_s", self.max_bytes_per_s, optional=True)
+        _check_seconds("PersistentLevel", "timeout_s", self.timeout_s)
+        if self.timeout_s == 0:
+            raise ConfigError("PersistentLevel.timeout_s must be more than 0 seconds")
+        if self.verify not in (None, True, False):
+            raise ConfigError(f"PersistentLevel.verify must be True, False or None, got {self.verify!r}")
+        if self.storage_options is not None:
+            object.__setattr__(self, "storage_options", _plain_options(self.storage_options))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,9 @@
     │   └── MemoryBoundExceeded (MemoryError)       the slots do not fit in ``MemoryLevel.max_bytes``
     ├── LevelError                                  one storage level
     │   ├── LevelUnavailable                        it does not answer, or refuses
-    │   └── LevelFull                               no space or quota left
+    │   ├── LevelFull                               no space or quota left
+    │   ├── LevelHangs          (TimeoutError)      an operation there did not move within the level's deadline
+    │   └── NameTaken                               another writer has the name already
     └── WaitTimeout            (TimeoutError)       a deadline passed; what was waited for may still happen
 """
 
@@ -89,6 +91,14 @@ class LevelUnavailable(LevelError):
 
 class LevelFull(LevelError):
     """No space or quota left at the level."""
+
+
+class LevelHangs(LevelError, TimeoutError):
+    """An operation at the level did not move for ``PersistentLevel.timeout_s``."""
+
+
+class NameTaken(LevelError):
+    """Another writer has, or is writing, an object of this name; nothing of it was touched."""
 
 
 class WaitTimeout(LazySnapError, TimeoutError):

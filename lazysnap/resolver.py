@@ -1,8 +1,8 @@
 """From what the levels hold to what a restart may restore. Pure: values in, a plan out."""
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,22 @@ class Entry:
     world_size: int
     location: str
     """Where in the level: a directory name, or a slot's index."""
+    frozen: str | None = None
+    """Digest of the immutable tensors that belong with it, which may be found at another level."""
+    names: tuple[str, ...] = ()
+    """What the snapshot was called by ``keep``."""
+
+
+@dataclass(frozen=True)
+class FrozenEntry:
+    """One image of immutable tensors at one level."""
+
+    level: str
+    speed: int
+    run_id: str
+    digest: str
+    location: str
+    """Where in the level: a directory name, or a slot's index."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +44,7 @@ class Inventory:
 
     level: str
     entries: tuple[Entry, ...] = ()
+    frozen: tuple[FrozenEntry, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -40,6 +57,8 @@ class RestartPlan:
     step: int
     world_size: int
     sources: tuple[tuple[Entry, ...], ...]
+    frozen: Mapping[str, tuple[FrozenEntry, ...]] = field(default_factory=dict)
+    """For each digest that an entry refers to, the levels that offer it, fastest first."""
 
     @property
     def level(self) -> str:
@@ -47,24 +66,40 @@ class RestartPlan:
         return max((offers[0] for offers in self.sources), key=lambda entry: entry.speed).level
 
 
-def candidates(inventories: Iterable[Inventory], *, step: int | None = None) -> list[RestartPlan]:
+def candidates(
+    inventories: Iterable[Inventory], *, step: int | None = None, name: str | None = None
+) -> list[RestartPlan]:
     """Every complete snapshot, the best one first: of the run started last, then of the greatest step.
 
-    A snapshot is complete when each of the ranks that its entries name is there at some level. With ``step`` only
-    snapshots of that step are listed. The caller tries them in this order until one verifies.
+    A snapshot is complete when each of the ranks that its entries name is there at some level, and at some level the
+    immutable tensors that it refers to. With ``step`` only snapshots of that step are listed, with ``name`` those that
+    ``keep`` called so. The caller tries them in this order until one verifies.
     """
+    inventories = list(inventories)
+    frozen: dict[tuple[str, str], list[FrozenEntry]] = defaultdict(list)
+    for image in (image for inventory in inventories for image in inventory.frozen):
+        frozen[image.run_id, image.digest].append(image)
     found: dict[tuple[int, str, int, int], dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for inventory in inventories:
         for entry in inventory.entries:
+            if entry.frozen is not None and (entry.run_id, entry.frozen) not in frozen:
+                continue
             key = (entry.run_started_ns, entry.run_id, entry.step, entry.world_size)
             found[key][entry.rank].append(entry)
     plans = []
     for (run_started_ns, run_id, at, world_size), ranks in sorted(
         found.items(), key=lambda item: (item[0][0], item[0][1], item[0][2], item[0][3]), reverse=True
     ):
-        if set(ranks) == set(range(world_size)) and (step is None or step == at):
+        names = {given for entries in ranks.values() for entry in entries for given in entry.names}
+        asked_for = (step is None or step == at) and (name is None or name in names)
+        if set(ranks) == set(range(world_size)) and asked_for:
             sources = tuple(
                 tuple(sorted(ranks[rank], key=lambda entry: (entry.speed, entry.location))) for rank in sorted(ranks)
             )
-            plans.append(RestartPlan(run_id, run_started_ns, at, world_size, sources))
+            digests = {entry.frozen for entries in sources for entry in entries if entry.frozen is not None}
+            images = {
+                digest: tuple(sorted(frozen[run_id, digest], key=lambda image: (image.speed, image.location)))
+                for digest in sorted(digests)
+            }
+            plans.append(RestartPlan(run_id, run_started_ns, at, world_size, sources, images))
     return plans

@@ -174,6 +174,7 @@ class LocalStorage:
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 2
+    checks_writes = False
 
     def __init__(self, root: str) -> None:
         self.url = root
@@ -194,7 +195,7 @@ class LocalStorage:
         except OSError as error:
             raise level_error(self.url, f"creating {path} of {size_bytes} bytes", error) from error
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
         """Temporary file, fsync, rename, fsync of the directory."""
         writer = self.begin(path, len(data))
         try:
@@ -256,6 +257,14 @@ class LocalStorage:
             return []
         except OSError as error:
             raise level_error(self.url, f"listing {path or '.'}", error) from error
+
+    def lease(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """To be built."""
+        return contextlib.nullcontext()
+
+    def is_leased(self, path: str) -> bool:
+        """To be built."""
+        return False
 
     def delete(self, path: str) -> None:
         """Unlink a file and make that durable."""

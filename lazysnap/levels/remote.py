@@ -9,7 +9,7 @@ import datetime
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import fsspec
@@ -84,11 +84,12 @@ class FsspecStorage:
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 1
+    checks_writes = False
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self.url = url
         try:
-            filesystem, root = fsspec.core.url_to_fs(url)
+            filesystem, root = fsspec.core.url_to_fs(url, **(options or {}))
         except (ImportError, ValueError) as error:
             raise LevelUnavailable(f"{url}: fsspec cannot open it: {error}; install the package it names") from error
         self._fs: Any = filesystem
@@ -124,7 +125,7 @@ class FsspecStorage:
         self._call(f"uploading {path}", "put_file", local, self._path(path))
         self._pass("level.remote.uploaded")
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
         """Upload a small object."""
         self._call(f"creating the directory of {path}", "makedirs", os.path.dirname(self._path(path)), exist_ok=True)
         self._pass("level.remote.put")
@@ -170,6 +171,14 @@ class FsspecStorage:
         except FileNotFoundError:
             return []
         return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
+
+    def lease(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """To be built."""
+        return contextlib.nullcontext()
+
+    def is_leased(self, path: str) -> bool:
+        """To be built."""
+        return False
 
     def delete(self, path: str) -> None:
         """Delete an object."""

@@ -1,6 +1,7 @@
 """The little that a place for snapshots must be able to do. Levels move bytes; they never re-serialize them."""
 
 import errno
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from lazysnap.errors import LevelFull, LevelUnavailable
@@ -50,13 +51,22 @@ class Storage(Protocol):
     url: str
     parallel_writes: int
     """Threads that a writer can use with profit; 1 means that blocks must come in order."""
+    checks_writes: bool
+    """Whether the place itself compares a checksum of every part on arrival: reading back would prove no more."""
 
     def begin(self, path: str, size_bytes: int) -> Writer:
-        """Start to write an object of a size known beforehand; its directory is made."""
+        """Start to write an object of a size known beforehand; its directory is made.
+
+        Raises: NameTaken, here or in ``Writer.publish``, if an object of that name is there already or another writer
+        claimed it; that object is not touched.
+        """
         ...
 
-    def put(self, path: str, data: bytes) -> None:
-        """Write a small object as one act: durable and visible on return, or not there at all."""
+    def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
+        """Write a small object as one act: durable and visible on return, or not there at all.
+
+        ``exclusive``: raises NameTaken if there is one already, also against writers elsewhere (where the place can).
+        """
         ...
 
     def get(self, path: str) -> bytes:
@@ -81,6 +91,17 @@ class Storage(Protocol):
 
     def list(self, path: str = "") -> list[str]:
         """Names in a directory, files and directories; empty if there is no such directory."""
+        ...
+
+    def lease(self, path: str) -> AbstractContextManager[None]:
+        """While held, retention anywhere leaves the snapshot alone whose shard or manifest ``path`` is.
+
+        Never fails for want of rights: a reader that may not write gets no protection, and reads all the same.
+        """
+        ...
+
+    def is_leased(self, path: str) -> bool:
+        """Whether a living reader holds a lease on ``path``. A lease of a reader that died ends by itself."""
         ...
 
     def delete(self, path: str) -> None:

@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from urllib.parse import urlsplit
 
 from lazysnap import faults
@@ -58,7 +59,7 @@ def _is_complete(entries: list[Entry]) -> bool:
     )
 
 
-def open_store(url: str, *, speed: int = 1) -> "SnapshotStore":
+def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = None) -> "SnapshotStore":
     """The store at a path or fsspec URL. Does no I/O for local paths.
 
     Raises: LevelUnavailable, if fsspec does not know the protocol or lacks its package.
@@ -68,7 +69,7 @@ def open_store(url: str, *, speed: int = 1) -> "SnapshotStore":
         return SnapshotStore(LocalStorage(url), speed=speed)
     from lazysnap.levels.remote import FsspecStorage  # fsspec costs 0.1 s that local levels need not pay
 
-    return SnapshotStore(FsspecStorage(url), speed=speed)
+    return SnapshotStore(FsspecStorage(url, options), speed=speed)
 
 
 class SnapshotStore:
@@ -217,7 +218,7 @@ class SnapshotStore:
                 except (FormatError, LevelError) as error:
                     # One file that cannot be read says nothing about the others.
                     problems.append(str(error))
-        return Inventory(self.url, tuple(entries), tuple(problems))
+        return Inventory(self.url, tuple(entries), problems=tuple(problems))
 
     def _look_at(self, directory: str, name: str) -> Entry:
         """Check one manifest, and that its shard is there. Manifests that did not change are not read again.

@@ -13,13 +13,17 @@ from lazysnap.errors import FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
 
 FORMAT = "lazysnap"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest version that is read. Written is the oldest that can say what is to be said: 2 with ``frozen``, else 1."""
 _HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
 _MIDDLE = b'","manifest":'
 _TAIL = b"}\n"
 _BODY_START = len(_HEAD) + 32 + len(_MIDDLE)
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _DIRECTORY = re.compile(r"step-(\d{8,})(?:\.([0-9a-f]{8}))?")
+_FROZEN_DIRECTORY = re.compile(r"frozen-([0-9a-f]{16})-([0-9a-f]{32})")
+_KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 _RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.(safetensors|json)")
 
 
@@ -32,6 +36,33 @@ def parse_directory_name(name: str) -> int | None:
     """The step of a snapshot directory's name, ``None`` for any other name."""
     match = _DIRECTORY.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def frozen_directory_name(run_id: str, digest: str) -> str:
+    """``frozen-<run id>-<digest>``: where a run's immutable tensors of that content are."""
+    return f"frozen-{run_id}-{digest}"
+
+
+def parse_frozen_directory_name(name: str) -> tuple[str, str] | None:
+    """Run id and digest, ``None`` for any other name."""
+    match = _FROZEN_DIRECTORY.fullmatch(name)
+    return (match[1], match[2]) if match else None
+
+
+def is_keep_name(name: object) -> bool:
+    """Whether a snapshot may be called so: 1 to 64 of ``A-Z a-z 0-9 . _ -``, the first a letter or digit."""
+    return isinstance(name, str) and _KEEP_NAME.fullmatch(name) is not None
+
+
+def keep_file_name(name: str) -> str:
+    """``keep-before-anneal``: an object in a snapshot's directory that names it, and so keeps it."""
+    return f"keep-{name}"
+
+
+def parse_keep_file_name(file: str) -> str | None:
+    """The name that a ``keep-…`` object gives, ``None`` for any other file."""
+    match = _KEEP_FILE.fullmatch(file)
+    return match[1] if match else None
 
 
 def shard_name(rank: int, world_size: int) -> str:
@@ -48,6 +79,24 @@ def parse_rank_name(name: str) -> tuple[int, int, str] | None:
     """Rank, world size and suffix of a shard's or manifest's name, ``None`` for any other name."""
     match = _RANK_FILE.fullmatch(name)
     return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
+@dataclass(frozen=True)
+class FrozenReference:
+    """The immutable tensors that a capture belongs with: an image of their own, stored once per run and level."""
+
+    digest: str
+    """``Checksums.whole`` of that image, 32 hexadecimal digits: its content decides its name."""
+    size_bytes: int
+
+    @classmethod
+    def from_fields(cls, fields: Any, where: str) -> "FrozenReference":
+        """Check parsed JSON. Raises: ShardCorrupt."""
+        if not isinstance(fields, dict) or set(fields) != {"digest", "size_bytes"}:
+            raise ShardCorrupt(f"{where}: frozen must hold digest and size_bytes, got {fields!r:.100}")
+        if not isinstance(fields["digest"], str) or not re.fullmatch(r"[0-9a-f]{32}", fields["digest"]):
+            raise ShardCorrupt(f"{where}: frozen.digest must be 32 hexadecimal digits, got {fields['digest']!r:.50}")
+        return cls(fields["digest"], _count(fields, "size_bytes", where))
 
 
 @dataclass(frozen=True)
@@ -70,10 +119,18 @@ class CaptureMeta:
     """The small state in the safe JSON encoding (lazysnap.state.codec)."""
     packages: dict[str, str] = field(default_factory=dict)
     """Versions of the packages that wrote it."""
+    frozen: FrozenReference | None = None
+    """Where the tensors are that ``state`` refers to and the shard does not hold; absent in JSON if there are none."""
+
+    def to_fields(self) -> dict[str, Any]:
+        """As plain values, the keys in the order of this class."""
+        fields = dict(vars(self))
+        frozen = fields.pop("frozen")
+        return fields if frozen is None else {**fields, "frozen": vars(frozen)}
 
     def to_bytes(self) -> bytes:
-        """As one JSON object with exactly the fields of this class as keys."""
-        return _dump(vars(self))
+        """As one JSON object with the fields of this class as keys."""
+        return _dump(self.to_fields())
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str = "capture") -> "CaptureMeta":
@@ -83,9 +140,11 @@ class CaptureMeta:
     @classmethod
     def from_fields(cls, fields: dict[str, Any], where: str) -> "CaptureMeta":
         """Check parsed JSON. Raises: ShardCorrupt."""
-        missing = set(cls.__dataclass_fields__) ^ set(fields)
+        missing = set(cls.__dataclass_fields__) ^ {*fields, "frozen"}
         if missing:
             raise ShardCorrupt(f"{where}: keys missing or unknown: {sorted(missing)}")
+        if "frozen" in fields:
+            fields = {**fields, "frozen": FrozenReference.from_fields(fields["frozen"], where)}
         meta = cls(**fields)
         if not isinstance(meta.run_id, str) or not _RUN_ID.fullmatch(meta.run_id):
             raise ShardCorrupt(f"{where}: run_id must be 16 hexadecimal digits, got {meta.run_id!r:.50}")
@@ -123,8 +182,8 @@ class Manifest:
         body = _dump(
             {
                 "format": FORMAT,
-                "version": FORMAT_VERSION,
-                **vars(self.meta),
+                "version": 1 if self.meta.frozen is None else 2,
+                **self.meta.to_fields(),
                 "created_ns": self.created_ns,
                 "shard": {
                     "file": self.file,
@@ -163,6 +222,8 @@ class Manifest:
             raise FormatTooNew(
                 f"{where}: format version {version}, this lazysnap reads up to {FORMAT_VERSION}; upgrade lazysnap"
             )
+        if version < 2 and "frozen" in fields:
+            raise ShardCorrupt(f"{where}: frozen is a key of version 2, the manifest says {version}")
         shard, created_ns = fields.pop("shard", None), fields.pop("created_ns", None)
         _check_count("created_ns", created_ns, where)
         meta = CaptureMeta.from_fields(fields, where)

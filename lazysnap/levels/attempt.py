@@ -1,0 +1,65 @@
+"""Work at a level that may hang, run so that nobody has to wait for it longer than a deadline."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from lazysnap.errors import CaptureAborted, LevelHangs
+
+Result = TypeVar("Result")
+
+_CHECK_S = 0.25
+
+
+class Attempt(Generic[Result]):
+    """Runs ``work(beat)`` in a daemon thread of its own. ``beat()`` says that something moved.
+
+    A thread that hangs in a dead file system cannot be ended: it is left behind. Should it come back, its next
+    ``beat()`` raises CaptureAborted, so that it cleans up and commits nothing.
+    """
+
+    def __init__(self, work: "Callable[[Callable[[], None]], Result]", name: str) -> None:
+        self._name = name
+        self._moved = time.monotonic()
+        self._given_up = False
+        self._done = threading.Event()
+        self._result: list[Result] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, work: "Callable[[Callable[[], None]], Result]") -> None:
+        try:
+            self._result.append(work(self.beat))
+        except BaseException as error:  # noqa: BLE001  handed to the one who waits
+            self._error = error
+        finally:
+            self._done.set()
+
+    def beat(self) -> None:
+        """Something moved. Raises: CaptureAborted, if nobody waits for this any more."""
+        self._moved = time.monotonic()
+        if self._given_up:
+            raise CaptureAborted(f"{self._name}: came back after its deadline")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is still at it, waited for or not."""
+        return not self._done.is_set()
+
+    def result(self, timeout_s: float) -> Result:
+        """What ``work`` returned or raised. Blocks: as long as it moves, and ``timeout_s`` longer.
+
+        Raises: LevelHangs.
+        """
+        while not self._done.wait(min(_CHECK_S, timeout_s)):
+            if time.monotonic() - self._moved > timeout_s:
+                self._given_up = True
+                raise LevelHangs(
+                    f"{self._name} did not move for {timeout_s:g} s; check the mount or endpoint, or raise "
+                    "PersistentLevel(timeout_s=...)"
+                )
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
