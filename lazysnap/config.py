@@ -61,8 +61,8 @@ class PersistentLevel:
     """Keep snapshots whose step is a multiple of this for ever, besides ``keep_last``; such a step is persisted
     whenever it is captured, and never left out for a newer one."""
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
-    """Options of the fsspec file system (credentials, endpoint, …), as plain JSON values. They travel to the keeper over
-    a socket that only this user can open, and are never written to a file. fsspec's own configuration works as well."""
+    """Options of the fsspec file system (credentials, endpoint, …), as plain JSON values. They travel to the keeper
+    over a socket of this user's only, and are never written to a file. fsspec's own configuration works as well."""
     max_bytes_per_s: int | None = field(default=None, kw_only=True)
     """Upper bound for writing there, averaged over seconds; ``None``: none. Restores are not bounded."""
     timeout_s: float = field(default=120.0, kw_only=True)

@@ -1,6 +1,6 @@
 """Which captures a level persists and which of its snapshots it may delete. Pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lazysnap.config import PersistentLevel
 
@@ -11,16 +11,34 @@ def is_due(level: PersistentLevel, step: int, last_step: int | None, world_size:
     With one rank, the newest capture is wanted as soon as ``every_n_steps`` have passed, whatever the step's number.
     With several, the answer depends on nothing but the step, so that all ranks give the same one.
     """
+    if is_wanted(level, step):
+        return True
     if world_size > 1:
         return step % level.every_n_steps == 0
     return last_step is None or step < last_step or step - last_step >= level.every_n_steps
 
 
-def expired(steps: Sequence[int], level: PersistentLevel) -> list[int]:
+def is_wanted(level: PersistentLevel, step: int) -> bool:
+    """Whether the level's retention asks for this very step, so that it is not left out for a newer one."""
+    return level.keep_every_n_steps is not None and step % level.keep_every_n_steps == 0
+
+
+def expired(
+    steps: Sequence[int],
+    level: PersistentLevel,
+    *,
+    sound: Collection[int],
+    protected: Collection[int] = (),
+) -> list[int]:
     """Of the complete snapshots ``steps`` of one run, those that ``level`` need not keep, oldest first.
 
-    Never the newest one, never one of the last ``keep_last``, never a multiple of ``keep_every_n_steps``.
+    ``sound``: those of the newest that were read back whole. As long as there are fewer than ``keep_last`` of them
+    nothing goes; else what is older than they are, but never a multiple of ``keep_every_n_steps`` nor a step in
+    ``protected`` (it has a name, or another level has still to copy it).
     """
-    ordered = sorted(set(steps))
-    every = level.keep_every_n_steps
-    return [step for step in ordered[: -level.keep_last] if every is None or step % every != 0]
+    newest = sorted(set(sound) & set(steps))[-level.keep_last :]
+    if len(newest) < level.keep_last:
+        return []
+    return [
+        step for step in sorted(set(steps)) if step < newest[0] and step not in protected and not is_wanted(level, step)
+    ]

@@ -1,9 +1,11 @@
 """Where the bytes of a shard come from while it is written: a slot that still fills, or a file that is whole."""
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
 from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.pace import Pace
 from lazysnap.levels.storage import Storage
 
 
@@ -65,3 +67,50 @@ class FileSource:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class MemorySource:
+    """An image that is whole in memory."""
+
+    def __init__(self, image: memoryview, size_bytes: int) -> None:
+        """``image`` reaches up to the next page boundary behind ``size_bytes``."""
+        self.size_bytes = size_bytes
+        self._image = image
+
+    def wait(self, upto: int) -> None:
+        """Nothing to wait for."""
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """See ``BlockSource.view``."""
+        return self._image[offset : offset + length]
+
+    def finish(self) -> None:
+        """The writer compares the digest: nothing more to say."""
+
+
+class PacedSource:
+    """A source that is read no faster than a level may be written, and tells its reader's supervisor that it moves."""
+
+    def __init__(self, source: BlockSource, pace: Pace, beat: Callable[[], None]) -> None:
+        self.size_bytes = source.size_bytes
+        self._source = source
+        self._pace = pace
+        self._beat = beat
+
+    def wait(self, upto: int) -> None:
+        """See ``BlockSource.wait``; a capture has a deadline of its own."""
+        self._beat()
+        self._source.wait(upto)
+        self._beat()
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """See ``BlockSource.view``. Blocks: until the level may take so much more."""
+        self._pace.take(length, self._beat)
+        self._beat()
+        return self._source.view(offset, length)
+
+    def finish(self) -> None:
+        """See ``BlockSource.finish``."""
+        self._beat()
+        self._source.finish()
+        self._beat()

@@ -4,59 +4,53 @@ Layout (docs/format.md)::
 
     step-00001000/rank-00000-of-00001.safetensors
     step-00001000/rank-00000-of-00001.json
+    step-00001000/keep-before-anneal
+    frozen-<run id>-<digest>/rank-00000-of-00001.safetensors   immutable tensors, once for all snapshots of the run
+    frozen-<run id>-<digest>/rank-00000-of-00001.json
 """
 
 import contextlib
-import itertools
-import logging
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel, resolve_url
-from lazysnap.errors import FormatError, LazySnapError, LevelError, ShardCorrupt
-from lazysnap.levels.files import PAGE, TEMP_MARK
+from lazysnap.errors import (
+    ConfigError,
+    FormatError,
+    LazySnapError,
+    LevelError,
+    LevelUnavailable,
+    NameTaken,
+    ShardCorrupt,
+)
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.retention import retain, sweep
+from lazysnap.levels.shards import ShardPlace, read_blocks, write_shard
 from lazysnap.levels.source import BlockSource
-from lazysnap.levels.storage import Storage, Writer, level_error
-from lazysnap.policy import expired
-from lazysnap.resolver import Entry, Inventory
-from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
+from lazysnap.levels.storage import Storage, level_error
+from lazysnap.resolver import Entry, FrozenEntry, Inventory
+from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import (
     CaptureMeta,
     Manifest,
-    directory_name,
+    directory_names,
+    frozen_directory_name,
+    is_keep_name,
+    keep_file_name,
     manifest_name,
     parse_directory_name,
+    parse_frozen_directory_name,
+    parse_keep_file_name,
     parse_rank_name,
     shard_name,
 )
 
-logger = logging.getLogger(__name__)
-_READ_THREADS = 2
+_NAME_ATTEMPTS = 5
 _USUAL_NAMES = 3
-
-
-def _directory_names(meta: CaptureMeta) -> Iterator[str]:
-    """Names for a snapshot's directory, the first that is free is taken: two runs, or one that passes a step again."""
-    yield directory_name(meta.step)
-    yield directory_name(meta.step, meta.run_id[:8])
-    yield directory_name(meta.step, meta.run_id[8:])
-    for number in itertools.count():
-        yield directory_name(meta.step, digest(f"{meta.run_id} {number}".encode()))
-
-
-def _is_complete(entries: list[Entry]) -> bool:
-    """Whether all ranks of the world that one of them names are there."""
-    return any(
-        len({entry.rank for entry in entries if entry.world_size == world_size}) == world_size
-        for world_size in {entry.world_size for entry in entries}
-    )
 
 
 def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = None) -> "SnapshotStore":
@@ -73,7 +67,10 @@ def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = 
 
 
 class SnapshotStore:
-    """All snapshots at one level. Thread-safe for different steps. Every method blocks."""
+    """All snapshots at one level. Thread-safe for different steps. Every method blocks.
+
+    Raises: LevelError, if the level does not answer or refuses.
+    """
 
     def __init__(self, storage: Storage, *, speed: int = 1) -> None:
         self.storage = storage
@@ -81,103 +78,92 @@ class SnapshotStore:
         self.speed = speed
         self._known: dict[str, tuple[object, int, Entry]] = {}
         """By path of the manifest: its stamp when it was read, size of the shard, what it says."""
+        self._sound: dict[str, int] = {}
+        """By path of the manifest: ``created_ns`` of the snapshot that was read back whole."""
+
+    # ---------------------------------------------------------------- writing
 
     def write(self, meta: CaptureMeta, source: BlockSource) -> Manifest:
-        """Write and commit one shard while its later bytes may still be on their way.
+        """Write and commit one shard while its later bytes may still be on their way; see ``write_entry``."""
+        return self.write_entry(meta, source)[1]
 
-        Durable: on return, shard and manifest survive a power cut.
+    def write_entry(self, meta: CaptureMeta, source: BlockSource) -> tuple[Entry, Manifest]:
+        """Write and commit one shard; where it is now, and its manifest.
+
+        Durable: on return, shard and manifest survive a power cut. A committed shard is never written over, also not by
+        another writer at the same moment: another name is used, and an older one of the same run goes after the commit.
         Raises: LevelError, and nothing of the shard is left or visible; CaptureAborted likewise.
         """
+        taken: set[str] = set()
+        for _ in range(_NAME_ATTEMPTS):
+            with self._naming(f"writing step {meta.step}"):
+                directory, previous = self._directory_for(meta, taken)
+                place = ShardPlace(self.storage, directory, meta.rank, meta.world_size)
+                try:
+                    manifest = write_shard(place, meta, source)
+                except NameTaken:
+                    taken.add(directory)
+                    continue
+                if self.storage.checks_writes:
+                    self._sound[place.manifest_path] = manifest.created_ns
+                # Nothing after the commit may fail the snapshot.
+                faults.point("level.store.committed")
+                for old in previous:
+                    ShardPlace(self.storage, old, meta.rank, meta.world_size).delete_or_leave()
+                return self._entry(meta, directory), manifest
+        raise LevelUnavailable(f"{self.url}: step {meta.step}: other writers took every name; does the job run twice?")
+
+    def write_frozen(self, meta: CaptureMeta, source: BlockSource, digest: str) -> Manifest:
+        """Write and commit the image of a run's immutable tensors, unless it is there already.
+
+        Raises: ShardCorrupt, if what was read has not that digest; LevelError; CaptureAborted.
+        """
+        directory = frozen_directory_name(meta.run_id, digest)
+        place = ShardPlace(self.storage, directory, meta.rank, meta.world_size)
+        with self._naming(f"writing the immutable tensors {digest}"):
+            committed = self._frozen_at(place, digest)
+            if committed is None:
+                try:
+                    return write_shard(place, meta, source, expected=digest)
+                except NameTaken:
+                    committed = self._frozen_at(place, digest)
+            if committed is None:
+                raise LevelUnavailable(
+                    f"{self.url}/{directory}: another writer is at it, or died at it; the next snapshot is tried again"
+                )
+            return committed
+
+    def frozen_lease(self, run_id: str, digest: str) -> contextlib.AbstractContextManager[None]:
+        """While held, no retention takes the image for unreferenced: between its commit and that of a snapshot."""
+        return self.storage.lease(f"{frozen_directory_name(run_id, digest)}/{manifest_name(0, 1)}")
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
         try:
-            return self._write(meta, source)
+            yield
         except LazySnapError:
             raise
         except OSError as error:
-            raise level_error(self.url, f"writing step {meta.step}", error) from error
+            raise level_error(self.url, what, error) from error
 
-    def _write(self, meta: CaptureMeta, source: BlockSource) -> Manifest:
-        directory, previous = self._directory_for(meta)
-        name = shard_name(meta.rank, meta.world_size)
-        faults.point("level.store.begin")
-        writer = self.storage.begin(f"{directory}/{name}", source.size_bytes)
-        # Until it is closed, no sweep of another process takes the shard for garbage.
-        with contextlib.closing(writer):
-            try:
-                checksums, header_bytes = self._write_blocks(writer, source)
-                source.finish()
-                faults.point("level.store.publish_shard")
-                writer.publish()
-                manifest = Manifest(meta, name, header_bytes, checksums, time.time_ns())
-                faults.point("level.store.commit")
-                self.storage.put(f"{directory}/{manifest_name(meta.rank, meta.world_size)}", manifest.encode())
-            except BaseException:
-                # First the writer: what it removes is not published.
-                writer.close()
-                self._clean_up(directory, meta)
-                raise
-        # Nothing after the commit may fail the snapshot.
-        faults.point("level.store.committed")
-        for old in previous:
-            self._clean_up(old, meta)
+    def _frozen_at(self, place: ShardPlace, digest: str) -> Manifest | None:
+        try:
+            manifest = place.read_manifest()
+        except FileNotFoundError:
+            return None
+        if manifest.checksums.whole != digest:
+            raise ShardCorrupt(f"{place.where}: holds {manifest.checksums.whole}, its name says {digest}")
         return manifest
 
-    def _write_blocks(self, writer: Writer, source: BlockSource) -> tuple[Checksums, int]:
-        """Write from ``parallel_writes`` threads; each block's checksum is computed by the thread that writes it.
-
-        Returns the checksums and the length of the shard's header.
-        """
-        size = source.size_bytes
-        header_bytes = 0
-        failed = threading.Event()
-
-        def one(span: tuple[int, int]) -> str:
-            nonlocal header_bytes
-            offset, length = span
-            try:
-                block = source.view(offset, -(-length // PAGE) * PAGE)
-                if len(block) < length:
-                    raise ShardCorrupt(f"step for {self.url}: {len(block)} bytes at {offset}, expected {length}")
-                if offset == 0:
-                    header_bytes = 8 + int.from_bytes(block[:8], "little")
-                checksum = digest(block[:length])
-                # The padding of the last page is cut off again when the file is published.
-                writer.write(offset, block)
-            except BaseException:
-                failed.set()
-                raise
-            return checksum
-
-        with ThreadPoolExecutor(self.storage.parallel_writes, "lazysnap-write") as pool:
-            futures = []
-            try:
-                for span in block_ranges(size):
-                    source.wait(span[0] + span[1])
-                    if failed.is_set():
-                        break  # the capture may last, the level is done
-                    futures.append(pool.submit(one, span))
-                return Checksums(size, BLOCK_BYTES, tuple(future.result() for future in futures)), header_bytes
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-
-    def _clean_up(self, directory: str, meta: CaptureMeta) -> None:
-        """Delete one shard and its manifest, or leave them for the next sweep."""
-        try:
-            self._delete(directory, meta.rank, meta.world_size)
-        except (LevelError, OSError) as error:
-            logger.warning("left in %s/%s: %s", self.url, directory, error)
-
-    def _directory_for(self, meta: CaptureMeta) -> tuple[str, list[str]]:
-        """Where to write, and where the same shard of the same run stands already (a resumed run passes a step again).
-
-        A committed shard is never written over: another name is used, and the first deleted after the commit.
-        """
+    def _directory_for(self, meta: CaptureMeta, taken: set[str]) -> tuple[str, list[str]]:
+        """Where to write, and where this shard of the run stands already: a resumed run passes a step again."""
         free, previous = None, []
-        for number, name in enumerate(_directory_names(meta)):
+        for number, name in enumerate(directory_names(meta)):
             owner = self._run_of(f"{name}/{manifest_name(meta.rank, meta.world_size)}")
-            if owner == meta.run_id:
+            # A snapshot that was given a name stays until it is taken from it.
+            if owner == meta.run_id and not any(map(parse_keep_file_name, self.storage.list(name))):
                 previous.append(name)
-            if owner is None and free is None:
+            if owner is None and free is None and name not in taken:
                 free = name
             if free is not None and number >= _USUAL_NAMES - 1:
                 return free, previous
@@ -192,35 +178,45 @@ class SnapshotStore:
         except FormatError:
             return ""
 
+    # ---------------------------------------------------------------- looking
+
     def inventory(self) -> Inventory:
         """What can be restored from here, and what cannot and why. Nothing found there makes it raise.
 
         Raises: LevelUnavailable, if the level does not answer.
         """
         entries: list[Entry] = []
+        images: list[FrozenEntry] = []
         problems: list[str] = []
         for directory in self.storage.list():
-            if parse_directory_name(directory) is None:
+            frozen = parse_frozen_directory_name(directory)
+            if frozen is None and parse_directory_name(directory) is None:
                 continue
             try:
                 names = self.storage.list(directory)
             except LevelError as error:
                 problems.append(str(error))
                 continue
+            given = tuple(name for name in map(parse_keep_file_name, names) if name is not None)
             for name in names:
                 parsed = parse_rank_name(name)
                 if parsed is None or parsed[2] != "json":
                     continue
                 try:
-                    entries.append(self._look_at(directory, name))
+                    entry = self._look_at(directory, name, frozen)
                 except FileNotFoundError as error:
                     problems.append(f"{self.url}/{directory}: a manifest without its shard: {error.filename or error}")
                 except (FormatError, LevelError) as error:
                     # One file that cannot be read says nothing about the others.
                     problems.append(str(error))
-        return Inventory(self.url, tuple(entries), problems=tuple(problems))
+                else:
+                    if frozen is None:
+                        entries.append(replace(entry, names=given))
+                    else:
+                        images.append(FrozenEntry(self.url, self.speed, *frozen, directory))
+        return Inventory(self.url, tuple(entries), tuple(images), tuple(problems))
 
-    def _look_at(self, directory: str, name: str) -> Entry:
+    def _look_at(self, directory: str, name: str, frozen: tuple[str, str] | None) -> Entry:
         """Check one manifest, and that its shard is there. Manifests that did not change are not read again.
 
         Raises: FormatError, LevelError, FileNotFoundError.
@@ -230,10 +226,8 @@ class SnapshotStore:
         known = self._known.get(path)
         if known is None or stamp is None or known[0] != stamp:
             manifest = Manifest.decode(self.storage.get(path), f"{self.url}/{path}")
-            self._check_place(manifest, directory, name)
-            meta = manifest.meta
-            facts = (meta.run_id, meta.run_started_ns, meta.step, meta.rank, meta.world_size)
-            known = self._known[path] = (stamp, manifest.size_bytes, Entry(self.url, self.speed, *facts, directory))
+            self._check_place(manifest, directory, name, frozen)
+            known = self._known[path] = (stamp, manifest.size_bytes, self._entry(manifest.meta, directory))
         _, expected, entry = known
         shard = f"{directory}/{shard_name(entry.rank, entry.world_size)}"
         size = self.storage.size(shard)
@@ -241,92 +235,119 @@ class SnapshotStore:
             raise ShardCorrupt(f"{self.url}/{shard}: {size} bytes, the manifest says {expected}")
         return entry
 
-    def _check_place(self, manifest: Manifest, directory: str, name: str) -> None:
+    def _entry(self, meta: CaptureMeta, directory: str) -> Entry:
+        facts = (meta.run_id, meta.run_started_ns, meta.step, meta.rank, meta.world_size)
+        digest = None if meta.frozen is None else meta.frozen.digest
+        return Entry(self.url, self.speed, *facts, directory, digest)
+
+    def _check_place(self, manifest: Manifest, directory: str, name: str, frozen: tuple[str, str] | None) -> None:
         meta = manifest.meta
-        if meta.step != parse_directory_name(directory) or name != manifest_name(meta.rank, meta.world_size):
+        where = f"{self.url}/{directory}/{name}"
+        if frozen is not None:
+            if (meta.run_id, manifest.checksums.whole) != frozen:
+                raise ShardCorrupt(f"{where}: holds {manifest.checksums.whole} of run {meta.run_id}, its name differs")
+        elif meta.step != parse_directory_name(directory) or name != manifest_name(meta.rank, meta.world_size):
             raise ShardCorrupt(
-                f"{self.url}/{directory}/{name}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}, "
-                "its name says otherwise"
+                f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}, its name says otherwise"
             )
+
+    # ---------------------------------------------------------------- reading
+
+    def _place(self, entry: Entry | FrozenEntry) -> ShardPlace:
+        if isinstance(entry, FrozenEntry):
+            return ShardPlace(self.storage, entry.location, 0, 1)
+        return ShardPlace(self.storage, entry.location, entry.rank, entry.world_size)
 
     def read_manifest(self, entry: Entry) -> Manifest:
         """The manifest of one entry. Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
-        path = f"{entry.location}/{manifest_name(entry.rank, entry.world_size)}"
-        return Manifest.decode(self.storage.get(path), f"{self.url}/{path}")
+        return self._place(entry).read_manifest()
 
-    def read_image(self, entry: Entry, manifest: Manifest, out: memoryview) -> None:
+    def read_frozen_manifest(self, entry: FrozenEntry) -> Manifest:
+        """The manifest of an image of immutable tensors. Raises: as ``read_manifest``."""
+        manifest = self._place(entry).read_manifest()
+        if manifest.checksums.whole != entry.digest:
+            raise ShardCorrupt(f"{self.url}/{entry.location}: holds {manifest.checksums.whole}")
+        return manifest
+
+    def read_image(
+        self, entry: Entry, manifest: Manifest, out: memoryview, beat: Callable[[], None] | None = None
+    ) -> None:
         """Read a shard into ``out`` (``manifest.size_bytes`` long), verifying every block as it arrives.
 
+        While it is read, retention leaves it alone. ``beat`` is called for every block.
         Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable. ``out`` is garbage then.
         """
-        path = f"{entry.location}/{manifest.file}"
-        where = f"{self.url}/{path}"
-        checksums = manifest.checksums
-        size = self.storage.size(path)
-        if size != checksums.size_bytes or len(out) != size:
-            raise ShardCorrupt(f"{where}: {size} bytes, the manifest says {checksums.size_bytes}, asked for {len(out)}")
+        if len(out) != manifest.size_bytes:
+            raise ShardCorrupt(f"{self.url}/{entry.location}: {manifest.size_bytes} bytes into {len(out)}")
+        read_blocks(self._place(entry), manifest, lambda offset, length: out[offset : offset + length], beat)
 
-        def one(index: int, offset: int, length: int) -> None:
-            block = out[offset : offset + length]
-            reader.read_into(offset, block)
-            checksums.verify_block(index, block, where)
+    def read_frozen_image(
+        self, entry: FrozenEntry, manifest: Manifest, out: memoryview, beat: Callable[[], None] | None = None
+    ) -> None:
+        """Read an image of immutable tensors; see ``read_image``."""
+        if len(out) != manifest.size_bytes:
+            raise ShardCorrupt(f"{self.url}/{entry.location}: {manifest.size_bytes} bytes into {len(out)}")
+        read_blocks(self._place(entry), manifest, lambda offset, length: out[offset : offset + length], beat)
 
-        with (
-            contextlib.closing(self.storage.reader(path)) as reader,
-            ThreadPoolExecutor(_READ_THREADS, "lazysnap-read") as pool,
-        ):
-            spans = block_ranges(size, checksums.block_bytes)
-            futures = [pool.submit(one, index, *span) for index, span in enumerate(spans)]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+    def verify_entry(self, entry: Entry | FrozenEntry, beat: Callable[[], None] | None = None) -> Manifest:
+        """Read every byte of a shard and compare; its manifest. Raises: as ``read_image``."""
+        place = self._place(entry)
+        manifest = place.read_manifest()
+        read_blocks(place, manifest, lambda offset, length: map_anonymous(length), beat)
+        head = map_anonymous(manifest.header_bytes)
+        self.storage.read_into(place.shard_path, 0, head)
+        Layout.parse(head, manifest.size_bytes, place.where)
+        self._sound[place.manifest_path] = manifest.created_ns
+        return manifest
 
-    def retain(self, level: PersistentLevel, run_id: str) -> list[int]:
+    def is_sound(self, entry: Entry) -> bool:
+        """Whether this store read the snapshot back, or the place checked every part, since it was committed."""
+        place = self._place(entry)
+        return (
+            place.manifest_path in self._sound
+            and self._sound[place.manifest_path] == self.read_manifest(entry).created_ns
+        )
+
+    # ---------------------------------------------------------------- keeping and deleting
+
+    def keep(self, entry: Entry, name: str) -> None:
+        """Give a snapshot a name: retention leaves it alone until ``release``. Raises: ConfigError, for a bad name."""
+        if not is_keep_name(name):
+            raise ConfigError(
+                f"a snapshot's name must be 1 to 64 letters, digits, points, dashes or underscores, got {name!r:.100}"
+            )
+        with self._naming(f"naming step {entry.step} {name!r}"):
+            self.storage.put(f"{entry.location}/{keep_file_name(name)}", entry.run_id.encode())
+
+    def release(self, run_id: str | None, name: str) -> list[str]:
+        """Take a name from the snapshots of a run (``None``: of all runs); the directories that had it."""
+        freed = []
+        for entry in self.inventory().entries:
+            if name in entry.names and run_id in (None, entry.run_id) and entry.location not in freed:
+                self.storage.delete(f"{entry.location}/{keep_file_name(name)}")
+                freed.append(entry.location)
+        return freed
+
+    def retain(
+        self,
+        level: PersistentLevel,
+        run_id: str,
+        protect: frozenset[int] = frozenset(),
+        beat: Callable[[], None] | None = None,
+    ) -> list[int]:
         """Delete what ``level`` need not keep of this run's complete snapshots; the steps that went.
 
+        Counts only snapshots that are complete and were read back whole. Steps in ``protect`` stay (another level has
+        still to copy them), and so does what has a name or is being read by a restore.
         Crash-safe: the manifest goes first, so that a half-deleted snapshot is garbage, not a snapshot.
         """
-        found: dict[int, list[Entry]] = defaultdict(list)
-        for entry in self.inventory().entries:
-            if entry.run_id == run_id:
-                found[entry.step].append(entry)
-        complete = [step for step, entries in found.items() if _is_complete(entries)]
-        gone = expired(complete, level)
-        for step in gone:
-            for entry in found[step]:
-                self._delete(entry.location, entry.rank, entry.world_size)
-        return gone
+        with self._naming("deleting old snapshots"):
+            return retain(self, level, run_id, protect, beat or (lambda: None))
 
-    def _delete(self, directory: str, rank: int, world_size: int) -> None:
-        self.storage.delete(f"{directory}/{manifest_name(rank, world_size)}")
-        faults.point("level.store.uncommitted")
-        self.storage.delete(f"{directory}/{shard_name(rank, world_size)}")
-        faults.point("level.store.deleted")
-        self.storage.delete_directory(directory)
-
-    def sweep(self, rank: int, world_size: int) -> list[str]:
-        """Remove what dead writers of this rank left: temporary files, and shards without a manifest.
+    def sweep(self, rank: int | None, world_size: int | None) -> list[str]:
+        """Remove what dead writers of this rank (``None``: of all) left: temporary files, shards without a manifest.
 
         What a living writer works on stays, whoever it is. What went is returned.
-        Raises: LevelError.
         """
-        gone = []
-        shard, manifest = shard_name(rank, world_size), manifest_name(rank, world_size)
-        for directory in self.storage.list():
-            if parse_directory_name(directory) is None:
-                continue
-            names = self.storage.list(directory)
-            for name in names:
-                is_temporary = name.startswith((f".{shard}{TEMP_MARK}", f".{manifest}{TEMP_MARK}"))
-                is_uncommitted = name == shard and manifest not in names
-                if not is_temporary and not is_uncommitted:
-                    continue
-                faults.point("level.store.sweep")
-                unless = f"{directory}/{manifest}" if is_uncommitted else None
-                if self.storage.delete_abandoned(f"{directory}/{name}", unless=unless):
-                    gone.append(f"{directory}/{name}")
-            self.storage.delete_directory(directory)
-        return gone
+        with self._naming("sweeping"):
+            return sweep(self.storage, rank, world_size)

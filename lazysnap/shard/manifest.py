@@ -4,8 +4,10 @@ A file is ``{"digest":"xxh3-128:<hex>","manifest":<body>}`` and a newline; the d
 body, so that a flipped byte anywhere in the file is found (docs/format.md).
 """
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,15 @@ def parse_directory_name(name: str) -> int | None:
     """The step of a snapshot directory's name, ``None`` for any other name."""
     match = _DIRECTORY.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def directory_names(meta: "CaptureMeta") -> Iterator[str]:
+    """Names for a snapshot's directory, the first that is free is taken: two runs, or one that passes a step again."""
+    yield directory_name(meta.step)
+    yield directory_name(meta.step, meta.run_id[:8])
+    yield directory_name(meta.step, meta.run_id[8:])
+    for number in itertools.count():
+        yield directory_name(meta.step, digest(f"{meta.run_id} {number}".encode()))
 
 
 def frozen_directory_name(run_id: str, digest: str) -> str:

@@ -7,7 +7,14 @@ import pytest
 from lazysnap.errors import FormatError, FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta, Manifest, parse_directory_name, parse_rank_name, shard_name
+from lazysnap.shard.manifest import (
+    FORMAT_VERSION,
+    CaptureMeta,
+    Manifest,
+    parse_directory_name,
+    parse_rank_name,
+    shard_name,
+)
 
 
 def shard(entries: object, data: bytes = b"", *, length: int | None = None) -> bytes:
@@ -141,7 +148,7 @@ def test_a_manifest_with_a_right_digest_and_wrong_content_is_refused(changes):
 
 def test_a_newer_version_says_what_to_do():
     with pytest.raises(FormatTooNew, match="upgrade lazysnap"):
-        Manifest.decode(manifest_bytes(version=2), "place")
+        Manifest.decode(manifest_bytes(version=FORMAT_VERSION + 1), "place")
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\0" * 200, b"null", manifest_bytes()[:-1], manifest_bytes() + b" "])

@@ -1,0 +1,163 @@
+"""One shard and its manifest at one place: written block by block, committed, read back, deleted."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lazysnap import faults
+from lazysnap.errors import LevelError, NameTaken, ShardCorrupt
+from lazysnap.levels.files import PAGE
+from lazysnap.levels.source import BlockSource
+from lazysnap.levels.storage import Storage, Writer
+from lazysnap.levels.workers import Workers
+from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
+from lazysnap.shard.manifest import CaptureMeta, Manifest, manifest_name, shard_name
+
+logger = logging.getLogger(__name__)
+
+_READ_THREADS = 2
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """Where one rank's shard and manifest are, or will be."""
+
+    storage: Storage
+    directory: str
+    rank: int
+    world_size: int
+
+    @property
+    def shard_path(self) -> str:
+        """The shard's path in the storage."""
+        return f"{self.directory}/{shard_name(self.rank, self.world_size)}"
+
+    @property
+    def manifest_path(self) -> str:
+        """The manifest's path in the storage."""
+        return f"{self.directory}/{manifest_name(self.rank, self.world_size)}"
+
+    @property
+    def where(self) -> str:
+        """The shard, for messages."""
+        return f"{self.storage.url}/{self.shard_path}"
+
+    def read_manifest(self) -> Manifest:
+        """Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
+        return Manifest.decode(self.storage.get(self.manifest_path), f"{self.storage.url}/{self.manifest_path}")
+
+    def delete(self) -> None:
+        """The manifest first, so that what a crash leaves is garbage, not a snapshot."""
+        self.storage.delete(self.manifest_path)
+        faults.point("level.store.uncommitted")
+        self.storage.delete(self.shard_path)
+        faults.point("level.store.deleted")
+        self.storage.delete_directory(self.directory)
+
+    def delete_or_leave(self, *, shard_only: bool = False) -> None:
+        """Delete, or leave it for the next sweep."""
+        try:
+            if shard_only:
+                self.storage.delete(self.shard_path)
+            else:
+                self.delete()
+        except (LevelError, OSError) as error:
+            logger.warning("left in %s/%s: %s", self.storage.url, self.directory, error)
+
+
+def write_shard(place: ShardPlace, meta: CaptureMeta, source: BlockSource, *, expected: str | None = None) -> Manifest:
+    """Write and commit; on return both files are durable.
+
+    Raises: NameTaken, and what another writer has there is untouched; ShardCorrupt, if the bytes have not the
+    ``expected`` digest; LevelError, CaptureAborted, OSError, and nothing is left or visible.
+    """
+    faults.point("level.store.begin")
+    writer = place.storage.begin(place.shard_path, source.size_bytes)
+    is_published = False
+    # Until it is closed, no sweep of another process takes the shard for garbage.
+    with contextlib.closing(writer):
+        try:
+            checksums, header_bytes = _write_blocks(place, writer, source)
+            source.finish()
+            if expected is not None and checksums.whole != expected:
+                raise ShardCorrupt(f"{place.where}: {checksums.whole} was read, expected {expected}")
+            faults.point("level.store.publish_shard")
+            writer.publish()
+            is_published = True
+            manifest = Manifest(meta, shard_name(place.rank, place.world_size), header_bytes, checksums, time.time_ns())
+            faults.point("level.store.commit")
+            place.storage.put(place.manifest_path, manifest.encode(), exclusive=True)
+        except NameTaken:
+            writer.close()
+            if is_published:  # a manifest that lost its shard, or a place that cannot keep names apart: leave it alone
+                place.delete_or_leave(shard_only=True)
+            raise
+        except BaseException:
+            # First the writer: what it removes is not published. What stands there now may be another writer's.
+            writer.close()
+            if is_published:
+                place.delete_or_leave()
+            raise
+    return manifest
+
+
+def _write_blocks(place: ShardPlace, writer: Writer, source: BlockSource) -> tuple[Checksums, int]:
+    """Write from ``parallel_writes`` threads; each block's checksum is computed by the thread that writes it.
+
+    Returns the checksums and the length of the shard's header.
+    """
+    size = source.size_bytes
+    header_bytes = 0
+
+    def one(offset: int, length: int) -> str:
+        nonlocal header_bytes
+        block = source.view(offset, -(-length // PAGE) * PAGE)
+        if len(block) < length:
+            raise ShardCorrupt(f"{place.where}: {len(block)} bytes at {offset}, expected {length}")
+        if offset == 0:
+            header_bytes = 8 + int.from_bytes(block[:8], "little")
+        checksum = digest(block[:length])
+        # The padding of the last page is cut off again when the file is published.
+        writer.write(offset, block)
+        return checksum
+
+    def tasks() -> Iterator[Callable[[], str]]:
+        for offset, length in block_ranges(size):
+            source.wait(offset + length)
+            yield lambda offset=offset, length=length: one(offset, length)  # type: ignore[misc]
+
+    blocks = Workers[str](place.storage.parallel_writes, "lazysnap-write").run(tasks())
+    return Checksums(size, BLOCK_BYTES, tuple(blocks)), header_bytes
+
+
+def read_blocks(
+    place: ShardPlace,
+    manifest: Manifest,
+    room: Callable[[int, int], memoryview],
+    beat: Callable[[], None] | None = None,
+) -> None:
+    """Read a whole shard, each block into ``room(offset, length)``, and compare it with its checksum.
+
+    While it is read, retention leaves it alone.
+    Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable.
+    """
+    checksums = manifest.checksums
+    size = place.storage.size(place.shard_path)
+    if size != checksums.size_bytes:
+        raise ShardCorrupt(f"{place.where}: {size} bytes, the manifest says {checksums.size_bytes}")
+
+    def one(index: int, offset: int, length: int) -> None:
+        if beat is not None:
+            beat()
+        block = room(offset, length)
+        reader.read_into(offset, block)
+        checksums.verify_block(index, block, place.where)
+
+    def tasks() -> Iterator[Callable[[], None]]:
+        for index, span in enumerate(block_ranges(size, checksums.block_bytes)):
+            yield lambda index=index, span=span: one(index, *span)  # type: ignore[misc]
+
+    with place.storage.lease(place.shard_path), contextlib.closing(place.storage.reader(place.shard_path)) as reader:
+        Workers[None](_READ_THREADS, "lazysnap-read").run(tasks())

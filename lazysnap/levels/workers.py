@@ -1,0 +1,51 @@
+"""A few threads for reads and writes of blocks that no interpreter waits for when it exits."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Workers(Generic[Result]):
+    """Runs tasks in at most ``count`` daemon threads; the tasks are drawn when a thread is free, in order.
+
+    Not ``ThreadPoolExecutor``: the interpreter joins its threads at exit, and one that hangs in a dead file system
+    would keep the process for ever.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._name = name
+        self._feeding = threading.Lock()
+        self._results: dict[int, Result] = {}
+        self._error: BaseException | None = None
+
+    def run(self, tasks: Iterable[Callable[[], Result]]) -> list[Result]:
+        """Results in the order of the tasks. Blocks. Raises: what the first to fail raised; no later one starts."""
+        feed = enumerate(tasks)
+        # The caller is one of the workers: with one thread nothing is started.
+        others = [
+            threading.Thread(target=self._work, args=(feed,), name=f"{self._name}-{number}", daemon=True)
+            for number in range(1, self._count)
+        ]
+        for thread in others:
+            thread.start()
+        self._work(feed)
+        for thread in others:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return [self._results[index] for index in sorted(self._results)]
+
+    def _work(self, feed: "Iterator[tuple[int, Callable[[], Result]]]") -> None:
+        while self._error is None:
+            try:
+                # Drawing a task may wait for bytes that have still to land: results are kept without this lock.
+                with self._feeding:
+                    item = next(feed, None) if self._error is None else None
+                if item is None:
+                    return
+                self._results[item[0]] = item[1]()
+            except BaseException as error:  # noqa: BLE001  handed to the caller
+                self._error = self._error or error
