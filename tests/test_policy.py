@@ -25,14 +25,35 @@ def test_many_ranks_ask_nothing_but_the_step():
         assert [step for step in range(1, 31) if is_due(level, step, last, world_size=2)] == [10, 20, 30]
 
 
-@given(STEPS, st.integers(1, 5), st.none() | st.integers(1, 50))
-def test_what_is_kept(steps, last, every):
+def test_a_step_that_retention_asks_for_is_always_due():
+    level = PersistentLevel("/x", every_n_steps=100, keep_every_n_steps=30)
+
+    assert is_due(level, 60, 59)
+    assert is_due(level, 60, None, world_size=4)
+    assert not is_due(level, 61, 60)
+
+
+@given(STEPS, st.integers(1, 5), st.none() | st.integers(1, 50), st.sets(st.integers(0, 1000)))
+def test_what_is_kept(steps, last, every, protected):
     level = PersistentLevel("/x", keep_last=last, keep_every_n_steps=every)
 
-    gone = expired(steps, level)
+    gone = expired(steps, level, sound=steps, protected=protected)
 
     kept = sorted(set(steps) - set(gone))
     assert kept[-last:] == sorted(set(steps))[-last:]
-    assert all(step in kept for step in steps if every and step % every == 0)
+    assert all(step in kept for step in steps if (every and step % every == 0) or step in protected)
     assert set(gone) <= set(steps)
-    assert expired(kept, level) == []
+    assert expired(kept, level, sound=kept, protected=protected) == []
+
+
+@given(STEPS, st.integers(1, 5), st.data())
+def test_what_was_not_read_back_whole_does_not_count(steps, last, data):
+    level = PersistentLevel("/x", keep_last=last)
+    sound = data.draw(st.sets(st.sampled_from(steps))) if steps else set()
+
+    gone = expired(steps, level, sound=sound)
+
+    kept = set(steps) - set(gone)
+    assert len(kept & sound) >= min(last, len(sound))
+    if len(sound) < last:
+        assert gone == []

@@ -1,147 +1,130 @@
 """Takes captures from slots to the levels, in the background, one thread per level.
 
-The first level that works reads the slot, while it may still fill; later levels copy that level's file. What a level
-cannot keep up with it leaves out: always the newest capture next. A level that fails costs that level that snapshot.
+What each level does next is decided in ``keeper.schedule``; how, in ``keeper.lane``. A level that fails costs that
+level that snapshot; one that hangs is given up after its deadline; neither holds up another level, nor training.
 """
 
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotPhase, SlotStatus, Word
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import CaptureAborted, FormatError, LazySnapError
-from lazysnap.keeper.machine import LevelProgress, cascades, newest_whole, slot_to_persist, stale_pins
+from lazysnap.keeper.lane import Lane, Naming, SlotWork
+from lazysnap.keeper.machine import newest_whole
 from lazysnap.keeper.messages import Message
-from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.source import FileSource
-from lazysnap.resolver import Entry
+from lazysnap.keeper.schedule import (
+    Committed,
+    LaneState,
+    enqueue,
+    is_asked_for,
+    next_queued,
+    slot_for,
+    stale_pins,
+    takes,
+)
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.manifest import CaptureMeta, Manifest
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.001
-_IDLE_S = 0.5
-STALL_S = 300.0
-"""A capture whose watermark does not move for so long is given up."""
-
-
-class SlotSource:
-    """The image in a slot, as it lands. See ``levels.source.BlockSource``."""
-
-    def __init__(self, slot: Slot, chosen: SlotStatus) -> None:
-        """Read the capture that was ``chosen``. Raises: CaptureAborted, if it is gone; FormatError, if unreadable."""
-        self._slot = slot
-        self._step = chosen.step
-        self.sequence = chosen.sequence
-        self.size_bytes = chosen.image_bytes
-        # Before and after: metadata and numbers must be of one capture, whatever the trainer does meanwhile.
-        self._check()
-        meta = slot.read_meta()
-        self._check()
-        self.meta = CaptureMeta.from_bytes(meta, "a slot of the arena")
-        if self.meta.step != chosen.step:
-            raise FormatError(f"a slot of the arena: its words say step {chosen.step}, its metadata {self.meta.step}")
-
-    def _check(self) -> int:
-        status = self._slot.status()
-        if status.sequence != self.sequence or status.phase not in (SlotPhase.CAPTURING, SlotPhase.WHOLE):
-            raise CaptureAborted(f"the capture of step {self._step} was dropped or its slot reused")
-        return self.size_bytes if status.phase is SlotPhase.WHOLE else status.watermark
-
-    def wait(self, upto: int) -> None:
-        """See ``BlockSource.wait``."""
-        seen, deadline = -1, 0.0
-        while (watermark := self._check()) < upto:
-            if watermark != seen:
-                seen, deadline = watermark, time.monotonic() + STALL_S
-            elif time.monotonic() > deadline:
-                raise CaptureAborted(f"the capture of step {self._step} stands still at byte {watermark}")
-            time.sleep(_POLL_S)
-
-    def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``."""
-        return self._slot.image[offset : offset + length]
-
-    def finish(self) -> None:
-        """Every byte was read: the capture must still be the same one, and whole."""
-        self.wait(self.size_bytes)
-        deadline = time.monotonic() + STALL_S
-        while self._check() and (self._slot.status().phase is not SlotPhase.WHOLE or self._slot.word(Word.UNCHECKED)):
-            if time.monotonic() > deadline:
-                raise CaptureAborted(f"the capture of step {self._step} was not checked by its trainer")
-            time.sleep(_POLL_S)
+_MOVING_S = 5.0
+"""A reader that did not move for so long does not hold a slot any more."""
+_REMEMBERED = 64
 
 
 class Persister:
     """All levels of one keeper. Thread-safe."""
 
     def __init__(
-        self, levels: Sequence[PersistentLevel], slots: Callable[[], list[Slot]], emit: Callable[[Message], None]
+        self,
+        levels: Sequence[PersistentLevel],
+        slots: Callable[[], list[Slot]],
+        emit: Callable[[Message], None],
+        frozen: Callable[[str], Slot | None] = lambda _: None,
     ) -> None:
+        """``frozen`` gives the whole slot that holds the immutable tensors of a digest, if there is one."""
         self.levels = tuple(levels)
+        self.emit = emit
+        self.frozen = frozen
+        self.changed = threading.Condition()
         self._slots = slots
-        self._emit = emit
-        self._changed = threading.Condition()
         self._force = False
-        self._stopping = False
-        self._tried = 0
-        self._progress = [LevelProgress() for _ in self.levels]
-        self._source: tuple[int, Entry, Manifest] | None = None
-        self._busy: set[int] = set()
-        self._stores: dict[int, SnapshotStore] = {}
+        self._named: dict[int, set[str]] = {}
+        self._committed: dict[tuple[int, int], Committed] = {}
         self._checksums: weakref.WeakKeyDictionary[Slot, tuple[int, Checksums]] = weakref.WeakKeyDictionary()
-        self._reading: Slot | None = None
-        self._swept: set[int] = set()
-        self._threads = [
-            threading.Thread(target=self._run, args=(index,), name=f"level-{index}", daemon=True)
-            for index in range(max(1, len(self.levels)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._checksumming = False
+        self.states = [LaneState(level) for level in self.levels]
+        self.stopping = False
+        self._lanes = [Lane(self, index) for index in range(len(self.levels))]
+        for run in (*(lane.run for lane in self._lanes), self._run_checksums):
+            threading.Thread(target=run, name="lazysnap-persist", daemon=True).start()
+
+    # ---------------------------------------------------------------- what the keeper asks
 
     def wake(self) -> None:
         """Something may have to be done: a capture began, or became whole."""
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
 
     def set_force(self, force: bool) -> None:
         """Whether the newest whole capture is to be persisted at every level, due or not."""
-        with self._changed:
+        with self.changed:
             self._force = force
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def try_again(self) -> None:
-        """Forget failures: what is nowhere, or not everywhere, durable gets another chance."""
-        with self._changed:
-            newest = self._newest_sequence()
-            if not any(progress.durable_sequence >= newest for progress in self._progress):
-                self._tried = min(self._tried, newest - 1)
-            # The first level has no other chance than the one above: it does not copy from later ones.
-            self._progress[1:] = [
-                replace(progress, sequence=progress.durable_sequence) for progress in self._progress[1:]
-            ]
-            self._changed.notify_all()
+        """Forget failures: what is not durable at a level gets another chance there."""
+        with self.changed:
+            newest = max(self._committed.values(), key=lambda item: item.sequence, default=None)
+            for index, state in enumerate(self.states):
+                state.tried = {sequence for sequence in state.tried if sequence <= state.durable_sequence}
+                if newest is not None and newest.level < index:
+                    enqueue(state, newest, self._named)
+            self.changed.notify_all()
 
-    def _newest_sequence(self) -> int:
-        statuses = [slot.status() for slot in self._slots()]
-        newest = newest_whole(statuses)
-        return 0 if newest is None else statuses[newest].sequence
+    def keep(self, name: str, run_id: str, sequence: int) -> bool:
+        """Name a capture: every level gets it, and the name. ``False`` if it is not there any more."""
+        with self.changed:
+            slots = [slot for slot in self._slots() if slot.status().sequence == sequence]
+            known = [item for (_, held), item in self._committed.items() if held == sequence]
+            whole = [slot for slot in slots if slot.status().phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)]
+            if not whole and not known:
+                return False
+            self._named.setdefault(sequence, set()).add(name)
+            for slot in whole:
+                slot.set_word(Word.PIN, 1)
+            for item in known:
+                self._lanes[item.level].names.append(Naming(run_id, name, item.entry))
+            fastest = min(known, key=lambda item: item.level, default=None)
+            if fastest is not None:
+                have = {item.level for item in known}
+                for index, state in enumerate(self.states):
+                    if index > fastest.level and index not in have:
+                        state.tried.discard(sequence)
+                        enqueue(state, fastest, self._named)
+            self.changed.notify_all()
+            return True
+
+    def release(self, name: str, run_id: str) -> None:
+        """Take a name from this run's snapshots at every level."""
+        with self.changed:
+            for names in self._named.values():
+                names.discard(name)
+            for lane in self._lanes:
+                lane.names.append(Naming(run_id, name, None))
+            self.changed.notify_all()
 
     def stop(self) -> None:
         """Let the threads end after what they are doing."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        with self.changed:
+            self.stopping = True
+            self.changed.notify_all()
 
     def is_reading(self, slot: Slot) -> bool:
         """Whether a thread reads this slot now."""
-        return self._reading is slot
+        return any(lane.slot is slot for lane in self._lanes)
 
     def checksums_of(self, slot: Slot) -> Checksums | None:
         """Checksums of the capture in ``slot``, if they are known."""
@@ -150,198 +133,128 @@ class Persister:
 
     def is_drained(self) -> bool:
         """Whether the newest whole capture was brought, or tried, to every level."""
-        with self._changed:
-            first_done = not self.levels or self._tried >= self._newest_sequence()
-            later_done = self._source is None or all(
-                progress.sequence >= self._source[0] for progress in self._progress
+        with self.changed:
+            return not any(lane.is_busy for lane in self._lanes) and all(
+                self.work_for(index) is None for index in range(len(self.levels))
             )
-            return first_done and later_done and not self._busy
 
     def is_durable_everywhere(self) -> bool:
         """Whether the newest whole capture is committed at every level."""
-        newest = self._newest_sequence()
-        return all(progress.durable_sequence >= newest for progress in self._progress)
+        with self.changed:
+            statuses = [slot.status() for slot in self._slots()]
+            newest = newest_whole(statuses)
+            sequence = 0 if newest is None else statuses[newest].sequence
+            return all(state.durable_sequence >= sequence for state in self.states)
 
-    # ---------------------------------------------------------------- threads
+    # ---------------------------------------------------------------- what the lanes ask, under the lock
 
-    def _run(self, index: int) -> None:
-        while True:
-            with self._changed:
-                if self._stopping:
-                    return
-            try:
-                worked = self._step_first() if index == 0 else self._step_later(index)
-            except Exception:  # the rim of the thread: a bug here must not end persistence
-                logger.exception("level %d", index)
-                worked = False
-            with self._changed:
-                self._busy.discard(index)
-                if not worked and not self._stopping:
-                    self._changed.wait(_IDLE_S)
-                if worked:
-                    self._changed.notify_all()
+    def work_for(self, index: int) -> "SlotWork | Committed | Naming | None":
+        """What level ``index`` is to do next; nothing is changed but pins that hold for nothing."""
+        lane, state = self._lanes[index], self.states[index]
+        if lane.names:
+            return lane.names[0]
+        slots = self._slots()
+        self._settle_pins(slots)
+        statuses = [slot.status() for slot in slots]
+        chosen = slot_for(self.states, index, statuses, force=self._force, named=self.named)
+        if chosen is not None:
+            return SlotWork(slots[chosen], statuses[chosen])
+        return next_queued(state, force=self._force, named=self.named)
 
-    def _step_first(self) -> bool:
-        with self._changed:
-            slots = self._slots()
-            statuses = [slot.status() for slot in slots]
-            for stale in stale_pins(statuses):
-                # Read again: a trainer sets the pin after everything else of a capture.
-                if slots[stale].status().phase in (SlotPhase.EMPTY, SlotPhase.VOID):
-                    slots[stale].unpin()
-            index = slot_to_persist(statuses, self._tried, force=self._force)
-            if index is None:
-                return self._checksum_newest(slots, statuses)
-            slot = slots[index]
-            self._busy.add(0)
-            self._reading = slot
-        try:
-            if self._force and statuses[index].phase is SlotPhase.WHOLE:
-                slot.set_word(Word.PIN, 1)
-            written = self._persist(slot, statuses[index])
-        finally:
-            self._reading = None
-            # Only the keeper unpins, and always: also what failed must not hold a slot.
-            slot.unpin()
-            self._unpin_older(statuses[index].sequence)
-        if written is not None:
-            # Not before the slot is free again: deleting large files takes its time.
-            self._retain(*written)
-        return True
+    @property
+    def named(self) -> set[int]:
+        """Sequence numbers of captures that have a name."""
+        return {sequence for sequence, names in self._named.items() if names}
 
-    def _unpin_older(self, done: int) -> None:
-        """Captures that were pinned while a newer one was persisted are left out."""
-        for slot in self._slots():
+    def hold(self, work: SlotWork) -> None:
+        """A level begins to read a slot."""
+        if work.status.phase is SlotPhase.WHOLE:
+            work.slot.set_word(Word.PIN, 1)
+
+    def _settle_pins(self, slots: list[Slot]) -> None:
+        """Let go of slots that no level reads or will read. Only the keeper unpins."""
+        for stale in stale_pins([slot.status() for slot in slots]):
+            # Read again: a trainer sets the pin after everything else of a capture.
+            if slots[stale].status().phase in (SlotPhase.EMPTY, SlotPhase.VOID):
+                slots[stale].unpin()
+        for slot in slots:
             status = slot.status()
-            if status.pinned and status.sequence < done:
+            if status.pinned and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE) and self._is_idle(slot, status):
                 slot.unpin()
 
-    def _persist(self, slot: Slot, chosen: SlotStatus) -> tuple[SnapshotStore, PersistentLevel, str] | None:
-        """Write one capture to the first level that takes it; where it went, and of which run it is."""
-        written = None
-        faults.point("keeper.persist.begin")
-        try:
-            source = SlotSource(slot, chosen)
-            for index, level in enumerate(self.levels):
-                store = self._write(index, level, source)
-                if store is not None:
-                    written = store, level, source.meta.run_id
-                    break
-        except CaptureAborted as error:
-            # Not marked as tried: the newest whole capture is an older one, and it still wants to be persisted.
-            logger.info("%s", error)
-            return None
-        except FormatError as error:
-            logger.warning("not persisted: %s", error)
-        with self._changed:
-            self._tried = max(self._tried, chosen.sequence)
-        return written
-
-    def _checksum_newest(self, slots: list[Slot], statuses: list[SlotStatus]) -> bool:
-        """Without a trainer, memory rests: from now on a restore can tell whether its bytes are the same."""
-        newest = newest_whole(statuses)
-        if newest is None or not self._force or self.checksums_of(slots[newest]) is not None:
+    def _is_idle(self, slot: Slot, status: SlotStatus) -> bool:
+        if any(lane.slot is slot and lane.idle_s < _MOVING_S for lane in self._lanes):
             return False
-        image = slots[newest].image[: statuses[newest].image_bytes]
-        faults.point("keeper.persist.checksum")
-        self._checksums[slots[newest]] = (statuses[newest].sequence, Checksums.of(image))
-        return True
-
-    def _write(self, index: int, level: PersistentLevel, source: SlotSource) -> SnapshotStore | None:
-        started = time.monotonic()
-        meta = source.meta
-        try:
-            store = self._store(index, level, meta)
-            manifest = store.write(meta, source)
-        except CaptureAborted:
-            raise
-        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-            self._failed(index, meta.step, source.sequence, error)
-            return None
-        self._committed(index, source.sequence, manifest, time.monotonic() - started)
-        entry = self._entry(store, manifest) if len(self.levels) > 1 else None
-        with self._changed:
-            if entry is not None:
-                self._source = (source.sequence, entry, manifest)
-            for slot in self._slots():
-                if slot.status().sequence == source.sequence:
-                    self._checksums[slot] = (source.sequence, manifest.checksums)
-        return store
-
-    def _step_later(self, index: int) -> bool:
-        with self._changed:
-            if self._source is None:
-                return False
-            sequence, entry, manifest = self._source
-            progress = self._progress[index]
-            if progress.sequence >= sequence or entry.level == self.levels[index].url:
-                return False
-            level = self.levels[index]
-            if not cascades(level, manifest.meta.step, progress, force=self._force):
-                return False
-            self._busy.add(index)
-            faults.point("keeper.persist.cascade")
-            # Marked as tried beforehand: a level that fails waits for the next snapshot.
-            self._progress[index] = replace(progress, sequence=sequence)
-        started = time.monotonic()
-        try:
-            store = self._store(index, level, manifest.meta)
-            origin = open_store(entry.level).storage
-            with FileSource(origin, f"{entry.location}/{manifest.file}", manifest.size_bytes) as source:
-                written = store.write(manifest.meta, source)
-            if written.checksums != manifest.checksums:
-                raise FormatError(f"{entry.level}: step {entry.step} changed on its way to {level.url}")
-        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-            self._failed(index, manifest.meta.step, sequence, error)
+        wanted_by = [
+            index
+            for index in range(len(self.states))
+            if takes(self.states, index, status, force=self._force, named=self.named)
+        ]
+        if not wanted_by:
             return True
-        self._committed(index, sequence, written, time.monotonic() - started)
-        self._retain(store, level, manifest.meta.run_id)
-        return True
+        # Newer ones were tried meanwhile: this one is left out, but for what retention asks for.
+        step = status.step or 0
+        newest_tried = max(self.states[wanted_by[0]].tried, default=0)
+        return newest_tried > status.sequence and not is_asked_for(self.states, step, status.sequence, self.named)
 
-    # ---------------------------------------------------------------- book-keeping
+    def committed(self, item: Committed) -> None:
+        """A level has a capture: slower ones may copy it."""
+        state = self.states[item.level]
+        state.failing = False
+        state.note_tried(item.sequence)
+        if item.sequence >= state.durable_sequence:
+            state.durable, state.durable_sequence = item.entry.step, item.sequence
+        state.queue = [known for known in state.queue if known.sequence != item.sequence]
+        self._committed[item.level, item.sequence] = item
+        while len(self._committed) > _REMEMBERED:
+            del self._committed[next(iter(self._committed))]
+        for name in sorted(self._named.get(item.sequence, ())):
+            self._lanes[item.level].names.append(Naming(item.entry.run_id, name, item.entry))
+        for slot in self._slots():
+            if slot.status().sequence == item.sequence:
+                self._checksums[slot] = (item.sequence, item.manifest.checksums)
+        for index in range(item.level + 1, len(self.states)):
+            for dropped in enqueue(self.states[index], item, self.named):
+                self._dropped(index, dropped.entry.step)
+        self.changed.notify_all()
 
-    def _store(self, index: int, level: PersistentLevel, meta: CaptureMeta) -> SnapshotStore:
-        if index not in self._stores:
-            self._stores[index] = open_store(level.url, speed=index + 1)
-        store = self._stores[index]
-        if index not in self._swept:
-            gone = store.sweep(meta.rank, meta.world_size)
-            self._swept.add(index)
-            if gone:
-                logger.info("%s: removed what dead runs left: %s", level.url, ", ".join(gone))
-        return store
+    def _dropped(self, index: int, step: int) -> None:
+        logger.info("step %d is left out at %s: a newer one is ready", step, self.levels[index].url)
+        self.emit({"type": "level_dropped", "level": self.levels[index].url, "step": step})
 
-    @staticmethod
-    def _entry(store: SnapshotStore, manifest: Manifest) -> Entry | None:
-        """Where the store put it; ``None`` if it does not say: later levels get the next one."""
-        meta = manifest.meta
-        try:
-            for entry in store.inventory().entries:
-                if (entry.run_id, entry.step, entry.rank) == (meta.run_id, meta.step, meta.rank):
-                    return entry
-        except (LazySnapError, OSError) as error:
-            logger.warning("%s: step %d cannot be copied to later levels: %s", store.url, meta.step, error)
-        return None
+    def failed(self, index: int, sequence: int) -> None:
+        """A level could not take a capture."""
+        self.states[index].failing = True
+        self.states[index].note_tried(sequence)
+        self.changed.notify_all()
 
-    def _retain(self, store: SnapshotStore, level: PersistentLevel, run_id: str) -> None:
-        try:
-            store.retain(level, run_id)
-        except (LazySnapError, OSError) as error:
-            logger.warning("%s: old snapshots stay for now: %s", level.url, error)
+    def steps_to_copy(self, index: int) -> frozenset[int]:
+        """Steps that slower levels have still to copy from level ``index``."""
+        with self.changed:
+            queued = [item for state in self.states[index + 1 :] for item in state.queue]
+            copying = [lane.copying for lane in self._lanes if lane.copying is not None]
+            return frozenset(item.entry.step for item in (*queued, *copying) if item.level == index)
 
-    def _committed(self, index: int, sequence: int, manifest: Manifest, seconds: float) -> None:
-        faults.point("keeper.persist.committed")
-        level, step = self.levels[index].url, manifest.meta.step
-        with self._changed:
-            self._progress[index] = LevelProgress(step, sequence, sequence)
-            self._changed.notify_all()
-        logger.info("step %d committed to %s: %d bytes in %.2f s", step, level, manifest.size_bytes, seconds)
-        event = {"type": "durable", "level": level, "step": step, "bytes": manifest.size_bytes, "seconds": seconds}
-        self._emit({**event, "run_id": manifest.meta.run_id, "sequence": sequence})
+    # ---------------------------------------------------------------- memory at rest
 
-    def _failed(self, index: int, step: int, sequence: int, error: Exception) -> None:
-        level = self.levels[index].url
-        with self._changed:
-            self._progress[index] = replace(self._progress[index], sequence=sequence)
-        logger.warning("step %d is not persisted at %s: %s", step, level, error)
-        self._emit({"type": "level_failed", "level": level, "step": step, "text": str(error)})
+    def _run_checksums(self) -> None:
+        """Without a trainer, memory rests: a restore can tell whether its bytes are the same."""
+        while True:
+            with self.changed:
+                if self.stopping:
+                    return
+                slots = self._slots()
+                statuses = [slot.status() for slot in slots]
+                newest = newest_whole(statuses)
+                idle = newest is None or not self._force or self.checksums_of(slots[newest]) is not None
+                # A level that writes the capture computes them anyway.
+                if idle or any(lane.is_busy for lane in self._lanes):
+                    self.changed.wait(0.5)
+                    continue
+            assert newest is not None
+            try:
+                faults.point("keeper.persist.checksum")
+                checksums = Checksums.of(slots[newest].image[: statuses[newest].image_bytes])
+                self._checksums[slots[newest]] = (statuses[newest].sequence, checksums)
+            except Exception:  # the rim of the thread
+                logger.exception("checksums")

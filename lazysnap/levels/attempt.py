@@ -44,6 +44,11 @@ class Attempt(Generic[Result]):
             raise CaptureAborted(f"{self._name}: came back after its deadline")
 
     @property
+    def idle_s(self) -> float:
+        """Seconds since something moved."""
+        return time.monotonic() - self._moved
+
+    @property
     def is_running(self) -> bool:
         """Whether the thread is still at it, waited for or not."""
         return not self._done.is_set()
@@ -54,7 +59,7 @@ class Attempt(Generic[Result]):
         Raises: LevelHangs.
         """
         while not self._done.wait(min(_CHECK_S, timeout_s)):
-            if time.monotonic() - self._moved > timeout_s:
+            if self.idle_s > timeout_s:
                 self._given_up = True
                 raise LevelHangs(
                     f"{self._name} did not move for {timeout_s:g} s; check the mount or endpoint, or raise "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import FormatError
+from lazysnap.errors import FormatError, ShardCorrupt
 from lazysnap.levels.files import TEMP_MARK
 from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.storage import Storage
@@ -54,7 +54,7 @@ def retain(
         for step, entries in sorted(found.items())
         if is_complete(entry for entry in entries if entry.frozen is None or entry.frozen in images)
     ]
-    sound = _sound_steps(store, level, {step: found[step] for step in complete}, beat)
+    sound, damaged = _sound_steps(store, level, {step: found[step] for step in complete}, beat)
     gone = []
     named = {step for step, entries in found.items() if any(entry.names for entry in entries)}
     going = expired(complete, level, sound=sound, protected=named | protect)
@@ -71,15 +71,18 @@ def retain(
             gone.append(step)
         del found[step]
     _delete_unreferenced(store.storage, inventory, run_id, {e.frozen for entries in found.values() for e in entries})
+    if damaged and max(damaged) == max(complete):
+        raise ShardCorrupt(f"{store.url}: the newest snapshot was read back damaged: {damaged[max(damaged)]}")
     return gone
 
 
 def _sound_steps(
     store: "SnapshotStore", level: PersistentLevel, complete: dict[int, list[Entry]], beat: Callable[[], None]
-) -> list[int]:
-    """The newest ``keep_last`` complete steps that were, or are now, read back whole."""
+) -> tuple[list[int], dict[int, str]]:
+    """The newest ``keep_last`` complete steps that were, or are now, read back whole; newer ones that are damaged."""
     read_back = not store.storage.checks_writes if level.verify is None else level.verify
     sound: list[int] = []
+    damaged: dict[int, str] = {}
     for step in sorted(complete, reverse=True):
         if len(sound) == level.keep_last:
             break
@@ -89,9 +92,10 @@ def _sound_steps(
                     store.verify_entry(entry, beat)
         except (FormatError, FileNotFoundError) as error:
             logger.warning("%s: step %d does not count, and nothing is deleted for it: %s", store.url, step, error)
+            damaged[step] = str(error)
             continue
         sound.append(step)
-    return sound
+    return sound, damaged
 
 
 def _delete_unreferenced(storage: Storage, inventory: Inventory, run_id: str, wanted: set[str | None]) -> None:

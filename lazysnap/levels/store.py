@@ -87,12 +87,15 @@ class SnapshotStore:
         """Write and commit one shard while its later bytes may still be on their way; see ``write_entry``."""
         return self.write_entry(meta, source)[1]
 
-    def write_entry(self, meta: CaptureMeta, source: BlockSource) -> tuple[Entry, Manifest]:
+    def write_entry(
+        self, meta: CaptureMeta, source: BlockSource, *, expected: str | None = None
+    ) -> tuple[Entry, Manifest]:
         """Write and commit one shard; where it is now, and its manifest.
 
         Durable: on return, shard and manifest survive a power cut. A committed shard is never written over, also not by
         another writer at the same moment: another name is used, and an older one of the same run goes after the commit.
-        Raises: LevelError, and nothing of the shard is left or visible; CaptureAborted likewise.
+        Raises: LevelError, and nothing of the shard is left or visible; CaptureAborted likewise; ShardCorrupt, if what
+        was read has not the ``expected`` digest (``Checksums.whole``).
         """
         taken: set[str] = set()
         for _ in range(_NAME_ATTEMPTS):
@@ -100,7 +103,7 @@ class SnapshotStore:
                 directory, previous = self._directory_for(meta, taken)
                 place = ShardPlace(self.storage, directory, meta.rank, meta.world_size)
                 try:
-                    manifest = write_shard(place, meta, source)
+                    manifest = write_shard(place, meta, source, expected=expected)
                 except NameTaken:
                     taken.add(directory)
                     continue
@@ -340,6 +343,7 @@ class SnapshotStore:
         Counts only snapshots that are complete and were read back whole. Steps in ``protect`` stay (another level has
         still to copy them), and so does what has a name or is being read by a restore.
         Crash-safe: the manifest goes first, so that a half-deleted snapshot is garbage, not a snapshot.
+        Raises: ShardCorrupt, if the newest one was read back damaged; nothing is deleted on its account.
         """
         with self._naming("deleting old snapshots"):
             return retain(self, level, run_id, protect, beat or (lambda: None))

@@ -3,18 +3,7 @@
 import itertools
 
 from lazysnap.arena import SlotPhase, SlotStatus
-from lazysnap.config import PersistentLevel
-from lazysnap.keeper.machine import (
-    Event,
-    LevelProgress,
-    Phase,
-    cascades,
-    may_drop,
-    newest_whole,
-    next_phase,
-    slot_to_persist,
-    stale_pins,
-)
+from lazysnap.keeper.machine import Event, Phase, may_drop, newest_whole, next_phase
 
 
 def slot(sequence, phase=SlotPhase.WHOLE, *, pinned=False):
@@ -51,37 +40,9 @@ def test_only_whole_captures_count_as_newest():
     assert newest_whole(statuses[1:]) is None
 
 
-def test_pinned_captures_are_persisted_newest_first_even_below_a_number_tried_before():
-    statuses = [slot(3, pinned=True), slot(5, SlotPhase.CAPTURING, pinned=True), slot(6)]
-
-    assert slot_to_persist(statuses, 9, force=False) == 1
-    assert slot_to_persist([slot(3), slot(6)], 0, force=False) is None
-
-
-def test_forced_persistence_takes_the_newest_whole_capture_once():
-    statuses = [slot(3), slot(6), slot(7, SlotPhase.VOID)]
-
-    assert slot_to_persist(statuses, 5, force=True) == 1
-    assert slot_to_persist(statuses, 6, force=True) is None
-
-
-def test_no_pin_is_left_on_a_capture_that_will_never_be_whole():
-    statuses = [slot(1, SlotPhase.VOID, pinned=True), slot(2, pinned=True), slot(3, SlotPhase.CAPTURING, pinned=True)]
-
-    assert stale_pins(statuses) == [0]
-
-
 def test_the_newest_whole_capture_is_never_dropped_whatever_the_others_are():
     phases = list(itertools.product(SlotPhase, repeat=3))
     for combination in phases:
         statuses = [slot(sequence, phase) for sequence, phase in enumerate(combination, 1)]
         newest = newest_whole(statuses)
         assert newest is None or not may_drop(statuses, newest)
-
-
-def test_a_later_level_takes_what_is_due_and_everything_when_forced():
-    level = PersistentLevel("/nowhere", every_n_steps=10)
-
-    assert not cascades(level, 15, LevelProgress(durable=10), force=False)
-    assert cascades(level, 20, LevelProgress(durable=10), force=False)
-    assert cascades(level, 10, LevelProgress(durable=10), force=True)

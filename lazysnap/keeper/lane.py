@@ -1,0 +1,275 @@
+"""One level's thread: does what the schedule gives it, under a deadline, and says how it went."""
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lazysnap import faults
+from lazysnap.arena import Slot, SlotStatus
+from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, LevelHangs, LevelUnavailable
+from lazysnap.keeper.schedule import Committed
+from lazysnap.keeper.slot_source import SlotSource
+from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.pace import Pace
+from lazysnap.levels.source import FileSource, MemorySource, PacedSource
+from lazysnap.resolver import Entry
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference, frozen_directory_name, shard_name
+
+if TYPE_CHECKING:
+    from lazysnap.keeper.persist import Persister
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 0.5
+_MAX_HANGING = 3
+"""Threads that may hang at one level at a time; then it is left alone until one comes back."""
+_NAME_RETRY_S = 5.0
+
+Beat = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class SlotWork:
+    """Write the capture of a slot."""
+
+    slot: Slot
+    status: SlotStatus
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Give a snapshot a name; without ``entry`` take it from whatever of the run has it."""
+
+    run_id: str
+    name: str
+    entry: Entry | None
+
+
+class Lane:
+    """The worker of one level."""
+
+    def __init__(self, persister: "Persister", index: int) -> None:
+        self._persister = persister
+        self._index = index
+        self._level = persister.levels[index]
+        self._pace = Pace(self._level.max_bytes_per_s)
+        self._store: SnapshotStore | None = None
+        self._attempt: Attempt[Any] | None = None
+        self._hanging: list[Attempt[Any]] = []
+        self.names: deque[Naming] = deque()
+        self.slot: Slot | None = None
+        """The slot that is read now."""
+        self.copying: Committed | None = None
+        """What is copied from a faster level now."""
+        self.is_busy = False
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the work at hand moved."""
+        return self._attempt.idle_s if self._attempt is not None else 0.0
+
+    def run(self) -> None:
+        """The thread: until the persister stops."""
+        persister = self._persister
+        while True:
+            with persister.changed:
+                if persister.stopping:
+                    return
+                work = persister.work_for(self._index)
+                if work is None:
+                    persister.changed.wait(_IDLE_S)
+                    continue
+                self._take(work)
+            try:
+                self._do(work)
+            except Exception:  # the rim of the thread: a bug here must not end persistence
+                logger.exception("%s", self._level.url)
+            finally:
+                with persister.changed:
+                    self.slot = self.copying = self._attempt = None
+                    self.is_busy = False
+                    persister.changed.notify_all()
+
+    def _take(self, work: SlotWork | Committed | Naming) -> None:
+        self.is_busy = True
+        if isinstance(work, Naming):
+            self.names.popleft()
+        elif isinstance(work, SlotWork):
+            self.slot = work.slot
+            self._persister.hold(work)
+        else:
+            self.copying = work
+            self._persister.states[self._index].queue.remove(work)
+
+    def _do(self, work: SlotWork | Committed | Naming) -> None:
+        if isinstance(work, Naming):
+            self._name(work)
+            return
+        sequence = work.status.sequence if isinstance(work, SlotWork) else work.sequence
+        step = work.status.step if isinstance(work, SlotWork) else work.entry.step
+        started = time.monotonic()
+        try:
+            if isinstance(work, SlotWork):
+                item = self._within_deadline(f"writing step {step}", lambda beat: self._write(work, beat))
+            else:
+                item = self._within_deadline(f"copying step {step}", lambda beat: self._copy(work, beat))
+        except CaptureAborted as error:
+            # Not marked as tried: the newest whole capture is an older one, and it still wants to be persisted.
+            logger.info("%s", error)
+            return
+        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            self._failed(step or 0, sequence, error)
+            return
+        self._committed(item, time.monotonic() - started)
+        with self._persister.changed:
+            # Deleting large files, and reading back, take their time: the slot is free before.
+            self.slot = self.copying = None
+            self._persister.changed.notify_all()
+        self._retain(item)
+
+    def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
+        self._hanging = [attempt for attempt in self._hanging if attempt.is_running]
+        if len(self._hanging) >= _MAX_HANGING:
+            raise LevelHangs(f"{self._level.url}: {what}: {len(self._hanging)} earlier operations still hang there")
+        attempt = self._attempt = Attempt(work, f"{self._level.url}: {what}")
+        try:
+            return attempt.result(self._level.timeout_s)
+        except LevelHangs:
+            self._hanging.append(attempt)
+            # Whatever it was in the middle of: the next try starts anew.
+            self._store = None
+            raise
+
+    # ---------------------------------------------------------------- inside an attempt
+
+    def _write(self, work: SlotWork, beat: Beat) -> Committed:
+        faults.point("keeper.persist.begin")
+        source = SlotSource(work.slot, work.status, beat)
+        store = self._opened(source.meta)
+        with self._frozen(store, source.meta, beat):
+            entry, manifest = store.write_entry(source.meta, PacedSource(source, self._pace, beat))
+        return Committed(work.status.sequence, entry, manifest, self._index)
+
+    def _copy(self, item: Committed, beat: Beat) -> Committed:
+        faults.point("keeper.persist.cascade")
+        meta = item.manifest.meta
+        store = self._opened(meta)
+        origin = self._origin(item)
+        path = f"{item.entry.location}/{item.manifest.file}"
+        with (
+            self._frozen(store, meta, beat, item),
+            FileSource(origin.storage, path, item.manifest.size_bytes) as source,
+        ):
+            paced = PacedSource(source, self._pace, beat)
+            entry, manifest = store.write_entry(meta, paced, expected=item.manifest.checksums.whole)
+        return Committed(item.sequence, entry, manifest, self._index)
+
+    def _origin(self, item: Committed) -> SnapshotStore:
+        level = self._persister.levels[item.level]
+        return open_store(level.url, options=level.storage_options)
+
+    def _opened(self, meta: CaptureMeta) -> SnapshotStore:
+        if self._store is None:
+            level = self._level
+            store = open_store(level.url, speed=self._index + 1, options=level.storage_options)
+            gone = store.sweep(meta.rank, meta.world_size)
+            if gone:
+                logger.info("%s: removed what dead runs left: %s", level.url, ", ".join(gone))
+            self._store = store
+        return self._store
+
+    @contextlib.contextmanager
+    def _frozen(
+        self, store: SnapshotStore, meta: CaptureMeta, beat: Beat, item: Committed | None = None
+    ) -> Iterator[None]:
+        """See to it that the immutable tensors are there, and stay, while a snapshot that refers to them is written."""
+        if meta.frozen is None:
+            yield
+            return
+        self._write_frozen(store, meta, meta.frozen, beat, item)
+        with store.frozen_lease(meta.run_id, meta.frozen.digest):
+            # Somebody's retention may just have taken them for unreferenced; from here on it cannot.
+            self._write_frozen(store, meta, meta.frozen, beat, item)
+            yield
+
+    def _write_frozen(
+        self, store: SnapshotStore, meta: CaptureMeta, frozen: FrozenReference, beat: Beat, item: Committed | None
+    ) -> None:
+        slot = self._persister.frozen(frozen.digest)
+        if slot is not None:
+            own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of immutable tensors")
+            held = MemorySource(slot.image, frozen.size_bytes)
+            store.write_frozen(replace(own, run_id=meta.run_id), PacedSource(held, self._pace, beat), frozen.digest)
+            return
+        if item is None:
+            raise CaptureAborted(f"the immutable tensors {frozen.digest} of step {meta.step} are gone from memory")
+        origin = self._origin(item)
+        directory = frozen_directory_name(meta.run_id, frozen.digest)
+        image = next((one for one in origin.inventory().frozen if one.location == directory), None)
+        if image is None:
+            raise LevelUnavailable(f"{origin.url}: the immutable tensors {frozen.digest} are not there any more")
+        own = origin.read_frozen_manifest(image).meta
+        with FileSource(origin.storage, f"{directory}/{shard_name(0, 1)}", frozen.size_bytes) as source:
+            store.write_frozen(own, PacedSource(source, self._pace, beat), frozen.digest)
+
+    # ---------------------------------------------------------------- what comes after
+
+    def _committed(self, item: Committed, seconds: float) -> None:
+        faults.point("keeper.persist.committed")
+        with self._persister.changed:
+            self._persister.committed(item)
+        level, step, size = self._level.url, item.entry.step, item.manifest.size_bytes
+        logger.info("step %d committed to %s: %d bytes in %.2f s", step, level, size, seconds)
+        event = {"type": "durable", "level": level, "step": step, "bytes": size, "seconds": seconds}
+        self._persister.emit({**event, "run_id": item.entry.run_id, "sequence": item.sequence})
+
+    def _failed(self, step: int, sequence: int, error: Exception) -> None:
+        with self._persister.changed:
+            self._persister.failed(self._index, sequence)
+        if not isinstance(error, LazySnapError):
+            self._store = None  # credentials may have expired, a mount gone stale: the next try opens everything anew
+        logger.warning("step %d is not persisted at %s: %s", step, self._level.url, error)
+        self._persister.emit({"type": "level_failed", "level": self._level.url, "step": step, "text": str(error)})
+
+    def _retain(self, item: Committed) -> None:
+        protect = self._persister.steps_to_copy(self._index)
+        store = self._store
+        if store is None:
+            return
+        try:
+            self._within_deadline(
+                "deleting old snapshots",
+                lambda beat: store.retain(self._level, item.entry.run_id, protect, beat),
+            )
+        except (LazySnapError, OSError) as error:
+            logger.warning("%s: old snapshots stay for now: %s", self._level.url, error)
+            if isinstance(error, FormatError):
+                event = {"type": "level_failed", "level": self._level.url, "step": item.entry.step, "text": str(error)}
+                self._persister.emit(event)
+
+    def _name(self, work: Naming) -> None:
+        def apply(beat: Beat) -> None:
+            store = self._store or open_store(
+                self._level.url, speed=self._index + 1, options=self._level.storage_options
+            )
+            if work.entry is None:
+                store.release(work.run_id, work.name)
+            else:
+                store.keep(work.entry, work.name)
+
+        for attempts_left in (2, 1, 0):
+            try:
+                self._within_deadline(f"naming a snapshot {work.name!r}", apply)
+                return
+            except Exception as error:  # noqa: BLE001  the rim to storage packages
+                logger.warning("%s: the name %r: %s", self._level.url, work.name, error)
+                if not attempts_left:
+                    event = {"type": "level_failed", "level": self._level.url, "step": 0}
+                    self._persister.emit({**event, "text": f"the name {work.name!r} could not be written: {error}"})
+                else:
+                    time.sleep(_NAME_RETRY_S)

@@ -1,0 +1,121 @@
+"""Which level does what next. Pure: values in, decisions out.
+
+One level reads the slots, the *head*: the fastest one that did not fail at its last try. Slower levels copy the file
+of a faster one. A level in front of the head, which failed, tries each new capture from its slot as well: that is how
+it recovers by itself. Every level takes the newest first; what it has not begun when a newer one is ready is left out,
+but for what its retention asks for by step or by name.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from lazysnap.arena import SlotPhase, SlotStatus
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper.machine import newest_whole
+from lazysnap.policy import is_due, is_wanted
+from lazysnap.resolver import Entry
+from lazysnap.shard.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A capture that some level has."""
+
+    sequence: int
+    entry: Entry
+    manifest: Manifest
+    level: int
+    """Index of the level that has it."""
+
+
+@dataclass
+class LaneState:
+    """How far one level has come. Changed under the persister's lock."""
+
+    level: PersistentLevel
+    tried: set[int] = field(default_factory=set)
+    """Sequence numbers of captures that were tried there, with whatever result."""
+    durable: int | None = None
+    """Newest step committed there."""
+    durable_sequence: int = 0
+    """Its sequence number: steps repeat when a run resumes, these do not."""
+    failing: bool = False
+    """Whether the last try failed."""
+    queue: list[Committed] = field(default_factory=list)
+    """What a faster level has and this one did not begin, oldest first."""
+
+    def note_tried(self, sequence: int) -> None:
+        """Remember the last few."""
+        self.tried.add(sequence)
+        if len(self.tried) > 256:
+            self.tried = set(sorted(self.tried)[-128:])
+
+
+def head(lanes: Sequence[LaneState]) -> int:
+    """The index of the fastest level that works; the last one if none does."""
+    return next((index for index, lane in enumerate(lanes) if not lane.failing), len(lanes) - 1)
+
+
+def takes(lanes: Sequence[LaneState], index: int, status: SlotStatus, *, force: bool, named: Collection[int]) -> bool:
+    """Whether level ``index`` is to write the capture of a slot, from that slot."""
+    lane = lanes[index]
+    if status.step is None or status.sequence in lane.tried or index > head(lanes):
+        return False
+    # The fastest level takes what any level wants: the others copy from it. A later one, standing in, keeps its pace.
+    return index == 0 or force or status.sequence in named or is_due(lane.level, status.step, lane.durable)
+
+
+def slot_for(
+    lanes: Sequence[LaneState], index: int, statuses: Sequence[SlotStatus], *, force: bool, named: Collection[int]
+) -> int | None:
+    """Which slot level ``index`` writes next: pinned ones, newest first; with ``force`` the newest whole one."""
+    pinned = [
+        number
+        for number, status in enumerate(statuses)
+        if status.pinned
+        and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
+        and takes(lanes, index, status, force=force, named=named)
+    ]
+    if pinned:
+        return max(pinned, key=lambda number: statuses[number].sequence)
+    newest = newest_whole(statuses)
+    if force and newest is not None and takes(lanes, index, statuses[newest], force=force, named=named):
+        return newest
+    return None
+
+
+def is_asked_for(lanes: Sequence[LaneState], step: int, sequence: int, named: Collection[int]) -> bool:
+    """Whether some level's retention wants this capture, newer ones or not."""
+    return sequence in named or any(is_wanted(lane.level, step) for lane in lanes)
+
+
+def enqueue(lane: LaneState, item: Committed, named: Collection[int]) -> list[Committed]:
+    """Queue what a faster level has now; what is left out for it, of those that were due."""
+    if item.sequence in lane.tried or any(known.sequence == item.sequence for known in lane.queue):
+        return []
+    dropped = [
+        known
+        for known in lane.queue
+        if known.sequence < item.sequence
+        and known.sequence not in named
+        and not is_wanted(lane.level, known.entry.step)
+    ]
+    lane.queue = [*(known for known in lane.queue if known not in dropped), item]
+    return [known for known in dropped if is_due(lane.level, known.entry.step, lane.durable)]
+
+
+def next_queued(lane: LaneState, *, force: bool, named: Collection[int]) -> Committed | None:
+    """What to copy next from a faster level, newest first."""
+    for item in reversed(lane.queue):
+        if force or item.sequence in named or is_due(lane.level, item.entry.step, lane.durable):
+            return item
+    return None
+
+
+def stale_pins(statuses: Sequence[SlotStatus]) -> list[int]:
+    """Slots that are pinned for a capture that will never be whole: the pin would hold them for ever."""
+    return [
+        index
+        for index, status in enumerate(statuses)
+        if status.pinned and status.phase in (SlotPhase.EMPTY, SlotPhase.VOID)
+    ]

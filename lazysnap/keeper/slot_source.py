@@ -1,0 +1,64 @@
+"""The image in a slot, readable while it lands."""
+
+import time
+from collections.abc import Callable
+
+from lazysnap.arena import Slot, SlotPhase, SlotStatus, Word
+from lazysnap.errors import CaptureAborted, FormatError
+from lazysnap.shard.manifest import CaptureMeta
+
+_POLL_S = 0.001
+STALL_S = 300.0
+"""A capture whose watermark does not move for so long is given up."""
+
+
+class SlotSource:
+    """One capture of a slot. See ``levels.source.BlockSource``."""
+
+    def __init__(self, slot: Slot, chosen: SlotStatus, beat: Callable[[], None]) -> None:
+        """Read the capture that was ``chosen``; ``beat`` is called while its bytes are waited for.
+
+        Raises: CaptureAborted, if it is gone; FormatError, if unreadable."""
+        self._slot = slot
+        self._beat = beat
+        self._step = chosen.step
+        self.sequence = chosen.sequence
+        self.size_bytes = chosen.image_bytes
+        # Before and after: metadata and numbers must be of one capture, whatever the trainer does meanwhile.
+        self._check()
+        meta = slot.read_meta()
+        self._check()
+        self.meta = CaptureMeta.from_bytes(meta, "a slot of the arena")
+        if self.meta.step != chosen.step:
+            raise FormatError(f"a slot of the arena: its words say step {chosen.step}, its metadata {self.meta.step}")
+
+    def _check(self) -> int:
+        status = self._slot.status()
+        if status.sequence != self.sequence or status.phase not in (SlotPhase.CAPTURING, SlotPhase.WHOLE):
+            raise CaptureAborted(f"the capture of step {self._step} was dropped or its slot reused")
+        return self.size_bytes if status.phase is SlotPhase.WHOLE else status.watermark
+
+    def wait(self, upto: int) -> None:
+        """See ``BlockSource.wait``."""
+        seen, deadline = -1, 0.0
+        while (watermark := self._check()) < upto:
+            if watermark != seen:
+                seen, deadline = watermark, time.monotonic() + STALL_S
+            elif time.monotonic() > deadline:
+                raise CaptureAborted(f"the capture of step {self._step} stands still at byte {watermark}")
+            self._beat()
+            time.sleep(_POLL_S)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """See ``BlockSource.view``."""
+        return self._slot.image[offset : offset + length]
+
+    def finish(self) -> None:
+        """Every byte was read: the capture must still be the same one, and whole."""
+        self.wait(self.size_bytes)
+        deadline = time.monotonic() + STALL_S
+        while self._check() and (self._slot.status().phase is not SlotPhase.WHOLE or self._slot.word(Word.UNCHECKED)):
+            if time.monotonic() > deadline:
+                raise CaptureAborted(f"the capture of step {self._step} was not checked by its trainer")
+            self._beat()
+            time.sleep(_POLL_S)

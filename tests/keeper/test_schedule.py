@@ -1,0 +1,150 @@
+"""Which level does what next, without processes."""
+
+from lazysnap.arena import SlotPhase, SlotStatus
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper.schedule import (
+    Committed,
+    LaneState,
+    enqueue,
+    head,
+    is_asked_for,
+    next_queued,
+    slot_for,
+    stale_pins,
+    takes,
+)
+from lazysnap.resolver import Entry
+
+
+def slot(sequence, phase=SlotPhase.WHOLE, *, pinned=False):
+    return SlotStatus(phase, sequence, sequence, 10, 10, pinned, True)
+
+
+def lanes(*every, **settings):
+    return [LaneState(PersistentLevel(f"/{number}", every_n_steps=n, **settings)) for number, n in enumerate(every)]
+
+
+def item(sequence, level=0):
+    entry = Entry(f"/{level}", level, "r", 0, sequence, 0, 1, f"step-{sequence}")
+    return Committed(sequence, entry, None, level)
+
+
+def choose(state, index, statuses, *, force=False, named=()):
+    return slot_for(state, index, statuses, force=force, named=named)
+
+
+def test_pinned_captures_are_persisted_newest_first_and_once():
+    state = lanes(1)
+    statuses = [slot(3, pinned=True), slot(5, SlotPhase.CAPTURING, pinned=True), slot(6)]
+
+    assert choose(state, 0, statuses) == 1
+    state[0].note_tried(5)
+    assert choose(state, 0, statuses) == 0
+    state[0].note_tried(3)
+    assert choose(state, 0, statuses) is None
+
+
+def test_forced_persistence_takes_the_newest_whole_capture_once():
+    state = lanes(1)
+    statuses = [slot(3), slot(6), slot(7, SlotPhase.VOID)]
+
+    assert choose(state, 0, statuses, force=True) == 1
+    state[0].note_tried(6)
+    assert choose(state, 0, statuses, force=True) is None
+
+
+def test_slower_levels_leave_the_slots_to_the_fastest_that_works():
+    state = lanes(1, 1, 1)
+    statuses = [slot(3, pinned=True)]
+
+    assert [choose(state, index, statuses) for index in range(3)] == [0, None, None]
+    state[0].failing = True
+    # The failed one tries again beside the one that stands in: so it comes back by itself.
+    assert [choose(state, index, statuses) for index in range(3)] == [0, 0, None]
+    state[1].failing = True
+    assert [choose(state, index, statuses) for index in range(3)] == [0, 0, 0]
+    state[2].failing = True
+    assert [choose(state, index, statuses) for index in range(3)] == [0, 0, 0]
+
+
+def test_a_level_that_stands_in_keeps_its_own_pace():
+    state = lanes(1, 10)
+    state[0].failing = True
+    state[1].durable = 20
+
+    assert not takes(state, 1, slot(25), force=False, named=())
+    assert takes(state, 1, slot(30), force=False, named=())
+    assert takes(state, 1, slot(25), force=True, named=())
+    assert takes(state, 1, slot(25), force=False, named={25})
+
+
+def test_what_is_not_begun_is_left_out_for_a_newer_one_but_for_what_retention_asks_for():
+    (state,) = lanes(1, keep_every_n_steps=10)
+
+    assert [enqueue(state, item(sequence), set()) for sequence in (9, 10, 11)] == [[], [item(9)], []]
+    assert enqueue(state, item(12), {11}) == []  # 11 has a name
+    assert [known.sequence for known in state.queue] == [10, 11, 12]
+    assert enqueue(state, item(12), {11}) == []
+    assert enqueue(state, item(13), {11}) == [item(12)]
+
+
+def test_the_newest_is_copied_first_then_what_is_asked_for():
+    (state,) = lanes(1, keep_every_n_steps=10)
+    for sequence in (10, 20, 25):
+        enqueue(state, item(sequence), set())
+    order = []
+    while (work := next_queued(state, force=False, named=())) is not None:
+        state.queue.remove(work)
+        state.durable = max(state.durable or 0, work.entry.step)
+        order.append(work.sequence)
+
+    assert order == [25, 20, 10]
+
+
+def test_a_slower_level_waits_for_its_steps_unless_forced():
+    (state,) = lanes(10)
+    state.durable = 20
+    enqueue(state, item(25), set())
+
+    assert next_queued(state, force=False, named=()) is None
+    assert next_queued(state, force=False, named={25}) == item(25)
+    assert next_queued(state, force=True, named=()) == item(25)
+
+
+def test_what_was_tried_is_not_queued_again():
+    (state,) = lanes(1)
+    state.note_tried(5)
+
+    assert enqueue(state, item(5), set()) == []
+    assert state.queue == []
+
+
+def test_the_memory_of_tries_is_bounded_and_keeps_the_newest():
+    (state,) = lanes(1)
+    for sequence in range(1000):
+        state.note_tried(sequence)
+
+    assert 999 in state.tried
+    assert len(state.tried) <= 256
+
+
+def test_head_is_the_last_level_if_none_works():
+    state = lanes(1, 1)
+    assert head(state) == 0
+    for lane in state:
+        lane.failing = True
+    assert head(state) == 1
+
+
+def test_retention_asks_by_step_or_by_name():
+    state = lanes(1, 1, keep_every_n_steps=50)
+
+    assert is_asked_for(state, 100, 7, set())
+    assert is_asked_for(state, 101, 7, {7})
+    assert not is_asked_for(state, 101, 7, {8})
+
+
+def test_no_pin_is_left_on_a_capture_that_will_never_be_whole():
+    statuses = [slot(1, SlotPhase.VOID, pinned=True), slot(2, pinned=True), slot(3, SlotPhase.CAPTURING, pinned=True)]
+
+    assert stale_pins(statuses) == [0]
