@@ -5,7 +5,7 @@ A point costs one comparison while the environment variable ``LAZYSNAP_FAULT`` i
 ``LAZYSNAP_FAULT="keeper.persist.before_rename:2:kill"``
     the second time this process (or another one of the job that passes that point) comes by, do the action:
     ``kill`` (SIGKILL this process), ``kill-peer`` (SIGKILL the other one: the trainer's keeper, the keeper's
-    trainer), ``kill-both``, ``raise`` (OSError EIO), ``enospc`` (OSError ENOSPC).
+    trainer), ``kill-both``, ``raise`` (OSError EIO), ``enospc`` (OSError ENOSPC), ``hang`` (this thread, for ever).
 ``LAZYSNAP_FAULT_LOG=/path``
     append a line with its name for every point passed; a dry run counts them this way.
 """
@@ -13,11 +13,12 @@ A point costs one comparison while the environment variable ``LAZYSNAP_FAULT`` i
 import errno
 import os
 import signal
+import threading
 
 _LOG_PATH = os.environ.get("LAZYSNAP_FAULT_LOG")
 _SPEC = os.environ.get("LAZYSNAP_FAULT")
 _ARMED = bool(_LOG_PATH or _SPEC)
-_ACTIONS = ("kill", "kill-peer", "kill-both", "raise", "enospc")
+_ACTIONS = ("kill", "kill-peer", "kill-both", "raise", "enospc", "hang")
 _counts: dict[str, int] = {}
 _peer_pid: list[int] = []
 
@@ -51,6 +52,8 @@ def _pass(name: str) -> None:
         os.kill(_peer_pid[0], signal.SIGKILL)
     if action in ("kill", "kill-both"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "hang":
+        threading.Event().wait()
     if action == "raise":
         raise OSError(errno.EIO, f"injected at {name}")
     if action == "enospc":

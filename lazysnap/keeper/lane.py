@@ -50,6 +50,18 @@ class Naming:
     entry: Entry | None
 
 
+@dataclass(frozen=True)
+class Retaining:
+    """Delete what had to stay before, because a slower level was still to copy it."""
+
+    item: Committed
+    waits_for: frozenset[int]
+    """Steps that stayed."""
+
+
+Work = SlotWork | Committed | Naming | Retaining
+
+
 class Lane:
     """The worker of one level."""
 
@@ -67,6 +79,8 @@ class Lane:
         self.copying: Committed | None = None
         """What is copied from a faster level now."""
         self.is_busy = False
+        self.owed: Retaining | None = None
+        """Deletions that wait for a slower level."""
 
     @property
     def idle_s(self) -> float:
@@ -95,10 +109,12 @@ class Lane:
                     self.is_busy = False
                     persister.changed.notify_all()
 
-    def _take(self, work: SlotWork | Committed | Naming) -> None:
+    def _take(self, work: Work) -> None:
         self.is_busy = True
         if isinstance(work, Naming):
             self.names.popleft()
+        elif isinstance(work, Retaining):
+            self.owed = None
         elif isinstance(work, SlotWork):
             self.slot = work.slot
             self._persister.hold(work)
@@ -106,9 +122,12 @@ class Lane:
             self.copying = work
             self._persister.states[self._index].queue.remove(work)
 
-    def _do(self, work: SlotWork | Committed | Naming) -> None:
+    def _do(self, work: Work) -> None:
         if isinstance(work, Naming):
             self._name(work)
+            return
+        if isinstance(work, Retaining):
+            self._retain(work.item)
             return
         sequence = work.status.sequence if isinstance(work, SlotWork) else work.sequence
         step = work.status.step if isinstance(work, SlotWork) else work.entry.step
@@ -200,6 +219,8 @@ class Lane:
     def _write_frozen(
         self, store: SnapshotStore, meta: CaptureMeta, frozen: FrozenReference, beat: Beat, item: Committed | None
     ) -> None:
+        if store.has_frozen(meta.run_id, frozen.digest):
+            return
         slot = self._persister.frozen(frozen.digest)
         if slot is not None:
             own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of immutable tensors")
@@ -207,7 +228,7 @@ class Lane:
             store.write_frozen(replace(own, run_id=meta.run_id), PacedSource(held, self._pace, beat), frozen.digest)
             return
         if item is None:
-            raise CaptureAborted(f"the immutable tensors {frozen.digest} of step {meta.step} are gone from memory")
+            raise LevelUnavailable(f"the immutable tensors {frozen.digest} of step {meta.step} are gone from memory")
         origin = self._origin(item)
         directory = frozen_directory_name(meta.run_id, frozen.digest)
         image = next((one for one in origin.inventory().frozen if one.location == directory), None)
@@ -238,6 +259,7 @@ class Lane:
 
     def _retain(self, item: Committed) -> None:
         protect = self._persister.steps_to_copy(self._index)
+        self.owed = Retaining(item, protect) if protect else None
         store = self._store
         if store is None:
             return

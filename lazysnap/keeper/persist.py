@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotPhase, SlotStatus, Word
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.lane import Lane, Naming, SlotWork
+from lazysnap.keeper.lane import Lane, Naming, SlotWork, Work
 from lazysnap.keeper.machine import newest_whole
 from lazysnap.keeper.messages import Message
 from lazysnap.keeper.schedule import (
@@ -148,7 +148,7 @@ class Persister:
 
     # ---------------------------------------------------------------- what the lanes ask, under the lock
 
-    def work_for(self, index: int) -> "SlotWork | Committed | Naming | None":
+    def work_for(self, index: int) -> Work | None:
         """What level ``index`` is to do next; nothing is changed but pins that hold for nothing."""
         lane, state = self._lanes[index], self.states[index]
         if lane.names:
@@ -159,7 +159,10 @@ class Persister:
         chosen = slot_for(self.states, index, statuses, force=self._force, named=self.named)
         if chosen is not None:
             return SlotWork(slots[chosen], statuses[chosen])
-        return next_queued(state, force=self._force, named=self.named)
+        queued = next_queued(state, force=self._force, named=self.named)
+        if queued is None and lane.owed is not None and not lane.owed.waits_for & self._steps_to_copy(index):
+            return lane.owed
+        return queued
 
     @property
     def named(self) -> set[int]:
@@ -231,9 +234,12 @@ class Persister:
     def steps_to_copy(self, index: int) -> frozenset[int]:
         """Steps that slower levels have still to copy from level ``index``."""
         with self.changed:
-            queued = [item for state in self.states[index + 1 :] for item in state.queue]
-            copying = [lane.copying for lane in self._lanes if lane.copying is not None]
-            return frozenset(item.entry.step for item in (*queued, *copying) if item.level == index)
+            return self._steps_to_copy(index)
+
+    def _steps_to_copy(self, index: int) -> frozenset[int]:
+        queued = [item for state in self.states[index + 1 :] for item in state.queue]
+        copying = [lane.copying for lane in self._lanes if lane.copying is not None]
+        return frozenset(item.entry.step for item in (*queued, *copying) if item.level == index)
 
     # ---------------------------------------------------------------- memory at rest
 

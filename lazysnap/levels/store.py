@@ -136,6 +136,11 @@ class SnapshotStore:
                 )
             return committed
 
+    def has_frozen(self, run_id: str, digest: str) -> bool:
+        """Whether the image of a run's immutable tensors is committed. Raises: ShardCorrupt, if it is another one."""
+        place = ShardPlace(self.storage, frozen_directory_name(run_id, digest), 0, 1)
+        return self._frozen_at(place, digest) is not None
+
     def frozen_lease(self, run_id: str, digest: str) -> contextlib.AbstractContextManager[None]:
         """While held, no retention takes the image for unreferenced: between its commit and that of a snapshot."""
         return self.storage.lease(f"{frozen_directory_name(run_id, digest)}/{manifest_name(0, 1)}")

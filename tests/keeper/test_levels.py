@@ -1,0 +1,408 @@
+"""Several levels behind real slots: each at its own pace, none held up by another, what fails comes back by itself."""
+
+import pathlib
+import threading
+
+import pytest
+from keeper_jobs import until
+
+from lazysnap import faults
+from lazysnap.arena import Slot, SlotPhase
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper.persist import Persister
+from lazysnap.levels import open_store
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference
+
+RUN = "ab" * 8
+SIZE = 300_000
+
+
+def image_of(step, size=SIZE):
+    layout = Layout.plan([TensorSpec("x", "U8", (size,))])
+    return layout.header + bytes([step % 251]) * size
+
+
+class Rig:
+    """A trainer's end of three slots, and the persister behind them."""
+
+    def __init__(self, *levels, frozen=None):
+        self.slots = [Slot.create(1 << 16, len(image_of(0))) for _ in range(3)]
+        for slot in self.slots:
+            slot.populate()
+        self.events = []
+        self.sequence = 0
+        self.frozen = frozen or {}
+        self.persister = Persister(levels, lambda: list(self.slots), self.events.append, self.frozen.get)
+
+    def begin(self, step, *, pin=True, frozen=None):
+        newest = max((s for s in self.slots if s.status().phase is SlotPhase.WHOLE), key=order, default=None)
+        free = until(lambda: [s for s in self.slots if s is not newest and not s.status().pinned])
+        slot = min(free, key=order)
+        self.sequence += 1
+        meta = CaptureMeta(RUN, 1, step, 0, 1, 0, frozen=frozen).to_bytes()
+        slot.begin(step, sequence=self.sequence, image_bytes=len(image_of(step)), meta=meta, pin=pin)
+        return slot
+
+    def capture(self, step, *, pin=True, frozen=None):
+        slot = self.begin(step, pin=pin, frozen=frozen)
+        slot.image[: len(image_of(step))] = image_of(step)
+        slot.commit()
+        self.persister.wake()
+        return self.sequence
+
+    def told(self, kind, level=None):
+        return [e["step"] for e in self.events if e["type"] == kind and level in (None, e["level"])]
+
+    def settle(self):
+        assert until(self.persister.is_drained, 20)
+
+    def close(self):
+        self.persister.stop()
+
+
+def order(slot):
+    return slot.status().sequence
+
+
+@pytest.fixture
+def rig():
+    rigs = []
+
+    def make(*levels, frozen=None):
+        rigs.append(Rig(*levels, frozen=frozen))
+        return rigs[-1]
+
+    yield make
+    for made in rigs:
+        made.close()
+
+
+def steps_at(level):
+    return sorted(entry.step for entry in open_store(level.url).inventory().entries)
+
+
+def check(level, step):
+    store = open_store(level.url)
+    entry = next(entry for entry in store.inventory().entries if entry.step == step)
+    manifest = store.read_manifest(entry)
+    out = map_anonymous(manifest.size_bytes)
+    store.read_image(entry, manifest, out)
+    assert bytes(out) == image_of(step)
+
+
+def test_each_level_has_its_own_pace(rig, tmp_path):
+    fast = PersistentLevel(tmp_path / "fast", every_n_steps=1, keep_last=9)
+    slow = PersistentLevel(tmp_path / "slow", every_n_steps=3, keep_last=9)
+    trainer = rig(fast, slow)
+
+    for step in range(1, 8):
+        trainer.capture(step)
+        trainer.settle()
+
+    assert steps_at(fast) == list(range(1, 8))
+    assert steps_at(slow) == [1, 4, 7]
+    check(slow, 4)
+
+
+def test_a_level_that_refuses_is_stood_in_for_and_comes_back(rig, tmp_path):
+    (tmp_path / "first").write_text("in the way")
+    first, second = (PersistentLevel(tmp_path / name, every_n_steps=1) for name in ("first", "second"))
+    trainer = rig(first, second)
+
+    trainer.capture(1)
+    trainer.settle()
+    assert steps_at(second) == [1]
+    assert trainer.told("level_failed", first.url) == [1]
+
+    (tmp_path / "first").unlink()
+    trainer.capture(2)
+    trainer.settle()
+    assert steps_at(first) == [2]
+    assert steps_at(second) == [1, 2]
+    trainer.capture(3)
+    trainer.settle()
+    assert trainer.told("level_failed") == [1]
+    assert not any(slot.status().pinned for slot in trainer.slots)
+
+
+def test_when_no_level_works_no_slot_is_held_and_the_next_capture_is_tried(rig, tmp_path):
+    (tmp_path / "a").write_text("in the way")
+    trainer = rig(*(PersistentLevel(tmp_path / "a" / name, every_n_steps=1) for name in "xy"))
+
+    for step in (1, 2):
+        trainer.capture(step)
+        trainer.settle()
+
+    assert sorted(trainer.told("level_failed")) == [1, 1, 2, 2]
+    assert not any(slot.status().pinned for slot in trainer.slots)
+
+
+def test_a_slow_level_takes_the_newest_and_leaves_out_what_it_did_not_begin(rig, tmp_path):
+    fast = PersistentLevel(tmp_path / "fast", every_n_steps=1, keep_last=1)
+    # Half a second for the first snapshot: the others come meanwhile.
+    slow = PersistentLevel(tmp_path / "slow", every_n_steps=1, keep_last=9, max_bytes_per_s=600_000)
+    trainer = rig(fast, slow)
+    trainer.capture(1)
+    trainer.settle()
+
+    for step in (2, 3, 4, 5):
+        trainer.capture(step)
+        assert until(lambda step=step: step in trainer.told("durable", fast.url))
+    trainer.settle()
+
+    kept = steps_at(slow)
+    assert kept[0] == 1
+    assert kept[-1] == 5
+    assert len(kept) < 5
+    assert trainer.told("level_dropped", slow.url) == [step for step in range(1, 6) if step not in kept]
+    assert steps_at(fast) == [5]
+
+
+def test_what_retention_asks_for_is_never_left_out(rig, tmp_path):
+    fast = PersistentLevel(tmp_path / "fast", every_n_steps=1, keep_last=1)
+    slow = PersistentLevel(
+        tmp_path / "slow", every_n_steps=1, keep_last=1, keep_every_n_steps=2, max_bytes_per_s=600_000
+    )
+    trainer = rig(fast, slow)
+
+    for step in range(1, 8):
+        trainer.capture(step)
+        assert until(lambda step=step: step in trainer.told("durable", fast.url))
+    trainer.settle()
+
+    assert set(steps_at(slow)) >= {2, 4, 6, 7}
+    check(slow, 4)
+    assert steps_at(fast) == [7]  # what had still to be copied went after it was copied
+
+
+def test_a_capture_with_a_name_reaches_every_level_and_stays(rig, tmp_path):
+    fast = PersistentLevel(tmp_path / "fast", every_n_steps=1, keep_last=1)
+    slow = PersistentLevel(tmp_path / "slow", every_n_steps=100, keep_last=2)
+    trainer = rig(fast, slow)
+    trainer.capture(1)
+    trainer.settle()
+    sequence = trainer.capture(2, pin=False)
+
+    assert trainer.persister.keep("before-anneal", RUN, sequence)
+    trainer.settle()
+    for step in (3, 4):
+        trainer.capture(step)
+        trainer.settle()
+
+    for level, steps in ((fast, [2, 4]), (slow, [1, 2])):
+        named = {entry.step: entry.names for entry in open_store(level.url).inventory().entries}
+        assert sorted(named) == steps
+        assert named[2] == ("before-anneal",)
+
+    trainer.persister.release("before-anneal", RUN)
+    trainer.settle()
+    trainer.capture(5)
+    trainer.settle()
+    assert steps_at(fast) == [5]
+
+
+def test_a_name_can_be_given_to_what_is_on_storage_already(rig, tmp_path):
+    fast = PersistentLevel(tmp_path / "fast", every_n_steps=1, keep_last=2)
+    slow = PersistentLevel(tmp_path / "slow", every_n_steps=100)
+    trainer = rig(fast, slow)
+    for step in (1, 2):
+        sequence = trainer.capture(step)
+        trainer.settle()
+
+    assert trainer.persister.keep("late", RUN, sequence)
+    trainer.settle()
+
+    assert [e.names for e in open_store(slow.url).inventory().entries if e.step == 2] == [("late",)]
+    assert not trainer.persister.keep("never", RUN, 99)
+
+
+def frozen_slot(size=500_000):
+    layout = Layout.plan([TensorSpec("base", "U8", (size,))])
+    image = layout.header + b"\x07" * size
+    slot = Slot.create(1 << 16, len(image))
+    slot.begin(0, sequence=1, image_bytes=len(image), meta=CaptureMeta(RUN, 1, 0, 0, 1, 0).to_bytes(), pin=False)
+    slot.image[: len(image)] = image
+    slot.commit()
+    return slot, FrozenReference(Checksums.of(memoryview(image)).whole, len(image))
+
+
+def test_immutable_tensors_are_written_once_at_every_level_and_go_with_the_last_that_needs_them(rig, tmp_path):
+    levels = [PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=1) for name in ("a", "b")]
+    slot, reference = frozen_slot()
+    trainer = rig(*levels, frozen={reference.digest: slot})
+
+    for step in (1, 2, 3):
+        trainer.capture(step, frozen=reference)
+        trainer.settle()
+
+    for level in levels:
+        images = list(pathlib.Path(level.url).glob("frozen-*/*.safetensors"))
+        assert [path.stat().st_size for path in images] == [reference.size_bytes]
+        store = open_store(level.url)
+        (image,) = store.inventory().frozen
+        assert store.verify_entry(image).checksums.whole == reference.digest
+        assert [entry.frozen for entry in store.inventory().entries] == [reference.digest]
+
+    trainer.capture(4)
+    trainer.settle()
+    assert [list(pathlib.Path(level.url).glob("frozen-*")) for level in levels] == [[], []]
+
+
+def test_immutable_tensors_that_left_memory_are_copied_from_the_faster_level(rig, tmp_path):
+    first = PersistentLevel(tmp_path / "a", every_n_steps=1)
+    second = PersistentLevel(tmp_path / "b", every_n_steps=1, max_bytes_per_s=1_500_000)
+    slot, reference = frozen_slot()
+    held = {reference.digest: slot}
+    trainer = rig(first, second, frozen=held)
+    trainer.capture(1, frozen=reference)
+    assert until(lambda: trainer.told("durable", first.url))
+    held.clear()
+
+    trainer.settle()
+    trainer.capture(2, frozen=reference)
+    trainer.settle()
+
+    assert steps_at(second)[-1] == trainer.told("durable", second.url)[-1]
+    assert [image.digest for image in open_store(second.url).inventory().frozen] == [reference.digest]
+
+
+def test_bytes_that_are_not_what_their_digest_says_never_get_to_storage(rig, tmp_path):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1)
+    slot, reference = frozen_slot()
+    slot.image[reference.size_bytes - 1] ^= 1
+    trainer = rig(level, frozen={reference.digest: slot})
+
+    trainer.capture(1, frozen=reference)
+    trainer.settle()
+
+    assert trainer.told("level_failed") == [1]
+    assert list(pathlib.Path(level.url).rglob("*.json")) == []
+
+
+def test_a_level_with_a_bound_is_written_no_faster(rig, tmp_path):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, max_bytes_per_s=1_000_000)
+    trainer = rig(level)
+
+    for step in (1, 2, 3):
+        trainer.capture(step)
+        trainer.settle()
+
+    durable = [event["seconds"] for event in trainer.events if event["type"] == "durable"]
+    # A lower bound is safe to assert: the second and third wait for the bytes before them.
+    assert sum(durable) >= 2 * SIZE / 1_000_000 * 0.9
+
+
+def test_a_snapshot_that_is_read_back_damaged_does_not_count(rig, tmp_path, monkeypatch):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
+    trainer = rig(level)
+    trainer.capture(1)
+    trainer.settle()
+    # The damage comes between the commit of step 2 and its being read back.
+    passed = threading.Event()
+
+    def damage(event):
+        trainer.events.append(event)
+        if event["type"] == "durable" and event["step"] == 2:
+            path = pathlib.Path(level.url) / "step-00000002" / "rank-00000-of-00001.safetensors"
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+            passed.set()
+
+    trainer.persister.emit = damage
+    trainer.capture(2)
+    assert passed.wait(10)
+    trainer.settle()
+
+    assert 1 in steps_at(level)
+    check(level, 1)
+    assert trainer.told("level_failed") == [2]
+
+    trainer.capture(3)
+    trainer.settle()
+    assert steps_at(level) == [3]
+
+
+@pytest.fixture
+def inject(monkeypatch):
+    """Arm a fault point in this process, as LAZYSNAP_FAULT does at its start."""
+
+    def arm(spec):
+        monkeypatch.setattr(faults, "_ARMED", True)
+        monkeypatch.setattr(faults, "_SPEC", spec)
+        monkeypatch.setattr(faults, "_counts", {})
+
+    return arm
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["level.local.create", "level.local.write", "level.local.sync", "level.local.rename", "level.store.commit"],
+)
+def test_a_level_that_hangs_is_given_up_after_its_deadline_and_comes_back(rig, tmp_path, inject, place):
+    first = PersistentLevel(tmp_path / "a", every_n_steps=1, timeout_s=0.5)
+    second = PersistentLevel(tmp_path / "b", every_n_steps=1)
+    inject(f"{place}:1:hang")
+    trainer = rig(first, second)
+
+    trainer.capture(1)
+    trainer.settle()
+
+    assert trainer.told("level_failed") == [1]
+    assert "did not move" in trainer.events[0]["text"]
+    assert steps_at(second) == [1]
+    assert steps_at(first) == []
+    trainer.capture(2)
+    trainer.settle()
+    assert steps_at(first) == [2]
+    assert steps_at(second) == [1, 2]
+    assert not any(slot.status().pinned for slot in trainer.slots)
+
+
+def test_a_slow_level_that_hangs_holds_up_no_faster_one(rig, tmp_path, inject):
+    first = PersistentLevel(tmp_path / "a", every_n_steps=1)
+    second = PersistentLevel(tmp_path / "b", every_n_steps=1, timeout_s=0.5)
+    inject("keeper.persist.cascade:1:hang")
+    trainer = rig(first, second)
+
+    for step in (1, 2, 3):
+        trainer.capture(step)
+        assert until(lambda step=step: step in trainer.told("durable", first.url))
+    trainer.settle()
+
+    assert trainer.told("level_failed", second.url) == [1]
+    assert steps_at(second)[-1] == 3
+
+
+def test_a_capture_whose_slot_was_reused_while_its_level_hung_is_never_committed(rig, tmp_path, inject, monkeypatch):
+    """The hanging write comes back when the slot holds other bytes: nothing of it may become visible."""
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, timeout_s=0.3, keep_last=9)
+    back = threading.Event()
+    trainer = rig(level)
+    original = faults.point
+
+    def point(name):
+        if name == "level.local.write" and not back.is_set() and not hung:
+            hung.append(threading.current_thread())
+            back.wait(20)
+        original(name)
+
+    hung = []
+    monkeypatch.setattr(faults, "point", point)
+    trainer.capture(1)
+    trainer.settle()
+    assert trainer.told("level_failed") == [1]
+    for step in (2, 3, 4):
+        trainer.capture(step)
+        trainer.settle()
+
+    back.set()
+    hung[0].join(20)
+
+    assert steps_at(level) == [2, 3, 4]
+    for step in (2, 3, 4):
+        check(level, step)
+    assert until(lambda: not list(pathlib.Path(level.url).rglob("*.tmp-*")))
