@@ -211,3 +211,7 @@ class FsspecStorage:
                 self._fs.rmdir(self._path(path))
             except Exception:  # noqa: BLE001  object stores have no directories, and say so in many ways
                 return
+
+    def abort_stale(self, path: str = "") -> list[str]:
+        """Nothing: fsspec does not show unfinished uploads."""
+        return []

@@ -119,6 +119,13 @@ class Storage(Protocol):
         """Remove an empty directory; harmless if it is not there, not empty, or no such thing exists here."""
         ...
 
+    def abort_stale(self, path: str = "") -> list[str]:
+        """Give up uploads below ``path`` that no living writer stands behind, and that no listing shows.
+
+        Returns what went; nothing where an unfinished object is a file like any other (``delete_abandoned``).
+        """
+        ...
+
 
 def level_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:
     """``error`` as one of ours, with the place and what was tried."""
