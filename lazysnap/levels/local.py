@@ -249,6 +249,10 @@ class LocalStorage:
         facts = self._stat(path)
         return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
+    def abort_stale(self, path: str = "") -> list[str]:
+        """Nothing: what is not finished is a file."""
+        return []
+
     def list(self, path: str = "") -> list[str]:
         """Names in a directory, sorted; NFS's ``.nfs*`` leftovers of open files are not ours to see."""
         try:
@@ -303,7 +307,3 @@ class LocalStorage:
         """Remove a directory if it is empty."""
         with contextlib.suppress(OSError):  # not empty or not there: both are fine
             os.rmdir(self._path(path))
-
-    def abort_stale(self, path: str = "") -> list[str]:
-        """Nothing: what is not finished is a file."""
-        return []

@@ -163,6 +163,10 @@ class FsspecStorage:
         """None: asking costs as much as reading a manifest."""
         return None
 
+    def abort_stale(self, path: str = "") -> list[str]:
+        """Nothing: fsspec does not show unfinished uploads."""
+        return []
+
     def list(self, path: str = "") -> list[str]:
         """Names below a prefix."""
         self._fs.invalidate_cache()
@@ -211,7 +215,3 @@ class FsspecStorage:
                 self._fs.rmdir(self._path(path))
             except Exception:  # noqa: BLE001  object stores have no directories, and say so in many ways
                 return
-
-    def abort_stale(self, path: str = "") -> list[str]:
-        """Nothing: fsspec does not show unfinished uploads."""
-        return []

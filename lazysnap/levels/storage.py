@@ -89,6 +89,13 @@ class Storage(Protocol):
         """Something that changes when the object does and is cheap to ask for; ``None`` if there is no such thing."""
         ...
 
+    def abort_stale(self, path: str = "") -> list[str]:
+        """Give up uploads below ``path`` that no living writer stands behind, and that no listing shows.
+
+        Returns what went; nothing where an unfinished object is a file like any other (``delete_abandoned``).
+        """
+        ...
+
     def list(self, path: str = "") -> list[str]:
         """Names in a directory, files and directories; empty if there is no such directory."""
         ...
@@ -117,13 +124,6 @@ class Storage(Protocol):
 
     def delete_directory(self, path: str) -> None:
         """Remove an empty directory; harmless if it is not there, not empty, or no such thing exists here."""
-        ...
-
-    def abort_stale(self, path: str = "") -> list[str]:
-        """Give up uploads below ``path`` that no living writer stands behind, and that no listing shows.
-
-        Returns what went; nothing where an unfinished object is a file like any other (``delete_abandoned``).
-        """
         ...
 
 
