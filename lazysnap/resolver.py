@@ -22,6 +22,8 @@ class Entry:
     """Where in the level: a directory name, or a slot's index."""
     frozen: str | None = None
     """Digest of the immutable tensors that belong with it, which may be found at another level."""
+    generation: str | None = None
+    """With several ranks, which start of theirs it is of: only shards of one generation are one snapshot."""
     names: tuple[str, ...] = ()
     """What the snapshot was called by ``keep``."""
 
@@ -66,6 +68,10 @@ class RestartPlan:
         return max((offers[0] for offers in self.sources), key=lambda entry: entry.speed).level
 
 
+_Key = tuple[int, str, int, int, str]
+"""Start of the run, run, step, world size, generation: what the shards of one snapshot have in common."""
+
+
 def candidates(
     inventories: Iterable[Inventory], *, step: int | None = None, name: str | None = None
 ) -> list[RestartPlan]:
@@ -79,17 +85,16 @@ def candidates(
     frozen: dict[tuple[str, str], list[FrozenEntry]] = defaultdict(list)
     for image in (image for inventory in inventories for image in inventory.frozen):
         frozen[image.run_id, image.digest].append(image)
-    found: dict[tuple[int, str, int, int], dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[_Key, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for inventory in inventories:
         for entry in inventory.entries:
             if entry.frozen is not None and (entry.run_id, entry.frozen) not in frozen:
                 continue
-            key = (entry.run_started_ns, entry.run_id, entry.step, entry.world_size)
+            key = (entry.run_started_ns, entry.run_id, entry.step, entry.world_size, entry.generation or "")
             found[key][entry.rank].append(entry)
     plans = []
-    for (run_started_ns, run_id, at, world_size), ranks in sorted(
-        found.items(), key=lambda item: (item[0][0], item[0][1], item[0][2], item[0][3]), reverse=True
-    ):
+    for key, ranks in sorted(found.items(), reverse=True):
+        run_started_ns, run_id, at, world_size, _ = key
         names = {given for entries in ranks.values() for entry in entries for given in entry.names}
         asked_for = (step is None or step == at) and (name is None or name in names)
         if set(ranks) == set(range(world_size)) and asked_for:

@@ -246,7 +246,7 @@ class SnapshotStore:
     def _entry(self, meta: CaptureMeta, directory: str) -> Entry:
         facts = (meta.run_id, meta.run_started_ns, meta.step, meta.rank, meta.world_size)
         digest = None if meta.frozen is None else meta.frozen.digest
-        return Entry(self.url, self.speed, *facts, directory, digest)
+        return Entry(self.url, self.speed, *facts, directory, digest, meta.generation)
 
     def _check_place(self, manifest: Manifest, directory: str, name: str, frozen: tuple[str, str] | None) -> None:
         meta = manifest.meta

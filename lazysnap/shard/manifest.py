@@ -17,6 +17,8 @@ from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
 FORMAT = "lazysnap"
 FORMAT_VERSION = 2
 """The newest version that is read. Written is the oldest that can say what is to be said: 2 with ``frozen``, else 1."""
+_SINCE_2 = ("frozen", "generation", "parameters")
+"""Keys that are absent where they say nothing, and that version 1 does not have."""
 _HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
 _MIDDLE = b'","manifest":'
 _TAIL = b"}\n"
@@ -132,12 +134,17 @@ class CaptureMeta:
     """Versions of the packages that wrote it."""
     frozen: FrozenReference | None = None
     """Where the tensors are that ``state`` refers to and the shard does not hold; absent in JSON if there are none."""
+    generation: str | None = None
+    """With several ranks: what they drew together when they started, 16 hexadecimal digits. Shards of one snapshot have
+    the same one: a run that passes a step again makes another snapshot of it. Absent with one rank."""
+    parameters: dict[str, list[str]] | None = None
+    """By path of an optimizer in the state: the names of its parameters in the model, in the order in which the
+    optimizer numbers them. Absent if they are not known."""
 
     def to_fields(self) -> dict[str, Any]:
         """As plain values, the keys in the order of this class."""
-        fields = dict(vars(self))
-        frozen = fields.pop("frozen")
-        return fields if frozen is None else {**fields, "frozen": vars(frozen)}
+        fields = {name: value for name, value in vars(self).items() if value is not None or name not in _SINCE_2}
+        return fields if self.frozen is None else {**fields, "frozen": vars(self.frozen)}
 
     def to_bytes(self) -> bytes:
         """As one JSON object with the fields of this class as keys."""
@@ -151,11 +158,12 @@ class CaptureMeta:
     @classmethod
     def from_fields(cls, fields: dict[str, Any], where: str) -> "CaptureMeta":
         """Check parsed JSON. Raises: ShardCorrupt."""
-        missing = set(cls.__dataclass_fields__) ^ {*fields, "frozen"}
+        missing = set(cls.__dataclass_fields__) ^ {*fields, *_SINCE_2}
         if missing:
             raise ShardCorrupt(f"{where}: keys missing or unknown: {sorted(missing)}")
         if "frozen" in fields:
             fields = {**fields, "frozen": FrozenReference.from_fields(fields["frozen"], where)}
+        _check_since_2(fields, where)
         meta = cls(**fields)
         if not isinstance(meta.run_id, str) or not _RUN_ID.fullmatch(meta.run_id):
             raise ShardCorrupt(f"{where}: run_id must be 16 hexadecimal digits, got {meta.run_id!r:.50}")
@@ -193,7 +201,7 @@ class Manifest:
         body = _dump(
             {
                 "format": FORMAT,
-                "version": 1 if self.meta.frozen is None else 2,
+                "version": 2 if any(vars(self.meta)[name] is not None for name in _SINCE_2) else 1,
                 **self.meta.to_fields(),
                 "created_ns": self.created_ns,
                 "shard": {
@@ -233,8 +241,8 @@ class Manifest:
             raise FormatTooNew(
                 f"{where}: format version {version}, this lazysnap reads up to {FORMAT_VERSION}; upgrade lazysnap"
             )
-        if version < 2 and "frozen" in fields:
-            raise ShardCorrupt(f"{where}: frozen is a key of version 2, the manifest says {version}")
+        if version < 2 and set(_SINCE_2) & set(fields):
+            raise ShardCorrupt(f"{where}: {', '.join(_SINCE_2)} are keys of version 2, the manifest says {version}")
         shard, created_ns = fields.pop("shard", None), fields.pop("created_ns", None)
         _check_count("created_ns", created_ns, where)
         meta = CaptureMeta.from_fields(fields, where)
@@ -246,6 +254,16 @@ class Manifest:
         if not 8 <= shard["header_bytes"] <= _count(shard, "size_bytes", where):
             raise ShardCorrupt(f"{where}: a header of {shard['header_bytes']} bytes in {shard['size_bytes']}")
         return cls(meta, shard["file"], shard["header_bytes"], _checksums(shard, where), created_ns)
+
+
+def _check_since_2(fields: dict[str, Any], where: str) -> None:
+    generation, parameters = fields.get("generation"), fields.get("parameters")
+    if "generation" in fields and not (isinstance(generation, str) and _RUN_ID.fullmatch(generation)):
+        raise ShardCorrupt(f"{where}: generation must be 16 hexadecimal digits, got {generation!r:.50}")
+    if "parameters" in fields:
+        lists = parameters.values() if isinstance(parameters, dict) else [None]
+        if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+            raise ShardCorrupt(f"{where}: parameters must map paths to lists of names")
 
 
 def _dump(fields: dict[str, Any]) -> bytes:

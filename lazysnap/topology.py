@@ -1,0 +1,78 @@
+"""Which rank captures what, and who sits where. Pure functions of what all ranks know: nothing is negotiated.
+
+State that is the same on all ranks of a group is cut into contiguous shares of equal size, in the order of the state:
+every rank captures one share, and together they hold exactly one copy (REFT, section 4: sharded snapshots).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs."""
+
+    rank: int
+    world_size: int
+    node: str
+    """Names the machine: equal for ranks that share memory."""
+    local_rank: int
+    """Position among the ranks of the node, from 0."""
+    local_world_size: int
+
+
+def places(nodes: Sequence[str]) -> list[Place]:
+    """The place of every rank, from the node of every rank (``nodes[rank]``)."""
+    local: dict[str, int] = {}
+    numbers = []
+    for node in nodes:
+        numbers.append(local.get(node, 0))
+        local[node] = numbers[-1] + 1
+    return [Place(rank, len(nodes), node, numbers[rank], local[node]) for rank, node in enumerate(nodes)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``[start, stop)`` of one tensor along its first dimension; a tensor without dimensions is one row."""
+
+    index: int
+    start: int
+    stop: int
+
+
+def share(sizes: Sequence[tuple[int, int]], part: int, parts: int) -> list[Rows]:
+    """The rows that share ``part`` of ``parts`` holds of tensors with ``(rows, bytes per row)``.
+
+    The shares of all parts cover every row exactly once; their bytes differ by less than one row of the tensors at
+    their ends. Tensors without bytes belong to part 0, so that their shape is kept.
+    """
+    total = sum(rows * width for rows, width in sizes)
+    low, high = total * part // parts, total * (part + 1) // parts
+    found = []
+    at = 0
+    for index, (rows, width) in enumerate(sizes):
+        if rows * width == 0:
+            if part == 0:
+                found.append(Rows(index, 0, rows))
+            continue
+        # A row belongs to the share in which its first byte lies.
+        start = min(rows, max(0, -(-(low - at) // width)))
+        stop = min(rows, max(0, -(-(high - at) // width)))
+        if start < stop:
+            found.append(Rows(index, start, stop))
+        at += rows * width
+    return found
+
+
+def replica_owner(name: str, replicas: int) -> int:
+    """Which of several ranks that hold the same shard of a tensor captures it; spread over the names."""
+    # Not hash(): it differs between processes.
+    return sum(name.encode("utf-8", "surrogatepass")) % replicas if replicas > 1 else 0
+
+
+def failure_domains(nodes: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
+    """The ranks of each node, which live and die together."""
+    found: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        found.setdefault(node, []).append(rank)
+    return {node: tuple(ranks) for node, ranks in found.items()}
