@@ -29,6 +29,8 @@ class CaptureJob:
         self.plan = plan
         self.slot = slot
         self.step = step
+        self.sequence = 0
+        """Number of the capture in its slot."""
         self.sources = list(map(stored_form, tensors)) if plan.logical else tensors
         self.versions = [
             tensor._version if record.lazy else 0 for record, tensor in zip(plan.records, tensors, strict=True)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lazysnap.arena import Slot
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
+from lazysnap.capture.frozen import FrozenSet
 from lazysnap.errors import UnsupportedState
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.state.codec import path_text
@@ -22,6 +23,7 @@ from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
 Key = tuple[int, int, str]
+_NOTHING = torch.empty(0)
 
 
 def _key(tensor: torch.Tensor) -> Key:
@@ -47,6 +49,8 @@ class TensorRecord:
     stored_shape: tuple[int, ...]
     """Shape and dtype in the shard; others than the tensor's for dtypes that a shard has no name for."""
     stored_dtype: torch.dtype
+    frozen: bool = False
+    """Stands in the image of immutable tensors, not in this one."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class CapturePlan:
     logical: dict[str, dict[str, str]]
     aliases: dict[str, str]
     signature: object
+    frozen: FrozenSet | None = None
+    """Tensors of the state that are stored apart."""
     _views: dict[Slot, list[torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -87,8 +93,12 @@ class CapturePlan:
         return [(record.dtype, record.device) for record in self.records]
 
     @cached_property
+    def _fixed(self) -> list[int]:
+        return [index for index, record in enumerate(self.records) if record.lazy or record.frozen]
+
+    @cached_property
     def _places(self) -> list[tuple[int, tuple[int, ...]]]:
-        return [(self.records[index].pointer, self.records[index].stride) for index in self.lazy]
+        return [(self.records[index].pointer, self.records[index].stride) for index in self._fixed]
 
     def mismatch(self, walk: Walk, signature: object) -> str | None:
         """Why the plan does not hold for ``walk`` any more, ``None`` if it does."""
@@ -101,7 +111,7 @@ class CapturePlan:
             return "a tensor changed its shape"
         # Facts of all tensors as lists: comparing those takes a third of comparing record by record.
         facts = [(tensor.dtype, tensor.device) for tensor in tensors]
-        places = [(tensors[index].data_ptr(), tensors[index].stride()) for index in self.lazy]
+        places = [(tensors[index].data_ptr(), tensors[index].stride()) for index in self._fixed]
         if facts != self._facts or places != self._places:
             return "a tensor changed its dtype, device or place"
         for index in self._tied:
@@ -111,10 +121,12 @@ class CapturePlan:
         return None
 
     def views(self, slot: Slot) -> list[torch.Tensor]:
-        """A view of ``slot``'s image for every record, made once per slot."""
+        """A view of ``slot``'s image for every record (empty for what is stored apart), made once per slot."""
         if slot not in self._views:
             self._views[slot] = [
-                view_of(slot.buffer, slot.image_offset + record.offset, record.stored_dtype, record.stored_shape)
+                _NOTHING
+                if record.frozen
+                else view_of(slot.buffer, slot.image_offset + record.offset, record.stored_dtype, record.stored_shape)
                 for record in self.records
             ]
         return self._views[slot]
@@ -178,17 +190,24 @@ def _check(tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
         )
 
 
-def make_plan(walk: Walk, source: StateSource) -> CapturePlan:
-    """Work the plan out. Raises: UnsupportedState, naming a tensor that cannot be captured."""
+def make_plan(walk: Walk, source: StateSource, frozen: FrozenSet | None = None) -> CapturePlan:
+    """Work the plan out; tensors of ``frozen`` stand in an image of their own.
+
+    Raises: UnsupportedState, naming a tensor that cannot be captured.
+    """
     lazy = lazy_keys(source)
+    apart = frozen.all_names() if frozen is not None else frozenset()
     primaries: dict[object, int] = {}
     facts = []
     for index, (tensor, path) in enumerate(zip(walk.tensors, walk.paths, strict=True)):
         _check(tensor, path)
         key = _key(tensor)
+        if walk.names[index] in apart:
+            facts.append((False, index))
+            continue
         same = (key, tensor.shape, tensor.dtype, tensor.stride()) if key[1] else index
         facts.append((key in lazy and not is_converted(tensor), primaries.setdefault(same, index)))
-    chosen = [index for index, (_, primary) in enumerate(facts) if primary == index]
+    chosen = [i for i, (_, primary) in enumerate(facts) if primary == i and walk.names[i] not in apart]
     # Small and eager tensors first: copies of neighbours can be coalesced, and the watermark starts early.
     chosen.sort(key=lambda index: (facts[index][0], walk.tensors[index].nbytes))
     logical: dict[str, dict[str, str]] = {}
@@ -204,7 +223,7 @@ def make_plan(walk: Walk, source: StateSource) -> CapturePlan:
     records = []
     for index, (is_lazy, primary) in enumerate(facts):
         tensor, stored = walk.tensors[index], stored_form(walk.tensors[index])
-        offset, nbytes = place[walk.names[primary]]
+        offset, nbytes = place.get(walk.names[primary], (0, 0))
         records.append(
             TensorRecord(
                 name=walk.names[index],
@@ -219,7 +238,8 @@ def make_plan(walk: Walk, source: StateSource) -> CapturePlan:
                 nbytes=nbytes,
                 stored_shape=tuple(stored.shape),
                 stored_dtype=stored.dtype,
+                frozen=walk.names[index] in apart,
             )
         )
     order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))
-    return CapturePlan(walk.names, records, order, layout, logical, aliases, optimizer_signature(source))
+    return CapturePlan(walk.names, records, order, layout, logical, aliases, optimizer_signature(source), frozen)

@@ -4,6 +4,7 @@ import torch
 
 from lazysnap import faults
 from lazysnap.arena import Slot, Word
+from lazysnap.capture.checks import Check, demand, passed
 from lazysnap.capture.copier import CpuCopier, copy_eager
 from lazysnap.capture.cuda import CudaCopier
 from lazysnap.capture.job import CaptureJob, CapturePhase
@@ -52,13 +53,15 @@ class Captures:
         write_header(job.plan, job.slot)
         copy_eager(job)
         faults.point("capture.eager_copied")
-        devices = sorted({record.device for record in job.plan.records if record.device.type == "cuda"}, key=str)
-        on_cpu = any(record.lazy and record.device.type == "cpu" for record in job.plan.records)
+        copied = [record for record in job.plan.records if not record.frozen]
+        devices = sorted({record.device for record in copied if record.device.type == "cuda"}, key=str)
+        on_cpu = any(record.lazy and record.device.type == "cpu" for record in copied)
         for device in devices:
             copier = self._cuda.setdefault(device, CudaCopier(device))
             # Only a lone device can commit in stream order; with several, the thread that waits for all of them does.
             alone = len(devices) == 1 and not on_cpu
-            job.slot.set_word(Word.UNCHECKED, int(alone))
+            if alone:
+                demand(job.slot, Check.DEVICE)
             self._events.append((copier, copier.begin(job, last=alone)))
         if on_cpu or not devices or len(devices) > 1:
             job.wait_for_devices = [event for _, event in self._events]
@@ -84,7 +87,7 @@ class Captures:
                 )
             else:
                 job.committed_by_device()
-                job.slot.set_word(Word.UNCHECKED, 0)
+                passed(job.slot, Check.DEVICE, job.slot.word(Word.SEQUENCE))
         elif not job.released.wait(timeout_s):
             job.give_up(CapturePhase.FAILED, f"the copy did not end within {timeout_s:g} s")
             self._hung = job

@@ -1,41 +1,30 @@
 """The engine: one pair of calls round every optimizer step, ``boundary`` and ``gate``, and ``restore`` at the start."""
 
-import dataclasses
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase, capacity_fits
+from lazysnap.arena import SlotPhase
 from lazysnap.capture.gate import OptimizerGates
-from lazysnap.capture.job import CaptureJob, CapturePhase
-from lazysnap.capture.plan import CapturePlan, make_plan, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.collector import collector_paused
-from lazysnap.engine.estimate import estimate_image_bytes
 from lazysnap.engine.events import EventLog
-from lazysnap.engine.meta import MetaWriter
-from lazysnap.engine.restore import Snapshot, SnapshotReader
-from lazysnap.engine.slots import choose_slot, slots_needed
+from lazysnap.engine.names import check_name
+from lazysnap.engine.recorder import Recorder
+from lazysnap.engine.restart import fetch
+from lazysnap.engine.restore import Snapshot
 from lazysnap.engine.statistics import Statistics
-from lazysnap.errors import ConfigError, KeeperUnavailable, LazySnapError, SnapshotNotFound, UnsupportedState
+from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.policy import is_due
 from lazysnap.state.objects import ObjectState
-from lazysnap.state.rewalk import StateWalker
 from lazysnap.state.source import StateSource
-from lazysnap.state.walk import Walk
 
 logger = logging.getLogger(__name__)
-
-META_BYTES = 1 << 20
-"""Least room for the small state in a slot."""
 
 
 class SnapshotEngine:
@@ -67,48 +56,32 @@ class SnapshotEngine:
         self._lock = threading.RLock()
         self._statistics = Statistics()
         self._events = EventLog(self._statistics)
-        self._plan: CapturePlan | None = None
-        self._walker = StateWalker()
-        self._meta_capacity = META_BYTES
-        self._meta = MetaWriter(secrets.token_hex(8), time.time_ns())
-        self._sequence = 0
-        self._last_step: int | None = None
-        self._last_pinned: int | None = None
-        self._reserved: tuple[int, int] | None = None
-        self._encoded_once = False
+        self._recorder = Recorder(config, self._source, self._client, self._captures, self._events)
         self._prepared = False
         self._closed = False
 
     # ---------------------------------------------------------------- restart
 
-    def fetch(self, which: Literal["latest"] | int = "latest") -> Snapshot | None:
-        """Read the freshest snapshot that verifies (or that of one step), without touching the live state.
+    def fetch(self, which: int | str = "latest") -> Snapshot | None:
+        """Read the freshest snapshot that verifies (or that of one step, or of one name), without touching the live
+        state.
 
-        Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot.
+        Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot. A level that does not
+        answer within its ``timeout_s`` is passed over.
         Raises: JobBusy, if this job runs already; StateMismatch, if the snapshot is of another model;
-        SnapshotNotFound, if a step was asked for that is not there.
+        SnapshotNotFound, if a step or name was asked for that is not there; ConfigError, for a bad name.
         """
-        started = time.perf_counter()
-        memory = []
-        try:
-            self._client.connect(self.config.keeper_timeout_s)
-            memory = self._client.inventory(self.config.keeper_timeout_s)
-        except KeeperUnavailable as error:
-            self._events.note_once("keeper", "no snapshot in memory can be used: %s", error)
-        reader = SnapshotReader(self._stores(), memory)
-        step = None if which == "latest" else which
-        snapshot = reader.read(step, self._source.expected())
-        for problem in reader.problems:
-            logger.warning("%s", problem)
-        if snapshot is None and step is not None:
-            held = sorted({plan.step for plan in SnapshotReader(self._stores(), memory).plans(None)})
-            raise SnapshotNotFound(f"no whole snapshot of step {step}; there are {held or 'none'}")
-        return snapshot and dataclasses.replace(snapshot, seconds=time.perf_counter() - started)
+        return fetch(which, self.config, self._source.expected(), self._client, self._events)
 
-    def restore(self, which: Literal["latest"] | int = "latest") -> Snapshot | None:
+    def fetch_stored(self) -> Snapshot | None:
+        """As ``fetch``, from storage alone: also while another process of this job trains. Blocks."""
+        return fetch("latest", self.config, self._source.expected(), None, self._events)
+
+    def restore(self, which: int | str = "latest") -> Snapshot | None:
         """``fetch``, then load into the live objects and continue that run. ``None``: nothing there, start fresh.
 
-        Blocks. Raises: as ``fetch``; what ``load_state_dict`` raises.
+        ``which``: ``"latest"``, a step, or a name that ``keep`` gave. Blocks. Raises: as ``fetch``; what
+        ``load_state_dict`` raises.
         """
         snapshot = self.fetch(which)
         if snapshot is None:
@@ -120,19 +93,11 @@ class SnapshotEngine:
 
     def resume(self, snapshot: Snapshot) -> None:
         """Continue the run that ``snapshot`` is of; for callers of ``fetch`` that load the state themselves."""
-        self._meta.run_id, self._meta.run_started_ns = snapshot.run_id, snapshot.run_started_ns
-        self._last_step = snapshot.step
+        meta = self._recorder.meta
+        meta.run_id, meta.run_started_ns = snapshot.run_id, snapshot.run_started_ns
+        self._recorder.resume(snapshot.step)
         self._client.adopt_run(snapshot.run_id, snapshot.run_started_ns)
         logger.info("resumed step %d from %s in %.2f s", snapshot.step, snapshot.level, snapshot.seconds)
-
-    def _stores(self) -> dict[str, SnapshotStore]:
-        stores = {}
-        for index, level in enumerate(self.config.levels):
-            try:
-                stores[level.url] = open_store(level.url, speed=index + 1)
-            except LazySnapError as error:
-                self._events.note_once(level.url, "%s", error)
-        return stores
 
     # ---------------------------------------------------------------- training
 
@@ -144,17 +109,18 @@ class SnapshotEngine:
         if not self._prepared:
             # Only once: from then on the client counts which steps are durable, and this would make it forget them.
             self._prepared = True
-            self._client.adopt_run(self._meta.run_id, self._meta.run_started_ns)
+            self._client.adopt_run(self._recorder.meta.run_id, self._recorder.meta.run_started_ns)
         self._client.start()
         self._gates.install(self._source.optimizers())
-        if self._reserved is None:
-            self._reserve(estimate_image_bytes(self._source))
+        self._recorder.prepare()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until every slot is there, so that captures can begin; ``False`` after the deadline."""
+        """Block until all memory is there, immutable tensors in it, so that captures can begin; ``False`` after the
+        deadline.
+        """
         self.prepare()
         deadline = time.monotonic() + timeout_s
-        while len(self._client.slots()) < slots_needed(self.config):
+        while not self._recorder.is_ready():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
@@ -175,19 +141,21 @@ class SnapshotEngine:
             refusal = self._client.refusal()
             if refusal is not None:
                 raise refusal
-            if self._closed or not (self._is_due(step) or (force and step != self._last_step)):
+            if self._closed or not self._recorder.is_due(step, force=force):
                 return False
+            self._recorder.tell_new_keeper()
             try:
+                self._gates.install(self._source.optimizers())
                 with collector_paused():
-                    began = self._begin(step)
+                    began = self._recorder.begin(step)
             except UnsupportedState as error:
-                if not self._encoded_once:
+                if not self._recorder.encoded_once:
                     raise
                 self._events.note_once("state", "step %d is not captured: %s", step, error)
-                began = self._skip("unsupported state")
+                began = self._recorder.skip("unsupported state")
             except Exception as error:  # noqa: BLE001  whatever a capture meets, training goes on
                 self._events.note_once("capture", "step %d is not captured: %s: %s", step, type(error).__name__, error)
-                began = self._skip("error")
+                began = self._recorder.skip("error")
             if began:
                 self._statistics.boundary.add(time.perf_counter() - started)
             return began
@@ -204,7 +172,7 @@ class SnapshotEngine:
             if job is None:
                 return
             faults.point("engine.gated")
-            self._account(job)
+            self._recorder.account(job)
             self._statistics.gate.add(time.perf_counter() - started)
 
     def _stepped_beside(self) -> None:
@@ -212,107 +180,28 @@ class SnapshotEngine:
             self._events.note_once("gate", "an optimizer stepped beside a running copy; that snapshot is dropped")
             self.gate()
 
-    def _account(self, job: CaptureJob) -> None:
-        statistics = self._statistics
-        if job.phase is CapturePhase.WHOLE:
-            statistics.whole += 1
-            statistics.last_whole_step = job.step
-            statistics.bytes_captured += job.plan.layout.size_bytes
-            statistics.copy.add(job.copy_s)
-            return
-        if job.phase is CapturePhase.TORN:
-            statistics.torn += 1
-        else:
-            statistics.failed += 1
-        self._events.note_once("dropped", "the snapshot of step %d is dropped: %s", job.step, job.reason)
+    # ---------------------------------------------------------------- names
 
-    def _is_due(self, step: int) -> bool:
-        last = self._last_step
-        return last is None or step < last or step - last >= self.config.every_n_steps
+    def keep(self, name: str) -> int:
+        """Name the newest snapshot, that of the last boundary: every level keeps it until ``release``.
 
-    def _skip(self, reason: str) -> bool:
-        self._statistics.skipped[reason] += 1
-        return False
+        Where the last boundary was not captured, the next one will be, due or not; then the step returned is the least
+        that it can have. Does not block. Raises: ConfigError, for a bad name, or without persistent levels.
+        """
+        check_name(name)
+        if not self.config.levels:
+            raise ConfigError("keep: there is no persistent level that could keep a snapshot")
+        with self._lock:
+            return self._recorder.keep(name)
 
-    def _begin(self, step: int) -> bool:
-        self._gates.install(self._source.optimizers())
-        if self._captures.is_stuck():
-            return self._skip("an earlier copy hangs")
-        if self._plan is not None and not self._client.slots():
-            self._client.start()
-            return self._skip("no slots yet")
-        walked = self._walker.walk(self._source.collect())
-        self._encoded_once = True
-        plan = self._planned(walked)
-        meta = self._meta.write(step, plan, walked)
-        slots = self._usable(plan, len(meta))
-        if not slots:
-            return self._skip("no slots yet")
-        slot = self._free(slots)
-        if slot is None:
-            return self._skip("all slots are in use")
-        job = CaptureJob(plan, slot, step, walked.tensors)
-        self._sequence = max(self._sequence, self._client.newest_sequence()) + 1
-        pin = self._wants_persistence(step, slots)
-        faults.point("engine.begin")
-        slot.begin(step, sequence=self._sequence, image_bytes=plan.layout.size_bytes, meta=meta, pin=pin)
-        if pin:
-            self._client.begun(slot, step)
-        self._captures.begin(job)
-        faults.point("engine.begun")
-        self._last_step = step
-        self._last_pinned = step if pin else self._last_pinned
-        self._statistics.began += 1
-        self._statistics.shard_bytes = plan.layout.size_bytes
-        return True
+    def release(self, name: str) -> None:
+        """Take ``name`` from this run's snapshots: retention treats them as any other. Does not block.
 
-    def _planned(self, walked: Walk) -> CapturePlan:
-        if self._plan is not None:
-            cause = self._plan.mismatch(walked, optimizer_signature(self._source))
-            if cause is None:
-                return self._plan
-            self._statistics.replans += 1
-            self._events.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
-        self._plan = make_plan(walked, self._source)
-        return self._plan
-
-    def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
-        """Slots that the capture fits; asks for others where it does not."""
-        if meta_bytes > self._meta_capacity:
-            self._meta_capacity = 2 * meta_bytes
-        needed = plan.layout.size_bytes
-        slots = [
-            slot
-            for slot in self._client.slots()
-            if capacity_fits(slot.image_capacity, needed) and slot.meta_capacity >= meta_bytes
-        ]
-        if not slots:
-            self._reserve(needed)
-        plan.forget(slots)
-        return slots
-
-    def _reserve(self, image_bytes: int) -> None:
-        wanted = (self._meta_capacity, image_bytes)
-        if self._reserved is None or self._reserved != wanted:
-            self._reserved = wanted
-            self._client.reserve(self._meta_capacity, image_bytes, slots_needed(self.config))
-
-    def _free(self, slots: list[Slot]) -> Slot | None:
-        deadline = time.monotonic() + (self.config.gate_timeout_s if self.config.on_busy == "wait" else 0.0)
-        while True:
-            # A device that still writes its last capture would write into the next one's bytes and watermark.
-            idle = [not self._captures.is_writing(slot) for slot in slots]
-            index = choose_slot([slot.status() for slot in slots], idle)
-            if index is not None:
-                return slots[index]
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(0.001)
-
-    def _wants_persistence(self, step: int, slots: list[Slot]) -> bool:
-        if any(slot.status().pinned for slot in slots):
-            return False
-        return any(is_due(level, step, self._last_pinned) for level in self.config.levels)
+        Raises: ConfigError, for a bad name.
+        """
+        check_name(name)
+        with self._lock:
+            self._recorder.names.release(name, self._recorder.meta.run_id)
 
     # ---------------------------------------------------------------- waiting and ending
 
@@ -327,13 +216,12 @@ class SnapshotEngine:
         if until == "durable" and not self.config.levels:
             raise ConfigError("wait: there is no persistent level that could make a snapshot durable")
         self.gate()
-        step = self._last_step if step is None else step
+        step = self._recorder.last_step if step is None else step
         if step is None:
             return False
         if until == "durable":
             # A level takes captures as it comes to them: ask for the newest, this one or a later one.
-            self._client.drain(timeout_s)
-            self._events.drain(self._client.poll_events())
+            self.flush(timeout_s)
             return self._client.wait_durable(step, 0.0)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -352,9 +240,14 @@ class SnapshotEngine:
         ``progress`` is called with bytes done and bytes to do.
         """
         self.gate()
+        self._verify()
         done = self._client.drain(timeout_s, progress)
         self._events.drain(self._client.poll_events())
         return done
+
+    def _verify(self) -> None:
+        with self._lock:
+            self._recorder.frozen.verify()
 
     def statistics(self) -> Statistics:
         """Counters and timings so far; updated in place."""
@@ -370,6 +263,8 @@ class SnapshotEngine:
             return True
         durable = True
         try:
+            self.gate()
+            self._verify()
             if drain:
                 durable = self.flush(self.config.drain_timeout_s, progress)
                 if not durable:
@@ -393,4 +288,4 @@ class SnapshotEngine:
         self._closed = True
         self._gates.remove()
         self._captures.close(self.config.gate_timeout_s)
-        self._plan = None
+        self._recorder.close()

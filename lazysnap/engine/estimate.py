@@ -1,6 +1,6 @@
 """How large a shard will be, before the optimizer has made its state: lets memory be prepared from the start."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -11,9 +11,13 @@ _STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Ad
 _HEADER_BYTES_PER_TENSOR = 160
 
 
-def estimate_image_bytes(source: StateSource) -> int:
-    """Bytes of the shard once every optimizer has made its state; too low for optimizers that are not known."""
-    sizes = [tensor.nbytes for tensor in _unique(source.expected().values())]
+def estimate_image_bytes(source: StateSource, apart: Collection[str] = ()) -> int:
+    """Bytes of the shard once every optimizer has made its state; too low for optimizers that are not known.
+
+    Tensors whose names are in ``apart`` are stored elsewhere.
+    """
+    expected = source.expected()
+    sizes = [tensor.nbytes for tensor in _unique(expected[name] for name in expected if name not in apart)]
     total, count = sum(sizes), len(sizes)
     for optimizer in source.optimizers():
         copies = _STATE_COPIES.get(type(optimizer).__name__, 0)

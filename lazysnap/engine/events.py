@@ -5,7 +5,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from lazysnap.engine.statistics import Statistics
-from lazysnap.keeper.events import Durable, KeeperEvent, KeeperLost, KeeperReady, LevelFailed, MemoryRefused
+from lazysnap.keeper.events import (
+    Durable,
+    KeeperEvent,
+    KeeperLost,
+    KeeperReady,
+    LevelDropped,
+    LevelFailed,
+    MemoryRefused,
+)
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -14,7 +22,7 @@ class EventLog:
     """One log line per kind of trouble until it is over; every occurrence is counted."""
 
     def __init__(self, statistics: Statistics) -> None:
-        self._statistics = statistics
+        self.statistics = statistics
         self._noted: set[str] = set()
 
     def note_once(self, topic: str, message: str, *values: Any) -> None:
@@ -27,16 +35,18 @@ class EventLog:
         """Count and log what happened."""
         for event in events:
             if isinstance(event, Durable):
-                self._statistics.persisted[event.level] += 1
-                self._statistics.last_durable_step[event.level] = event.step
+                self.statistics.persisted[event.level] += 1
+                self.statistics.last_durable_step[event.level] = event.step
                 if event.level in self._noted:
                     self._noted.discard(event.level)
                     logger.warning("%s works again: step %d is durable there", event.level, event.step)
             elif isinstance(event, LevelFailed):
-                self._statistics.level_failures[event.level] += 1
+                self.statistics.level_failures[event.level] += 1
                 self.note_once(event.level, "step %d is not persisted, training goes on: %s", event.step, event.text)
+            elif isinstance(event, LevelDropped):
+                self.statistics.dropped[event.level] += 1
             elif isinstance(event, KeeperLost):
-                self._statistics.keepers_lost += 1
+                self.statistics.keepers_lost += 1
                 self.note_once("keeper", "the keeper is gone, a new one is being started: %s", event.text)
             elif isinstance(event, KeeperReady):
                 self._noted.discard("keeper")

@@ -2,10 +2,13 @@
 
 import importlib.metadata
 import json
+import secrets
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from lazysnap.capture.plan import CapturePlan
+from lazysnap.shard.manifest import FrozenReference
 from lazysnap.state.walk import Walk
 
 _PACKAGES = ("lazysnap", "torch", "lightning", "pytorch-lightning")
@@ -30,9 +33,14 @@ class MetaWriter:
     run_started_ns: int
     _packages: dict[str, str] = field(default_factory=package_versions, repr=False)
 
-    def write(self, step: int, plan: CapturePlan, walked: Walk) -> bytes:
+    @classmethod
+    def fresh(cls) -> "MetaWriter":
+        """For a run that begins now."""
+        return cls(secrets.token_hex(8), time.time_ns())
+
+    def write(self, step: int, plan: CapturePlan, walked: Walk, frozen: FrozenReference | None) -> bytes:
         """The metadata of the capture of ``walked`` at ``step``. Hot: once per boundary."""
-        fields = {
+        fields: dict[str, Any] = {
             "run_id": self.run_id,
             "run_started_ns": self.run_started_ns,
             "step": step,
@@ -43,6 +51,8 @@ class MetaWriter:
             "aliases": plan.aliases,
             "packages": self._packages,
         }
+        if frozen is not None:
+            fields["frozen"] = vars(frozen)
         text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         # The walk wrote the state as text already.
         return f'{text[:-1]},"state":{walked.text}}}'.encode("utf-8", "surrogatepass")

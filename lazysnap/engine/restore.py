@@ -4,25 +4,22 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from lazysnap.capture.dtypes import DTYPES, logical_facts, logical_form
-from lazysnap.capture.plan import view_of
-from lazysnap.errors import FormatError, LazySnapError, ShardCorrupt, StateMismatch
-from lazysnap.keeper.events import MemoryEntry
-from lazysnap.levels import SnapshotStore
-from lazysnap.levels.local import map_anonymous
-from lazysnap.resolver import Entry, Inventory, RestartPlan, candidates
-from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta
-from lazysnap.state.codec import decode
+from lazysnap.engine.image import Image, check_apart, check_fits, decode_state
+from lazysnap.engine.reading import LevelReader
+from lazysnap.errors import ShardCorrupt, StateMismatch
+from lazysnap.keeper.events import MemoryHoldings
+from lazysnap.resolver import Entry, FrozenEntry, Inventory, RestartPlan, candidates
+from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 
 logger = logging.getLogger(__name__)
 
 MEMORY = "memory"
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -42,55 +39,65 @@ class Snapshot:
     """Why newer snapshots, or faster levels, were passed over."""
 
 
-def memory_inventory(entries: Sequence[MemoryEntry]) -> Inventory:
-    """What the keeper holds, as the resolver sees it."""
-    return Inventory(
-        MEMORY,
-        tuple(
-            Entry(MEMORY, 0, item.run_id, item.run_started_ns, item.step, 0, 1, str(index))
-            for index, item in enumerate(entries)
-        ),
+def memory_inventory(memory: MemoryHoldings, others: Sequence[Inventory] = ()) -> Inventory:
+    """What the keeper holds, as the resolver sees it: its immutable tensors serve every run that refers to them."""
+    entries = tuple(
+        Entry(MEMORY, 0, item.run_id, item.run_started_ns, item.step, 0, 1, str(index), item.frozen)
+        for index, item in enumerate(memory.entries)
     )
+    known = [*entries, *(entry for inventory in others for entry in inventory.entries)]
+    wanted = sorted({(entry.run_id, entry.frozen) for entry in known if entry.frozen in memory.frozen})
+    images = tuple(FrozenEntry(MEMORY, 0, run_id, str(digest), str(digest)) for run_id, digest in wanted)
+    return Inventory(MEMORY, entries, images)
 
 
 class SnapshotReader:
     """Finds and reads the freshest snapshot that verifies, over the keeper's memory and all levels."""
 
-    def __init__(self, stores: Mapping[str, SnapshotStore], memory: Sequence[MemoryEntry]) -> None:
-        self._stores = stores
+    def __init__(self, levels: Mapping[str, LevelReader], memory: MemoryHoldings) -> None:
+        self._levels = levels
         self._memory = memory
+        self._images: dict[str, Image] = {}
+        self._refused: dict[FrozenEntry, str] = {}
         self.problems: list[str] = []
         """Everything that was passed over, and why."""
 
-    def plans(self, step: int | None) -> list[RestartPlan]:
-        """Complete snapshots, best first. A level that does not answer is a problem noted, not an error."""
-        inventories = [memory_inventory(self._memory)]
-        for store in self._stores.values():
+    @cached_property
+    def _inventories(self) -> list[Inventory]:
+        """Of all levels at once. One that does not answer is a problem noted, not an error."""
+        for level in self._levels.values():
+            level.begin_inventory()
+        found = []
+        for level in self._levels.values():
             try:
-                inventories.append(store.inventory())
-            except LazySnapError as error:
-                self.problems.append(str(error))
-        for inventory in inventories:
-            self.problems.extend(inventory.problems)
-        return candidates(inventories, step=step)
+                found.append(level.inventory())
+            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+                self.problems.append(f"{level.url} passed over: {error}")
+        found.insert(0, memory_inventory(self._memory, found))
+        self.problems.extend(problem for inventory in found for problem in inventory.problems)
+        return found
 
-    def read(self, step: int | None, expected: Mapping[str, torch.Tensor]) -> Snapshot | None:
-        """The best snapshot that verifies completely, ``None`` if there is none.
+    def plans(self, *, step: int | None = None, name: str | None = None) -> list[RestartPlan]:
+        """Complete snapshots, best first; those of one step or name, if one is given. Blocks: lists every level."""
+        return candidates(self._inventories, step=step, name=name)
 
-        Raises: StateMismatch, if the best one that verifies is of another model. Nothing is loaded in any case.
+    def read(self, plans: Sequence[RestartPlan], expected: Mapping[str, torch.Tensor]) -> Snapshot | None:
+        """The first snapshot that verifies completely, ``None`` if there is none. Blocks.
+
+        Raises: StateMismatch, if the first one that verifies is of another model. Nothing is loaded in any case.
         """
         started = time.perf_counter()
-        for plan in self.plans(step):
+        for plan in plans:
             for entry in plan.sources[0]:
+                where = f"step {entry.step} at {entry.level}"
                 try:
-                    image, meta = self._read_image(entry)
-                    layout = Layout.parse(image, len(image), f"{entry.level}: step {entry.step}")
-                    check_fits(layout, meta, expected, f"step {entry.step} at {entry.level}")
-                    state = _decode(image, layout, meta)
+                    images = self._read(entry, plan, where)
+                    check_fits(images, expected, where)
+                    state = decode_state(images)
                 except StateMismatch:
                     raise
-                except (FormatError, LazySnapError, OSError) as error:
-                    self.problems.append(f"step {entry.step} at {entry.level} passed over: {error}")
+                except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+                    self.problems.append(f"{where} passed over: {error}")
                     continue
                 return Snapshot(
                     state=state,
@@ -103,70 +110,57 @@ class SnapshotReader:
                 )
         return None
 
-    def _read_image(self, entry: Entry) -> tuple[memoryview, CaptureMeta]:
+    def _read(self, entry: Entry, plan: RestartPlan, where: str) -> list[Image]:
+        """The shard, and the immutable tensors that it refers to."""
         if entry.level == MEMORY:
-            item = self._memory[int(entry.location)]
-            meta = CaptureMeta.from_bytes(item.slot.read_meta(), MEMORY)
-            image = item.slot.image[: item.slot.status().image_bytes]
-            if item.checksums is not None:
-                item.checksums.verify(image, f"{MEMORY}: step {entry.step}")
-            if meta.step != entry.step or meta.run_id != entry.run_id:
-                raise ShardCorrupt(f"{MEMORY}: a slot holds step {meta.step}, the keeper said {entry.step}")
-            return image, meta
-        store = self._stores[entry.level]
-        manifest = store.read_manifest(entry)
-        image = map_anonymous(manifest.size_bytes)
-        store.read_image(entry, manifest, image)
-        return image, manifest.meta
+            data, meta = self._from_memory(entry)
+        else:
+            data, meta = self._levels[entry.level].read(entry)
+        images = [Image.parse(data, meta, where)]
+        if meta.frozen is not None:
+            if meta.frozen.digest != entry.frozen:
+                raise ShardCorrupt(f"{where}: refers to {meta.frozen.digest}, it was listed with {entry.frozen}")
+            images.append(self._frozen(meta.frozen, plan.frozen.get(meta.frozen.digest, ())))
+            check_apart(images, where)
+        return images
 
+    def _from_memory(self, entry: Entry) -> tuple[memoryview, CaptureMeta]:
+        item = self._memory.entries[int(entry.location)]
+        meta = CaptureMeta.from_bytes(item.slot.read_meta(), MEMORY)
+        image = item.slot.image[: item.slot.status().image_bytes]
+        if item.checksums is not None:
+            item.checksums.verify(image, f"{MEMORY}: step {entry.step}")
+        if meta.step != entry.step or meta.run_id != entry.run_id:
+            raise ShardCorrupt(f"{MEMORY}: a slot holds step {meta.step}, the keeper said {entry.step}")
+        return image, meta
 
-def check_fits(layout: Layout, meta: CaptureMeta, expected: Mapping[str, torch.Tensor], where: str) -> None:
-    """Compare a snapshot with the live model. Raises: StateMismatch, naming the first tensors that differ."""
-    differences = []
-    for name, tensor in expected.items():
-        stored = meta.aliases.get(name, name)
-        if stored not in layout:
-            differences.append(f"{name}: not in the snapshot")
-            continue
-        spec, _ = layout.find(stored)
-        logical = meta.tensors.get(stored, {}).get("dtype")
-        try:
-            dtype, shape = logical_facts(_dtype(spec), spec.shape, logical)
-        except ValueError as error:
-            raise ShardCorrupt(f"tensor {name}: {error}") from error
-        if dtype != tensor.dtype or shape != tuple(tensor.shape):
-            differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
-    prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
-    held = [*(spec.name for spec in layout.specs), *meta.aliases]
-    differences += [f"{name}: not in the model" for name in held if name.startswith(prefixes) and name not in expected]
-    if differences:
-        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise StateMismatch(
-            f"{where} is of another model: {'; '.join(differences[:_SHOWN])}{more}. Nothing was loaded. Use the model "
-            'it was taken from, another directory, or start fresh without "latest"'
-        )
+    def _frozen(self, wanted: FrozenReference, entries: Sequence[FrozenEntry]) -> Image:
+        """The image of that digest, from the fastest level where it verifies; read once for all snapshots."""
+        for entry in entries:
+            if wanted.digest in self._images:
+                break
+            if entry in self._refused:
+                continue
+            try:
+                self._images[wanted.digest] = self._read_frozen(entry, wanted)
+            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+                self._refused[entry] = str(error)
+                self.problems.append(f"immutable tensors {wanted.digest} at {entry.level} passed over: {error}")
+        if wanted.digest not in self._images:
+            raise ShardCorrupt(f"the immutable tensors {wanted.digest} that it refers to are nowhere whole")
+        return self._images[wanted.digest]
 
-
-def _dtype(spec: TensorSpec) -> torch.dtype:
-    if spec.dtype not in DTYPES:
-        raise ShardCorrupt(f"tensor {spec.name}: torch has no dtype for {spec.dtype}")
-    return DTYPES[spec.dtype]
-
-
-def _decode(image: memoryview, layout: Layout, meta: CaptureMeta) -> dict[str, Any]:
-    """Build the state. Every tensor is cloned: loaders keep what they are given, and the image is not theirs."""
-
-    def tensor(name: str) -> torch.Tensor:
-        stored = meta.aliases.get(name, name)
-        spec, offset = layout.find(stored)
-        logical = meta.tensors.get(stored, {}).get("dtype")
-        copy = view_of(image, offset, _dtype(spec), spec.shape).clone()
-        try:
-            return logical_form(copy, logical)
-        except ValueError as error:
-            raise ShardCorrupt(f"tensor {name}: {error}") from error
-
-    state = decode(meta.state, tensor=tensor)
-    if not isinstance(state, dict):
-        raise ShardCorrupt(f"the small state is {type(state).__name__}, expected a dict")
-    return state
+    def _read_frozen(self, entry: FrozenEntry, wanted: FrozenReference) -> Image:
+        where = f"immutable tensors at {entry.level}"
+        if entry.level == MEMORY:
+            slot = self._memory.frozen[entry.digest]
+            data = slot.image[: slot.status().image_bytes]
+            meta = CaptureMeta.from_bytes(slot.read_meta(), MEMORY)
+            found = Checksums.of(data).whole
+            if found != wanted.digest:
+                raise ShardCorrupt(f"{where}: their checksum is {found}, expected {wanted.digest}")
+        else:
+            data, meta = self._levels[entry.level].read_frozen(entry)
+        if len(data) != wanted.size_bytes:
+            raise ShardCorrupt(f"{where}: {len(data)} bytes, expected {wanted.size_bytes}")
+        return Image.parse(data, meta, where)

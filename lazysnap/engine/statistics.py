@@ -38,13 +38,19 @@ class Statistics:
     keepers_lost: int = 0
     bytes_captured: int = 0
     shard_bytes: int = 0
-    """Size of one snapshot of this rank."""
+    """Size of one snapshot of this rank, without immutable tensors."""
+    frozen_bytes: int = 0
+    """Size of the image of immutable tensors, stored once."""
+    frozen_changed: int = 0
+    """Tensors that had been taken for immutable and were found changed."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Boundaries that were due but began no capture, by reason."""
     persisted: Counter[str] = field(default_factory=Counter)
     """Snapshots committed, by level."""
     level_failures: Counter[str] = field(default_factory=Counter)
     """Snapshots given up, by level."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Snapshots that a level left out because it was slower than the ones before it, by level."""
     boundary: Timing = field(default_factory=Timing)
     """Time that training was held at boundaries that began a capture."""
     gate: Timing = field(default_factory=Timing)

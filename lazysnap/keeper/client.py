@@ -5,7 +5,6 @@ thread reads ``slots`` and ``poll_events`` and sends short notes; it waits only 
 deadline.
 """
 
-import dataclasses
 import logging
 import os
 import threading
@@ -14,28 +13,27 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from lazysnap import faults
 from lazysnap.arena import Slot
 from lazysnap.config import SnapshotConfig
-from lazysnap.errors import JobBusy, KeeperUnavailable
+from lazysnap.errors import JobBusy, KeeperUnavailable, MemoryBoundExceeded
+from lazysnap.keeper.attach import attach
 from lazysnap.keeper.events import (
     Durable,
     KeeperEvent,
     KeeperLost,
     KeeperReady,
-    LevelFailed,
     MemoryEntry,
-    MemoryRefused,
+    MemoryHoldings,
+    event_of,
 )
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import reach_keeper
-from lazysnap.keeper.mapped import MappedSlots
+from lazysnap.keeper.mapped import MappedImages, MappedSlots
 from lazysnap.keeper.messages import Connection, Message
 
 logger = logging.getLogger(__name__)
 
-_BUSY_GRACE_S = 3.0
-"""A trainer that was just killed may take a moment to be gone."""
+_FROZEN_S = 600.0
+"""The keeper has to find and populate memory for the immutable tensors: some seconds per 10 GB."""
 _live_clients: "weakref.WeakSet[KeeperClient]" = weakref.WeakSet()
 
 
@@ -51,6 +49,7 @@ class KeeperClient:
         self._closing = False
         self._fatal: Exception | None = None
         self._slots = MappedSlots(self._changed)
+        self._frozen = MappedImages()
         self._wanted: tuple[int, int, int] | None = None
         self._events: deque[KeeperEvent] = deque()
         self._replies: dict[int, Message] = {}
@@ -92,7 +91,9 @@ class KeeperClient:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                connection = self._attach(time.monotonic() + self._config.keeper_timeout_s)
+                connection, received = attach(self._identity, self._config)
+                for message, fds in received:
+                    self._take(message, fds)
                 self._adopt_orphans(connection)
                 with self._changed:
                     if self._is_closing():  # said while the keeper was starting
@@ -122,50 +123,13 @@ class KeeperClient:
                 self._events.append(KeeperLost(str(error)))
             self._changed.notify_all()
 
-    def _attach(self, deadline: float) -> Connection:
-        busy_until = time.monotonic() + _BUSY_GRACE_S
-        while True:
-            connection = reach_keeper(self._identity, deadline)
-            reply = self._say_hello(connection, deadline)
-            if reply is not None and reply["type"] == "welcome":
-                faults.set_peer(int(reply["pid"]))
-                return connection
-            connection.close()
-            if reply is not None and reply["type"] == "busy" and time.monotonic() > busy_until:
-                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reply["since"]))
-                raise JobBusy(
-                    f"job {self._identity.job_id!r} runs already on this node: process {reply['pid']}, since {since}; "
-                    "end it, or give this one another directory or SnapshotConfig(job_id=...)"
-                )
-            if time.monotonic() > deadline:
-                raise KeeperUnavailable(
-                    f"the keeper of job {self._identity.job_id!r} is still writing what an earlier run left; try again "
-                    "when it is done"
-                )
-            time.sleep(0.02)
-
-    def _say_hello(self, connection: Connection, deadline: float) -> Message | None:
-        config = self._config
-        levels = [dataclasses.asdict(level) for level in config.levels]
-        memory = config.memory
-        try:
-            connection.send(
-                {"type": "hello", "levels": levels, "linger_s": memory.linger_s, "max_bytes": memory.max_bytes}
-            )
-            connection.set_receive_timeout(max(0.1, deadline - time.monotonic()))
-            received = connection.receive()
-        except OSError:
-            return None
-        if not received:
-            return None
-        for message, fds in received[1:]:
-            self._take(message, fds)
-        return received[0][0]
-
     def _adopt_orphans(self, connection: Connection) -> None:
         """After a keeper's death: its successor gets the slots that this process still maps."""
         with self._changed:
-            orphans = self._slots.orphans()
+            orphans, images = self._slots.orphans(), self._frozen.orphans()
+        # The images first: no capture is taken up before what it refers to.
+        for digest, slot in images:
+            connection.send({"type": "adopt_frozen", "digest": digest}, (slot.fd,))
         for slot in orphans:
             connection.send({"type": "adopt"}, (slot.fd,))
 
@@ -183,6 +147,7 @@ class KeeperClient:
         with self._changed:
             self._connection = None
             self._slots.orphan_all()
+            self._frozen.orphan_all()
             connection.close()
             if not self._closing:
                 self._events.append(KeeperLost("its connection ended"))
@@ -199,18 +164,22 @@ class KeeperClient:
                 self._slots.readopt(int(message["slot"]), int(message["inode"]))
             elif kind == "dropped":
                 self._slots.drop(int(message["slot"]))
-            elif kind == "durable":
-                event = Durable(message["level"], message["step"], message["bytes"], message["seconds"])
-                if self._run_id in (None, message["run_id"]) and message["sequence"] > self._floor:
-                    self._durable[event.level] = event.step
+            elif kind == "frozen_slot":
+                self._frozen.take(message["digest"], fds[0])
+            elif kind == "frozen_dropped":
+                self._frozen.drop(message["digest"])
+            event = event_of(message)
+            if event is not None:
                 self._events.append(event)
-            elif kind == "level_failed":
-                self._events.append(LevelFailed(message["level"], message["step"], message["text"]))
-            elif kind == "memory_refused":
-                self._events.append(MemoryRefused(message["text"]))
-            elif kind in ("inventory", "drained"):
+            if isinstance(event, Durable) and self._counts(message):
+                self._durable[event.level] = event.step
+            if "id" in message:
                 self._replies[int(message["id"])] = message
             self._changed.notify_all()
+
+    def _counts(self, message: Message) -> bool:
+        """Whether what became durable is of this run, and began after it was adopted."""
+        return self._run_id in (None, message["run_id"]) and message["sequence"] > self._floor
 
     # ---------------------------------------------------------------- what training uses
 
@@ -304,8 +273,8 @@ class KeeperClient:
                 self._changed.wait(min(remaining, 0.5))
             return self._replies.pop(question)
 
-    def inventory(self, timeout_s: float) -> list[MemoryEntry]:
-        """Whole captures that the keeper holds, of this or of a dead trainer. Blocks.
+    def inventory(self, timeout_s: float) -> MemoryHoldings:
+        """Whole captures that the keeper holds, of this or of a dead trainer, and what they refer to. Blocks.
 
         Raises: KeeperUnavailable, if there is no answer in time.
         """
@@ -314,7 +283,41 @@ class KeeperClient:
             raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._changed:
             found = [(item, self._slots.get(item["slot"])) for item in reply["entries"]]
-            return [MemoryEntry.of(item, slot) for item, slot in found if slot is not None]
+            images = [(digest, self._frozen.get(digest)) for digest in reply["frozen"]]
+            return MemoryHoldings(
+                tuple(MemoryEntry.of(item, slot) for item, slot in found if slot is not None),
+                {digest: slot for digest, slot in images if slot is not None},
+            )
+
+    def frozen_slot(self, digest: str) -> Slot | None:
+        """Where immutable tensors of that digest are, or go; ``None`` if no live keeper holds them."""
+        with self._changed:
+            return self._frozen.get(digest)
+
+    def ask_frozen(self, digest: str, meta_bytes: int, image_bytes: int) -> Slot | None:
+        """Ask for a slot for immutable tensors; it may be there and whole. ``None``: no keeper answered.
+
+        Blocks: while the keeper finds memory. Raises: MemoryBoundExceeded, if there is none.
+        """
+        question = {"type": "frozen", "digest": digest, "meta": meta_bytes, "image": image_bytes}
+        reply = self._ask(question, _FROZEN_S)
+        if reply is None:
+            return None
+        if reply["type"] != "frozen_slot":
+            raise MemoryBoundExceeded(reply["text"])
+        return self.frozen_slot(digest)
+
+    def frozen_whole(self, digest: str) -> None:
+        """The immutable tensors of that digest are whole in their slot. A hint: its words are the truth."""
+        self._note({"type": "frozen_whole", "digest": digest})
+
+    def keep(self, name: str, step: int, run_id: str, sequence: int) -> None:
+        """Have the capture with that sequence number kept on every level, under ``name``. Does not block."""
+        self._note({"type": "keep", "name": name, "step": step, "run_id": run_id, "sequence": sequence})
+
+    def release(self, name: str, run_id: str) -> None:
+        """Take ``name`` from the run's snapshots. Does not block."""
+        self._note({"type": "release", "name": name, "run_id": run_id})
 
     def wait_durable(self, step: int, timeout_s: float) -> bool:
         """Block until ``step`` or a later one is committed at the first level; ``False`` after the deadline."""
@@ -375,7 +378,7 @@ class KeeperClient:
 
     def _release(self) -> None:
         with self._changed:
-            slots = self._slots.take_all()
+            slots = [*self._slots.take_all(), *self._frozen.take_all()]
         for slot in slots:
             slot.close()
 

@@ -1,6 +1,7 @@
 """What a keeper tells its trainer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lazysnap.arena import Slot
@@ -16,6 +17,8 @@ class MemoryEntry:
     run_id: str
     run_started_ns: int
     sequence: int
+    frozen: str | None
+    """Digest of the immutable tensors that belong with it."""
     checksums: Checksums | None
     """Known once the keeper persisted the capture or rested without a trainer."""
 
@@ -25,7 +28,16 @@ class MemoryEntry:
         checksums = None
         if item["blocks"] is not None:
             checksums = Checksums(slot.status().image_bytes, item["block_bytes"], tuple(item["blocks"]))
-        return cls(slot, item["step"], item["run_id"], item["run_started_ns"], item["sequence"], checksums)
+        facts = (item["step"], item["run_id"], item["run_started_ns"], item["sequence"], item["frozen"])
+        return cls(slot, *facts, checksums)
+
+
+@dataclass(frozen=True)
+class MemoryHoldings:
+    """What the keeper holds: whole captures, and whole images of immutable tensors by their digest."""
+
+    entries: tuple[MemoryEntry, ...] = ()
+    frozen: Mapping[str, Slot] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,14 @@ class LevelFailed:
     level: str
     step: int
     text: str
+
+
+@dataclass(frozen=True)
+class LevelDropped:
+    """A level left a snapshot out because a newer one was there before it came to it."""
+
+    level: str
+    step: int
 
 
 @dataclass(frozen=True)
@@ -68,4 +88,18 @@ class MemoryRefused:
     text: str
 
 
-KeeperEvent = Durable | LevelFailed | KeeperLost | KeeperReady | MemoryRefused
+KeeperEvent = Durable | LevelFailed | LevelDropped | KeeperLost | KeeperReady | MemoryRefused
+
+
+def event_of(message: dict[str, Any]) -> KeeperEvent | None:
+    """The event that a message of the keeper tells of, ``None`` for any other message."""
+    kind = message["type"]
+    if kind == "durable":
+        return Durable(message["level"], message["step"], message["bytes"], message["seconds"])
+    if kind == "level_failed":
+        return LevelFailed(message["level"], message["step"], message["text"])
+    if kind == "level_dropped":
+        return LevelDropped(message["level"], message["step"])
+    if kind == "memory_refused":
+        return MemoryRefused(message["text"])
+    return None

@@ -88,3 +88,54 @@ class MappedSlots:
         slots, self._orphans = self._orphans, []
         self._ready.clear()
         return slots
+
+
+class MappedImages:
+    """Slots of immutable tensors by digest; those that no live keeper holds are orphans. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, Slot] = {}
+        self._held: set[str] = set()
+
+    def get(self, digest: str) -> Slot | None:
+        """The slot that the keeper holds for ``digest``."""
+        return self._slots.get(digest) if digest in self._held else None
+
+    def take(self, digest: str, fd: int) -> None:
+        """Map what the keeper handed over, unless it is mapped already."""
+        known = self._slots.get(digest)
+        if known is not None and os.fstat(known.fd).st_ino == os.fstat(fd).st_ino:
+            os.close(fd)
+        else:
+            try:
+                slot = Slot.attach(fd)
+            except FormatError as error:
+                os.close(fd)
+                logger.warning("%s", error)
+                return
+            self.drop(digest)
+            self._slots[digest] = slot
+        self._held.add(digest)
+
+    def drop(self, digest: str) -> None:
+        """The keeper let it go."""
+        self._held.discard(digest)
+        slot = self._slots.pop(digest, None)
+        if slot is not None:
+            # Another thread may still look at it.
+            weakref.finalize(slot, os.close, slot.fd)
+
+    def orphan_all(self) -> None:
+        """The keeper is gone, the memory stays."""
+        self._held.clear()
+
+    def orphans(self) -> list[tuple[str, Slot]]:
+        """For the next keeper to adopt."""
+        return [(digest, slot) for digest, slot in self._slots.items() if digest not in self._held]
+
+    def take_all(self) -> list[Slot]:
+        """Forget all and return them, for the caller to close."""
+        slots = list(self._slots.values())
+        self._slots.clear()
+        self._held.clear()
+        return slots

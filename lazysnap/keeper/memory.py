@@ -46,6 +46,16 @@ def _cache_bytes(path: str) -> int:
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0)) // 2
 
 
+def check_room(needed: int, what: str) -> None:
+    """Raises: MemoryBoundExceeded, if ``what`` would leave too little to the rest of the machine."""
+    free = available_bytes() - _RESERVE_BYTES
+    if needed > free:
+        raise MemoryBoundExceeded(
+            f"{what} need {needed} bytes, {max(0, free)} are free; free memory, set MemoryLevel(slots=2), or capture a "
+            "smaller state"
+        )
+
+
 class SlotPool:
     """Slots by number. Changes are made by one background thread; readers take ``all``."""
 
@@ -91,8 +101,8 @@ class SlotPool:
         each = Slot.bytes_for(meta, image)
         if max_bytes is not None and count * each > max_bytes:
             raise MemoryBoundExceeded(
-                f"{count} slots of {each} bytes need {count * each} bytes, MemoryLevel.max_bytes is {max_bytes}; raise "
-                "it, or set MemoryLevel(slots=2), or capture into fewer levels"
+                f"{count} slots of {each} bytes need {count * each} bytes, MemoryLevel.max_bytes leaves {max_bytes}; "
+                "raise it, or set MemoryLevel(slots=2), or capture into fewer levels"
             )
         items = self.items()
         fitting = [slot for _, slot in items if fits(slot, meta, image)]
@@ -108,25 +118,16 @@ class SlotPool:
                 others += slot.size_bytes
         missing = count - len(fitting)
         if missing > 0 and not others:
-            self._check_room(missing, each)
+            check_room(missing * each, f"{missing} more slots of {each} bytes")
         for _ in range(missing):
             held = len(fitting) * each + others
             if others and fitting and each + _RESERVE_BYTES > available_bytes():
                 return False  # the first capture into a new slot frees an old one
             if max_bytes is not None and held + each > max_bytes:
                 return False
-            self._check_room(1, each)
+            check_room(each, f"1 more slot of {each} bytes")
             fitting.append(self._make(meta, image))
         return not others
-
-    @staticmethod
-    def _check_room(count: int, each: int) -> None:
-        free = available_bytes()
-        if count * each + _RESERVE_BYTES > free:
-            raise MemoryBoundExceeded(
-                f"{count} more slots of {each} bytes need {count * each} bytes, {max(0, free - _RESERVE_BYTES)} are "
-                "free; free memory, set MemoryLevel(slots=2), or capture a smaller state"
-            )
 
     def _make(self, meta: int, image: int) -> Slot:
         faults.point("keeper.memory.make")

@@ -8,12 +8,14 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable, LazySnapError
+from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.machine import START_GRACE_S, Event, Phase, next_phase
 from lazysnap.keeper.memory import SlotPool
 from lazysnap.keeper.messages import Connection, Message
@@ -56,7 +58,9 @@ class Keeper:
         self._trainer_since = 0.0
         self._pidfd = -1
         self._pool = SlotPool(self._slot_made, self._slot_dropped)
-        self._persister = Persister((), self._pool.all, self._emit)
+        self._frozen = FrozenPool(lambda digest: self._emit({"type": "frozen_dropped", "digest": digest}))
+        self._frozen_asked: deque[tuple[Connection, Message]] = deque()
+        self._persister = self._make_persister(())
         self._levels: tuple[PersistentLevel, ...] = ()
         self._max_bytes: int | None = None
         self._wanted: tuple[int, int, int] | None = None
@@ -65,6 +69,9 @@ class Keeper:
         self._drain_request: int | None = None
         self._terminated = False
         threading.Thread(target=self._provide_memory, name="memory", daemon=True).start()
+
+    def _make_persister(self, levels: tuple[PersistentLevel, ...]) -> Persister:
+        return Persister(levels, self._pool.all, self._emit, self._frozen.get)
 
     # ---------------------------------------------------------------- main loop
 
@@ -87,6 +94,7 @@ class Keeper:
             self._terminated = False
             self._go(Event.TERMINATE)
         self._memory_wake.set()
+        self._frozen.sweep(self._pool.all(), is_attached=self._trainer is not None)
         if self._drain_request is not None and self._persister.is_drained():
             self._reply_drained()
         if self._phase is Phase.DRAINING and self._persister.is_drained():
@@ -138,7 +146,7 @@ class Keeper:
             except (KeyError, TypeError, ValueError, OSError, LazySnapError) as error:
                 logger.warning("message %r: %s", message.get("type"), error)
             finally:
-                if message.get("type") != "adopt":
+                if message.get("type") not in ("adopt", "adopt_frozen"):
                     for fd in fds:  # nothing else comes with descriptors
                         os.close(fd)
 
@@ -176,12 +184,19 @@ class Keeper:
         faults.set_peer(connection.peer_pid)
         if levels != self._levels:
             self._persister.stop()
-            self._levels, self._persister = levels, Persister(levels, self._pool.all, self._emit)
+            self._levels, self._persister = levels, self._make_persister(levels)
         self._settled = None
         self._go(Event.HELLO)
         connection.send({"type": "welcome", "pid": os.getpid()})
         for number, slot in self._pool.items():
             connection.send({"type": "slot", "slot": number}, (slot.fd,))
+        for digest in self._frozen.digests():
+            self._hand_over(digest)
+
+    def _hand_over(self, digest: str) -> None:
+        slot = dict(self._frozen.items()).get(digest)
+        if slot is not None:
+            self._emit({"type": "frozen_slot", "digest": digest}, (slot.fd,))
 
     def _watch(self, connection: Connection) -> None:
         """Notice the trainer's death even if a forked child of it still holds the socket."""
@@ -243,6 +258,33 @@ class Keeper:
             self._trainer.send({"type": "adopted", "slot": number, "inode": inode})
         self._persister.wake()
 
+    def _on_frozen(self, message: Message, fds: tuple[int, ...]) -> None:
+        assert self._trainer is not None
+        self._frozen_asked.append((self._trainer, message))
+        self._memory_wake.set()
+
+    def _on_frozen_whole(self, message: Message, fds: tuple[int, ...]) -> None:
+        self._persister.wake()
+
+    def _on_adopt_frozen(self, message: Message, fds: tuple[int, ...]) -> None:
+        digest = str(message["digest"])
+        for fd in fds:
+            try:
+                slot = Slot.attach(fd)
+            except LazySnapError:
+                os.close(fd)
+                raise
+            self._frozen.adopt(digest, slot)
+            self._hand_over(digest)
+
+    def _on_keep(self, message: Message, fds: tuple[int, ...]) -> None:
+        name, sequence = str(message["name"]), int(message["sequence"])
+        if not self._persister.keep(name, str(message["run_id"]), sequence):
+            logger.warning("step %s is gone: it cannot be kept as %s", message["step"], name)
+
+    def _on_release(self, message: Message, fds: tuple[int, ...]) -> None:
+        self._persister.release(str(message["name"]), str(message["run_id"]))
+
     def _on_inventory(self, message: Message, fds: tuple[int, ...]) -> None:
         entries: list[dict[str, Any]] = []
         for number, slot in self._pool.items():
@@ -259,12 +301,14 @@ class Keeper:
                         "run_id": meta.run_id,
                         "run_started_ns": meta.run_started_ns,
                         "sequence": status.sequence,
+                        "frozen": meta.frozen and meta.frozen.digest,
                         "block_bytes": checksums.block_bytes if checksums else 0,
                         "blocks": list(checksums.blocks) if checksums else None,
                     }
                 )
         assert self._trainer is not None
-        self._trainer.send({"type": "inventory", "id": message["id"], "entries": entries})
+        reply = {"type": "inventory", "id": message["id"], "entries": entries, "frozen": self._frozen.digests()}
+        self._trainer.send(reply)
 
     def _on_drain(self, message: Message, fds: tuple[int, ...]) -> None:
         self._drain_request = int(message["id"])
@@ -281,19 +325,16 @@ class Keeper:
 
     # ---------------------------------------------------------------- other threads
 
-    def _emit(self, message: Message) -> None:
+    def _emit(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         trainer = self._trainer
         if trainer is not None:
             try:
-                trainer.send(message)
+                trainer.send(message, fds)
             except OSError as error:  # it is dying: the main loop will notice
                 logger.info("could not tell the trainer: %s", error)
 
     def _slot_made(self, number: int, slot: Slot) -> None:
-        trainer = self._trainer
-        if trainer is not None:
-            with contextlib.suppress(OSError):
-                trainer.send({"type": "slot", "slot": number}, (slot.fd,))
+        self._emit({"type": "slot", "slot": number}, (slot.fd,))
 
     def _slot_dropped(self, number: int) -> None:
         self._emit({"type": "dropped", "slot": number})
@@ -302,11 +343,14 @@ class Keeper:
         while True:
             self._memory_wake.wait()
             self._memory_wake.clear()
+            while self._frozen_asked:
+                self._provide_frozen(*self._frozen_asked.popleft())
             wanted = self._wanted
             if wanted is None or wanted == self._settled or self._phase is not Phase.ATTACHED:
                 continue
+            bound = None if self._max_bytes is None else self._max_bytes - self._frozen.size_bytes
             try:
-                if self._pool.provide(wanted, self._max_bytes, lambda slot: self._persister.is_reading(slot)):
+                if self._pool.provide(wanted, bound, lambda slot: self._persister.is_reading(slot)):
                     self._settled = wanted
             except LazySnapError as error:
                 self._settled = wanted
@@ -314,3 +358,29 @@ class Keeper:
             except Exception:  # the rim of the thread
                 logger.exception("memory")
                 self._settled = wanted
+
+    def _provide_frozen(self, trainer: Connection, message: Message) -> None:
+        """Answer with a slot for immutable tensors. Another trainer than the one that asked needs no answer."""
+        try:
+            digest, meta, image = str(message["digest"]), int(message["meta"]), int(message["image"])
+            free = None
+            if self._max_bytes is not None:
+                others = [slot.size_bytes for other, slot in self._frozen.items() if other != digest]
+                free = self._max_bytes - sum(others) - self._capture_bytes()
+            slot = self._frozen.provide(digest, meta, image, free)
+            reply: Message = {"type": "frozen_slot", "id": message["id"], "digest": digest}
+            fds: tuple[int, ...] = (slot.fd,)
+        except Exception as error:  # noqa: BLE001  the rim of the thread; the trainer tells what it means
+            reply, fds = {"type": "frozen_refused", "id": message["id"], "text": str(error)}, ()
+        try:
+            trainer.send(reply, fds)
+        except OSError as error:
+            logger.info("could not tell the trainer: %s", error)
+
+    def _capture_bytes(self) -> int:
+        """What the slots for captures take, or will when all are made."""
+        held = sum(slot.size_bytes for slot in self._pool.all())
+        if self._wanted is None:
+            return held
+        meta, image, count = self._wanted
+        return max(held, count * Slot.bytes_for(meta, image))

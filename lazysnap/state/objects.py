@@ -50,6 +50,12 @@ class ObjectState:
         """See ``StateSource.lazy_tensors``: none, whatever no optimizer holds is copied at the boundary."""
         return ()
 
+    def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
+        """See ``StateSource.frozen_tensors``: of all modules."""
+        for value in self._objects.values():
+            if isinstance(value, torch.nn.Module):
+                yield from (parameter for parameter in value.parameters() if not parameter.requires_grad)
+
     def expected(self) -> Mapping[str, torch.Tensor]:
         """See ``StateSource.expected``: all tensors of the modules."""
         return {

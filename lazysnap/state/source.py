@@ -29,6 +29,14 @@ class StateSource(Protocol):
         """Further tensors that change only behind a gate (weight averages); never buffers."""
         ...
 
+    def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
+        """The live parameters of the model that require no gradient, in a fixed order; never buffers.
+
+        Those that no optimizer holds are stored once, and watched; whatever else may change at any time goes into
+        every snapshot. Returning nothing is always right.
+        """
+        ...
+
     def expected(self) -> Mapping[str, torch.Tensor]:
         """Live tensors, by their name in a shard, that a snapshot must hold with equal shape and dtype."""
         ...

@@ -48,7 +48,7 @@ class Trainer:
 
     def inventory(self):
         found = []
-        for entry in self.client.inventory(self.timeout_s):
+        for entry in self.client.inventory(self.timeout_s).entries:
             size = entry.slot.status().image_bytes
             image = entry.slot.image[:size]
             if entry.checksums is not None:

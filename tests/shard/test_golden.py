@@ -5,9 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lazysnap.engine.restore import _decode
+from lazysnap.engine.image import Image, decode_state
 from lazysnap.levels import open_store
-from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import Manifest
 
 
@@ -18,7 +17,7 @@ def test_the_golden_snapshot_is_read_back_value_by_value():
     image = memoryview(bytearray(manifest.size_bytes))
     store.read_image(entry, manifest, image)
 
-    got = _decode(image, Layout.parse(image, len(image)), manifest.meta)
+    got = decode_state([Image.parse(image, manifest.meta, "golden")])
 
     want = golden.state()
     assert got["small"] == want["small"]

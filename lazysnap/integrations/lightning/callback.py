@@ -61,6 +61,25 @@ class LazySnapshotCallback(Callback):
         """The engine of the running fit: its ``statistics()``, ``wait(...)``; ``None`` outside."""
         return self._engine
 
+    def keep(self, name: str) -> int:
+        """Keep the newest snapshot of the running fit under ``name``; see ``SnapshotEngine.keep``.
+
+        Raises: ConfigError, also when no fit runs.
+        """
+        return self._running().keep(name)
+
+    def release(self, name: str) -> None:
+        """Take ``name`` from the snapshots of the running fit; see ``SnapshotEngine.release``.
+
+        Raises: ConfigError, also when no fit runs.
+        """
+        self._running().release(name)
+
+    def _running(self) -> SnapshotEngine:
+        if self._engine is None:
+            raise ConfigError("LazySnapshotCallback: keep and release work while a fit runs")
+        return self._engine
+
     # ---------------------------------------------------------------- hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

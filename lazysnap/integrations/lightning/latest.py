@@ -5,11 +5,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from lazysnap.engine.restore import Snapshot, SnapshotReader
+from lazysnap.engine.restore import Snapshot
 from lazysnap.errors import JobBusy, SnapshotNotFound
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.state import LightningState
-from lazysnap.levels import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +62,7 @@ class Latest:
             found: Snapshot | None = engine.fetch()
         except JobBusy:
             logger.info("the training runs: reading its newest snapshot on storage")
-            stores = {level.url: open_store(level.url, speed=place) for place, level in enumerate(engine.config.levels)}
-            found = SnapshotReader(stores, ()).read(None, self._state.expected())
+            found = engine.fetch_stored()
         return found
 
     def restore_training_state(self, original: Callable[[], Any]) -> None:

@@ -87,6 +87,11 @@ class LightningState:
         for average in self._averages().values():
             yield from average.parameters()
 
+    def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
+        """See ``StateSource.frozen_tensors``: of the trained module, not of averages."""
+        module = self._trainer.lightning_module
+        return (parameter for parameter in module.parameters() if not parameter.requires_grad)
+
     def expected(self) -> Mapping[str, torch.Tensor]:
         """See ``StateSource.expected``. Empty where the program itself decides what a checkpoint holds."""
         module = self._trainer.lightning_module

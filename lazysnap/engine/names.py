@@ -1,0 +1,56 @@
+"""Names that snapshots are kept under: wanted, given to a capture, and given again if that capture is lost."""
+
+from lazysnap.errors import ConfigError
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.shard.manifest import is_keep_name
+
+_RESERVED = ("latest",)
+
+
+def check_name(name: str) -> None:
+    """Raises: ConfigError, if no snapshot may be called so."""
+    if not is_keep_name(name) or name in _RESERVED:
+        raise ConfigError(
+            f"a snapshot's name must be 1 to 64 letters, digits, points, dashes or underscores (and not 'latest'), got "
+            f"{name!r:.100}"
+        )
+
+
+class Names:
+    """Of one engine; used on the training thread."""
+
+    def __init__(self, client: KeeperClient) -> None:
+        self._client = client
+        self.wanted: list[str] = []
+        """For the next capture."""
+        self._given: dict[int, tuple[int, list[str]]] = {}
+        """By sequence number: the step and its names."""
+
+    def give(self, step: int, run_id: str, sequence: int, names: list[str]) -> None:
+        """The capture gets these names, at every level."""
+        _, held = self._given.get(sequence, (step, []))
+        self._given[sequence] = step, [*held, *names]
+        for name in names:
+            self._client.keep(name, step, run_id, sequence)
+
+    def lost(self, sequence: int) -> None:
+        """The capture is worth nothing: the next one is called so."""
+        _, names = self._given.pop(sequence, (0, []))
+        self.wanted += names
+
+    def say_again(self, run_id: str, durable: int) -> None:
+        """To a keeper that is new: what is newer than the step that is ``durable`` at every level."""
+        for sequence, (step, names) in list(self._given.items()):
+            if step <= durable:
+                del self._given[sequence]
+            else:
+                for name in names:
+                    self._client.keep(name, step, run_id, sequence)
+
+    def release(self, name: str, run_id: str) -> None:
+        """Take the name from every snapshot of the run."""
+        self.wanted = [wanted for wanted in self.wanted if wanted != name]
+        for _, names in self._given.values():
+            if name in names:
+                names.remove(name)
+        self._client.release(name, run_id)

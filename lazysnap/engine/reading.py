@@ -1,0 +1,74 @@
+"""A level as a restart reads it: whatever hangs there is passed over after the level's deadline."""
+
+from collections.abc import Callable
+
+from lazysnap.config import PersistentLevel
+from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.resolver import Entry, FrozenEntry, Inventory
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+
+_Beat = Callable[[], None]
+
+
+class LevelReader:
+    """Every question runs in a daemon thread, opening the level included. Not thread-safe."""
+
+    def __init__(self, level: PersistentLevel, speed: int) -> None:
+        self._level = level
+        self._speed = speed
+        self._store: SnapshotStore | None = None
+        self._listing: Attempt[Inventory] | None = None
+
+    @property
+    def url(self) -> str:
+        """Of the level."""
+        return self._level.url
+
+    def _open(self) -> SnapshotStore:
+        if self._store is None:
+            self._store = open_store(self.url, speed=self._speed, options=self._level.storage_options)
+        return self._store
+
+    def begin_inventory(self) -> None:
+        """Start to list the level. Does not block."""
+        self._listing = Attempt(lambda beat: self._open().inventory(), f"listing {self.url}")
+
+    def inventory(self) -> Inventory:
+        """What the level offers. Blocks: at most ``timeout_s`` from ``begin_inventory`` on.
+
+        Raises: LevelHangs; whatever the storage's package raises.
+        """
+        if self._listing is None:
+            self.begin_inventory()
+        assert self._listing is not None
+        return self._listing.result(self._level.timeout_s)
+
+    def read(self, entry: Entry) -> tuple[memoryview, CaptureMeta]:
+        """A shard, every block verified. Blocks: as long as blocks arrive. Raises: as ``inventory``; ShardCorrupt."""
+
+        def work(beat: _Beat) -> tuple[memoryview, CaptureMeta]:
+            store = self._open()
+            manifest = store.read_manifest(entry)
+            beat()
+            return self._fill(manifest, lambda out: store.read_image(entry, manifest, out, beat))
+
+        return Attempt(work, f"reading step {entry.step} at {self.url}").result(self._level.timeout_s)
+
+    def read_frozen(self, entry: FrozenEntry) -> tuple[memoryview, CaptureMeta]:
+        """Immutable tensors, every block verified and their digest compared; see ``read``."""
+
+        def work(beat: _Beat) -> tuple[memoryview, CaptureMeta]:
+            store = self._open()
+            manifest = store.read_frozen_manifest(entry)
+            beat()
+            return self._fill(manifest, lambda out: store.read_frozen_image(entry, manifest, out, beat))
+
+        return Attempt(work, f"reading immutable tensors at {self.url}").result(self._level.timeout_s)
+
+    @staticmethod
+    def _fill(manifest: Manifest, read: Callable[[memoryview], None]) -> tuple[memoryview, CaptureMeta]:
+        image = map_anonymous(manifest.size_bytes)
+        read(image)
+        return image, manifest.meta

@@ -1,0 +1,259 @@
+"""What happens at a boundary: the state is walked, planned, given a slot, and its capture begun."""
+
+import time
+from dataclasses import dataclass
+
+from lazysnap import faults
+from lazysnap.arena import Slot, SlotPhase, Word, capacity_fits
+from lazysnap.capture.checks import CHECKS_LOCK, Check
+from lazysnap.capture.job import CaptureJob, CapturePhase
+from lazysnap.capture.plan import CapturePlan, make_plan, optimizer_signature
+from lazysnap.config import SnapshotConfig
+from lazysnap.engine.captures import Captures
+from lazysnap.engine.estimate import estimate_image_bytes
+from lazysnap.engine.events import EventLog
+from lazysnap.engine.frozen import FrozenTensors
+from lazysnap.engine.meta import MetaWriter
+from lazysnap.engine.names import Names
+from lazysnap.engine.slots import choose_slot, slots_needed
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.policy import is_due
+from lazysnap.state.rewalk import StateWalker
+from lazysnap.state.source import StateSource
+from lazysnap.state.walk import Walk
+
+META_BYTES = 1 << 20
+"""Least room for the small state in a slot."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The last capture that was begun."""
+
+    step: int
+    slot: Slot
+    sequence: int
+
+
+class Recorder:
+    """Begins captures; all on the training thread, and under the engine's lock."""
+
+    def __init__(
+        self, config: SnapshotConfig, source: StateSource, client: KeeperClient, captures: Captures, log: EventLog
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._client = client
+        self._captures = captures
+        self._log = log
+        self.meta = MetaWriter.fresh()
+        self.names = Names(client)
+        self.frozen = FrozenTensors(source, client, log, self.meta, self.names.lost)
+        self._walker = StateWalker()
+        self._plan: CapturePlan | None = None
+        self._meta_capacity = META_BYTES
+        self._reserved: tuple[int, int] | None = None
+        self._sequence = 0
+        self._begun: _Begun | None = None
+        self.last_step: int | None = None
+        """Of the last capture, or of the snapshot that was resumed from."""
+        self._seen_step: int | None = None
+        self._last_pinned: int | None = None
+        self._keepers_lost = 0
+        self.encoded_once = False
+
+    # ---------------------------------------------------------------- getting ready
+
+    def prepare(self) -> None:
+        """Ask for memory before the first boundary. Does not block."""
+        if self._plan is None:
+            self.frozen.prepare()
+        if self._reserved is None:
+            self._reserve(estimate_image_bytes(self._source, self.frozen.names))
+
+    def is_ready(self) -> bool:
+        """Whether every slot is there, and what every capture refers to."""
+        return len(self._client.slots()) >= slots_needed(self._config) and not self.frozen.is_awaited()
+
+    def resume(self, step: int) -> None:
+        """The state of ``step`` is being loaded."""
+        self.last_step = self._seen_step = step
+        self.frozen.reset()
+
+    # ---------------------------------------------------------------- at a boundary
+
+    def is_due(self, step: int, *, force: bool) -> bool:
+        """Whether the boundary after ``step`` is to be captured."""
+        self._seen_step = step
+        last = self.last_step
+        if last is None or step < last or step - last >= self._config.every_n_steps:
+            return True
+        return step != last and (force or bool(self.names.wanted))
+
+    def begin(self, step: int) -> bool:
+        """Begin the capture; ``False``, and the reason counted, if it cannot be.
+
+        Raises: UnsupportedState; whatever a capture meets.
+        """
+        if self._captures.is_stuck():
+            return self.skip("an earlier copy hangs")
+        if self._plan is not None and not self._client.slots():
+            self._client.start()
+            return self.skip("no slots yet")
+        holds = self.frozen.look()
+        if holds and self._plan is not None and not self.frozen.is_whole():
+            return self._skip_frozen()
+        walked = self._walker.walk(self._source.collect())
+        self.encoded_once = True
+        plan = self._planned(walked, holds=holds)
+        is_whole = self.frozen.is_whole()
+        meta = self.meta.write(step, plan, walked, self.frozen.reference())
+        slots = self._usable(plan, len(meta))
+        if not is_whole:
+            return self._skip_frozen()
+        if not slots:
+            return self.skip("no slots yet")
+        slot = self._free(slots)
+        if slot is None:
+            return self.skip("all slots are in use")
+        self._start(CaptureJob(plan, slot, step, walked.tensors), meta, pin=self._wants_persistence(step, slots))
+        return True
+
+    def _start(self, job: CaptureJob, meta: bytes, *, pin: bool) -> None:
+        slot, step, size = job.slot, job.step, job.plan.layout.size_bytes
+        self._sequence = job.sequence = max(self._sequence, self._client.newest_sequence()) + 1
+        faults.point("engine.begin")
+        with CHECKS_LOCK:
+            slot.begin(step, sequence=job.sequence, image_bytes=size, meta=meta, pin=pin)
+            if pin and job.plan.frozen is not None:
+                slot.set_word(Word.UNCHECKED, Check.FROZEN)
+        if pin:
+            self._client.begun(slot, step)
+        self._captures.begin(job)
+        faults.point("engine.begun")
+        self._begun = _Begun(step, slot, job.sequence)
+        self.last_step = step
+        self._last_pinned = step if pin else self._last_pinned
+        self._log.statistics.began += 1
+        self._log.statistics.shard_bytes = size
+        if job.plan.frozen is not None:
+            self.frozen.began(slot, job.sequence, job.released)
+        self._name(step, job.sequence)
+
+    def skip(self, reason: str) -> bool:
+        """Count a boundary that began no capture."""
+        self._log.statistics.skipped[reason] += 1
+        return False
+
+    def _skip_frozen(self) -> bool:
+        return self.skip("immutable tensors are being captured")
+
+    def _planned(self, walked: Walk, *, holds: bool) -> CapturePlan:
+        if self._plan is not None:
+            cause = self._plan.mismatch(walked, optimizer_signature(self._source))
+            if holds and cause is None:
+                return self._plan
+            cause = cause or "tensors taken for immutable are not"
+            self._log.statistics.replans += 1
+            self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
+        self._plan = make_plan(walked, self._source, self.frozen.settle(walked))
+        return self._plan
+
+    def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
+        """Slots that the capture fits; asks for others where it does not."""
+        if meta_bytes > self._meta_capacity:
+            self._meta_capacity = 2 * meta_bytes
+        needed = plan.layout.size_bytes
+        slots = [
+            slot
+            for slot in self._client.slots()
+            if capacity_fits(slot.image_capacity, needed) and slot.meta_capacity >= meta_bytes
+        ]
+        if not slots:
+            self._reserve(needed)
+        plan.forget(slots)
+        return slots
+
+    def _reserve(self, image_bytes: int) -> None:
+        wanted = (self._meta_capacity, image_bytes)
+        if self._reserved is None or self._reserved != wanted:
+            self._reserved = wanted
+            self._client.reserve(self._meta_capacity, image_bytes, slots_needed(self._config))
+
+    def _free(self, slots: list[Slot]) -> Slot | None:
+        deadline = time.monotonic() + (self._config.gate_timeout_s if self._config.on_busy == "wait" else 0.0)
+        while True:
+            # A device that still writes its last capture would write into the next one's bytes and watermark.
+            idle = [not self._captures.is_writing(slot) for slot in slots]
+            index = choose_slot([slot.status() for slot in slots], idle)
+            if index is not None:
+                return slots[index]
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.001)
+
+    def _wants_persistence(self, step: int, slots: list[Slot]) -> bool:
+        if self.names.wanted:
+            return True
+        if any(slot.status().pinned for slot in slots):
+            return False
+        return any(is_due(level, step, self._last_pinned) for level in self._config.levels)
+
+    # ---------------------------------------------------------------- what became of it
+
+    def account(self, job: CaptureJob) -> None:
+        """A capture is over: count it."""
+        statistics = self._log.statistics
+        if job.phase is CapturePhase.WHOLE:
+            statistics.whole += 1
+            statistics.last_whole_step = job.step
+            statistics.bytes_captured += job.plan.layout.size_bytes
+            statistics.copy.add(job.copy_s)
+            return
+        if job.phase is CapturePhase.TORN:
+            statistics.torn += 1
+        else:
+            statistics.failed += 1
+        self.names.lost(job.sequence)
+        self._log.note_once("dropped", "the snapshot of step %d is dropped: %s", job.step, job.reason)
+
+    # ---------------------------------------------------------------- names
+
+    def keep(self, name: str) -> int:
+        """Name the capture of the last boundary, or else that of the next; its step (of the next: the least)."""
+        begun = self._begun
+        if begun is not None and begun.step == self._seen_step and self._is_there(begun):
+            self.frozen.demand(begun.slot, begun.sequence)
+            # Before the keeper hears of it: from now on the slot is not used for another capture.
+            begun.slot.set_word(Word.PIN, 1)
+            self.names.give(begun.step, self.meta.run_id, begun.sequence, [name])
+            return begun.step
+        self.names.wanted.append(name)
+        return (self._seen_step or 0) + 1
+
+    @staticmethod
+    def _is_there(begun: _Begun) -> bool:
+        status = begun.slot.status()
+        return status.sequence == begun.sequence and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
+
+    def _name(self, step: int, sequence: int) -> None:
+        if self.names.wanted:
+            wanted, self.names.wanted = self.names.wanted, []
+            self.names.give(step, self.meta.run_id, sequence, wanted)
+
+    def tell_new_keeper(self) -> None:
+        """After a keeper's death: the next one does not know what was asked of the last."""
+        lost = self._log.statistics.keepers_lost
+        if lost != self._keepers_lost and self._client.slots():
+            self._keepers_lost = lost
+            durable = self._log.statistics.last_durable_step
+            self.names.say_again(
+                self.meta.run_id, min((durable.get(level.url, -1) for level in self._config.levels), default=-1)
+            )
+
+    # ---------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Let go of the state and of the slots. Blocks: at most some seconds."""
+        self.frozen.close()
+        self._plan = None

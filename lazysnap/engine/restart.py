@@ -1,0 +1,53 @@
+"""Finding what a restart goes on from: the keeper asked, every level listed, the freshest that verifies read."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+
+import torch
+
+from lazysnap.config import SnapshotConfig
+from lazysnap.engine.events import EventLog
+from lazysnap.engine.names import check_name
+from lazysnap.engine.reading import LevelReader
+from lazysnap.engine.restore import Snapshot, SnapshotReader
+from lazysnap.errors import KeeperUnavailable, SnapshotNotFound
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.events import MemoryHoldings
+
+logger = logging.getLogger("lazysnap.engine")
+
+LATEST = "latest"
+
+
+def fetch(
+    which: int | str,
+    config: SnapshotConfig,
+    expected: Mapping[str, torch.Tensor],
+    client: KeeperClient | None,
+    log: EventLog,
+) -> Snapshot | None:
+    """See ``SnapshotEngine.fetch``; without a client, from storage alone. Blocks."""
+    started = time.perf_counter()
+    step = which if isinstance(which, int) else None
+    name = None if which == LATEST or step is not None else str(which)
+    if name is not None:
+        check_name(name)
+    memory = MemoryHoldings()
+    if client is not None:
+        try:
+            client.connect(config.keeper_timeout_s)
+            memory = client.inventory(config.keeper_timeout_s)
+        except KeeperUnavailable as error:
+            log.note_once("keeper", "no snapshot in memory can be used: %s", error)
+    levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(config.levels)}
+    reader = SnapshotReader(levels, memory)
+    snapshot = reader.read(reader.plans(step=step, name=name), expected)
+    for problem in reader.problems:
+        logger.warning("%s", problem)
+    if snapshot is None and which != LATEST:
+        held = sorted({plan.step for plan in reader.plans()})
+        what = f"called {name!r}" if name is not None else f"of step {step}"
+        raise SnapshotNotFound(f"no whole snapshot {what}; there are {held or 'none'}")
+    return snapshot and dataclasses.replace(snapshot, seconds=time.perf_counter() - started)

@@ -1,0 +1,244 @@
+"""Which tensors count as immutable, what image they make, and how a change is noticed."""
+
+import pytest
+import safetensors.torch
+import torch
+
+from lazysnap.capture.frozen import LEAST_BYTES, choose_frozen, digest_of
+from lazysnap.capture.plan import make_plan
+from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
+from lazysnap.shard.layout import Layout
+from lazysnap.state.objects import ObjectState
+from lazysnap.state.walk import walk
+
+WIDTH = 640  # a weight of 1.6 MB
+
+
+class Base(torch.nn.Module):
+    """A frozen base, a buffer, and an adapter that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.second = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(WIDTH, affine=False)
+        self.adapter = torch.nn.Linear(WIDTH, 2)
+
+
+class Case:
+    def __init__(self, model=None, **more):
+        torch.manual_seed(1)
+        self.model = model or Base()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.1)
+        self.source = ObjectState({"model": self.model, "optimizer": self.optimizer, **more})
+
+    def walk(self):
+        return walk(self.source.collect())
+
+    def choose(self, **settings):
+        walked = self.walk()
+        return choose_frozen(zip(walked.names, walked.tensors, strict=True), self.source, **settings)
+
+    def names(self, **settings):
+        chosen = self.choose(**settings)
+        return [] if chosen is None else sorted(chosen.all_names())
+
+
+ALL = ["model.first.bias", "model.first.weight", "model.second.bias", "model.second.weight"]
+
+
+def nothing():
+    pass
+
+
+def image_of(chosen):
+    image = memoryview(bytearray(chosen.size_bytes))
+    chosen.copy_into(image, nothing)
+    return image
+
+
+def test_parameters_that_need_no_gradient_and_no_optimizer_holds_are_immutable():
+    assert Case().names() == ALL
+
+
+def test_what_an_optimizer_holds_is_not_immutable_even_without_a_gradient():
+    case = Case()
+    case.optimizer.add_param_group({"params": [case.model.first.weight]})
+
+    assert case.names() == [name for name in ALL if name != "model.first.weight"]
+
+
+def test_few_bytes_are_not_worth_it():
+    small = torch.nn.Linear(8, 8).requires_grad_(False)
+    assert sum(parameter.nbytes for parameter in small.parameters()) < LEAST_BYTES
+
+    case = Case(torch.nn.Sequential(small, torch.nn.Linear(8, 8)))
+
+    assert case.names() == []
+
+
+def test_a_banned_name_stays_out():
+    assert Case().names(banned={"model.first.weight"}) == [name for name in ALL if name != "model.first.weight"]
+
+
+def test_buffers_are_never_immutable():
+    model = Base()
+    model.register_buffer("table", torch.zeros(WIDTH, WIDTH))
+
+    assert Case(model).names() == ALL
+
+
+def test_weights_tied_to_trained_ones_or_to_buffers_are_not_immutable():
+    model = Base()
+    model.head = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    model.first.weight = torch.nn.Parameter(model.head.weight.detach(), requires_grad=False)
+    model.register_buffer("table", model.second.weight.detach().view(-1)[10:])
+
+    assert Case(model).names() == []
+    model.third = torch.nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+    assert Case(model).names() == ["model.first.bias", "model.second.bias", "model.third.weight"]
+
+
+def test_immutable_weights_tied_to_each_other_are_stored_once():
+    model = Base()
+    model.second.weight = model.first.weight
+    case = Case(model, also=model)
+
+    chosen = case.choose()
+
+    assert sorted(chosen.all_names()) == sorted([*ALL, *(name.replace("model", "also") for name in ALL)])
+    assert chosen.size_bytes < 2 * model.first.weight.nbytes
+    assert chosen.aliases["model.second.weight"] == "also.first.weight"
+
+
+def test_the_image_is_a_safetensors_file_and_its_name_the_checksum_of_its_bytes(tmp_path):
+    model = Base()
+    model.odd = torch.nn.Parameter(torch.randn(7, 3).to(torch.bfloat16), requires_grad=False)
+    model.wide = torch.nn.Parameter(torch.complex(torch.randn(5).double(), torch.randn(5).double()), False)
+    case = Case(model)
+    chosen = case.choose()
+
+    image = image_of(chosen)
+
+    (tmp_path / "x").write_bytes(image)
+    tensors = safetensors.torch.load_file(tmp_path / "x")
+    assert sorted(tensors) == sorted(chosen.names)
+    assert tensors["model.odd"].equal(model.odd.data)
+    assert torch.view_as_complex(tensors["model.wide"]).equal(model.wide.data)
+    assert chosen.logical == {"model.wide": {"dtype": "complex128"}}
+    found = chosen.digest(nothing)
+    assert found.checksums == Checksums.of(image)
+    assert found == digest_of(image, Layout.parse(image, len(image)), nothing)
+
+
+def test_images_of_many_blocks_have_the_same_checksums_in_pieces_and_as_a_whole():
+    model = torch.nn.ParameterList(
+        torch.nn.Parameter(torch.randint(0, 255, (size,), dtype=torch.uint8), requires_grad=False)
+        for size in (BLOCK_BYTES - 4096, 1, BLOCK_BYTES, 3_000_001)
+    )
+    chosen = Case(torch.nn.ModuleList([model, torch.nn.Linear(2, 2)])).choose()
+
+    image = image_of(chosen)
+
+    assert len(image) > 2 * BLOCK_BYTES
+    assert chosen.digest(nothing).checksums == Checksums.of(image)
+    assert digest_of(image, chosen.layout, nothing).checksums == Checksums.of(image)
+
+
+def test_the_same_tensors_make_the_same_image_whatever_their_order():
+    case = Case()
+    walked = list(zip(case.walk().names, case.walk().tensors, strict=True))
+
+    one, other = choose_frozen(walked, case.source), choose_frozen(reversed(walked), case.source)
+
+    assert one.is_like(other)
+    assert one.digest(nothing) == other.digest(nothing)
+
+
+def beat_that_ends():
+    raise TimeoutError
+
+
+def test_a_pass_over_the_bytes_can_be_ended():
+    chosen = Case().choose()
+
+    with pytest.raises(TimeoutError):
+        chosen.digest(beat_that_ends)
+
+
+@torch.no_grad()
+def _average(model):
+    model.first.weight.data.mul_(0.5)
+
+
+def _replace(model):
+    model.first.weight.data = model.first.weight.data.clone()
+
+
+@torch.no_grad()
+def _write(model):
+    model.first.weight[3, 3] = 7
+
+
+def _small(model):
+    model.first.bias.data.add_(1e-3)
+
+
+@pytest.mark.parametrize("change", [_average, _replace, _write, _small])
+def test_a_change_is_noticed_by_name(change):
+    case = Case()
+    chosen = case.choose()
+    assert chosen.changed() == []
+
+    change(case.model)
+
+    assert chosen.changed() == ["model.first.bias" if change is _small else "model.first.weight"]
+
+
+def test_bytes_that_no_sample_covers_change_the_digest_of_that_tensor():
+    case = Case()
+    chosen = case.choose()
+    before = chosen.digest(nothing)
+    # More places than there are samples, so one of them is not looked at.
+    untouched = [0]
+    for place in range(1, 200):
+        case.model.first.weight.data.view(-1)[place] += 1
+        if not chosen.changed():
+            untouched.append(place)
+            break
+        case.model.first.weight.data.view(-1)[place] -= 1
+    assert chosen.changed() == []
+
+    after = chosen.digest(nothing)
+
+    assert after.whole != before.whole
+    assert [name for name in chosen.names if after.tensors[name] != before.tensors[name]] == ["model.first.weight"]
+
+
+def test_parameters_that_an_optimizer_got_hold_of_or_that_need_a_gradient_are_told():
+    case = Case()
+    chosen = case.choose()
+    assert chosen.left(case.source.optimizers()) == []
+
+    case.optimizer.param_groups[0]["params"][0] = case.model.second.weight
+    case.model.first.bias.requires_grad_(True)
+
+    assert chosen.left(case.source.optimizers()) == ["model.first.bias", "model.second.weight"]
+    assert chosen.changed() == []
+
+
+def test_the_plan_holds_only_the_rest():
+    case = Case()
+    walked, chosen = case.walk(), case.choose()
+
+    plan = make_plan(walked, case.source, chosen)
+
+    stored = {spec.name for spec in plan.layout.specs}
+    assert {"model.adapter.weight", "model.norm.running_mean"} <= stored
+    assert stored.isdisjoint(ALL)
+    assert plan.layout.size_bytes < chosen.size_bytes / 100
+    assert [record.name for record in plan.records if record.frozen] == [name for name in walked.names if name in ALL]
+    assert plan.mismatch(case.walk(), plan.signature) is None
+    case.model.first.weight = torch.nn.Parameter(case.model.first.weight.detach().clone(), requires_grad=False)
+    assert "place" in plan.mismatch(case.walk(), plan.signature)

@@ -1,0 +1,363 @@
+"""Immutable tensors are stored once; whoever changes them all the same gets right snapshots, too."""
+
+import os
+import signal
+
+import pytest
+import torch
+from small_training import Starter
+from tuning import TIMEOUT_S, Tuning, digest, until
+
+from lazysnap import MemoryLevel
+from lazysnap.arena import SlotPhase
+
+SMALL = 1 << 20
+
+
+class FrozenStarter(Starter):
+    def start(self, *levels, ready=True, width=512, layers=2, extra=None, **settings):
+        tuning = Tuning(self.config(*levels, **settings), width, layers, extra)
+        self.trainings.append(tuning)
+        if ready:
+            assert tuning.engine.wait_ready(TIMEOUT_S)
+        return tuning
+
+
+@pytest.fixture
+def job():
+    starter = FrozenStarter()
+    yield starter
+    starter.clean_up()
+
+
+def image_of(tuning):
+    """The slot of the immutable tensors."""
+    return tuning.engine._client.frozen_slot(tuning.engine._recorder.frozen.reference().digest)
+
+
+def images_of(tuning):
+    client = tuning.engine._client
+    return sorted(client.inventory(TIMEOUT_S).frozen)
+
+
+def bare(job, steps):
+    """As it would have gone without any snapshot."""
+    tuning = Tuning(job.config())
+    for _ in range(steps):
+        tuning.train()
+    return tuning
+
+
+def memory_of(pid):
+    """Bytes of shared memory that a process holds."""
+    folder = f"/proc/{pid}/fd"
+    held = {}
+    for name in os.listdir(folder):
+        try:
+            if "lazysnap-slot" in os.readlink(f"{folder}/{name}"):
+                status = os.stat(f"{folder}/{name}")
+                held[status.st_ino] = status.st_size
+        except FileNotFoundError:
+            continue
+    return sum(held.values())
+
+
+def keeper_pid(tuning):
+    return tuning.engine._client._connection.peer_pid
+
+
+def matches(tuning, snapshot):
+    """Whether a snapshot holds what the live objects held at its step."""
+    fresh = {}
+    modules = [name for name, value in tuning.state.items() if isinstance(value, torch.nn.Module)]
+    for index, name in enumerate(modules):
+        fresh |= {f"{index} {key}": digest(value) for key, value in snapshot.state[name].items()}
+    for index, state in snapshot.state["optimizer"]["state"].items():
+        fresh |= {f"{index}.{key}": digest(value) for key, value in state.items()}
+    return fresh == tuning.held[snapshot.step]
+
+
+def test_a_snapshot_costs_the_adapters_only_and_memory_holds_the_base_once(job):
+    tuning = job.start(width=1024, layers=12)
+    base = sum(p.nbytes for p in tuning.model.parameters() if not p.requires_grad)
+    tuning.run(1, 3)
+
+    statistics = tuning.engine.statistics()
+    assert tuning.began == [True] * 3
+    assert base > 50e6
+    assert statistics.shard_bytes < 2e6
+    assert base < statistics.frozen_bytes < base + SMALL
+    assert len(images_of(tuning)) == 1
+    assert memory_of(keeper_pid(tuning)) < base + 2 * (statistics.shard_bytes + 12 * SMALL)
+    assert matches(tuning, tuning.engine.fetch("latest"))
+
+
+def test_a_restart_goes_on_bit_for_bit_and_nothing_is_copied_again(job):
+    straight = bare(job, 6)
+    first = job.start()
+    first.run(1, 4)
+    inode = os.fstat(image_of(first).fd).st_ino
+    job.crash(first)
+
+    second = job.start(ready=False)
+    snapshot = second.engine.restore("latest")
+    assert second.engine.wait_ready(TIMEOUT_S)
+    second.run(5, 6)
+
+    assert (snapshot.step, snapshot.level) == (4, "memory")
+    assert second.began == [True] * 2
+    assert second.facts() == straight.facts()
+    # Filling counts the sequence number up.
+    assert (os.fstat(image_of(second).fd).st_ino, image_of(second).status().sequence) == (inode, 1)
+    assert len(images_of(second)) == 1
+
+
+def test_before_the_image_is_whole_boundaries_are_skipped_and_training_goes_on(job):
+    tuning = job.start(ready=False)
+    tuning.run(1, 1)
+    assert tuning.began == [False]
+
+    step = tuning.run_until_captured(2)
+
+    assert matches(tuning, tuning.engine.fetch("latest"))
+    assert tuning.engine.fetch("latest").step == step
+
+
+def test_a_killed_keeper_is_replaced_and_gets_the_image_from_its_trainer(job):
+    tuning = job.start()
+    tuning.run(1, 2)
+    inode = os.fstat(image_of(tuning).fd).st_ino
+    os.kill(keeper_pid(tuning), signal.SIGKILL)
+    until(lambda: tuning.engine.statistics().keepers_lost == 1)
+
+    step = tuning.run_until_captured(3)
+
+    assert os.fstat(image_of(tuning).fd).st_ino == inode
+    assert image_of(tuning).status().sequence == 1
+    assert len(images_of(tuning)) == 1
+    job.crash(tuning)
+    snapshot = job.start(ready=False).engine.fetch("latest")
+    assert snapshot.step == step
+    assert matches(tuning, snapshot)
+
+
+def test_a_teacher_that_is_averaged_behind_torchs_back_is_noticed_and_every_snapshot_is_right(job, caplog):
+    teacher = torch.nn.Linear(512, 512).requires_grad_(False)
+    tuning = job.start(extra={"teacher": teacher})
+    both = tuning.engine._recorder.frozen.reference()
+
+    @torch.no_grad()
+    def average():
+        for kept, new in zip(teacher.parameters(), tuning.model[0].base.parameters(), strict=True):
+            kept.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+    tuning.run(1, 2)
+    assert tuning.began == [True, True]
+    assert matches(tuning, tuning.engine.fetch("latest"))
+    tuning.after_step = average
+    for step in range(3, 40):
+        tuning.run(step, step)
+        tuning.engine.wait_ready(TIMEOUT_S)
+        snapshot = tuning.engine.fetch("latest")
+        assert snapshot is None or matches(tuning, snapshot)
+        if sum(tuning.began[2:]) >= 4:
+            break
+
+    statistics = tuning.engine.statistics()
+    assert snapshot.step == step
+    assert statistics.frozen_changed >= 2
+    assert len([record for record in caplog.records if "need no gradient" in record.message]) == 1
+    # What does not change is still stored apart.
+    smaller = tuning.engine._recorder.frozen.reference()
+    assert SMALL < smaller.size_bytes < both.size_bytes
+    assert not any(name.startswith("teacher") for name in tuning.engine._recorder.frozen.names)
+
+
+def test_a_change_that_no_sample_covers_never_gets_to_storage(job, tmp_path):
+    tuning = job.start(tmp_path)
+    tuning.run(1, 1)
+    assert tuning.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
+    frozen = tuning.engine._recorder.frozen._set
+    flat = tuning.model[0].base.weight.data.view(-1)
+    for place in range(200):
+        flat[place] += 1
+        if not frozen.changed():
+            break
+        flat[place] -= 1
+    assert not frozen.changed()
+
+    step = 1
+    while not tuning.engine.statistics().frozen_changed:
+        step += 1
+        tuning.run(step, step)
+        tuning.engine.wait_ready(TIMEOUT_S)
+    last = tuning.run_until_captured(step + 1)
+    assert tuning.engine.close()
+
+    reader = job.start(tmp_path, ready=False).engine
+    kept = {snapshot.step: snapshot for snapshot in (reader.fetch(), reader.fetch(1))}
+    assert sorted(kept) == [1, last]
+    assert all(matches(tuning, snapshot) for snapshot in kept.values())
+
+
+def test_a_base_that_is_unfrozen_in_the_middle_is_captured_from_then_on(job):
+    tuning = job.start()
+    tuning.run(1, 2)
+    small = tuning.engine.statistics().shard_bytes
+    for parameter in tuning.model[0].base.parameters():
+        parameter.requires_grad_(True)
+    tuning.optimizer.add_param_group({"params": list(tuning.model[0].base.parameters()), "lr": 1e-3})
+
+    step = tuning.run_until_captured(3)
+    last = tuning.run_until_captured(step + 1)
+
+    statistics = tuning.engine.statistics()
+    assert statistics.frozen_changed == 0
+    assert statistics.shard_bytes > small + 3 * 512 * 512 * 4
+    assert statistics.frozen_bytes < 1.5 * 512 * 512 * 4
+    snapshot = tuning.engine.fetch("latest")
+    assert snapshot.step == last
+    assert matches(tuning, snapshot)
+    job.crash(tuning)
+    other = job.start(ready=False)
+    other.optimizer.add_param_group({"params": list(other.model[0].base.parameters()), "lr": 1e-3})
+    other.engine.restore("latest")
+    assert other.facts() == tuning.held[last]
+
+
+def test_immutable_weights_tied_to_each_other_come_back_tied(job):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = torch.nn.Linear(512, 512).requires_grad_(False)
+            self.other = torch.nn.Linear(512, 512).requires_grad_(False)
+            self.other.weight = self.one.weight
+
+    tied = Tied()
+    tuning = job.start(extra={"tied": tied})
+    tuning.run(1, 1)
+
+    snapshot = tuning.engine.fetch("latest")
+
+    assert matches(tuning, snapshot)
+    assert tuning.engine.statistics().frozen_bytes < 3.2 * 512 * 512 * 4
+
+
+def test_immutable_weights_tied_to_trained_ones_are_part_of_every_snapshot(job):
+    tied = torch.nn.Linear(512, 512, bias=False).requires_grad_(False)
+    tuning = job.start(ready=False, extra={"tied": tied})
+    tied.weight = torch.nn.Parameter(tuning.model[0].base.weight.detach(), requires_grad=False)
+    tuning.model[0].base.weight = torch.nn.Parameter(tied.weight.detach(), requires_grad=True)
+    tuning.optimizer.add_param_group({"params": [tuning.model[0].base.weight]})
+    assert tuning.engine.wait_ready(TIMEOUT_S)
+
+    last = tuning.run_until_captured(1)
+    last = tuning.run_until_captured(last + 1)
+
+    assert matches(tuning, tuning.engine.fetch("latest"))
+    assert {name for name in tuning.engine._recorder.frozen.names if "tied" in name or "0.base.weight" in name} == set()
+
+
+def test_a_damaged_image_in_memory_gives_way_to_the_one_on_storage_and_is_replaced(job, tmp_path):
+    tuning = job.start(tmp_path)
+    tuning.run(1, 3)
+    assert tuning.engine.wait(3, until="durable", timeout_s=TIMEOUT_S)
+    image = image_of(tuning).image
+    image[100_000] ^= 1
+    del image
+    job.crash(tuning)
+
+    second = job.start(tmp_path, ready=False)
+    snapshot = second.engine.restore("latest")
+    assert (snapshot.step, snapshot.level) == (3, "memory")
+    assert any("immutable tensors" in problem and "memory" in problem for problem in snapshot.skipped)
+    assert matches(tuning, snapshot)
+
+    assert second.engine.wait_ready(TIMEOUT_S)
+    second.run(4, 4)
+
+    assert second.began == [True]
+    assert image_of(second).status().phase is SlotPhase.WHOLE
+    assert matches(second, second.engine.fetch("latest"))
+
+
+def test_a_damaged_image_everywhere_offers_nothing(job):
+    tuning = job.start()
+    tuning.run(1, 2)
+    image = image_of(tuning).image
+    image[100_000] ^= 1
+    del image
+    job.crash(tuning)
+
+    second = job.start(ready=False)
+
+    assert second.engine.fetch("latest") is None
+
+
+def test_a_fresh_run_in_the_same_memory_uses_the_image_of_the_last_one(job, tmp_path):
+    first = job.start(tmp_path)
+    first.run(1, 2)
+    job.crash(first)
+
+    second = job.start(tmp_path)
+    second.run(1, 3)
+    assert image_of(second).status().sequence == 1
+    assert second.engine.close()
+
+    reader = job.start(tmp_path, ready=False)
+    snapshot = reader.engine.fetch("latest")
+    assert snapshot.step == 3
+    assert matches(second, snapshot)
+
+
+def test_storage_holds_the_base_once_and_a_restart_from_it_goes_on_bit_for_bit(job, tmp_path):
+    straight = bare(job, 6)
+    first = job.start(tmp_path)
+    for step in range(1, 5):
+        first.run(step, step)
+        assert first.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
+    assert first.engine.close()
+    images = list(tmp_path.glob("frozen-*/*.safetensors"))
+    shards = list(tmp_path.glob("step-*/*.safetensors"))
+    assert len(images) == 1
+    assert len(shards) == 2
+    assert all(shard.stat().st_size < SMALL for shard in shards)
+
+    second = job.start(tmp_path, ready=False)
+    snapshot = second.engine.restore("latest")
+    assert second.engine.wait_ready(TIMEOUT_S)
+    second.run(5, 6)
+
+    assert (snapshot.step, snapshot.level) == (4, str(tmp_path))
+    assert second.facts() == straight.facts()
+
+
+def test_parts_that_survive_at_different_levels_make_one_snapshot(job, tmp_path):
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    first = job.start(fast, slow)
+    first.run(1, 2)
+    assert first.engine.close()
+    for gone in [*fast.glob("frozen-*/*"), *slow.glob("step-*/*")]:
+        gone.unlink()
+
+    snapshot = job.start(fast, slow, ready=False).engine.fetch("latest")
+
+    assert (snapshot.step, snapshot.level) == (2, str(fast))
+    assert matches(first, snapshot)
+
+
+def test_too_little_memory_for_the_image_is_said_once_and_training_goes_on(job, caplog):
+    tuning = job.start(ready=False, width=1024, memory=MemoryLevel(max_bytes=10 << 20, linger_s=5))
+    tuning.engine.prepare()
+    tuning.run(1, 1)
+
+    def is_said():
+        tuning.run(1, 1)
+        return [record for record in caplog.records if "the immutable tensors need" in record.message]
+
+    until(is_said)
+
+    tuning.run(2, 4)
+    assert tuning.began[-3:] == [False] * 3
+    warnings = [record for record in is_said() if record.levelname == "WARNING"]
+    assert len(warnings) == 1

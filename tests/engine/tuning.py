@@ -1,0 +1,118 @@
+"""A small fine-tuning: a frozen base, low-rank adapters that are trained; with an engine, a keeper, a directory.
+
+As a program: ``tuning.py DIRECTORY STEPS JOURNAL [WIDTH]`` trains, resumes from "latest", and writes a line per event.
+"""
+
+import hashlib
+import os
+import sys
+import time
+
+import torch
+
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+
+TIMEOUT_S = 30
+
+
+def until(condition):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+    return value
+
+
+class LowRank(torch.nn.Module):
+    """What LoRA does to a linear layer."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = torch.nn.Parameter(torch.randn(rank, base.in_features) / 30)
+        self.up = torch.nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, batch):
+        return self.base(batch) + batch @ self.down.t() @ self.up.t()
+
+
+class Tuning:
+    """Deterministic; what one step does is in ``train``."""
+
+    def __init__(self, config, width=512, layers=2, extra=None):
+        torch.manual_seed(0)
+        self.width = width
+        self.model = torch.nn.Sequential(
+            *(LowRank(torch.nn.Linear(width, width)) for _ in range(layers)), torch.nn.BatchNorm1d(width)
+        )
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+        self.after_step = lambda: None
+        self.state = {"model": self.model, "optimizer": self.optimizer, **(extra or {})}
+        self.engine = SnapshotEngine(config, self.state)
+        self.began = []
+        self.held = {}
+
+    def train(self):
+        batch = torch.randn(4, self.width)
+        (self.model(batch) - batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.after_step()
+
+    def run(self, first, last):
+        for step in range(first, last + 1):
+            self.train()
+            self.held[step] = self.facts()
+            self.began.append(self.engine.boundary(step))
+        self.engine.gate()
+
+    def run_until_captured(self, first, attempts=400):
+        """Train until boundaries are captured again; the step that was."""
+        for step in range(first, first + attempts):
+            self.run(step, step)
+            if self.began[-1]:
+                return step
+            self.engine.wait_ready(TIMEOUT_S)
+        raise AssertionError("nothing was captured any more")
+
+    def facts(self):
+        """All values, as one checksum per tensor."""
+        modules = [value for value in self.state.values() if isinstance(value, torch.nn.Module)]
+        tensors = {
+            f"{index} {name}": value for index, one in enumerate(modules) for name, value in one.state_dict().items()
+        }
+        for index, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{index}.{key}": value for key, value in state.items()}
+        return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def digest(tensor):
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def main():
+    directory, steps, journal_path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    journal = os.open(journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(*words):
+        os.write(journal, (" ".join(map(str, words)) + "\n").encode())
+
+    torch.set_num_threads(1)
+    levels = (PersistentLevel(directory, every_n_steps=1, keep_last=2),)
+    tuning = Tuning(SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=30)), width=int(sys.argv[4]))
+    engine = tuning.engine
+    snapshot = engine.restore("latest")
+    write("resumed", snapshot.step if snapshot else 0, snapshot.level if snapshot else "nothing")
+    engine.wait_ready(TIMEOUT_S)
+    image = engine._client.frozen_slot(engine._recorder.frozen.reference().digest)
+    # Filling a slot counts its sequence number up.
+    write("image", os.fstat(image.fd).st_ino, image.status().sequence)
+    for step in range((snapshot.step if snapshot else 0) + 1, steps + 1):
+        tuning.run(step, step)
+        write("begun" if tuning.began[-1] else "skipped", step)
+    engine.close()
+    write("end", hashlib.sha256(repr(sorted(tuning.facts().items())).encode()).hexdigest())
+
+
+if __name__ == "__main__":
+    main()
