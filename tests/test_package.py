@@ -29,6 +29,7 @@ TORCH_FREE = (
     "lazysnap.cli",
     "lazysnap.config",
     "lazysnap.errors",
+    "lazysnap.export",
     "lazysnap.faults",
     "lazysnap.keeper",
     "lazysnap.levels",

@@ -6,7 +6,7 @@ import torch
 from torchmetrics import Metric
 
 from lazysnap.integrations.lightning.framework import neighbour
-from lazysnap.integrations.lightning.scalars import pack, unpack
+from lazysnap.state.scalars import pack, unpack
 
 _META = (
     "fx",

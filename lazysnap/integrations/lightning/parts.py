@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.integrations.lightning.scalars import pack, unpack
+from lazysnap.state.scalars import pack, unpack
 
 _ANYWHERE = (
     "_last_global_step_saved",

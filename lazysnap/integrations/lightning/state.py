@@ -23,9 +23,9 @@ from lazysnap.integrations.lightning.loaders import LoaderPosition
 from lazysnap.integrations.lightning.loops import collect_loops, restore_loops
 from lazysnap.integrations.lightning.metrics import collect_metrics, restore_metrics
 from lazysnap.integrations.lightning.parts import ModuleExtras, collect_callbacks, restore_callbacks
-from lazysnap.integrations.lightning.scalars import pack, unpack
 from lazysnap.integrations.lightning.streams import RandomStreams
 from lazysnap.integrations.lightning.workers import running_workers, start_workers
+from lazysnap.state.scalars import pack, unpack
 
 logger = logging.getLogger(__name__)
 

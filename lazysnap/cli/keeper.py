@@ -1,0 +1,41 @@
+"""``lazysnap keeper``: a keeper ahead of its job, as a service or sidecar."""
+
+import argparse
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from lazysnap.cli.output import OK, Output
+from lazysnap.config import PersistentLevel, SnapshotConfig
+from lazysnap.keeper.identity import JobIdentity
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """See to it that this job has a keeper, one after the other, until SIGTERM or Ctrl-C.
+
+    Blocks. A keeper ends with its job, or when no trainer comes for a while; then the next one is started.
+    """
+    levels = (PersistentLevel(args.url),) if args.url else ()
+    identity = JobIdentity.from_config(SnapshotConfig(levels=levels, job_id=args.job_id))
+    stop = threading.Event()
+    keeper: list[subprocess.Popen[bytes]] = []
+
+    def end(*_: Any) -> None:
+        stop.set()
+        for process in keeper:
+            process.terminate()  # it persists its newest snapshot, then leaves
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, end)
+    output.say(f"keeping snapshots of job {identity.job_id}")
+    address = identity.address.encode().hex()
+    started = 0
+    while not stop.is_set():
+        keeper[:] = [subprocess.Popen([sys.executable, "-m", "lazysnap.keeper", "--foreground", "--address", address])]
+        started += 1
+        if keeper[0].wait() != OK:
+            stop.wait(1.0)  # a trainer was faster and has started one of its own
+    output.result({"command": "keeper", "ok": True, "job_id": identity.job_id, "keepers": started})
+    return OK

@@ -1,0 +1,149 @@
+"""Where a command says things: its result on stdout, as tables or as one JSON object; all else on stderr.
+
+Names in a snapshot are written by whoever wrote the snapshot: they are shown as text, never as markup or as control
+characters of a terminal.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+OK, BAD, FAILED, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: good; something bad was found; could not look, or used wrongly; Ctrl-C."""
+
+_PIPE_WIDTH = 160
+_HIDDEN = "***"
+
+
+def safe(value: object) -> str:
+    """``value`` as text on one line that a terminal shows and does not obey."""
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def when(time_ns: int) -> str:
+    """A Unix time in nanoseconds for people."""
+    try:
+        return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return f"{time_ns} ns"
+
+
+class Output:
+    """What one command prints."""
+
+    def __init__(self, *, as_json: bool, secrets: Collection[str] = ()) -> None:
+        """``secrets``: texts that are shown as ``***`` wherever they would appear."""
+        self.as_json = as_json
+        self._secrets = sorted((secret for secret in secrets if secret), key=len, reverse=True)
+        self._results = _console(stderr=False)
+        self._messages = _console(stderr=True)
+
+    def hide(self, text: str) -> str:
+        """``text`` without secrets."""
+        for secret in self._secrets:
+            text = text.replace(secret, _HIDDEN)
+        return text
+
+    def cell(self, value: object, style: str = "") -> Text:
+        """``value`` for a table."""
+        return Text(safe(self.hide(str(value))), style)
+
+    def table(self, title: str, *columns: str) -> Table:
+        """An empty table; columns whose name ends in ``>`` are numbers."""
+        table = Table(title=self.cell(title, "bold") if title else None, title_justify="left", title_style="")
+        for column in columns:
+            name = column.removesuffix(">")
+            table.add_column(name, justify="right" if name != column else "left", overflow="fold")
+        return table
+
+    def show(self, item: RenderableType) -> None:
+        """A part of the result, for people."""
+        if not self.as_json:
+            self._results.print(item)
+
+    def line(self, text: str, style: str = "") -> None:
+        """A line of the result, for people."""
+        if not self.as_json:
+            self._results.print(self.cell(text, style), soft_wrap=True)
+
+    def say(self, text: str, style: str = "") -> None:
+        """A message: on stderr, whoever reads the result."""
+        self._messages.print(self.cell(text, style), soft_wrap=True)
+
+    def result(self, fields: Mapping[str, Any]) -> None:
+        """The whole result as one JSON object, if that was asked for."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(self._hidden(fields)) + "\n")
+
+    def error(self, command: str, error: BaseException) -> None:
+        """What kept a command from its result."""
+        kind = type(error).__name__
+        text = f"{kind}: {error}"
+        self._messages.print(Text.assemble((f"{kind}:", "red"), " ", self.cell(str(error))), soft_wrap=True)
+        self.result({"command": command, "ok": False, "error": text})
+
+    @contextlib.contextmanager
+    def bar(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar with bytes per second while it lasts; gives the function that says how many more are done."""
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._messages, transient=True) as progress:
+            task = progress.add_task(safe(self.hide(what)), total=total)
+            yield lambda done: progress.advance(task, done)
+
+    @contextlib.contextmanager
+    def counter(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """As ``bar``, for things that are counted."""
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, console=self._messages, transient=True) as progress:
+            task = progress.add_task(safe(self.hide(what)), total=total)
+            yield lambda done: progress.advance(task, done)
+
+    def _hidden(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.hide(value)
+        if isinstance(value, Mapping):
+            return {key: self._hidden(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._hidden(item) for item in value]
+        return value
+
+
+class _Console(Console):
+    """A console that leaves the exit code to the program."""
+
+    def on_broken_pipe(self) -> None:
+        """Whoever read the result has enough."""
+        raise BrokenPipeError
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    # Into a pipe or file, lines need not fit a screen that nobody has.
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    return _Console(stderr=stderr, width=width, highlight=False)

@@ -1,0 +1,161 @@
+"""``lazysnap verify``: every byte of every shard and of every image of immutable tensors, against its checksum."""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.filesize import decimal
+
+from lazysnap.cli.output import BAD, OK, Output
+from lazysnap.cli.places import open_place
+from lazysnap.cli.survey import Found, Survey, beats, survey
+from lazysnap.errors import FormatError, SnapshotNotFound
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.resolver import Entry, FrozenEntry
+from lazysnap.shard.manifest import Manifest, directory_name
+
+GOOD, INCOMPLETE, DAMAGED = "good", "incomplete", "bad"
+
+
+@dataclass
+class Verdict:
+    """What was found out about one snapshot, or one image of immutable tensors."""
+
+    fields: dict[str, Any]
+    size_bytes: int = 0
+    state: str = GOOD
+    problems: list[str] = field(default_factory=list)
+
+    def blame(self, problem: str) -> None:
+        """It is bad, and why."""
+        self.state = DAMAGED
+        self.problems.append(problem)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {**self.fields, "state": self.state, "size_bytes": self.size_bytes, "problems": self.problems}
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Verify. Blocks: reads everything. Exit code 1 if anything is bad, or nothing is there. Raises: LevelError."""
+    started = time.perf_counter()
+    store = open_place(args.url, args.storage_option)
+    seen = survey(store)
+    chosen = [found for found in seen.snapshots if not args.step or found.step in args.step]
+    problems = [text for text in seen.inventory.problems if not args.step or _is_about(text, args.step)]
+    if args.step and not chosen and not problems:
+        raise SnapshotNotFound(f"{seen.url}: no snapshot of step {', '.join(map(str, args.step))}")
+    wanted = {(found.run_id, digest) for found in chosen for digest in found.frozen}
+    images = [pair for pair in seen.frozen if not args.step or (pair[0].run_id, pair[0].digest) in wanted]
+    total = sum(found.size_bytes for found in chosen) + sum(manifest.size_bytes for _, manifest in images)
+    with output.bar("reading", total) as advance:
+        frozen = {(image.run_id, image.digest): _check_image(store, image, found, advance) for image, found in images}
+        snapshots = [_check(store, seen, found, frozen, advance) for found in chosen]
+    verdicts = [*snapshots, *frozen.values()]
+    bad = [*problems, *(problem for verdict in verdicts for problem in verdict.problems)]
+    is_ok = bool(verdicts) and not bad
+    output.result(
+        {
+            "command": "verify",
+            "ok": is_ok,
+            "url": seen.url,
+            "snapshots": [verdict.as_json() for verdict in snapshots],
+            "frozen": [verdict.as_json() for verdict in frozen.values()],
+            "problems": bad,
+            "size_bytes": total,
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+    )
+    _print(output, seen, snapshots, bad)
+    return OK if is_ok else BAD
+
+
+def _is_about(problem: str, steps: list[int]) -> bool:
+    """Whether a problem of the inventory names a directory of one of these steps."""
+    return any(f"/{directory_name(step)}{end}" in problem for step in steps for end in ("/", ".", ":"))
+
+
+def _check_one(
+    store: SnapshotStore, entry: Entry | FrozenEntry, manifest: Manifest, advance: Callable[[int], None]
+) -> str | None:
+    """What is wrong with one shard, ``None`` if nothing is. Raises: LevelError; FileNotFoundError, if it is gone."""
+    try:
+        store.verify_entry(entry, beats(manifest, advance))
+    except FormatError as error:
+        return str(error)
+    except FileNotFoundError as error:
+        # Retention takes the manifest first: only a manifest that is still there says that something is lost.
+        if isinstance(entry, FrozenEntry):
+            store.read_frozen_manifest(entry)
+        else:
+            store.read_manifest(entry)
+        return f"{store.url}/{entry.location}: a manifest without its shard: {error}"
+    return None
+
+
+def _check_image(
+    store: SnapshotStore, image: FrozenEntry, manifest: Manifest, advance: Callable[[int], None]
+) -> Verdict:
+    fields = {"location": image.location, "run_id": image.run_id, "digest": image.digest}
+    verdict = Verdict(fields, manifest.size_bytes)
+    try:
+        problem = _check_one(store, image, manifest, advance)
+    except FileNotFoundError:
+        problem = f"{store.url}/{image.location}: deleted while it was read"
+    if problem is not None:
+        verdict.blame(problem)
+    return verdict
+
+
+def _check(
+    store: SnapshotStore,
+    seen: Survey,
+    found: Found,
+    frozen: dict[tuple[str, str], Verdict],
+    advance: Callable[[int], None],
+) -> Verdict:
+    fields = {"location": found.location, "step": found.step, "run_id": found.run_id, "names": found.names}
+    verdict = Verdict(fields, found.size_bytes, GOOD if found.is_whole else INCOMPLETE)
+    for entry, manifest in found.shards:
+        try:
+            problem = _check_one(store, entry, manifest, advance)
+        except FileNotFoundError:
+            verdict.state = "gone"  # a running job's retention took it meanwhile
+            return verdict
+        if problem is not None:
+            verdict.blame(problem)
+    for digest in found.frozen:
+        image = frozen.get((found.run_id, digest))
+        if image is None:
+            verdict.blame(f"{store.url}/{found.location}: its immutable tensors {digest} are not there")
+        elif image.state != GOOD:
+            verdict.state = DAMAGED  # the image itself tells what is wrong with it
+    return verdict
+
+
+def _print(output: Output, seen: Survey, snapshots: list[Verdict], bad: list[str]) -> None:
+    if snapshots:
+        table = output.table(seen.url, "step>", "state", "size>", "names", "run", "directory")
+        styles = {GOOD: "green", DAMAGED: "red"}
+        for verdict in snapshots:
+            table.add_row(
+                str(verdict.fields["step"]),
+                output.cell(verdict.state, styles.get(verdict.state, "yellow")),
+                decimal(verdict.size_bytes),
+                output.cell(", ".join(verdict.fields["names"])),
+                verdict.fields["run_id"],
+                output.cell(verdict.fields["location"]),
+            )
+        output.show(table)
+    for problem in bad:
+        output.line(f"bad: {problem}", "red")
+    if not snapshots and not bad:
+        output.line(f"no snapshots in {seen.url}: nothing to verify")
+        return
+    counts = {state: sum(verdict.state == state for verdict in snapshots) for state in (GOOD, DAMAGED)}
+    others = len(snapshots) - sum(counts.values())
+    total = counts[GOOD]
+    text = f"{total} snapshot{'s' * (total != 1)} good, {len(bad)} problem{'s' * (len(bad) != 1)}"
+    output.line(text + (f", {others} incomplete or gone" if others else ""))

@@ -1,0 +1,71 @@
+"""Which tensors of a snapshot are the model's weights, and what the model calls them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lazysnap.errors import ConfigError, ShardCorrupt
+
+TAG = "$"
+MODEL = "model"
+LIGHTNING_WEIGHTS = "state_dict"
+LIGHTNING_EXTRAS = "lazysnap"
+"""Where the callback keeps what Lightning's own checkpoint has no place for."""
+
+_PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict", "Namespace", "SimpleNamespace")
+_LISTS = ("tuple", "set", "frozenset", "deque")
+
+
+def is_lightning(state: Any) -> bool:
+    """Whether an encoded (or decoded) state was taken by ``LazySnapshotCallback``."""
+    return isinstance(state, Mapping) and {LIGHTNING_EXTRAS, LIGHTNING_WEIGHTS, "loops"} <= set(state)
+
+
+def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
+    """The name that each tensor gets in a file of weights -> its name in the snapshot.
+
+    Taken are those below ``only`` (a path in the state, joined with points), without that prefix; else Lightning's
+    ``state_dict``; else the object named ``model``; else all.
+    Raises: ConfigError, if there are none below ``only``; ShardCorrupt, if two get one name.
+    """
+    paths = list(_tensors(state, ()))
+    prefix = only
+    if prefix is None and is_lightning(state):
+        prefix = LIGHTNING_WEIGHTS
+    elif prefix is None and isinstance(state, dict) and MODEL in state:
+        prefix = MODEL
+    found: dict[str, str] = {}
+    for path, name in paths:
+        text = ".".join(path)
+        if prefix is not None:
+            if not text.startswith(f"{prefix}."):
+                continue
+            text = text[len(prefix) + 1 :]
+        if text in found or text == "__metadata__":
+            raise ShardCorrupt(f"two tensors would be called {text!r}; choose fewer with --only")
+        found[text] = name
+    if not found and prefix is not None:
+        tops = sorted({path[0] for path, _ in paths if path})
+        raise ConfigError(f"no tensors below {prefix!r}; --only can name one of {tops}, or a path below it")
+    if not found:
+        raise ConfigError("the snapshot holds no tensors")
+    return found
+
+
+def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Path and name of every tensor in an encoded state, in its order."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _tensors(item, (*path, str(index)))
+    elif isinstance(value, dict) and TAG not in value:
+        for key, item in value.items():
+            yield from _tensors(item, (*path, key))
+    elif isinstance(value, dict):
+        tag, inner = value[TAG], value.get("v")
+        if tag == "tensor" and isinstance(inner, str):
+            yield path, inner
+        elif tag in _PAIRS and isinstance(inner, list):
+            for pair in inner:
+                if isinstance(pair, list) and len(pair) == 2:
+                    yield from _tensors(pair[1], (*path, str(pair[0])))
+        elif (tag in _LISTS and isinstance(inner, list)) or tag == "registered":
+            yield from _tensors(inner, path)

@@ -1,0 +1,72 @@
+"""Ranges of a shard, none handed out before the blocks that it lies in were compared with their checksums."""
+
+import contextlib
+from collections.abc import Callable
+
+from lazysnap.levels.files import PAGE
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.shards import ShardPlace
+from lazysnap.shard.manifest import Manifest
+
+
+class VerifiedReader:
+    """Reads ranges of one committed shard. While it is open, retention leaves the shard alone. Thread-safe."""
+
+    def __init__(self, place: ShardPlace, manifest: Manifest) -> None:
+        """Raises: FileNotFoundError, LevelUnavailable."""
+        self.where = place.where
+        self.manifest = manifest
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(place.storage.lease(place.shard_path))
+            self._reader = stack.enter_context(contextlib.closing(place.storage.reader(place.shard_path)))
+            self._stack = stack.pop_all()
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """``length`` bytes from ``offset``, in memory of their own; zeros behind the end of the shard.
+
+        Blocks. Raises: ShardCorrupt, naming file and block; LevelUnavailable.
+        """
+        checksums = self.manifest.checksums
+        block = checksums.block_bytes
+        first = offset // block * block
+        last = min(-(-(offset + length) // block) * block, checksums.size_bytes)
+        size = max(last, offset + length) - first
+        room = map_anonymous(-(-size // PAGE) * PAGE)
+        self._reader.read_into(first, room[: last - first])
+        for start in range(first, last, block):
+            end = min(start + block, last)
+            checksums.verify_block(start // block, room[start - first : end - first], self.where)
+        return room[offset - first : offset - first + length]
+
+    def close(self) -> None:
+        """Let go of the shard; harmless twice."""
+        self._stack.close()
+
+    def __enter__(self) -> "VerifiedReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class VerifiedSource:
+    """A committed shard to be written elsewhere: damage ends the writing before anything is visible there."""
+
+    def __init__(self, reader: VerifiedReader, beat: Callable[[int], None]) -> None:
+        """``beat`` is told the bytes of each piece that was read; what it raises ends the writing, too."""
+        self.size_bytes = reader.manifest.size_bytes
+        self._reader = reader
+        self._beat = beat
+
+    def wait(self, upto: int) -> None:
+        """Nothing to wait for: the shard is whole."""
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """See ``BlockSource.view``. Raises: ShardCorrupt."""
+        self._beat(0)
+        piece = self._reader.read(offset, length)
+        self._beat(min(length, self.size_bytes - offset))
+        return piece
+
+    def finish(self) -> None:
+        """Every block was compared when it was read."""

@@ -1,0 +1,222 @@
+"""Promises of ``lazysnap copy``."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from cli_level import MANIFEST, OTHER, SHARD, change, files, flip, frozen_directory, put, remove, run, run_json
+
+from lazysnap.levels.store import open_store
+
+
+def is_base(name: str) -> bool:
+    return name.startswith("base")
+
+
+def with_base(step: int) -> dict:
+    return {"base": {"w": torch.ones(500)}, "model": {"w": torch.full((10,), float(step))}}
+
+
+def content(url: str, path: str) -> bytes:
+    filesystem, root = fsspec.core.url_to_fs(url)
+    return filesystem.cat_file(f"{root}/{path}")
+
+
+@pytest.fixture(params=["local-local", "local-memory", "memory-local"])
+def places(request, make_url):
+    return [make_url(kind) for kind in request.param.split("-")]
+
+
+def test_everything_arrives_byte_for_byte_with_names_and_immutable_tensors_once(places, capsys):
+    source, target = places
+    put(source, 10, with_base(10), frozen=is_base, names=("best",))
+    put(source, 20, with_base(20), frozen=is_base)
+    put(source, 30, run_id=OTHER)
+
+    code, result = run_json(capsys, "copy", source, target)
+
+    assert (code, result["ok"]) == (0, True)
+    assert files(target) == files(source)
+    for path in files(source):
+        if path.endswith(".safetensors"):
+            assert content(target, path) == content(source, path), path
+    assert [item["state"] for item in result["snapshots"]] == ["copied"] * 3
+    assert result["snapshots"][0]["run_id"] == OTHER
+    assert result["size_bytes"] == 4096 + 2000 + 2 * (4096 + 40) + 4096 + 4000
+    assert run("verify", target) == 0
+
+
+def test_a_second_time_everything_is_there_already(places, capsys):
+    source, target = places
+    put(source, 10, with_base(10), frozen=is_base)
+    put(source, 20)
+    assert run("copy", source, target) == 0
+    before = {path: content(target, path) for path in files(target)}
+    code, result = run_json(capsys, "copy", source, target)
+    assert code == 0
+    assert [item["state"] for item in result["snapshots"]] == ["there already"] * 2
+    assert result["size_bytes"] == 0
+    assert {path: content(target, path) for path in files(target)} == before
+
+
+@pytest.mark.parametrize("what", ["shard", "manifest", "frozen shard", "frozen manifest"])
+def test_what_is_there_but_damaged_is_copied_again(make_url, what):
+    source, target = make_url("local"), make_url("local")
+    put(source, 10, with_base(10), frozen=is_base)
+    assert run("copy", source, target) == 0
+    directory = frozen_directory(target) if "frozen" in what else "step-00000010"
+    change(target, f"{directory}/{MANIFEST if 'manifest' in what else SHARD}", flip(0.99))
+    assert run("copy", source, target) == 0
+    if what == "manifest":  # nobody can say whose that was: it stays where it is
+        assert run("verify", target) == 1
+        assert run("show", target, "10") == 0
+    else:
+        assert run("verify", target) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--latest"], [30]),
+        (["--step", "10"], [10]),
+        (["--step", "best", "--step", "30"], [20, 30]),
+        (["--step", "10", "--step", "first"], [10]),
+        (["--all"], [10, 20, 30]),
+    ],
+    ids=str,
+)
+def test_some_can_be_chosen(make_url, words, expected):
+    source, target = make_url("local"), make_url("memory")
+    put(source, 10, names=("first",))
+    put(source, 20, names=("best",))
+    put(source, 30)
+    assert run("copy", source, target, *words) == 0
+    assert sorted(entry.step for entry in open_store(target).inventory().entries) == expected
+
+
+def test_a_damaged_snapshot_is_named_and_left_out_and_the_others_are_copied(places, capsys):
+    source, target = places
+    for step in (10, 20, 30):
+        put(source, step)
+    change(source, f"step-00000020/{SHARD}", flip(0.99))
+    code, result = run_json(capsys, "copy", source, target)
+    assert code == 1
+    assert {item["step"]: item["state"] for item in result["snapshots"]} == {10: "copied", 20: "bad", 30: "copied"}
+    assert "step-00000020" in result["problems"][0]
+    assert not [path for path in files(target) if path.startswith("step-00000020")]
+    assert run("verify", target) == 0
+
+
+def test_damaged_immutable_tensors_take_their_snapshots_with_them(make_url):
+    source, target = make_url("local"), make_url("local")
+    put(source, 10, with_base(10), frozen=is_base)
+    change(source, f"{frozen_directory(source)}/{SHARD}", flip(0.99))
+    assert run("copy", source, target) == 1
+    assert files(target) == []
+
+
+def test_a_newer_capture_of_the_same_step_is_not_replaced_by_an_older_one(make_url, capsys):
+    source, target = make_url("local"), make_url("local")
+    put(source, 10)
+    put(target, 10, {"model": {"w": torch.zeros(7)}}, captured_ns=2 * 10**18)
+    before = content(target, f"step-00000010/{SHARD}")
+    code, result = run_json(capsys, "copy", source, target)
+    assert code == 0
+    assert result["snapshots"][0]["state"] == "newer there"
+    assert content(target, f"step-00000010/{SHARD}") == before
+    assert run("copy", target, source) == 0
+    assert {content(source, path) for path in files(source) if path.endswith(SHARD)} == {before}
+
+
+def test_what_cannot_be_copied_is_exit_code_2(make_url, capsys):
+    source, target = make_url("local"), make_url("memory")
+    assert run("copy", source, target) == 2
+    put(source, 10)
+    assert run("copy", source, source) == 2
+    assert run("copy", source, target, "--step", "7") == 2
+    assert run("copy", source, "nosuchprotocol://x/y") == 2
+    assert files(target) == []
+
+
+def test_a_full_target_is_exit_code_2_and_nothing_half_is_left(make_url):
+    source, target = make_url("local"), make_url("local")
+    put(source, 10)
+    environment = {**os.environ, "LAZYSNAP_FAULT": "level.local.write:1:enospc"}
+    command = [sys.executable, "-m", "lazysnap.cli", "copy", source, target]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "LevelFull" in done.stderr
+    assert files(target) == []
+
+
+class Steps:
+    """Reads the names of fault points that a process passes, one at a time: it waits at each until it was read."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.path = path
+
+    def until(self, name: str) -> None:
+        """Return while the process waits at the point after ``name``."""
+        while True:
+            with self.path.open() as pipe:
+                if name in pipe.read().split():
+                    return
+
+    def drain(self) -> int:
+        return os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+
+
+@pytest.mark.parametrize("at", ["level.local.created", "level.local.write", "level.store.publish_shard"])
+def test_ctrl_c_leaves_nothing_half_visible_and_the_next_copy_goes_on(make_url, tmp_path, at, capsys):
+    source, target = make_url("local"), make_url("local")
+    put(source, 10, {"model": {"w": torch.arange(9_000_000.0)}})
+    put(source, 20)
+    steps = Steps(tmp_path / "steps")
+    environment = {**os.environ, "LAZYSNAP_FAULT_LOG": str(steps.path)}
+    command = [sys.executable, "-m", "lazysnap.cli", "copy", source, target, "--step", "10", "--step", "20", "--json"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            steps.until(at)
+            process.send_signal(signal.SIGINT)
+            handle = steps.drain()
+            out, _ = process.communicate(timeout=60)
+            os.close(handle)
+        finally:
+            process.kill()
+    assert process.returncode == 130, out
+    assert b'"ok": false' in out
+    # Either nothing, or a whole snapshot; never the second one.
+    assert [path for path in files(target) if not path.startswith("step-00000010/rank-")] == []
+    assert len(files(target)) in (0, 2)
+    assert not files(target) or run("verify", target) == 0
+    code = run("copy", source, target)
+    assert code == 0
+    assert run("verify", target) == 0
+    assert len(files(target)) == 4
+
+
+def test_what_a_killed_copy_left_goes_with_the_next_one(make_url):
+    source, target = make_url("local"), make_url("local")
+    put(source, 10)
+    environment = {**os.environ, "LAZYSNAP_FAULT": "level.local.rename:1:kill"}
+    command = [sys.executable, "-m", "lazysnap.cli", "copy", source, target]
+    assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == -signal.SIGKILL
+    assert len(files(target)) == 1
+    assert run("copy", source, target) == 0
+    assert files(target) == files(source)
+
+
+def test_a_manifest_that_is_gone_meanwhile_is_a_problem_of_that_snapshot_alone(make_url, capsys):
+    source, target = make_url("local"), make_url("local")
+    put(source, 10)
+    put(source, 20)
+    remove(source, f"step-00000010/{SHARD}")
+    code, result = run_json(capsys, "copy", source, target)
+    assert code == 1
+    assert [item["step"] for item in result["snapshots"]] == [20]

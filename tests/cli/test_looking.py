@@ -1,0 +1,204 @@
+"""Promises of ``lazysnap ls`` and ``lazysnap verify``."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from cli_level import MANIFEST, OTHER, RUN, SHARD, change, flip, frozen_directory, put, remove, run, run_json
+
+
+def is_base(name: str) -> bool:
+    return name.startswith("base")
+
+
+def with_base(step: int) -> dict:
+    return {"base": {"w": torch.ones(500)}, "model": {"w": torch.full((10,), float(step))}}
+
+
+def test_ls_lists_complete_half_and_uncommitted_snapshots_as_what_they_are(url, capsys):
+    for step in (10, 20):
+        put(url, step)
+    put(url, 30, rank=(1, 2))
+    put(url, 40)
+    remove(url, f"step-00000040/{MANIFEST}")
+
+    code, result = run_json(capsys, "ls", url)
+
+    assert code == 0
+    found = {item["step"]: item for item in result["snapshots"]}
+    assert [(step, item["complete"]) for step, item in sorted(found.items())] == [
+        (10, True),
+        (20, True),
+        (30, False),
+        (40, False),
+    ]
+    assert (found[30]["ranks"], found[30]["world_size"]) == (1, 2)
+    assert found[40]["run_id"] is None
+    assert found[10]["size_bytes"] == 8096
+    assert result["problems"] == []
+
+
+def test_ls_tells_names_immutable_tensors_and_how_many_snapshots_need_them(url, capsys):
+    put(url, 10, with_base(10), frozen=is_base, names=("before-anneal", "best"))
+    put(url, 20, with_base(20), frozen=is_base)
+    put(url, 20, run_id=OTHER)
+
+    code, result = run_json(capsys, "ls", url)
+
+    assert code == 0
+    by_place = {item["location"]: item for item in result["snapshots"]}
+    assert by_place["step-00000010"]["names"] == ["before-anneal", "best"]
+    assert by_place["step-00000020"]["names"] == []
+    (image,) = result["frozen"]
+    assert image["references"] == 2
+    assert image["size_bytes"] == 4096 + 2000
+    assert by_place["step-00000010"]["frozen"] == [image["digest"]]
+    assert [item["frozen"] for item in result["snapshots"] if item["run_id"] == OTHER] == [[]]
+
+
+def test_ls_says_what_lacks_its_immutable_tensors(url, capsys):
+    put(url, 10, with_base(10), frozen=is_base)
+    remove(url, f"{frozen_directory(url)}/{MANIFEST}")
+    assert run_json(capsys, "ls", url)[1]["snapshots"][0]["complete"] is False
+    run("ls", url)
+    assert "without its immutable tensors" in capsys.readouterr().out
+
+
+def test_ls_shows_a_table_and_the_problems_below_it(url, capsys):
+    put(url, 10, names=("best",))
+    put(url, 20)
+    change(url, f"step-00000020/{MANIFEST}", flip(0.5))
+    assert run("ls", url) == 0
+    out = capsys.readouterr().out
+    assert "complete" in out
+    assert "best" in out
+    assert "step-00000020" in out
+    assert "the manifest is damaged" in out
+
+
+def test_ls_of_an_empty_place_says_so(url, capsys):
+    assert run("ls", url) == 0
+    assert "no snapshots" in capsys.readouterr().out
+
+
+def test_verify_of_good_snapshots_succeeds_and_counts_their_bytes(url, capsys):
+    put(url, 10, with_base(10), frozen=is_base)
+    put(url, 20, with_base(20), frozen=is_base)
+
+    assert run("verify", url) == 0
+    assert "2 snapshots good, 0 problems" in capsys.readouterr().out
+
+    code, result = run_json(capsys, "verify", url)
+    assert (code, result["ok"]) == (0, True)
+    assert [item["state"] for item in result["snapshots"]] == ["good", "good"]
+    assert [item["state"] for item in result["frozen"]] == ["good"]
+    assert result["size_bytes"] == 2 * (4096 + 40) + 4096 + 2000
+
+
+@pytest.mark.parametrize("name", [SHARD, MANIFEST])
+@pytest.mark.parametrize("where", [0, 0.5, 0.999])
+def test_verify_finds_and_names_a_flipped_byte_in_any_file(url, capsys, name, where):
+    put(url, 10)
+    put(url, 20)
+    change(url, f"step-00000010/{name}", flip(where))
+
+    assert run("verify", url) == 1
+
+    out = capsys.readouterr().out
+    assert f"step-00000010/{name}" in out
+    assert "1 snapshot good, 1 problem" in out
+
+
+@pytest.mark.parametrize("change_it", ["cut", "removed"])
+def test_verify_finds_and_names_a_shard_that_is_short_or_gone(url, capsys, change_it):
+    put(url, 20)
+    if change_it == "cut":
+        change(url, f"step-00000020/{SHARD}", lambda data: data.pop())
+    else:
+        remove(url, f"step-00000020/{SHARD}")
+    assert run("verify", url) == 1
+    assert "step-00000020" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["flipped", "gone"])
+def test_a_snapshot_whose_immutable_tensors_are_damaged_or_gone_is_bad(url, capsys, how):
+    put(url, 10, with_base(10), frozen=is_base)
+    put(url, 20)
+    path = f"{frozen_directory(url)}/{SHARD if how == 'flipped' else MANIFEST}"
+    change(url, path, flip(0.99)) if how == "flipped" else remove(url, path)
+
+    code, result = run_json(capsys, "verify", url)
+
+    assert (code, result["ok"]) == (1, False)
+    assert {item["step"]: item["state"] for item in result["snapshots"]} == {10: "bad", 20: "good"}
+    assert any("frozen-" in problem or "immutable" in problem for problem in result["problems"])
+
+
+def test_verify_of_one_step_reads_that_one_and_what_it_needs(url, capsys):
+    put(url, 10, with_base(10), frozen=is_base)
+    put(url, 20)
+    put(url, 30)
+    change(url, f"step-00000020/{SHARD}", flip(0.99))
+    change(url, f"step-00000030/{MANIFEST}", flip(0.5))
+
+    code, result = run_json(capsys, "verify", url, "--step", "10")
+    assert code == 0
+    assert len(result["frozen"]) == 1
+    assert run_json(capsys, "verify", url, "--step", "20")[0] == 1
+    assert run_json(capsys, "verify", url, "--step", "30")[0] == 1
+    assert run_json(capsys, "verify", url, "--step", "10", "--step", "20")[0] == 1
+    code, result = run_json(capsys, "verify", url, "--step", "99")
+    assert code == 2
+    assert result["error"].startswith("SnapshotNotFound")
+
+
+def test_an_incomplete_snapshot_is_not_bad_but_said(url, capsys):
+    put(url, 10, rank=(0, 2))
+    code, result = run_json(capsys, "verify", url)
+    assert code == 0
+    assert result["snapshots"][0]["state"] == "incomplete"
+
+
+def test_verify_of_nothing_is_no_success(url):
+    assert run("verify", url) == 1
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "prune"])
+def test_an_unknown_protocol_is_one_clear_line_and_exit_code_2(capsys, command):
+    assert run(command, "nosuchprotocol://bucket/run") == 2
+    assert "nosuchprotocol" in capsys.readouterr().err
+    code, result = run_json(capsys, command, "nosuchprotocol://bucket/run", *["--yes"] * (command == "prune"))
+    assert (code, result["ok"]) == (2, False)
+    assert "nosuchprotocol" in result["error"]
+
+
+def test_a_place_that_cannot_be_listed_is_exit_code_2(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    code, result = run_json(capsys, "ls", str(tmp_path / "loop" / "run"))
+    assert code == 2
+    assert result["ok"] is False
+
+
+def test_whatever_needs_no_torch_imports_none(make_url, tmp_path):
+    url = make_url("local")
+    put(url, 10)
+    code = """
+import sys
+from lazysnap.cli import main
+url, to, file = sys.argv[1:]
+for words in (["ls", url], ["verify", url], ["show", url, "latest"], ["prune", url, "--yes", "--keep-last", "1"],
+              ["copy", url, to], ["export", url, "latest", "--to", file]):
+    assert main(words) == 0, words
+    assert not {"torch", "numpy", "lightning"} & set(sys.modules), words
+"""
+    words = [sys.executable, "-c", code, url, str(tmp_path / "copy"), str(tmp_path / "w.safetensors")]
+    subprocess.run(words, check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_runs_are_told_apart(url, capsys):
+    put(url, 10)
+    put(url, 10, run_id=OTHER)
+    result = run_json(capsys, "ls", url)[1]
+    assert sorted(item["run_id"] for item in result["snapshots"]) == [RUN, OTHER]
+    assert len({item["location"] for item in result["snapshots"]}) == 2

@@ -1,0 +1,215 @@
+"""Promises of ``lazysnap prune``."""
+
+import dataclasses
+import io
+
+import fsspec
+import pytest
+import torch
+from cli_level import MANIFEST, OTHER, RUN, SHARD, change, files, flip, frozen_directory, put, remove, run, run_json
+
+from lazysnap.levels.store import open_store
+from lazysnap.shard.manifest import Manifest
+
+
+def is_base(name: str) -> bool:
+    return name.startswith("base")
+
+
+def with_base(step: int) -> dict:
+    return {"base": {"w": torch.ones(500)}, "model": {"w": torch.full((10,), float(step))}}
+
+
+def steps(url: str, run_id: str = RUN) -> list[int]:
+    return sorted(entry.step for entry in open_store(url).inventory().entries if entry.run_id == run_id)
+
+
+def age(url: str, path: str) -> None:
+    """Let a manifest say that it is a day old."""
+    store = open_store(url)
+    manifest = Manifest.decode(store.storage.get(path), path)
+    old = dataclasses.replace(manifest, created_ns=manifest.created_ns - 86_400 * 10**9)
+
+    def how(data: bytearray) -> None:
+        data[:] = old.encode()
+
+    change(url, path, how)
+
+
+@pytest.fixture
+def five(url):
+    for step in (10, 20, 30, 40, 50):
+        put(url, step)
+    return url
+
+
+def test_without_options_no_snapshot_goes(five, capsys):
+    before = files(five)
+    code, result = run_json(capsys, "prune", five, "--yes")
+    assert code == 0
+    assert result["snapshots"] == []
+    assert [item["step"] for item in result["kept"]] == [10, 20, 30, 40, 50]
+    assert files(five) == before
+
+
+def test_keep_last_and_keep_every_leave_what_retention_would(five, capsys):
+    code, result = run_json(capsys, "prune", five, "--keep-last", "1", "--keep-every", "20", "--yes")
+    assert code == 0
+    assert [item["step"] for item in result["snapshots"]] == [10, 30]
+    assert steps(five) == [20, 40, 50]
+    assert not [path for path in files(five) if path.startswith(("step-00000010", "step-00000030"))]
+
+
+def test_a_dry_run_tells_the_same_and_deletes_nothing(five, capsys):
+    before = files(five)
+    code, result = run_json(capsys, "prune", five, "--keep-last", "2", "--dry-run")
+    assert code == 0
+    assert [item["step"] for item in result["snapshots"]] == [10, 20, 30]
+    assert result["deleted"] == []
+    assert files(five) == before
+    assert run("prune", five, "--keep-last", "2", "--dry-run") == 0
+    assert "dry run" in capsys.readouterr().out
+
+
+def test_what_has_a_name_stays_until_the_name_is_taken_from_it(url, capsys):
+    put(url, 10, names=("best", "first"))
+    put(url, 20, names=("best",))
+    put(url, 30)
+    result = run_json(capsys, "prune", url, "--keep-last", "1", "--yes")[1]
+    assert steps(url) == [10, 20, 30]
+    assert {item["step"]: item["because"] for item in result["kept"]} == {
+        10: "called best, first",
+        20: "called best",
+        30: "newest complete",
+    }
+    assert run_json(capsys, "prune", url, "--name", "best", "--dry-run")[1]["unnamed"]
+    assert len([path for path in files(url) if "keep-best" in path]) == 2
+    assert run("prune", url, "--name", "best", "--keep-last", "1", "--yes") == 0
+    assert steps(url) == [10, 30]
+    assert not [path for path in files(url) if "keep-best" in path]
+
+
+def test_a_name_that_nothing_has_is_exit_code_2(five):
+    assert run("prune", five, "--name", "nix", "--yes") == 2
+
+
+def test_the_newest_complete_one_stays_though_half_ones_are_newer(url, capsys):
+    put(url, 10)
+    put(url, 20, rank=(0, 2))
+    run("prune", url, "--keep-last", "1", "--yes")
+    assert steps(url) == [10, 20]
+
+
+def test_a_half_one_that_is_older_than_a_sound_one_goes_with_keep_last_only(url):
+    put(url, 10, rank=(0, 2))
+    put(url, 20)
+    run("prune", url, "--yes")
+    assert steps(url) == [10, 20]
+    run("prune", url, "--keep-last", "1", "--yes")
+    assert steps(url) == [20]
+
+
+def test_nothing_is_deleted_in_favour_of_a_damaged_snapshot(five, capsys):
+    change(five, f"step-00000050/{SHARD}", flip(0.99))
+    code, result = run_json(capsys, "prune", five, "--keep-last", "1", "--yes")
+    assert code == 1
+    assert steps(five) == [40, 50]
+    assert "step 50 does not count" in result["problems"][0]
+
+
+def test_other_runs_are_left_alone_if_one_is_named(url):
+    for step in (10, 20):
+        put(url, step)
+        put(url, step, run_id=OTHER)
+    assert run("prune", url, "--run", RUN[:4], "--keep-last", "1", "--yes") == 0
+    assert (steps(url), steps(url, OTHER)) == ([20], [10, 20])
+    assert run("prune", url, "--keep-last", "1", "--yes") == 0
+    assert (steps(url), steps(url, OTHER)) == ([20], [20])
+
+
+def test_immutable_tensors_go_with_the_last_snapshot_that_needs_them(url, capsys):
+    put(url, 10, with_base(10), frozen=is_base)
+    put(url, 20, with_base(20), frozen=is_base)
+    put(url, 30)
+    directory = frozen_directory(url)
+    age(url, f"{directory}/{MANIFEST}")
+    run("prune", url, "--keep-last", "2", "--yes")
+    assert frozen_directory(url) == directory
+    result = run_json(capsys, "prune", url, "--keep-last", "1", "--dry-run")[1]
+    assert result["frozen"] == [directory]
+    assert run("prune", url, "--keep-last", "1", "--yes") == 0
+    assert not [path for path in files(url) if path.startswith("frozen-")]
+
+
+def test_immutable_tensors_that_are_new_stay_for_the_snapshot_that_will_need_them(url):
+    put(url, 10, with_base(10), frozen=is_base)
+    put(url, 20)
+    run("prune", url, "--keep-last", "1", "--yes")
+    assert frozen_directory(url)
+
+
+def test_immutable_tensors_stay_while_a_manifest_cannot_be_read(url):
+    put(url, 10, with_base(10), frozen=is_base)
+    put(url, 20)
+    age(url, f"{frozen_directory(url)}/{MANIFEST}")
+    change(url, f"step-00000010/{MANIFEST}", flip(0.5))
+    assert run("prune", url, "--keep-last", "1", "--yes") == 1
+    assert frozen_directory(url)
+
+
+def test_what_dead_writers_left_goes(make_url, capsys):
+    url = make_url("local")
+    put(url, 10)
+    put(url, 20)
+    remove(url, f"step-00000020/{MANIFEST}")
+    filesystem, root = fsspec.core.url_to_fs(url)
+    filesystem.makedirs(f"{root}/step-00000030")
+    temporary = f"step-00000030/.{SHARD}.tmp-123-0011"
+    filesystem.pipe_file(f"{root}/{temporary}", b"half")
+    result = run_json(capsys, "prune", url, "--dry-run")[1]
+    assert sorted(result["leftovers"]) == [f"step-00000020/{SHARD}", temporary]
+    code, result = run_json(capsys, "prune", url, "--yes")
+    assert code == 0
+    assert sorted(result["deleted"]) == [f"step-00000020/{SHARD}", temporary]
+    assert files(url) == [f"step-00000010/{MANIFEST}", f"step-00000010/{SHARD}"]
+
+
+def test_what_a_living_writer_writes_stays(make_url, capsys):
+    url = make_url("local")
+    put(url, 10)
+    writer = open_store(url).storage.begin(f"step-00000020/{SHARD}", 4096)
+    try:
+        assert run("prune", url, "--keep-last", "1", "--yes") == 0
+        assert len([path for path in files(url) if path.startswith("step-00000020")]) == 1
+    finally:
+        writer.close()
+
+
+def test_it_asks_and_takes_only_yes_for_yes(five, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("no\n"))
+    assert run("prune", five, "--keep-last", "1") == 0
+    assert len(steps(five)) == 5
+    assert "nothing was deleted" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    assert run("prune", five, "--keep-last", "1") == 0
+    assert steps(five) == [50]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--json"], ["--keep-every", "5", "--yes"], ["--keep-last", "0", "--yes"], ["--keep-last", "-1", "--yes"]],
+    ids=" ".join,
+)
+def test_what_makes_no_sense_is_refused(five, words):
+    assert run("prune", five, *words) == 2
+    assert len(steps(five)) == 5
+
+
+def test_without_anybody_to_ask_nothing_is_deleted(five, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert run("prune", five, "--keep-last", "1") == 2
+    assert len(steps(five)) == 5
