@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.memory import map_anonymous
@@ -162,7 +162,7 @@ class _Operation:
             if isinstance(fault, Fail) and fault.after == after:
                 self.raise_error(fault.error)
 
-    def raise_error(self, number: int) -> None:
+    def raise_error(self, number: int) -> NoReturn:
         """What a place makes of an OSError."""
         error = OSError(number, os.strerror(number), self._what)
         raise error if isinstance(error, FileNotFoundError) else level_error(self._url, f"fault at {self._what}", error)
@@ -176,14 +176,14 @@ class _Operation:
         """The truncation that is due."""
         return next((fault for fault in self.faults if isinstance(fault, Truncate)), None)
 
-    def damaged(self, data: memoryview) -> memoryview:
-        """``data`` as it arrives: itself, or a copy cut or with a bit flipped."""
+    def damaged(self, data: memoryview, counting: int) -> memoryview:
+        """``data`` as it arrives: itself, or a copy cut or with a bit flipped within the bytes that count."""
         if self.truncation is not None:
-            data = data[: len(data) // 2]
+            data = data[: counting // 2]
         if self.is_to(Flip) and len(data):
             copy = map_anonymous(len(data))
             copy[:] = data
-            copy[len(copy) // 2] ^= 0x10
+            copy[min(counting, len(data)) // 2] ^= 0x10
             data = copy
         return data
 
@@ -203,16 +203,17 @@ class _Operation:
 class FaultyWriter:
     """See ``levels.storage.Writer``."""
 
-    def __init__(self, storage: "FaultyStorage", path: str, writer: Writer) -> None:
+    def __init__(self, storage: "FaultyStorage", path: str, size_bytes: int, writer: Writer) -> None:
         self._storage = storage
         self._path = path
+        self._size = size_bytes
         self._writer = writer
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write, perhaps."""
         operation = _Operation(self._storage, "write", f"{self._path} at {offset}")
         operation.fail(after=False)
-        self._writer.write(offset, operation.damaged(data))
+        self._writer.write(offset, operation.damaged(data, min(len(data), self._size - offset)))
         operation.end_write()
 
     def publish(self) -> None:
@@ -271,20 +272,21 @@ class FaultyStorage:
         except BaseException:
             writer.close()  # nobody else could
             raise
-        return FaultyWriter(self, path, writer)
+        return FaultyWriter(self, path, size_bytes, writer)
 
     def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
         """Put, perhaps."""
         operation = _Operation(self, "put", path)
         operation.fail(after=False)
-        self.storage.put(path, bytes(operation.damaged(memoryview(data))), exclusive=exclusive)
+        self.storage.put(path, bytes(operation.damaged(memoryview(data), len(data))), exclusive=exclusive)
         operation.end_write()
 
     def get(self, path: str) -> bytes:
         """Get, perhaps."""
         operation = _Operation(self, "get", path)
         operation.fail(after=False)
-        data = bytes(operation.damaged(memoryview(self.storage.get(path))))
+        whole = self.storage.get(path)
+        data = bytes(operation.damaged(memoryview(whole), len(whole)))
         operation.end_read()
         return data
 
