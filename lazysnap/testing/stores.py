@@ -1,0 +1,441 @@
+"""What must hold for snapshots at a place: whole or not there, whoever writes, whatever is damaged, whatever goes."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrupt
+from lazysnap.levels.source import MemorySource
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.resolver import candidates
+from lazysnap.shard.manifest import FrozenReference
+from lazysnap.testing.place import BLOCK, PAGE, WAIT_S, MakeStorage, Place, at_once, everything, in_another_process
+from lazysnap.testing.snapshots import OTHER, RUN, Snapshot, look, overwrite, read_whole
+
+SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
+
+
+def level(keep_last: int, keep_every_n_steps: int | None = None) -> PersistentLevel:
+    """Settings of a level; where it is does not matter here."""
+    return PersistentLevel("/any", keep_last=keep_last, keep_every_n_steps=keep_every_n_steps, verify=True)
+
+
+def base_of(number: int = 1, run_id: str = RUN) -> Snapshot:
+    """An image of immutable tensors."""
+    return Snapshot(0, run_id, 7000 + number)
+
+
+def with_base(step: int, base: Snapshot) -> Snapshot:
+    """A snapshot that refers to it."""
+    return Snapshot(step, base.run_id, frozen=FrozenReference(base.digest, len(base.image)))
+
+
+def write_base(store: SnapshotStore, base: Snapshot) -> None:
+    """Write and commit it."""
+    store.write_frozen(base.meta, base.source(), base.digest)
+
+
+class _Hooked(MemorySource):
+    """A source that does something on its way."""
+
+    def __init__(self, snapshot: Snapshot, *, at: str, action: Callable[[], object]) -> None:
+        source = snapshot.source()
+        super().__init__(source.view(0, -(-source.size_bytes // PAGE) * PAGE), source.size_bytes)
+        self._at = at
+        self._action = action
+
+    def wait(self, upto: int) -> None:
+        """Once at the end of the image."""
+        if self._at == "wait" and upto == self.size_bytes:
+            self._action()
+
+    def finish(self) -> None:
+        """Once."""
+        if self._at == "finish":
+            self._action()
+
+
+class StoreContract(Place):
+    """What ``SnapshotStore`` promises over a storage, as tests; see ``StorageContract``."""
+
+    @pytest.fixture
+    def make_store(self, make_storage: MakeStorage) -> Callable[[], SnapshotStore]:
+        """Makes stores, each with a client of its own."""
+        return lambda: SnapshotStore(make_storage())
+
+    @pytest.fixture
+    def store(self, make_store: Callable[[], SnapshotStore]) -> SnapshotStore:
+        """One of them."""
+        return make_store()
+
+    @pytest.mark.parametrize("elements", [0, 1, PAGE, 5000, BLOCK - PAGE, BLOCK - PAGE + 1, 2 * BLOCK + 1])
+    def test_what_was_written_is_read_back(self, make_store: Callable[[], SnapshotStore], elements: int) -> None:
+        """By another client, every byte, whatever the size."""
+        store, other = make_store(), make_store()
+        manifest = store.write(Snapshot(1, elements=elements).meta, Snapshot(1, elements=elements).source())
+
+        (entry,) = other.inventory().entries
+        assert (entry.step, entry.run_id) == (1, RUN)
+        assert other.read_manifest(entry) == manifest == other.verify_entry(entry)
+        read_whole(other, entry)
+        assert everything(store.storage) == [f"step-00000001/{MANIFEST}", f"step-00000001/{SHARD}"]
+
+    def test_an_empty_place_offers_nothing(self, store: SnapshotStore) -> None:
+        """And has no problem."""
+        inventory = store.inventory()
+        assert (inventory.entries, inventory.frozen, inventory.problems) == ((), (), ())
+        assert store.sweep(None, None) == []
+        assert store.retain(level(1), RUN) == []
+
+    @pytest.mark.parametrize("at", ["wait", "finish"])
+    def test_an_aborted_capture_leaves_nothing(self, store: SnapshotStore, at: str) -> None:
+        """At the last block, or after it."""
+
+        def abort() -> None:
+            raise CaptureAborted("torn")
+
+        Snapshot(1).write(store)
+        before = everything(store.storage)
+        snapshot = Snapshot(2, elements=BLOCK)
+        with pytest.raises(CaptureAborted):
+            store.write(snapshot.meta, _Hooked(snapshot, at=at, action=abort))
+
+        assert everything(store.storage) == before
+        assert look(store).steps() == [1]
+
+    def test_nothing_is_offered_before_the_commit(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Not to another client either."""
+        store, other, seen = make_store(), make_store(), []
+        Snapshot(1).write(store)
+        snapshot = Snapshot(2)
+        store.write(snapshot.meta, _Hooked(snapshot, at="finish", action=lambda: seen.append(look(other))))
+
+        assert seen[0].steps() == [1]
+        assert seen[0].problems == ()
+        assert look(other).steps() == [1, 2]
+
+    def test_a_snapshot_is_complete_with_its_last_rank(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Each rank writes for itself."""
+        for rank in range(3):
+            assert candidates([make_store().inventory()]) == []
+            Snapshot(5, rank=rank, world_size=3).write(make_store())
+        (plan,) = candidates([make_store().inventory()])
+        assert (plan.step, plan.world_size) == (5, 3)
+        for (entry,) in plan.sources:
+            read_whole(make_store(), entry)
+
+    def test_the_ranks_of_a_step_may_write_at_once(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Into one directory, while others are swept and removed."""
+        errors = at_once(*[Snapshot(5, rank=rank, world_size=4).write_later(make_store()) for rank in range(4)])
+        assert errors == [None] * 4
+        (plan,) = candidates([make_store().inventory()])
+        assert len({entry.location for (entry,) in plan.sources}) == 1
+
+    def test_one_store_writes_several_steps_at_once(self, store: SnapshotStore) -> None:
+        """It is thread-safe for different steps."""
+        errors = at_once(*[Snapshot(step, elements=50_000).write_later(store) for step in range(1, 7)])
+        assert errors == [None] * 6
+        assert look(store).steps() == [1, 2, 3, 4, 5, 6]
+
+    def test_the_same_step_of_another_run_is_beside_it(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """And is left alone when the first run's go."""
+        for run_id in (RUN, OTHER):
+            for step in (1, 2):
+                Snapshot(step, run_id).write(make_store())
+        store = make_store()
+        assert look(store).steps(RUN) == look(store).steps(OTHER) == [1, 2]
+        assert store.retain(level(1), OTHER) == [1]
+        assert look(store).steps(RUN) == [1, 2]
+        assert look(store).steps(OTHER) == [2]
+
+    def test_the_same_step_again_replaces_the_first_after_its_own_commit(self, store: SnapshotStore) -> None:
+        """A resumed run passes a step again, perhaps with other bytes."""
+        Snapshot(1).write(store)
+        seen, again = [], Snapshot(1, elements=6000)
+        store.write(again.meta, _Hooked(again, at="finish", action=lambda: seen.append(look(store))))
+
+        assert seen[0].steps() == [1]
+        (entry,) = look(store).whole
+        assert store.read_manifest(entry).size_bytes == len(again.image)
+        assert len(everything(store.storage)) == 2
+
+    def test_writers_of_one_step_of_several_runs_are_all_served(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """At once, each with a client of its own."""
+        if not self.is_exclusive:
+            pytest.skip("this place cannot be exclusive")
+        runs = [f"{number}" * 16 for number in range(4)]
+        errors = at_once(*[Snapshot(7, run_id, elements=50_000).write_later(make_store()) for run_id in runs])
+
+        findings = look(make_store())
+        assert [error for error in errors if error is not None] == []
+        assert findings.problems == ()
+        assert sorted(entry.run_id for entry in findings.whole) == runs
+        assert len(everything(make_store().storage)) == 8
+
+    def test_a_job_that_runs_twice_loses_nothing(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Two writers of the same step of the same run: what is offered is whole, and there is one at least."""
+        if not self.is_exclusive:
+            pytest.skip("this place cannot be exclusive")
+        for step in (1, 2, 3):
+            errors = at_once(*[Snapshot(step, elements=50_000 + number).write_later(make_store()) for number in range(3)])
+            assert [error for error in errors if not isinstance(error, LevelError | None)] == []
+            findings = look(make_store())
+            assert findings.problems == ()
+            assert set(findings.steps()) == set(range(1, step + 1))
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            "shard header",
+            "shard first",
+            "shard last",
+            "shard cut",
+            "shard longer",
+            "shard empty",
+            "shard gone",
+            "manifest header",
+            "manifest last",
+            "manifest cut",
+            "manifest empty",
+            "manifest gone",
+        ],
+    )
+    def test_damage_is_found_and_the_older_snapshot_stays(
+        self, make_store: Callable[[], SnapshotStore], damage: str
+    ) -> None:
+        """Before a byte of it is believed; and nothing older is deleted for it."""
+        store = make_store()
+        for step in (1, 2):
+            Snapshot(step, elements=50_000).write(store)
+        kind, what = damage.split()
+        path = f"step-00000002/{SHARD if kind == 'shard' else MANIFEST}"
+        data = store.storage.get(path)
+        at = {"header": 60, "first": PAGE, "last": len(data) - 1}.get(what, 0)
+        damaged = {"cut": data[:-1], "longer": data + b"\0", "empty": b""}
+        store.storage.delete(path)
+        if what != "gone":
+            flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+            store.storage.put(path, damaged.get(what, flipped))
+
+        for client in (store, make_store()):
+            findings = look(client)
+            assert findings.steps() == [1]
+            assert len(findings.problems) == (damage != "manifest gone")
+            assert all("step-00000002" in problem for problem in findings.problems)
+            for entry in client.inventory().entries:
+                if entry.step == 2:
+                    with pytest.raises((FormatError, FileNotFoundError)):
+                        client.verify_entry(entry)
+        assert make_store().retain(level(1), RUN) == []
+        assert look(make_store()).steps() == [1]
+
+    def test_retention_keeps_the_last_the_multiples_and_the_protected(
+        self, make_store: Callable[[], SnapshotStore]
+    ) -> None:
+        """And nothing is left of the others."""
+        store = make_store()
+        for step in range(1, 10):
+            Snapshot(step).write(store)
+        assert make_store().retain(level(2, 3), RUN, frozenset({4})) == [1, 2, 5, 7]
+        assert look(store).steps() == [3, 4, 6, 8, 9]
+        assert len(everything(store.storage)) == 10
+
+    def test_a_name_keeps_a_snapshot_until_it_is_taken_away(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Two names need both to go; the same step again leaves the named one."""
+        store = make_store()
+        entry = Snapshot(1).write(store)
+        for name in ("first", "before-anneal_v1.2"):
+            store.keep(entry, name)
+        for step in (2, 3):
+            Snapshot(step).write(store)
+        Snapshot(1, elements=6000).write(store)
+        named = [entry for entry in make_store().inventory().entries if entry.names]
+        assert [(entry.step, sorted(entry.names)) for entry in named] == [(1, ["before-anneal_v1.2", "first"])]
+        make_store().retain(level(1), RUN)
+        assert set(look(store).steps()) == {1, 3}
+        assert [plan.step for plan in candidates([make_store().inventory()], name="first")] == [1]
+
+        assert make_store().release(RUN, "first") == [entry.location]
+        store.retain(level(1), RUN)
+        assert set(look(store).steps()) == {1, 3}
+        assert make_store().release(None, "before-anneal_v1.2") == [entry.location]
+        store.retain(level(1), RUN)
+        assert look(store).steps() == [3]
+        assert len(everything(store.storage)) == 2
+
+    def test_what_is_being_read_is_not_deleted(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """By another client: it stays until the reader is done, and goes then."""
+        if not self.has_leases:
+            pytest.skip("this place has no leases")
+        store, reader = make_store(), make_store()
+        for step in (1, 2):
+            Snapshot(step).write(store)
+        entry = next(entry for entry in reader.inventory().entries if entry.step == 1)
+        gone: list[int] = []
+        read_whole(reader, entry, lambda: gone.extend(make_store().retain(level(1), RUN)))
+
+        assert gone == []
+        assert make_store().retain(level(1), RUN) == [1]
+        assert look(store).steps() == [2]
+
+    def test_a_sweep_leaves_snapshots_and_living_writers_alone(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Whoever sweeps, also in the middle of a write."""
+        store, swept = make_store(), []
+        Snapshot(1).write(store)
+        snapshot = Snapshot(2, elements=BLOCK)
+        for at in ("wait", "finish"):
+            store.write(snapshot.meta, _Hooked(snapshot, at=at, action=lambda: swept.extend(make_store().sweep(0, 1))))
+            swept += make_store().sweep(None, None)
+        assert swept == []
+        assert set(look(store).steps()) == {1, 2}
+        assert look(store).problems == ()
+
+    def test_a_reader_sees_what_others_change(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """What it knows from before is no reason to offer what is gone."""
+        store, reader = make_store(), make_store()
+        Snapshot(1).write(store)
+        assert look(reader).steps() == [1]
+        Snapshot(2).write(store)
+        assert look(reader).steps() == [1, 2]
+        store.retain(level(1), RUN)
+        assert look(reader).steps() == [2]
+        assert look(reader).problems == ()
+
+    def test_a_writer_that_was_killed_is_in_nobodys_way(
+        self, make_store: Callable[[], SnapshotStore], elsewhere: str | None
+    ) -> None:
+        """Nothing of it is offered; the next one writes the same step, and what it left is swept."""
+        code = f"""
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.testing.snapshots import Snapshot
+from lazysnap.testing.stores import _Hooked
+snapshot = Snapshot(2, elements={BLOCK})
+def stop():
+    say("written")
+    wait()
+SnapshotStore(storage).write(snapshot.meta, _Hooked(snapshot, at="finish", action=stop))
+"""
+        store = make_store()
+        Snapshot(1).write(store)
+        with in_another_process(elsewhere, code) as child:
+            assert child.heard() == "written"
+            child.kill()
+        assert look(store).steps() == [1]
+        assert look(store).problems == ()
+        Snapshot(2).write(store)
+        store.sweep(0, 1)
+        assert look(store).steps() == [1, 2]
+        if self.notices_death:
+            assert len(everything(store.storage)) == 4
+
+    # ---------------------------------------------------------------- immutable tensors
+
+    def test_immutable_tensors_are_stored_once(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """For all snapshots of the run that refer to them, whoever writes; and found again."""
+        base = base_of()
+        errors = at_once(*[lambda: write_base(make_store(), base) for _ in range(4)])
+        assert [error for error in errors if not isinstance(error, LevelError | None)] == []
+        write_base(make_store(), base)
+        for step in (1, 2):
+            with_base(step, base).write(make_store())
+
+        store = make_store()
+        (image,) = store.inventory().frozen
+        assert (image.run_id, image.digest) == (RUN, base.digest)
+        out = memoryview(bytearray(len(base.image)))
+        store.read_frozen_image(image, store.read_frozen_manifest(image), out)
+        assert out == base.image
+        assert len(everything(store.storage)) == 6
+        assert [list(plan.frozen) for plan in candidates([store.inventory()])] == [[base.digest]] * 2
+
+    def test_immutable_tensors_of_another_content_are_not_committed(self, store: SnapshotStore) -> None:
+        """Their content is their name."""
+        base = base_of()
+        with pytest.raises(ShardCorrupt):
+            store.write_frozen(base.meta, base_of(2).source(), base.digest)
+        assert everything(store.storage) == []
+
+    def test_immutable_tensors_go_with_the_last_snapshot_that_refers_to_them(
+        self, make_store: Callable[[], SnapshotStore]
+    ) -> None:
+        """Of their own run; and while someone holds them they stay."""
+        first, second, other = base_of(1), base_of(2), base_of(1, OTHER)
+        store = make_store()
+        for base in (first, second, other):
+            write_base(store, base)
+        for step, base in ((1, first), (2, first), (3, second)):
+            with_base(step, base).write(store)
+        with_base(1, other).write(store)
+
+        def digests() -> set[tuple[str, str]]:
+            return {(image.run_id, image.digest) for image in make_store().inventory().frozen}
+
+        assert make_store().retain(level(2), RUN) == [1]
+        assert digests() == {(RUN, first.digest), (RUN, second.digest), (OTHER, other.digest)}
+        if self.has_leases:
+            with make_store().frozen_lease(RUN, first.digest):
+                assert make_store().retain(level(1), RUN) == [2]
+                assert (RUN, first.digest) in digests()
+        make_store().retain(level(1), RUN)
+        assert digests() == {(RUN, second.digest), (OTHER, other.digest)}
+        assert look(make_store()).steps(RUN) == [3]
+        assert look(make_store()).steps(OTHER) == [1]
+        assert len(everything(store.storage)) == 8
+
+    def test_a_snapshot_without_its_immutable_tensors_is_no_candidate(
+        self, make_store: Callable[[], SnapshotStore]
+    ) -> None:
+        """Nor counted by retention: the older complete one stays."""
+        store, base = make_store(), base_of()
+        Snapshot(1).write(store)
+        write_base(store, base)
+        with_base(2, base).write(store)
+        (image,) = store.inventory().frozen
+        overwrite(store.storage, f"{image.location}/{MANIFEST}", b"damaged")
+
+        assert [plan.step for plan in candidates([make_store().inventory()])] == [1]
+        assert make_store().retain(level(1), RUN) == []
+        assert 1 in look(make_store()).steps()
+
+    def test_damaged_immutable_tensors_are_found(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Before a byte of them is believed."""
+        store, base = make_store(), base_of()
+        write_base(store, base)
+        (image,) = store.inventory().frozen
+        path = f"{image.location}/{SHARD}"
+        data = store.storage.get(path)
+        overwrite(store.storage, path, data[:-1] + bytes([data[-1] ^ 1]))
+
+        with pytest.raises(ShardCorrupt):
+            make_store().verify_entry(image)
+
+    def test_a_long_read_and_retention_do_not_wait_for_each_other(
+        self, make_store: Callable[[], SnapshotStore]
+    ) -> None:
+        """A reader that stands still holds its own snapshot only."""
+        store, reading, go_on = make_store(), threading.Event(), threading.Event()
+        for step in (1, 2, 3):
+            Snapshot(step).write(store)
+        entry = next(entry for entry in store.inventory().entries if entry.step == 1)
+
+        def stand_still() -> None:
+            reading.set()
+            assert go_on.wait(WAIT_S)
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(go_on.set)
+            errors: list[BaseException | None] = []
+            reader = make_store()
+            thread = threading.Thread(
+                target=lambda: errors.extend(at_once(lambda: read_whole(reader, entry, stand_still))), daemon=True
+            )
+            thread.start()
+            assert reading.wait(WAIT_S)
+            assert 2 in make_store().retain(level(1), RUN)
+        thread.join(WAIT_S)
+        if self.has_leases:
+            assert errors == [None]
+        assert [error for error in errors if not isinstance(error, FileNotFoundError | None)] == []
