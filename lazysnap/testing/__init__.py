@@ -9,15 +9,19 @@ except ImportError as error:
     raise ImportError("lazysnap.testing needs pytest: pip install pytest") from error
 
 # Before they are imported: a failed assertion shows its values.
-pytest.register_assert_rewrite(f"{__name__}.objects", f"{__name__}.writers", f"{__name__}.snapshots")
-pytest.register_assert_rewrite(f"{__name__}.place")
+pytest.register_assert_rewrite(
+    *(f"{__name__}.{name}" for name in ("place", "objects", "writers", "snapshots", "stores", "breakage"))
+)
 
+from lazysnap.testing.breakage import BreakageContract  # noqa: E402
 from lazysnap.testing.contract import StorageContract  # noqa: E402
 from lazysnap.testing.faulty import Act, Delay, Fail, Fault, FaultPlan, FaultyStorage, Flip, Hang, Truncate  # noqa: E402
-from lazysnap.testing.place import MakeStorage  # noqa: E402
+from lazysnap.testing.place import MakeStorage, Place  # noqa: E402
+from lazysnap.testing.stores import StoreContract  # noqa: E402
 
 __all__ = [
     "Act",
+    "BreakageContract",
     "Delay",
     "Fail",
     "Fault",
@@ -26,6 +30,8 @@ __all__ = [
     "Flip",
     "Hang",
     "MakeStorage",
+    "Place",
     "StorageContract",
+    "StoreContract",
     "Truncate",
 ]

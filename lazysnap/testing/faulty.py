@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import NameTaken, ShardCorrupt
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.storage import Reader, Storage, Writer, level_error
 
@@ -51,7 +51,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Fail(Fault):
-    """Raises what a real place would: LevelFull or LevelUnavailable, FileNotFoundError for ``ENOENT``.
+    """Raises what a real place would: LevelFull or LevelUnavailable; FileNotFoundError for ``ENOENT``, NameTaken for
+    ``EEXIST``.
 
     ``delete_directory`` never raises: there it does nothing.
     """
@@ -165,7 +166,11 @@ class _Operation:
     def raise_error(self, number: int) -> NoReturn:
         """What a place makes of an OSError."""
         error = OSError(number, os.strerror(number), self._what)
-        raise error if isinstance(error, FileNotFoundError) else level_error(self._url, f"fault at {self._what}", error)
+        if isinstance(error, FileNotFoundError):
+            raise error
+        if isinstance(error, FileExistsError):
+            raise NameTaken(f"{self._url}: fault at {self._what}: {error.strerror}")
+        raise level_error(self._url, f"fault at {self._what}", error)
 
     def is_to(self, kind: type[Fault]) -> bool:
         """Whether a fault of that kind is due."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.source import MemorySource
+from lazysnap.levels.pace import Pace
+from lazysnap.levels.source import MemorySource, PacedSource
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry
@@ -63,20 +64,20 @@ class Snapshot:
         return CaptureMeta(*where, captured_ns=3, state=state, frozen=self.frozen)
 
     def source(self) -> MemorySource:
-        """To be written from."""
+        """What it is written from."""
         room, size = _image(_seed(self.step, self.run_id, self.rank), self.elements)
         return MemorySource(room, size)
 
-    def write(self, store: SnapshotStore) -> Entry:
+    def write(self, store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> Entry:
         """Write and commit it."""
-        return store.write_entry(self.meta, self.source())[0]
+        return store.write_entry(self.meta, PacedSource(self.source(), Pace(None), beat))[0]
 
     def write_later(self, store: SnapshotStore) -> Callable[[], Entry]:
         """What writes it."""
         return lambda: self.write(store)
 
 
-def read_whole(store: SnapshotStore, entry: Entry, beat: Callable[[], None] | None = None) -> None:
+def read_whole(store: SnapshotStore, entry: Entry, beat: Callable[[], None] = lambda: None) -> None:
     """Read an entry as a restore does, and compare every byte with what was written.
 
     Raises: FormatError, FileNotFoundError, LevelError: what is allowed of a snapshot that is damaged or gone.
@@ -105,13 +106,13 @@ class Findings:
         return sorted(entry.step for entry in self.whole if entry.run_id == run_id)
 
 
-def look(store: SnapshotStore) -> Findings:
+def look(store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> Findings:
     """Read back everything that the inventory offers. Raises: AssertionError, LevelError."""
     inventory = store.inventory()
     whole, problems = [], list(inventory.problems)
     for entry in inventory.entries:
         try:
-            read_whole(store, entry)
+            read_whole(store, entry, beat)
         except (FormatError, FileNotFoundError, LevelError) as error:
             problems.append(f"{entry.location}: {error}")
         else:

@@ -180,7 +180,9 @@ class StoreContract(Place):
         if not self.is_exclusive:
             pytest.skip("this place cannot be exclusive")
         for step in (1, 2, 3):
-            errors = at_once(*[Snapshot(step, elements=50_000 + number).write_later(make_store()) for number in range(3)])
+            errors = at_once(
+                *[Snapshot(step, elements=50_000 + number).write_later(make_store()) for number in range(3)]
+            )
             assert [error for error in errors if not isinstance(error, LevelError | None)] == []
             findings = look(make_store())
             assert findings.problems == ()
@@ -283,11 +285,15 @@ class StoreContract(Place):
 
     def test_a_sweep_leaves_snapshots_and_living_writers_alone(self, make_store: Callable[[], SnapshotStore]) -> None:
         """Whoever sweeps, also in the middle of a write."""
-        store, swept = make_store(), []
+        store, swept = make_store(), list[str]()
         Snapshot(1).write(store)
         snapshot = Snapshot(2, elements=BLOCK)
+
+        def sweep() -> None:
+            swept.extend(make_store().sweep(0, 1))
+
         for at in ("wait", "finish"):
-            store.write(snapshot.meta, _Hooked(snapshot, at=at, action=lambda: swept.extend(make_store().sweep(0, 1))))
+            store.write(snapshot.meta, _Hooked(snapshot, at=at, action=sweep))
             swept += make_store().sweep(None, None)
         assert swept == []
         assert set(look(store).steps()) == {1, 2}

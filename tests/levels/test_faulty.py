@@ -1,0 +1,286 @@
+"""Storage that breaks: the wrapper does what its plan says, and snapshots survive it at every operation."""
+
+import errno
+import os
+import subprocess
+import threading
+
+import pytest
+from places import Memory, Tmpfs
+from snapshots import mount
+
+from lazysnap.errors import LazySnapError, LevelFull, LevelUnavailable, NameTaken, ShardCorrupt
+from lazysnap.levels import SnapshotStore
+from lazysnap.levels.local import LocalStorage
+from lazysnap.testing import (
+    Act,
+    BreakageContract,
+    Delay,
+    Fail,
+    FaultPlan,
+    FaultyStorage,
+    Flip,
+    Hang,
+    Truncate,
+)
+from lazysnap.testing.place import everything, pattern, read_object, write_object
+from lazysnap.testing.snapshots import Snapshot, look
+
+PATH = "step-00000001/object"
+
+
+class TestTmpfs(Tmpfs, BreakageContract):
+    pass
+
+
+class TestMemory(Memory, BreakageContract):
+    pass
+
+
+@pytest.fixture
+def local(tmp_path):
+    return LocalStorage(str(tmp_path / "run"))
+
+
+def test_a_dry_run_names_every_operation(local):
+    plan = FaultPlan()
+    storage = FaultyStorage(local, plan)
+    write_object(storage, PATH, b"x" * 5000)
+    read_object(storage, PATH)
+    storage.put("step-00000001/small", b"small")
+    storage.get("step-00000001/small")
+    storage.stamp(PATH)
+    storage.list()
+    with storage.lease(PATH):
+        storage.is_leased(PATH)
+    storage.delete(PATH)
+    storage.delete_abandoned("step-00000001/small")
+    storage.delete_directory("step-00000001")
+
+    assert (
+        plan.operations
+        == (
+            "begin write publish size reader read_into put get stamp list lease is_leased delete delete_abandoned "
+            "delete_directory"
+        ).split()
+    )
+    assert plan.happened == []
+    assert everything(local) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EIO, LevelUnavailable),
+        (errno.ESTALE, LevelUnavailable),
+        (errno.EROFS, LevelUnavailable),
+        (errno.ENOSPC, LevelFull),
+        (errno.EDQUOT, LevelFull),
+        (errno.ENOENT, FileNotFoundError),
+        (errno.EEXIST, NameTaken),
+    ],
+)
+def test_it_fails_as_a_real_place_does(local, number, kind):
+    storage = FaultyStorage(local, FaultPlan(Fail(1, error=number)))
+    with pytest.raises(kind):
+        storage.put(PATH, b"x")
+    assert local.list() == []
+    storage.put(PATH, b"x")
+    assert local.get(PATH) == b"x"
+
+
+@pytest.mark.parametrize("operation", ["put", "delete", "publish", "begin"])
+@pytest.mark.parametrize("after", [False, True])
+def test_it_fails_before_or_after_the_operation_took_effect(local, operation, after):
+    storage = FaultyStorage(local, FaultPlan(Fail(1, operation=operation, after=after)))
+    local.put("step-00000001/old", b"old")
+    with pytest.raises(LevelUnavailable, match=f"fault at {operation}"):
+        {
+            "put": lambda: storage.put(PATH, b"x"),
+            "delete": lambda: storage.delete("step-00000001/old"),
+            "publish": lambda: write_object(storage, PATH, b"x"),
+            "begin": lambda: write_object(storage, PATH, b"x"),
+        }[operation]()
+
+    names = set(local.list("step-00000001"))
+    assert ("object" in names) == (after and operation in ("put", "publish"))
+    assert ("old" in names) == (not (after and operation == "delete"))
+    assert names <= {"object", "old"}
+
+
+def test_a_fault_counts_all_operations_or_those_of_one_name_once_or_lasting(local):
+    plan = FaultPlan(Fail(2, operation="put"), Fail(5), Fail(3, operation="get", lasting=True))
+    storage = FaultyStorage(local, plan)
+    outcome = []
+    for call in ("put", "put", "get", "get", "put", "put", "get", "get", "put"):
+        try:
+            storage.put(PATH, b"x") if call == "put" else storage.get(PATH)
+        except LevelUnavailable:
+            outcome.append(False)
+        else:
+            outcome.append(True)
+
+    assert outcome == [True, False, True, True, False, True, False, False, True]
+    assert [fault.at for fault in plan.happened] == [2, 5, 3, 3]
+    plan.clear()
+    assert storage.get(PATH) == b"x"
+
+
+@pytest.mark.parametrize("claims_success", [False, True])
+def test_what_is_truncated_lost_its_end(local, claims_success):
+    data = pattern(1000)
+    local.put("step-00000001/whole", data)
+
+    def storage(operation: str) -> FaultyStorage:
+        return FaultyStorage(local, FaultPlan(Truncate(1, operation=operation, claims_success=claims_success)))
+
+    out = memoryview(bytearray(1000))
+    works = {
+        "put": (lambda: storage("put").put("step-00000001/put", data), LevelUnavailable),
+        "get": (lambda: storage("get").get("step-00000001/whole"), ShardCorrupt),
+        "read_into": (lambda: storage("read_into").read_into("step-00000001/whole", 0, out), ShardCorrupt),
+        "write": (lambda: write_object(storage("write"), "step-00000001/written", data), LevelUnavailable),
+    }
+    for work, error in works.values():
+        if not claims_success:
+            with pytest.raises(error):
+                work()
+        elif (got := work()) is not None:
+            assert got == data[:500]
+
+    assert out == data[:500] + bytes(500)
+    assert local.get("step-00000001/put") == data[:500]
+    assert local.list("step-00000001") == (["put", "whole", "written"] if claims_success else ["put", "whole"])
+    if claims_success:
+        assert local.get("step-00000001/written") == data[:500] + bytes(500)
+    assert storage("list").list("step-00000001") == local.list("step-00000001")[:-1]
+
+
+def test_what_is_flipped_differs_in_one_bit_and_only_there(local):
+    data = pattern(100)
+    written = memoryview(bytearray(data))
+    FaultyStorage(local, FaultPlan(Flip(1))).put("step-00000001/put", data)
+    write_object(FaultyStorage(local, FaultPlan(Flip(1, operation="write"))), "step-00000001/written", data)
+    local.put("step-00000001/whole", data)
+    got = FaultyStorage(local, FaultPlan(Flip(1))).get("step-00000001/whole")
+    out = memoryview(bytearray(100))
+    FaultyStorage(local, FaultPlan(Flip(1))).read_into("step-00000001/whole", 0, out)
+
+    for bad in (local.get("step-00000001/put"), local.get("step-00000001/written"), got, bytes(out)):
+        assert len(bad) == 100
+        assert sum((one ^ other).bit_count() for one, other in zip(bad, data, strict=True)) == 1
+    assert written == data
+    assert local.get("step-00000001/whole") == data
+
+
+def test_what_hangs_goes_on_when_it_is_released(local):
+    plan = FaultPlan(Hang(1))
+    thread = threading.Thread(target=FaultyStorage(local, plan).put, args=(PATH, b"x"))
+    thread.start()
+    try:
+        assert plan.hanging.wait(30)
+        assert local.list() == []
+        assert thread.is_alive()
+    finally:
+        plan.release()
+        thread.join(30)
+    assert local.get(PATH) == b"x"
+
+
+def test_a_delay_and_an_action_come_before_the_operation(local):
+    seen = []
+    plan = FaultPlan(Delay(1, seconds=0.001), Act(1, action=lambda: seen.append(local.list())))
+    FaultyStorage(local, plan).put(PATH, b"x")
+
+    assert seen == [[]]
+    assert local.get(PATH) == b"x"
+    assert [type(fault) for fault in plan.happened] == [Delay, Act]
+
+
+def test_operations_of_many_threads_are_counted_and_one_fails(local):
+    plan = FaultPlan(Fail(50))
+    storage = FaultyStorage(local, plan)
+    failed = []
+
+    def work() -> None:
+        for _ in range(25):
+            try:
+                storage.list()
+            except LevelUnavailable:
+                failed.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+    assert len(plan.operations) == 100
+    assert failed == [1]
+
+
+def test_a_disk_that_fills_up_at_any_operation_of_a_write_leaves_what_was_there(tmp_path):
+    """A real full tmpfs, without space for one more byte or name."""
+    small = tmp_path / "small"
+    mount(small, "256k")
+    try:
+        local = LocalStorage(str(small / "run"))
+        store = SnapshotStore(local)
+        Snapshot(1).write(store)
+        dry = FaultPlan()
+        Snapshot(2).write(SnapshotStore(FaultyStorage(local, dry)))
+
+        def fill() -> None:
+            with open(small / "filler", "wb", buffering=0) as filler:
+                try:
+                    while filler.write(bytes(4096)):
+                        pass
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+
+        outcomes = []
+        for step, n in enumerate(range(1, len(dry.operations) + 1), 3):
+            before = everything(local)
+            try:
+                Snapshot(step).write(SnapshotStore(FaultyStorage(local, FaultPlan(Act(n, action=fill)))))
+            except LevelFull as error:
+                outcomes.append("full")
+                assert "free space" in str(error)
+                assert everything(local) == before
+            else:
+                outcomes.append("written")
+            # Also while it is still full: what was there can be read, and old snapshots can go.
+            assert 2 in look(store).steps()
+            assert look(store).problems == ()
+            os.unlink(small / "filler")
+            if outcomes[-1] == "written":
+                for path in set(everything(local)) - set(before):
+                    local.delete(path)
+                local.delete_directory(f"step-{step:08d}")
+
+        assert set(outcomes) == {"full", "written"}
+        Snapshot(100).write(store)
+        assert look(store).steps() == [1, 2, 100]
+        assert len(everything(local)) == 6
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.parametrize("how", ["fails after", "is taken"])
+@pytest.mark.parametrize("operation", ["publish", "put"])
+def test_an_answer_that_is_lost_costs_no_snapshot(local, operation, how):
+    """A driver that repeats what it got no answer to is told that its own object is in the way."""
+    store = SnapshotStore(local)
+    Snapshot(1).write(store)
+    number = errno.EEXIST if how == "is taken" else errno.EIO
+    faulty = SnapshotStore(FaultyStorage(local, FaultPlan(Fail(1, operation=operation, error=number, after=True))))
+    try:
+        Snapshot(2).write(faulty)
+        expected = [1, 2]
+    except LazySnapError:
+        expected = [1]
+
+    assert look(store).steps() == expected
+    assert look(store).problems == ()
+    store.sweep(0, 1)
+    assert len(everything(local)) == 2 * len(expected)
