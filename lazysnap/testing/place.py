@@ -133,7 +133,7 @@ def wait():
 
 
 class Child:
-    """Another process with a client ``storage`` of the place; it talks with ``say()``, and waits for us in ``wait()``."""
+    """Another process with a client ``storage`` of the place; it calls ``say()``, and ``wait()`` waits for us."""
 
     def __init__(self, elsewhere: str, code: str) -> None:
         text = _CHILD.format(storage=elsewhere, code=code)

@@ -8,6 +8,7 @@ import sys
 import pytest
 from places import Disk, Memory, Tmpfs
 
+from lazysnap.levels.local import LocalStorage
 from lazysnap.testing import FaultPlan, FaultyStorage, StorageContract, StoreContract
 
 
@@ -27,8 +28,8 @@ class TestFaultyWithoutFaults(Tmpfs, StorageContract, StoreContract):
     """A plan without faults changes nothing."""
 
     @pytest.fixture
-    def make_storage(self, make_storage):
-        return lambda name="run": FaultyStorage(make_storage(name), FaultPlan())
+    def make_storage(self, root):
+        return lambda name="run": FaultyStorage(LocalStorage(os.path.join(root, name)), FaultPlan())
 
     def limit_small(self, storage, monkeypatch):
         return super().limit_small(storage.storage, monkeypatch)
