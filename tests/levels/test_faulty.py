@@ -37,6 +37,11 @@ class TestMemory(Memory, BreakageContract):
     pass
 
 
+def endless(file) -> None:
+    while True:
+        file.write(bytes(4096))
+
+
 @pytest.fixture
 def local(tmp_path):
     return LocalStorage(str(tmp_path / "run"))
@@ -57,11 +62,8 @@ def test_a_dry_run_names_every_operation(local):
     storage.delete_abandoned("step-00000001/small")
     storage.delete_directory("step-00000001")
 
-    assert (
-        plan.operations
-        == "begin write publish size reader read_into put get stamp list lease is_leased delete".split()  # noqa: SIM905
-        + ["delete_abandoned", "delete_directory"]
-    )
+    names = "begin write publish size reader read_into put get stamp list lease is_leased delete"
+    assert plan.operations == [*names.split(), "delete_abandoned", "delete_directory"]
     assert plan.happened == []
     assert everything(local) == []
 
@@ -229,10 +231,8 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_write_leaves_what_was_there(
         Snapshot(2).write(SnapshotStore(FaultyStorage(local, dry)))
 
         def fill() -> None:
-            with open(small / "filler", "wb", buffering=0) as filler:
-                with pytest.raises(OSError, match="No space left"):
-                    while filler.write(bytes(4096)):
-                        pass
+            with pytest.raises(OSError, match="No space left"), open(small / "filler", "wb", buffering=0) as filler:
+                endless(filler)
 
         outcomes = []
         for step, n in enumerate(range(1, len(dry.operations) + 1), 3):
