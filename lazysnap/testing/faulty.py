@@ -1,7 +1,8 @@
 """A storage that breaks at the n-th operation, in the way that was asked for; over any other storage.
 
 Every call of the protocol is one operation with a name: ``begin write publish put get reader read_into size stamp list
-lease is_leased delete delete_abandoned delete_directory``. A dry run counts them, so that a test can go through all::
+lease is_leased delete delete_abandoned delete_directory abort_stale``. A dry run counts them, so that a test can go
+through all::
 
     plan = FaultPlan()
     work(SnapshotStore(FaultyStorage(storage, plan)))
@@ -33,7 +34,9 @@ WRITES = frozenset({"write", "put"})
 READS = frozenset({"get", "read_into"})
 DATA_OPERATIONS = WRITES | READS
 """Those that move the bytes of objects: what ``Flip`` and ``Truncate`` act on (``Truncate`` also on ``list``)."""
-CHANGES = frozenset({"begin", "write", "publish", "put", "delete", "delete_abandoned", "delete_directory"})
+CHANGES = frozenset(
+    {"begin", "write", "publish", "put", "delete", "delete_abandoned", "delete_directory", "abort_stale"}
+)
 """Those that change what is at the place."""
 
 
@@ -332,6 +335,10 @@ class FaultyStorage:
     def stamp(self, path: str) -> object:
         """Ask, perhaps."""
         return self._do("stamp", path, lambda: self.storage.stamp(path))
+
+    def abort_stale(self, path: str = "") -> list[str]:
+        """Give up, perhaps."""
+        return self._do("abort_stale", path, lambda: self.storage.abort_stale(path))
 
     def list(self, path: str = "") -> list[str]:
         """List, perhaps."""

@@ -66,6 +66,7 @@ class ObjectContract(Place):
         storage.delete("step-00000001/object")
         storage.delete_directory("step-00000001")
         assert not storage.delete_abandoned("step-00000001/object")
+        assert storage.abort_stale() == []
         assert make_storage().list() == []
 
     @pytest.mark.parametrize("size", SIZES)

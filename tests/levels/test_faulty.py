@@ -61,9 +61,10 @@ def test_a_dry_run_names_every_operation(local):
     storage.delete(PATH)
     storage.delete_abandoned("step-00000001/small")
     storage.delete_directory("step-00000001")
+    storage.abort_stale()
 
     names = "begin write publish size reader read_into put get stamp list lease is_leased delete"
-    assert plan.operations == [*names.split(), "delete_abandoned", "delete_directory"]
+    assert plan.operations == [*names.split(), "delete_abandoned", "delete_directory", "abort_stale"]
     assert plan.happened == []
     assert everything(local) == []
 
