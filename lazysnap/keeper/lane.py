@@ -171,7 +171,7 @@ class Lane:
         source = SlotSource(work.slot, work.status, beat)
         store = self._opened(source.meta)
         with self._frozen(store, source.meta, beat):
-            entry, manifest = store.write_entry(source.meta, PacedSource(source, self._pace, beat))
+            entry, manifest = store.write_entry(source.meta, PacedSource(source, self._pace, beat), beat=beat)
         return Committed(work.status.sequence, entry, manifest, self._index)
 
     def _copy(self, item: Committed, beat: Beat) -> Committed:
@@ -185,7 +185,7 @@ class Lane:
             FileSource(origin.storage, path, item.manifest.size_bytes) as source,
         ):
             paced = PacedSource(source, self._pace, beat)
-            entry, manifest = store.write_entry(meta, paced, expected=item.manifest.checksums.whole)
+            entry, manifest = store.write_entry(meta, paced, expected=item.manifest.checksums.whole, beat=beat)
         return Committed(item.sequence, entry, manifest, self._index)
 
     def _origin(self, item: Committed) -> SnapshotStore:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lazysnap import faults
-from lazysnap.errors import LevelError, NameTaken, ShardCorrupt
+from lazysnap.errors import FormatError, LevelError, NameTaken, ShardCorrupt
 from lazysnap.levels.files import PAGE
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
@@ -66,6 +66,11 @@ class ShardPlace:
         except (LevelError, OSError) as error:
             logger.warning("left in %s/%s: %s", self.storage.url, self.directory, error)
 
+    def remove_if_empty(self) -> None:
+        """Remove the directory that a failed write may have made, or leave it for the next sweep."""
+        with contextlib.suppress(LevelError, OSError):
+            self.storage.delete_directory(self.directory)
+
 
 def write_shard(place: ShardPlace, meta: CaptureMeta, source: BlockSource, *, expected: str | None = None) -> Manifest:
     """Write and commit; on return both files are durable.
@@ -74,7 +79,11 @@ def write_shard(place: ShardPlace, meta: CaptureMeta, source: BlockSource, *, ex
     ``expected`` digest; LevelError, CaptureAborted, OSError, and nothing is left or visible.
     """
     faults.point("level.store.begin")
-    writer = place.storage.begin(place.shard_path, source.size_bytes)
+    try:
+        writer = place.storage.begin(place.shard_path, source.size_bytes)
+    except BaseException:
+        place.remove_if_empty()
+        raise
     is_published = False
     # Until it is closed, no sweep of another process takes the shard for garbage.
     with contextlib.closing(writer):
@@ -90,6 +99,8 @@ def write_shard(place: ShardPlace, meta: CaptureMeta, source: BlockSource, *, ex
             faults.point("level.store.commit")
             place.storage.put(place.manifest_path, manifest.encode(), exclusive=True)
         except NameTaken:
+            if is_published and _is_there(place, manifest):
+                return manifest  # a driver repeated what it got no answer to, and was told of its own
             writer.close()
             if is_published:  # a manifest that lost its shard, or a place that cannot keep names apart: leave it alone
                 place.delete_or_leave(shard_only=True)
@@ -99,8 +110,18 @@ def write_shard(place: ShardPlace, meta: CaptureMeta, source: BlockSource, *, ex
             writer.close()
             if is_published:
                 place.delete_or_leave()
+            else:
+                place.remove_if_empty()
             raise
     return manifest
+
+
+def _is_there(place: ShardPlace, manifest: Manifest) -> bool:
+    """Whether the manifest that stands there is this very one."""
+    try:
+        return place.storage.get(place.manifest_path) == manifest.encode()
+    except (LevelError, FormatError, OSError):
+        return False
 
 
 def _write_blocks(place: ShardPlace, writer: Writer, source: BlockSource) -> tuple[Checksums, int]:

@@ -10,6 +10,7 @@ Layout (docs/format.md)::
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,8 @@ from lazysnap.shard.manifest import (
     parse_rank_name,
     shard_name,
 )
+
+logger = logging.getLogger(__name__)
 
 _NAME_ATTEMPTS = 5
 _USUAL_NAMES = 3
@@ -88,12 +91,18 @@ class SnapshotStore:
         return self.write_entry(meta, source)[1]
 
     def write_entry(
-        self, meta: CaptureMeta, source: BlockSource, *, expected: str | None = None
+        self,
+        meta: CaptureMeta,
+        source: BlockSource,
+        *,
+        expected: str | None = None,
+        beat: Callable[[], None] | None = None,
     ) -> tuple[Entry, Manifest]:
         """Write and commit one shard; where it is now, and its manifest.
 
         Durable: on return, shard and manifest survive a power cut. A committed shard is never written over, also not by
-        another writer at the same moment: another name is used, and an older one of the same run goes after the commit.
+        another writer at the same moment: another name is used, and an older one of the same run goes after the commit,
+        if the new one is read back whole (``beat`` is called for every block of it).
         Raises: LevelError, and nothing of the shard is left or visible; CaptureAborted likewise; ShardCorrupt, if what
         was read has not the ``expected`` digest (``Checksums.whole``).
         """
@@ -111,10 +120,23 @@ class SnapshotStore:
                     self._sound[place.manifest_path] = manifest.created_ns
                 # Nothing after the commit may fail the snapshot.
                 faults.point("level.store.committed")
-                for old in previous:
-                    ShardPlace(self.storage, old, meta.rank, meta.world_size).delete_or_leave()
-                return self._entry(meta, directory), manifest
+                entry = self._entry(meta, directory)
+                if previous:
+                    self._replace(previous, entry, beat)
+                return entry, manifest
         raise LevelUnavailable(f"{self.url}: step {meta.step}: other writers took every name; does the job run twice?")
+
+    def _replace(self, previous: list[str], entry: Entry, beat: Callable[[], None] | None) -> None:
+        """Delete older copies of a shard now that there is a newer one, if that is whole and nobody reads them."""
+        try:
+            if not self.storage.checks_writes:
+                self.verify_entry(entry, beat)
+            for old in previous:
+                place = ShardPlace(self.storage, old, entry.rank, entry.world_size)
+                if not self.storage.is_leased(place.shard_path):
+                    place.delete_or_leave()
+        except (LazySnapError, OSError) as error:
+            logger.warning("%s: older copies of step %d stay: %s", self.url, entry.step, error)
 
     def write_frozen(self, meta: CaptureMeta, source: BlockSource, digest: str) -> Manifest:
         """Write and commit the image of a run's immutable tensors, unless it is there already.

@@ -106,6 +106,7 @@ SCENARIOS = {
 FAULTS: dict[str, Callable[[int], Fault]] = {
     "fails before": lambda n: Fail(n),
     "fails after": lambda n: Fail(n, after=True),
+    "is told of its own": lambda n: Fail(n, error=errno.EEXIST, after=True),
     "full": lambda n: Fail(n, error=errno.ENOSPC),
     "is away from then on": lambda n: Fail(n, error=errno.ESTALE, lasting=True),
     "answers nothing from then on": lambda n: Fail(n, after=True, lasting=True),
@@ -121,6 +122,8 @@ def _concerns(fault: Fault, operation: str) -> bool:
         return operation in DATA_OPERATIONS
     if isinstance(fault, Truncate):
         return operation in DATA_OPERATIONS or (operation == "list" and fault.claims_success)
+    if isinstance(fault, Fail) and fault.error == errno.EEXIST:
+        return operation in ("publish", "put")
     return not (isinstance(fault, Fail) and fault.after) or operation in CHANGES or fault.lasting
 
 

@@ -162,6 +162,19 @@ class StoreContract(Place):
         assert store.read_manifest(entry).size_bytes == len(again.image)
         assert len(everything(store.storage)) == 2
 
+    def test_the_same_step_again_leaves_what_is_being_read(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """By another client."""
+        if not self.has_leases:
+            pytest.skip("this place has no leases")
+        store, reader = make_store(), make_store()
+        entry = Snapshot(1).write(store)
+
+        def write() -> None:
+            Snapshot(1, elements=6000).write(store)
+
+        read_whole(reader, entry, write)
+        assert look(store).steps() == [1, 1]
+
     def test_writers_of_one_step_of_several_runs_are_all_served(self, make_store: Callable[[], SnapshotStore]) -> None:
         """At once, each with a client of its own."""
         if not self.is_exclusive:
