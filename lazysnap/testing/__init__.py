@@ -10,7 +10,7 @@ except ImportError as error:
 
 # Before they are imported: a failed assertion shows its values.
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{name}" for name in ("place", "objects", "writers", "snapshots", "stores", "breakage"))
+    *(f"{__name__}.{name}" for name in ("place", "objects", "writers", "snapshots", "immutable", "stores", "breakage"))
 )
 
 from lazysnap.testing.breakage import BreakageContract  # noqa: E402

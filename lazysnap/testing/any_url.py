@@ -6,6 +6,7 @@ Below that URL a directory of its own is made for each test, and removed. Furthe
 
 * ``LAZYSNAP_TEST_OPTIONS``: ``PersistentLevel.storage_options`` as JSON.
 * ``LAZYSNAP_TEST_WITHOUT``: what the place cannot do, any of ``exclusive leases death processes`` (``testing.Place``).
+* ``LAZYSNAP_TEST_EVERY``: break every n-th operation only, where requests are slow.
 """
 
 import json
@@ -85,3 +86,5 @@ class TestStore(AnyUrl, StoreContract):
 
 class TestBreakage(AnyUrl, BreakageContract):
     """Snapshots kept there while it breaks."""
+
+    every = int(os.environ.get("LAZYSNAP_TEST_EVERY", "1"))

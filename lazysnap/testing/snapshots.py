@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lazysnap.config import PersistentLevel
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.pace import Pace
@@ -18,6 +19,7 @@ from lazysnap.testing.place import PAGE, pattern
 
 RUN, OTHER = "0" * 16, "f" * 16
 """Two runs; the other one was started later."""
+SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
 
 
 def _seed(step: int, run_id: str, rank: int) -> int:
@@ -124,3 +126,8 @@ def overwrite(storage: Storage, path: str, data: bytes) -> None:
     """What damages an object without anyone's help."""
     storage.delete(path)
     storage.put(path, data)
+
+
+def level(keep_last: int, keep_every_n_steps: int | None = None) -> PersistentLevel:
+    """Settings of a level; where it is does not matter here."""
+    return PersistentLevel("/any", keep_last=keep_last, keep_every_n_steps=keep_every_n_steps, verify=True)

@@ -6,39 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from lazysnap.config import PersistentLevel
-from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrupt
+from lazysnap.errors import CaptureAborted, FormatError, LevelError
 from lazysnap.levels.source import MemorySource
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import candidates
-from lazysnap.shard.manifest import FrozenReference
-from lazysnap.testing.place import BLOCK, PAGE, WAIT_S, MakeStorage, Place, at_once, everything, in_another_process
-from lazysnap.testing.snapshots import OTHER, RUN, Snapshot, look, overwrite, read_whole
-
-SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
+from lazysnap.testing.immutable import ImmutableContract
+from lazysnap.testing.place import BLOCK, PAGE, WAIT_S, at_once, everything, in_another_process
+from lazysnap.testing.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, level, look, read_whole
 
 
-def level(keep_last: int, keep_every_n_steps: int | None = None) -> PersistentLevel:
-    """Settings of a level; where it is does not matter here."""
-    return PersistentLevel("/any", keep_last=keep_last, keep_every_n_steps=keep_every_n_steps, verify=True)
-
-
-def base_of(number: int = 1, run_id: str = RUN) -> Snapshot:
-    """An image of immutable tensors."""
-    return Snapshot(0, run_id, 7000 + number)
-
-
-def with_base(step: int, base: Snapshot) -> Snapshot:
-    """A snapshot that refers to it."""
-    return Snapshot(step, base.run_id, frozen=FrozenReference(base.digest, len(base.image)))
-
-
-def write_base(store: SnapshotStore, base: Snapshot) -> None:
-    """Write and commit it."""
-    store.write_frozen(base.meta, base.source(), base.digest)
-
-
-class _Hooked(MemorySource):
+class HookedSource(MemorySource):
     """A source that does something on its way."""
 
     def __init__(self, snapshot: Snapshot, *, at: str, action: Callable[[], object]) -> None:
@@ -58,18 +35,8 @@ class _Hooked(MemorySource):
             self._action()
 
 
-class StoreContract(Place):
+class StoreContract(ImmutableContract):
     """What ``SnapshotStore`` promises over a storage, as tests; see ``StorageContract``."""
-
-    @pytest.fixture
-    def make_store(self, make_storage: MakeStorage) -> Callable[[], SnapshotStore]:
-        """Makes stores, each with a client of its own."""
-        return lambda: SnapshotStore(make_storage())
-
-    @pytest.fixture
-    def store(self, make_store: Callable[[], SnapshotStore]) -> SnapshotStore:
-        """One of them."""
-        return make_store()
 
     @pytest.mark.parametrize("elements", [0, 1, PAGE, 5000, BLOCK - PAGE, BLOCK - PAGE + 1, 2 * BLOCK + 1])
     def test_what_was_written_is_read_back(self, make_store: Callable[[], SnapshotStore], elements: int) -> None:
@@ -101,7 +68,7 @@ class StoreContract(Place):
         before = everything(store.storage)
         snapshot = Snapshot(2, elements=BLOCK)
         with pytest.raises(CaptureAborted):
-            store.write(snapshot.meta, _Hooked(snapshot, at=at, action=abort))
+            store.write(snapshot.meta, HookedSource(snapshot, at=at, action=abort))
 
         assert everything(store.storage) == before
         assert look(store).steps() == [1]
@@ -111,7 +78,7 @@ class StoreContract(Place):
         store, other, seen = make_store(), make_store(), []
         Snapshot(1).write(store)
         snapshot = Snapshot(2)
-        store.write(snapshot.meta, _Hooked(snapshot, at="finish", action=lambda: seen.append(look(other))))
+        store.write(snapshot.meta, HookedSource(snapshot, at="finish", action=lambda: seen.append(look(other))))
 
         assert seen[0].steps() == [1]
         assert seen[0].problems == ()
@@ -155,7 +122,7 @@ class StoreContract(Place):
         """A resumed run passes a step again, perhaps with other bytes."""
         Snapshot(1).write(store)
         seen, again = [], Snapshot(1, elements=6000)
-        store.write(again.meta, _Hooked(again, at="finish", action=lambda: seen.append(look(store))))
+        store.write(again.meta, HookedSource(again, at="finish", action=lambda: seen.append(look(store))))
 
         assert seen[0].steps() == [1]
         (entry,) = look(store).whole
@@ -307,7 +274,7 @@ class StoreContract(Place):
             swept.extend(make_store().sweep(0, 1))
 
         for at in ("wait", "finish"):
-            store.write(snapshot.meta, _Hooked(snapshot, at=at, action=sweep))
+            store.write(snapshot.meta, HookedSource(snapshot, at=at, action=sweep))
             swept += make_store().sweep(None, None)
         assert swept == []
         assert set(look(store).steps()) == {1, 2}
@@ -331,12 +298,12 @@ class StoreContract(Place):
         code = f"""
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.testing.snapshots import Snapshot
-from lazysnap.testing.stores import _Hooked
+from lazysnap.testing.stores import HookedSource
 snapshot = Snapshot(2, elements={BLOCK})
 def stop():
     say("written")
     wait()
-SnapshotStore(storage).write(snapshot.meta, _Hooked(snapshot, at="finish", action=stop))
+SnapshotStore(storage).write(snapshot.meta, HookedSource(snapshot, at="finish", action=stop))
 """
         store = make_store()
         Snapshot(1).write(store)
@@ -350,87 +317,6 @@ SnapshotStore(storage).write(snapshot.meta, _Hooked(snapshot, at="finish", actio
         assert look(store).steps() == [1, 2]
         if self.notices_death:
             assert len(everything(store.storage)) == 4
-
-    # ---------------------------------------------------------------- immutable tensors
-
-    def test_immutable_tensors_are_stored_once(self, make_store: Callable[[], SnapshotStore]) -> None:
-        """For all snapshots of the run that refer to them, whoever writes; and found again."""
-        base = base_of()
-        errors = at_once(*[lambda: write_base(make_store(), base) for _ in range(4)])
-        assert [error for error in errors if not isinstance(error, LevelError | None)] == []
-        write_base(make_store(), base)
-        for step in (1, 2):
-            with_base(step, base).write(make_store())
-
-        store = make_store()
-        (image,) = store.inventory().frozen
-        assert (image.run_id, image.digest) == (RUN, base.digest)
-        out = memoryview(bytearray(len(base.image)))
-        store.read_frozen_image(image, store.read_frozen_manifest(image), out)
-        assert out == base.image
-        assert len(everything(store.storage)) == 6
-        assert [list(plan.frozen) for plan in candidates([store.inventory()])] == [[base.digest]] * 2
-
-    def test_immutable_tensors_of_another_content_are_not_committed(self, store: SnapshotStore) -> None:
-        """Their content is their name."""
-        base = base_of()
-        with pytest.raises(ShardCorrupt):
-            store.write_frozen(base.meta, base_of(2).source(), base.digest)
-        assert everything(store.storage) == []
-
-    def test_immutable_tensors_go_with_the_last_snapshot_that_refers_to_them(
-        self, make_store: Callable[[], SnapshotStore]
-    ) -> None:
-        """Of their own run; and while someone holds them they stay."""
-        first, second, other = base_of(1), base_of(2), base_of(1, OTHER)
-        store = make_store()
-        for base in (first, second, other):
-            write_base(store, base)
-        for step, base in ((1, first), (2, first), (3, second)):
-            with_base(step, base).write(store)
-        with_base(1, other).write(store)
-
-        def digests() -> set[tuple[str, str]]:
-            return {(image.run_id, image.digest) for image in make_store().inventory().frozen}
-
-        assert make_store().retain(level(2), RUN) == [1]
-        assert digests() == {(RUN, first.digest), (RUN, second.digest), (OTHER, other.digest)}
-        if self.has_leases:
-            with make_store().frozen_lease(RUN, first.digest):
-                assert make_store().retain(level(1), RUN) == [2]
-                assert (RUN, first.digest) in digests()
-        make_store().retain(level(1), RUN)
-        assert digests() == {(RUN, second.digest), (OTHER, other.digest)}
-        assert look(make_store()).steps(RUN) == [3]
-        assert look(make_store()).steps(OTHER) == [1]
-        assert len(everything(store.storage)) == 8
-
-    def test_a_snapshot_without_its_immutable_tensors_is_no_candidate(
-        self, make_store: Callable[[], SnapshotStore]
-    ) -> None:
-        """Nor counted by retention: the older complete one stays."""
-        store, base = make_store(), base_of()
-        Snapshot(1).write(store)
-        write_base(store, base)
-        with_base(2, base).write(store)
-        (image,) = store.inventory().frozen
-        overwrite(store.storage, f"{image.location}/{MANIFEST}", b"damaged")
-
-        assert [plan.step for plan in candidates([make_store().inventory()])] == [1]
-        assert make_store().retain(level(1), RUN) == []
-        assert 1 in look(make_store()).steps()
-
-    def test_damaged_immutable_tensors_are_found(self, make_store: Callable[[], SnapshotStore]) -> None:
-        """Before a byte of them is believed."""
-        store, base = make_store(), base_of()
-        write_base(store, base)
-        (image,) = store.inventory().frozen
-        path = f"{image.location}/{SHARD}"
-        data = store.storage.get(path)
-        overwrite(store.storage, path, data[:-1] + bytes([data[-1] ^ 1]))
-
-        with pytest.raises(ShardCorrupt):
-            make_store().verify_entry(image)
 
     def test_a_long_read_and_retention_do_not_wait_for_each_other(
         self, make_store: Callable[[], SnapshotStore]
