@@ -75,7 +75,9 @@ class Delay(Fault):
 
 @dataclass(frozen=True)
 class Truncate(Fault):
-    """The second half of what is written or read is lost; of a listing, the last name."""
+    """The second half of what is written or read is lost (zeros, where more of the object follows); of a listing, the
+    last name.
+    """
 
     claims_success: bool = field(default=False, kw_only=True)
     """Say nothing of it. Else a write raises LevelUnavailable, a read ShardCorrupt. (A listing says nothing ever.)"""
@@ -184,6 +186,11 @@ class _Operation:
         """The truncation that is due."""
         return next((fault for fault in self.faults if isinstance(fault, Truncate)), None)
 
+    @property
+    def claims_success(self) -> bool:
+        """Whether nothing is to be said of a truncation."""
+        return self.truncation is not None and self.truncation.claims_success
+
     def damaged(self, data: memoryview, counting: int) -> memoryview:
         """``data`` as it arrives: itself, or a copy cut or with a bit flipped within the bytes that count."""
         if self.truncation is not None:
@@ -197,13 +204,13 @@ class _Operation:
 
     def end_write(self) -> None:
         """Raise what follows a write."""
-        if self.truncation is not None and not self.truncation.claims_success:
+        if self.truncation is not None and not self.claims_success:
             self.raise_error(errno.EIO)
         self.fail(after=True)
 
     def end_read(self) -> None:
         """Raise what follows a read."""
-        if self.truncation is not None and not self.truncation.claims_success:
+        if self.truncation is not None and not self.claims_success:
             raise ShardCorrupt(f"{self._url}: {self._what}: ends before")
         self.fail(after=True)
 
@@ -221,7 +228,13 @@ class FaultyWriter:
         """Write, perhaps."""
         operation = _Operation(self._storage, "write", f"{self._path} at {offset}")
         operation.fail(after=False)
-        self._writer.write(offset, operation.damaged(data, min(len(data), self._size - offset)))
+        counting = min(len(data), self._size - offset)
+        arrives = operation.damaged(data, counting)
+        if len(arrives) < len(data) and operation.claims_success:
+            whole = map_anonymous(len(data))  # a hole: later blocks are where they belong
+            whole[: len(arrives)] = arrives
+            arrives = whole
+        self._writer.write(offset, arrives)
         operation.end_write()
 
     def publish(self) -> None:
