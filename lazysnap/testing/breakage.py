@@ -187,7 +187,6 @@ class BreakageContract(Place):
         store.retain(LAST, RUN)
         assert 9 in look(store).steps()
         store.sweep(0, 1)
-        store.sweep(0, 1)
         if not is_silent:
             assert everything(store.storage) == _needed(store)
 
