@@ -242,9 +242,12 @@ def _is_eligible(parameter: torch.nn.Parameter) -> bool:
 
 
 def choose_frozen(
-    named: Iterable[tuple[str, torch.Tensor]], source: StateSource, banned: Collection[str] = ()
+    named: Iterable[tuple[str, torch.Tensor]],
+    source: StateSource,
+    banned: Collection[str] = (),
+    least_bytes: int = LEAST_BYTES,
 ) -> FrozenSet | None:
-    """The immutable ones among the tensors of a state, ``None`` if they are not worth it.
+    """The immutable ones among the tensors of a state, ``None`` if they are fewer than ``least_bytes``.
 
     What shares memory with anything else of the state, or with what an optimizer holds, is not immutable; nor is what
     stands under a ``banned`` name.
@@ -271,7 +274,7 @@ def choose_frozen(
         for identity, names in found.items()
         if _storage(candidates[identity][0]) not in busy
     }
-    if sum(identity[1] for identity, _, _ in chosen.values()) < LEAST_BYTES:
+    if sum(identity[1] for identity, _, _ in chosen.values()) < least_bytes:
         return None
     return _make(chosen)
 

@@ -84,6 +84,7 @@ class FrozenTensors:
         with self._lock:
             self._unverified.clear()
         self._set, self._freezing = frozen, None
+        self._log.statistics.frozen_bytes = 0
         if frozen is not None:
             self._freeze(frozen)
 

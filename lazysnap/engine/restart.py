@@ -34,6 +34,9 @@ def fetch(
     name = None if which == LATEST or step is not None else str(which)
     if name is not None:
         check_name(name)
+    levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(config.levels)}
+    for level in levels.values():
+        level.begin_inventory()
     memory = MemoryHoldings()
     if client is not None:
         try:
@@ -41,7 +44,6 @@ def fetch(
             memory = client.inventory(config.keeper_timeout_s)
         except KeeperUnavailable as error:
             log.note_once("keeper", "no snapshot in memory can be used: %s", error)
-    levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(config.levels)}
     reader = SnapshotReader(levels, memory)
     snapshot = reader.read(reader.plans(step=step, name=name), expected)
     for problem in reader.problems:

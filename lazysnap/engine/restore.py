@@ -64,9 +64,7 @@ class SnapshotReader:
 
     @cached_property
     def _inventories(self) -> list[Inventory]:
-        """Of all levels at once. One that does not answer is a problem noted, not an error."""
-        for level in self._levels.values():
-            level.begin_inventory()
+        """Of all levels. One that does not answer is a problem noted, not an error."""
         found = []
         for level in self._levels.values():
             try:

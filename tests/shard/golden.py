@@ -1,13 +1,22 @@
-"""The objects that the golden bytes of format version 1 hold. Never edited: a new version gets new ones."""
+"""The objects that the golden bytes of each format version hold. Never edited: a new version gets new ones."""
 
 import pathlib
 
 import torch
 
+from lazysnap.capture.frozen import choose_frozen
 from lazysnap.capture.plan import make_plan, view_of
 from lazysnap.levels.local import PAGE
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.manifest import CaptureMeta, Manifest, directory_name, manifest_name, shard_name
+from lazysnap.shard.manifest import (
+    CaptureMeta,
+    FrozenReference,
+    Manifest,
+    directory_name,
+    frozen_directory_name,
+    manifest_name,
+    shard_name,
+)
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
@@ -66,3 +75,68 @@ def shard_path() -> pathlib.Path:
 
 def manifest_path() -> pathlib.Path:
     return FOLDER / directory_name(1000) / manifest_name(0, 1)
+
+
+# ---------------------------------------------------------------- version 2: immutable tensors in a file of their own
+
+FOLDER_2 = pathlib.Path(__file__).parents[1] / "golden" / "v2"
+
+
+class Base(torch.nn.Module):
+    """Tied weights, a dtype that a shard has no name for, and one parameter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4), requires_grad=False)
+        self.tied = self.weight
+        self.wide = torch.nn.Parameter(torch.tensor([1 + 2j, -3.5j], dtype=torch.complex128), requires_grad=False)
+        self.adapter = torch.nn.Parameter(torch.tensor([[0.5, -0.25]]))
+
+
+class State2(ObjectState):
+    """Without random numbers: they differ at every start."""
+
+    def collect(self) -> dict:
+        return {name: value for name, value in super().collect().items() if name != "rng"} | {"step": 7}
+
+
+def make_2() -> dict[str, bytes]:
+    """The four files as this version writes them, by path."""
+    source = State2({"model": Base()})
+    walked = walk(source.collect())
+    frozen = choose_frozen(zip(walked.names, walked.tensors, strict=True), source, least_bytes=1)
+    assert frozen is not None
+    plan = make_plan(walked, source, frozen)
+    base = bytearray(frozen.size_bytes)
+    frozen.copy_into(memoryview(base), lambda: None)
+    image = bytearray(-(-plan.layout.size_bytes // PAGE) * PAGE)
+    image[: len(plan.layout.header)] = plan.layout.header
+    for index in plan.order:
+        record = plan.records[index]
+        view_of(memoryview(image), record.offset, record.stored_dtype, record.stored_shape).copy_(walked.tensors[index])
+    del image[plan.layout.size_bytes :]
+    run = {"run_id": "0123456789abcdef", "run_started_ns": 1_700_000_000_000_000_000, "rank": 0, "world_size": 1}
+    of_base = CaptureMeta(
+        **run, step=0, captured_ns=1_700_000_000_500_000_000, tensors=frozen.logical, aliases=frozen.aliases
+    )
+    meta = CaptureMeta(
+        **run,
+        step=2000,
+        captured_ns=1_700_000_001_000_000_000,
+        tensors=plan.logical,
+        aliases=plan.aliases,
+        state=walked.skeleton,
+        packages={"lazysnap": "0.2.0"},
+        frozen=FrozenReference(Checksums.of(memoryview(base)).whole, len(base)),
+    )
+    files = {}
+    for folder, data, one in (
+        (frozen_directory_name(run["run_id"], meta.frozen.digest), base, of_base),
+        (directory_name(2000), image, meta),
+    ):
+        header_bytes = 8 + int.from_bytes(data[:8], "little")
+        checksums = Checksums.of(memoryview(data))
+        manifest = Manifest(one, shard_name(0, 1), header_bytes, checksums, 1_700_000_002_000_000_000)
+        files[f"{folder}/{shard_name(0, 1)}"] = bytes(data)
+        files[f"{folder}/{manifest_name(0, 1)}"] = manifest.encode()
+    return files
