@@ -110,6 +110,8 @@ def main():
     for step in range((snapshot.step if snapshot else 0) + 1, steps + 1):
         tuning.run(step, step)
         write("begun" if tuning.began[-1] else "skipped", step)
+        if not tuning.began[-1]:
+            engine.wait_ready(TIMEOUT_S)
     engine.close()
     write("end", hashlib.sha256(repr(sorted(tuning.facts().items())).encode()).hexdigest())
 
