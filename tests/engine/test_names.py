@@ -1,0 +1,132 @@
+"""Snapshots that were given a name stay until it is taken from them."""
+
+import os
+import signal
+
+import pytest
+from small_training import TIMEOUT_S, Training
+from tuning import until
+
+from lazysnap import PersistentLevel, SnapshotConfig
+from lazysnap.errors import ConfigError, SnapshotNotFound
+from lazysnap.levels import open_store
+
+
+def steps_at(directory):
+    return sorted({entry.step for entry in open_store(str(directory)).inventory().entries})
+
+
+def named(directory):
+    return {name: entry.step for entry in open_store(str(directory)).inventory().entries for name in entry.names}
+
+
+def durable(training, first, last):
+    for step in range(first, last + 1):
+        training.run(step, step)
+        assert training.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
+
+
+def test_a_kept_snapshot_outlives_all_others_at_every_level_and_is_restored_by_its_name(job, tmp_path):
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    training = job.start(fast, slow)
+    durable(training, 1, 2)
+    assert training.engine.keep("before-anneal") == 2
+    facts = {name: value.clone() for name, value in training.model.state_dict().items()}
+    durable(training, 3, 7)
+    assert training.engine.close()
+
+    assert steps_at(fast) == steps_at(slow) == [2, 6, 7]
+    assert named(fast) == named(slow) == {"before-anneal": 2}
+    other = job.start(fast, slow, ready=False)
+    snapshot = other.engine.restore("before-anneal")
+    assert snapshot.step == 2
+    assert all(value.equal(facts[name]) for name, value in other.model.state_dict().items())
+
+
+def test_a_released_snapshot_goes_as_any_other(job, tmp_path):
+    training = job.start(tmp_path)
+    durable(training, 1, 1)
+    training.engine.keep("a")
+    training.engine.keep("b")
+    durable(training, 2, 5)
+    assert named(tmp_path) == {"a": 1, "b": 1}
+    training.engine.release("a")
+    until(lambda: named(tmp_path) == {"b": 1})
+    training.engine.release("b")
+    until(lambda: named(tmp_path) == {})
+
+    durable(training, 6, 7)
+
+    assert training.engine.close()
+    assert steps_at(tmp_path) == [6, 7]
+
+
+def test_the_next_boundary_is_captured_and_named_where_the_last_was_not(job, tmp_path):
+    training = job.start(tmp_path, every_n_steps=5)
+    assert training.engine.keep("first") == 1
+    training.run(1, 3)
+    assert training.engine.keep("fourth") == 4
+    training.run(4, 5)
+
+    assert training.began == [True, False, False, True, False]
+    assert training.engine.close()
+    assert named(tmp_path) == {"first": 1, "fourth": 4}
+
+
+def test_a_name_is_given_though_no_level_would_take_that_step(job, tmp_path):
+    level = PersistentLevel(str(tmp_path), every_n_steps=1000)
+    memory = job.config().memory
+    training = Training(SnapshotConfig(job_id=job.job_id, levels=(level,), memory=memory, keeper_timeout_s=10))
+    job.trainings.append(training)
+    assert training.engine.wait_ready(TIMEOUT_S)
+    training.run(1, 6)
+
+    assert training.engine.keep("six") == 6
+
+    until(lambda: named(tmp_path) == {"six": 6})
+    training.run(7, 8)
+    assert training.engine.close()
+    assert named(tmp_path) == {"six": 6}
+
+
+def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp_path):
+    training = job.start(tmp_path)
+    durable(training, 1, 3)
+    os.kill(training.engine._client._connection.peer_pid, signal.SIGKILL)
+    training.run(4, 4)
+    until(lambda: training.engine.statistics().keepers_lost == 1)
+    step = training.engine.keep("kept")
+    last = 4
+    assert training.engine.wait_ready(TIMEOUT_S)
+    while not training.began[-1] or last < step:
+        last += 1
+        training.run(last, last)
+
+    durable(training, last + 1, last + 4)
+
+    assert training.engine.close()
+    assert list(named(tmp_path)) == ["kept"]
+    assert named(tmp_path)["kept"] >= step
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65, "latest", 7])
+def test_names_that_are_none_are_refused(job, tmp_path, name):
+    engine = job.start(tmp_path, ready=False).engine
+
+    for call in (engine.keep, engine.release):
+        with pytest.raises(ConfigError, match="name must be"):
+            call(name)
+
+
+def test_without_levels_nothing_can_be_kept(job):
+    with pytest.raises(ConfigError, match="no persistent level"):
+        job.start(ready=False).engine.keep("x")
+
+
+def test_a_name_that_nothing_has_is_not_found(job, tmp_path):
+    training = job.start(tmp_path)
+    durable(training, 1, 1)
+    assert training.engine.close()
+
+    with pytest.raises(SnapshotNotFound, match=r"called 'nowhere'; there are \[1\]"):
+        job.start(tmp_path, ready=False).engine.fetch("nowhere")
