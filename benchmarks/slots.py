@@ -1,0 +1,136 @@
+"""The memory level: captures into a keeper's slot and restores out of it, beside plain warm copies into and out of one.
+
+Ours is the engine as a training uses it. The copy thread is one on both sides: on a CPU the others belong to training.
+Start the process with ``WARM_HEAP`` in its environment, else each restore pays for fresh pages (1 GB/s), which is
+what a real one does once: that is part of the seconds to resume, not of this.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+import torch
+from media import BLOCK
+from rates import OURS, Samples, Side, alternate
+
+from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.arena import Slot
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.identity import JobIdentity
+
+WARM_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 26)}
+"""The C library keeps memory that was freed, and hands it out again with its pages in place."""
+_DEADLINE_S = 120.0
+
+
+class Copies:
+    """``memcpy`` with one thread between warm tensors and a populated slot."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        size = sum(tensor.nbytes for tensor in tensors)
+        self._slot = Slot.create(1 << 20, size)
+        self._slot.populate()
+        self._targets, offset = [], self._slot.image_offset
+        for tensor in tensors:
+            self._targets.append(torch.frombuffer(self._slot.buffer, dtype=tensor.dtype, count=tensor.numel(), offset=offset))
+            offset += tensor.nbytes
+
+    def write(self, number: int) -> None:
+        """Into the slot."""
+        for target, tensor in zip(self._targets, self._tensors, strict=True):
+            target.copy_(tensor)
+
+    def read(self, number: int) -> None:
+        """Out of the slot."""
+        for target, tensor in zip(self._targets, self._tensors, strict=True):
+            tensor.copy_(target)
+
+    def delete(self, number: int) -> None:
+        """Nothing to do."""
+
+
+class Capturing:
+    """A boundary, its copy, and the gate behind it."""
+
+    def __init__(self, engine: SnapshotEngine) -> None:
+        self._engine = engine
+
+    def write(self, number: int) -> None:
+        """Until the capture is whole."""
+        if not self._engine.boundary(number + 1):
+            raise RuntimeError(f"no capture began: {self._engine.statistics()}")
+        self._engine.gate()
+        if self._engine.statistics().last_whole_step != number + 1:
+            raise RuntimeError(f"the capture was dropped: {self._engine.statistics()}")
+
+    def read(self, number: int) -> None:
+        raise NotImplementedError
+
+    def delete(self, number: int) -> None:
+        """Nothing to do."""
+
+
+class Restoring:
+    """What ``restore`` does before it loads: ask the keeper, compare every block, copy every tensor out."""
+
+    def __init__(self, engine: SnapshotEngine, step: int) -> None:
+        self._engine, self._step = engine, step
+
+    def write(self, number: int) -> None:
+        raise NotImplementedError
+
+    def read(self, number: int) -> None:
+        """Until all tensors are the caller's."""
+        snapshot = self._engine.fetch()
+        if snapshot is None or snapshot.step != self._step or snapshot.skipped:
+            raise RuntimeError(f"expected step {self._step} from memory, got {snapshot}")
+
+    def delete(self, number: int) -> None:
+        """Nothing to do."""
+
+
+def _await_checksums(config: SnapshotConfig, step: int) -> None:
+    """Until the keeper computed them, in its rest after the trainer left: only then does a restore compare them."""
+    client = KeeperClient(JobIdentity.from_config(config), config)
+    deadline = time.monotonic() + _DEADLINE_S
+    while True:
+        client.connect(_DEADLINE_S)
+        entries = client.inventory(_DEADLINE_S)
+        client.abandon()
+        if any(entry.step == step and entry.checksums is not None for entry in entries):
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError("the keeper did not compute the checksums of the capture in its memory")
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _no_keeper_left(config: SnapshotConfig, state: dict[str, object]) -> Iterator[SnapshotEngine]:
+    engine = SnapshotEngine(config, state)
+    try:
+        yield engine
+    finally:
+        engine.close(drain=False)
+
+
+def measure(size: int, rounds: int) -> dict[tuple[str, str], Samples]:
+    """Writes, then reads; both with one thread."""
+    torch.set_num_threads(1)
+    count = max(1, size // (4 * BLOCK))
+    model = torch.nn.ParameterList(torch.randn(size // count // 4) for _ in range(count))
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3)}
+    config = SnapshotConfig(memory=MemoryLevel(slots=2, linger_s=60.0), job_id=f"slots-{os.getpid()}")
+    copies = Copies([parameter.detach() for parameter in model])
+    engine = SnapshotEngine(config, state)
+    if not engine.wait_ready(_DEADLINE_S):
+        raise RuntimeError("the keeper made no slots")
+    sides: dict[str, Side] = {"memcpy": copies, OURS: Capturing(engine)}
+    taken = alternate(sides, ("write",), rounds)
+    engine.abandon()
+    _await_checksums(config, rounds + 1)
+    with _no_keeper_left(config, state) as engine:
+        sides = {"memcpy": copies, OURS: Restoring(engine, rounds + 1)}
+        taken.update(alternate(sides, ("read",), rounds))
+    return taken
