@@ -144,7 +144,10 @@ class S3Client:
 
         def part(start: int, end: int) -> dict[str, Any]:
             number, body = start // BLOCK + 1, bytes(self._image[start:end])
-            return {"PartNumber": number, "ETag": self._client.upload_part(PartNumber=number, Body=body, **upload)["ETag"]}
+            return {
+                "PartNumber": number,
+                "ETag": self._client.upload_part(PartNumber=number, Body=body, **upload)["ETag"],
+            }
 
         parts = in_threads(self._threads, part, len(self._image))
         self._client.complete_multipart_upload(MultipartUpload={"Parts": parts}, **upload)

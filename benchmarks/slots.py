@@ -1,8 +1,8 @@
 """The memory level: captures into a keeper's slot and restores out of it, beside plain warm copies into and out of one.
 
 Ours is the engine as a training uses it. The copy thread is one on both sides: on a CPU the others belong to training.
-Start the process with ``WARM_HEAP`` in its environment, else each restore pays for fresh pages (1 GB/s), which is
-what a real one does once: that is part of the seconds to resume, not of this.
+Start the process with ``places.WARM_HEAP`` in its environment, else each restore pays for fresh pages (1 GB/s), which
+is what a real one does once: that is part of the seconds to resume, not of this.
 """
 
 import contextlib
@@ -19,8 +19,6 @@ from lazysnap.arena import Slot
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 
-WARM_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 26)}
-"""The C library keeps memory that was freed, and hands it out again with its pages in place."""
 _DEADLINE_S = 120.0
 
 
@@ -34,7 +32,9 @@ class Copies:
         self._slot.populate()
         self._targets, offset = [], self._slot.image_offset
         for tensor in tensors:
-            self._targets.append(torch.frombuffer(self._slot.buffer, dtype=tensor.dtype, count=tensor.numel(), offset=offset))
+            self._targets.append(
+                torch.frombuffer(self._slot.buffer, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+            )
             offset += tensor.nbytes
 
     def write(self, number: int) -> None:
