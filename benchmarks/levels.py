@@ -13,6 +13,8 @@ import argparse
 import json
 import os
 import platform
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers, mounts and files go as at any other end
     args.out.mkdir(parents=True, exist_ok=True)
     lines: Lines = []
     with (args.out / "levels.jsonl").open("w") as file:

@@ -9,6 +9,7 @@ its keeper for all others, as a machine that dies. Then the same command is star
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -60,7 +61,7 @@ def train(job: dict[str, Any]) -> None:
     step = snapshot.step if snapshot else 0
     level = snapshot.level if snapshot else None
     say("restored", step=step, level=level, restore_s=restore_s, skipped=list(snapshot.skipped if snapshot else ()))
-    if snapshot is None and not engine.wait_ready(DEADLINE_S):
+    if not job["is_restart"] and not engine.wait_ready(DEADLINE_S):
         raise RuntimeError("the keeper made no slots")
     while True:
         start = time.perf_counter()
@@ -71,7 +72,7 @@ def train(job: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         say("trained", step=step, state_bytes=engine.statistics().shard_bytes)
-        if snapshot is not None:
+        if job["is_restart"]:
             break
         engine.boundary(step)
     engine.close(drain=False)
@@ -80,9 +81,10 @@ def train(job: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ its end
 
 
-def start(job: dict[str, Any]) -> "subprocess.Popen[str]":
-    """The training, in a process of its own."""
-    return subprocess.Popen([sys.executable, __file__, "train", json.dumps(job)], stdout=subprocess.PIPE, text=True)
+def start(job: dict[str, Any], *, is_restart: bool) -> "subprocess.Popen[str]":
+    """The training, in a process of its own; if this one dies, it dies of its broken pipe."""
+    text = json.dumps({**job, "is_restart": is_restart})
+    return subprocess.Popen([sys.executable, __file__, "train", text], stdout=subprocess.PIPE, text=True)
 
 
 def read(process: "subprocess.Popen[str]", upto: int | None = None) -> list[dict[str, Any]]:
@@ -116,7 +118,7 @@ def only(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 def kill(job: dict[str, Any], kill_at: int, part: float) -> list[dict[str, Any]]:
     """Train until ``kill_at``, and ``part`` of a step longer; then SIGKILL. All its events."""
-    process = start(job)
+    process = start(job, is_restart=False)
     try:
         events = read(process, upto=kill_at)
         if process.poll() is not None or not only(events, "trained"):
@@ -135,7 +137,7 @@ def kill(job: dict[str, Any], kill_at: int, part: float) -> list[dict[str, Any]]
 def resume(job: dict[str, Any]) -> dict[str, float]:
     """Start it again; what it resumed, and when it had done its first step."""
     begun = time.monotonic()
-    process = start(job)
+    process = start(job, is_restart=True)
     events = read(process)
     if process.wait(DEADLINE_S) != 0:
         raise RuntimeError(f"the restart failed with exit code {process.returncode}")
@@ -155,7 +157,7 @@ def measure(job: dict[str, Any], kill_at: int, part: float) -> dict[str, float]:
     """One death and one restart."""
     trained = only(kill(job, kill_at, part), "trained")
     found = resume(job)
-    steps = [after["at"] - before["at"] for before, after in zip(trained, trained[1:], strict=False)]
+    steps = [after["at"] - before["at"] for before, after in itertools.pairwise(trained)]
     last = trained[-1]
     state_bytes = last["state_bytes"]
     return {

@@ -114,7 +114,7 @@ def read_all(handle: int, out: memoryview, offset: int) -> None:
 
 
 class S3Client:
-    """botocore, the client below boto3: multipart upload and ranged downloads, neither signing nor summing the bytes."""
+    """botocore, the client below boto3: multipart uploads and ranged downloads; signs no bytes and sums none."""
 
     def __init__(self, options: dict[str, Any], bucket: str, threads: int, buffers: tuple[memoryview, memoryview]):
         import botocore.session
@@ -143,11 +143,9 @@ class S3Client:
         upload = {**place, "UploadId": self._client.create_multipart_upload(**place)["UploadId"]}
 
         def part(start: int, end: int) -> dict[str, Any]:
-            number, body = start // BLOCK + 1, bytes(self._image[start:end])
-            return {
-                "PartNumber": number,
-                "ETag": self._client.upload_part(PartNumber=number, Body=body, **upload)["ETag"],
-            }
+            facts = {"PartNumber": start // BLOCK + 1}
+            answer = self._client.upload_part(Body=bytes(self._image[start:end]), **facts, **upload)
+            return {**facts, "ETag": answer["ETag"]}
 
         parts = in_threads(self._threads, part, len(self._image))
         self._client.complete_multipart_upload(MultipartUpload={"Parts": parts}, **upload)

@@ -1,4 +1,4 @@
-"""Where levels are measured: this machine's memory and disk, an S3 server, an NFS mount; and how to run workers there."""
+"""Where levels are measured: memory, a disk, an S3 server, an NFS mount; and how workers run there."""
 
 import contextlib
 import json

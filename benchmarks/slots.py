@@ -32,9 +32,8 @@ class Copies:
         self._slot.populate()
         self._targets, offset = [], self._slot.image_offset
         for tensor in tensors:
-            self._targets.append(
-                torch.frombuffer(self._slot.buffer, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-            )
+            count, dtype = tensor.numel(), tensor.dtype
+            self._targets.append(torch.frombuffer(self._slot.buffer, dtype=dtype, count=count, offset=offset))
             offset += tensor.nbytes
 
     def write(self, number: int) -> None:

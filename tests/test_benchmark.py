@@ -86,6 +86,79 @@ def test_what_was_not_measured_is_not_called_met(report):
     assert "not met" not in text
 
 
+@pytest.fixture
+def ratios(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import ratios
+
+    return ratios
+
+
+def rate_lines(level: str, seconds: dict[str, list[float]], size: int = 1 << 30) -> list[dict]:
+    """The same times for writing and reading."""
+    return [
+        {"measure": "rate", "level": level, "direction": direction, "who": who, "bytes": size}
+        | {"seconds": taken, "cpu_s": [0.1] * len(taken)}
+        for direction in ("write", "read")
+        for who, taken in seconds.items()
+    ]
+
+
+def printed(table) -> list[str]:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table)
+    return console.file.getvalue().splitlines()
+
+
+def test_each_round_is_compared_with_its_own_raw_one(ratios):
+    # The machine was three times slower in the last two rounds: no rate of ours is below 85 % of its neighbour.
+    lines = rate_lines("local", {"O_DIRECT": [1.0, 3.0, 3.0], "lazysnap": [1.1, 3.3, 3.3]})
+    [write, _] = ratios.comparisons(lines)
+    assert write.ratio == pytest.approx(1 / 1.1)
+    assert [row.count(" met ") for row in printed(ratios.targets(lines)) if "local" in row] == [1, 1]
+
+
+def test_the_faster_of_two_raw_ways_is_the_limit(ratios):
+    lines = rate_lines("nfs", {"O_DIRECT": [2.0], "buffered": [1.0], "lazysnap": [1.25]})
+    rows = [row for row in printed(ratios.targets(lines)) if "nfs" in row]
+    assert all("80%" in row and "not met" in row for row in rows)
+    assert len(rows) == 2
+
+
+def test_a_level_that_was_left_out_is_not_called_met(ratios):
+    lines = [{"measure": "left out", "level": "s3", "reason": "no server"}]
+    rows = [row for row in printed(ratios.targets(lines)) if "s3" in row]
+    assert len(rows) == 2
+    assert all("not measured" in row for row in rows)
+
+
+def test_a_small_shard_says_that_it_is_not_what_was_asked_for(ratios):
+    lines = rate_lines("local", {"O_DIRECT": [1.0], "lazysnap": [1.0]}, size=4 << 20)
+    assert sum("for 4 MiB" in row for row in printed(ratios.targets(lines))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # six processes import PyTorch, one after the other
+def test_levels_are_measured_end_to_end(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "levels.py"), "--levels", "memory,local", "--size-mb", "2"]
+    command += ["--rounds", "2", "--train-mb", "1", "--kill-at", "3", "--step-s", "0.05", "--repeats", "1"]
+    command += ["--out", str(tmp_path / "out"), "--directory", str(tmp_path / "disk")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    machine, *lines = map(json.loads, (tmp_path / "out" / "levels.jsonl").read_text().splitlines())
+    assert machine["size_mb"] == 2
+    assert [(line["measure"], line["level"]) for line in lines] == [
+        *[("rate", "memory")] * 4,
+        ("loss", "memory"),
+        *[("rate", "local")] * 4,
+        ("loss", "local"),
+    ]
+    # The restart resumed from what had survived (losses.py refuses another place), and something had.
+    assert all(line["resumed"][0] >= 1 for line in lines if line["measure"] == "loss")
+    assert not list((tmp_path / "disk").iterdir())
+    assert "targets" in (tmp_path / "out" / "levels.txt").read_text()
+
+
 @pytest.mark.slow
 def test_the_benchmark_runs_end_to_end_on_a_tiny_model(tmp_path):
     methods = ["none", "torch-save", "lazysnap-memory", "lazysnap-disk"]
