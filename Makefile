@@ -3,6 +3,7 @@
 #   make demo    kill a real training four times, resume it, compare bit for bit
 #   make test    lint, types, import layers, tests
 #   make bench   what a snapshot stalls and costs (BENCH="--params 100m --threads 2" for the large one)
+#   make levels  rates of memory, disk, NFS and S3 beside their raw limits, losses at a sudden death (LEVELS="--size-mb 64")
 #   make lint    lint, types, import layers
 #   make format  let ruff format the code
 #
@@ -19,13 +20,14 @@ TORCH ?= torch==2.13.0
 PYTEST ?=
 DEMO ?=
 BENCH ?= --params small
+LEVELS ?=
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench levels clean
 
 help:
-	@sed -n '2,10s/^# \{0,1\}//p' Makefile
+	@sed -n '2,11s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/kill_and_resume.py $(DEMO)
@@ -45,6 +47,9 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/stall.py $(BENCH)
+
+levels: $(VENV)/.dev
+	$(BIN)/python benchmarks/levels.py $(LEVELS)
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

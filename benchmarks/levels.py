@@ -45,7 +45,7 @@ def measure(place: Place, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rates = ["--size-mb", str(args.size_mb), "--rounds", str(args.rounds)]
     losses = ["--mb", str(args.train_mb), "--kill-at", str(args.kill_at), "--step-s", str(args.step_s)]
     losses += ["--repeats", str(args.repeats)]
-    for worker, arguments in (("rates", rates), ("losses", losses)):
+    for worker, arguments in [("rates", rates), ("losses", losses)][: 2 if args.repeats else 1]:
         console.print(f"[dim]{place.name}: {worker} ...")
         load = os.getloadavg()[0]
         try:
@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--train-mb", type=float, default=100.0, help="state of the training that is killed, in MB")
     parser.add_argument("--kill-at", type=int, default=60, help="step at which it is killed")
     parser.add_argument("--step-s", type=float, default=0.1, help="length of its steps")
-    parser.add_argument("--repeats", type=int, default=3, help="deaths per level")
+    parser.add_argument("--repeats", type=int, default=3, help="deaths per level; 0: rates only")
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; default: TMPDIR")
     parser.add_argument("--out", type=Path, default=Path("runs/levels"))
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="for one level's rates, or losses")
@@ -92,8 +92,8 @@ def parse() -> argparse.Namespace:
     unknown = set(args.levels) - set(LEVELS)
     if unknown:
         parser.error(f"--levels: {', '.join(sorted(unknown))} is not one of {', '.join(LEVELS)}")
-    if min(args.size_mb, args.rounds, args.repeats, args.kill_at) < 1:
-        parser.error("--size-mb, --rounds, --repeats and --kill-at must be at least 1")
+    if min(args.size_mb, args.rounds, args.repeats + 1, args.kill_at) < 1:
+        parser.error("--size-mb, --rounds and --kill-at must be at least 1, --repeats at least 0")
     if args.directory is not None:
         args.directory.mkdir(parents=True, exist_ok=True)
     return args
