@@ -148,7 +148,8 @@ def targets(lines: Lines) -> Table:
 def show(console: Console, lines: Lines) -> None:
     """Everything."""
     for made in (rates(lines), losses(lines), targets(lines)):
-        console.print(made)
+        if made.row_count:
+            console.print(made)
     for line in lines:
         if line["measure"] == "left out":
             console.print(f"{line['level']} left out: {line['reason']}", markup=False, highlight=False)
