@@ -1,0 +1,99 @@
+"""Promises about what the engine itself writes: a fine-tuning whose base is stored once."""
+
+import uuid
+
+import pytest
+import safetensors.torch
+import torch
+from cli_level import files, run, run_json
+
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+
+TIMEOUT_S = 30
+
+
+class Adapted(torch.nn.Module):
+    """A frozen base of 2 MB, tied to nothing, and something small that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(700, 700).requires_grad_(False)
+        self.adapter = torch.nn.Linear(700, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapter(self.base(x))
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """URL of a level with steps 1 to 3, step 2 kept by name; and the model after the last one."""
+    url = str(tmp_path_factory.mktemp("tuned") / "level")
+    torch.manual_seed(0)
+    model = Adapted()
+    optimizer = torch.optim.SGD(model.adapter.parameters(), lr=0.1, momentum=0.9)
+    level = PersistentLevel(url, every_n_steps=1, keep_last=3)
+    config = SnapshotConfig(levels=(level,), job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=5))
+    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
+    try:
+        assert engine.wait_ready(TIMEOUT_S)
+        for step in (1, 2, 3):
+            model(torch.randn(4, 700)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert engine.boundary(step)
+            if step == 2:
+                engine.keep("before-anneal")
+            assert engine.wait(step, timeout_s=TIMEOUT_S)
+    finally:
+        engine.close(drain=True)
+    return url, model
+
+
+def test_the_base_is_there_once_and_everything_is_good(tuned, capsys):
+    url, _ = tuned
+    listed = run_json(capsys, "ls", url)[1]
+    (image,) = listed["frozen"]
+    assert image["references"] == len(listed["snapshots"])
+    assert image["size_bytes"] > 700 * 700 * 4
+    assert all(item["complete"] and item["size_bytes"] < 100_000 for item in listed["snapshots"])
+    code, result = run_json(capsys, "verify", url)
+    assert code == 0
+    assert result["size_bytes"] == image["size_bytes"] + sum(item["size_bytes"] for item in listed["snapshots"])
+
+
+def test_show_tells_what_is_stored_where(tuned, capsys):
+    url, _ = tuned
+    code, result = run_json(capsys, "show", url, "before-anneal")
+    assert (code, result["step"]) == (0, 2)
+    kinds = {row["name"]: row["image"] for row in result["tensors"]}
+    assert kinds["model.base.weight"] == kinds["model.base.bias"] == "frozen"
+    assert kinds["model.adapter.weight"] == "shard"
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.ckpt"])
+def test_an_export_has_base_and_adapter(tuned, tmp_path, name):
+    url, model = tuned
+    assert run("export", url, "latest", "--to", tmp_path / name) == 0
+    if name.endswith(".ckpt"):
+        loaded = torch.load(tmp_path / name, weights_only=True)["model"]
+    else:
+        loaded = safetensors.torch.load_file(tmp_path / name)
+    fresh = Adapted()
+    fresh.load_state_dict(loaded)
+    assert all(torch.equal(value, fresh.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_a_copy_can_be_resumed_from_by_the_engine(tuned, make_url):
+    url, model = tuned
+    target = make_url("local")
+    assert run("copy", url, target) == 0
+    assert files(target) == files(url)
+    fresh = Adapted()
+    optimizer = torch.optim.SGD(fresh.adapter.parameters(), lr=0.1, momentum=0.9)
+    config = SnapshotConfig(levels=(PersistentLevel(target),), job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=0))
+    engine = SnapshotEngine(config, {"model": fresh, "optimizer": optimizer})
+    try:
+        assert engine.restore("latest").step == 3
+    finally:
+        engine.close(drain=False)
+    assert all(torch.equal(value, fresh.state_dict()[key]) for key, value in model.state_dict().items())
