@@ -1,9 +1,9 @@
 """``lazysnap copy``: snapshots from one level to another, verified on the way and again where they are."""
 
 import argparse
+import contextlib
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from rich.filesize import decimal
@@ -47,9 +47,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
     done = []
     with noting_interrupts() as interrupt:
         target.sweep(None, None)  # what an earlier copy left that was killed
+        there = target.inventory().entries
         for plan in plans:
             interrupt.check()
-            work = _Work(source, target, plan)
+            work = _Work(source, target, plan, there)
             with output.bar(f"step {plan.step}", work.total()) as advance:
 
                 def beat(count: int, advance: Beat = advance) -> None:
@@ -91,7 +92,8 @@ def _plans(source: SnapshotStore, args: argparse.Namespace) -> tuple[list[Restar
     inventory = source.inventory()
     wanted = args.step or ([LATEST] if args.latest else None)
     if wanted is not None:
-        return list({id(plan): plan for plan in (find(inventory, text, args.run) for text in wanted)}.values()), []
+        found = [find(inventory, text, args.run) for text in wanted]
+        return list({(plan.run_id, plan.step, plan.world_size): plan for plan in found}.values()), []
     plans = [plan for plan in candidates([inventory]) if plan.run_id.startswith(args.run or "")]
     if not plans:
         raise SnapshotNotFound(f"{source.url}: no complete snapshot" + "".join(f"\n{p}" for p in inventory.problems))
@@ -101,9 +103,11 @@ def _plans(source: SnapshotStore, args: argparse.Namespace) -> tuple[list[Restar
 class _Work:
     """One snapshot on its way."""
 
-    def __init__(self, source: SnapshotStore, target: SnapshotStore, plan: RestartPlan) -> None:
+    def __init__(self, source: SnapshotStore, target: SnapshotStore, plan: RestartPlan, there: Iterable[Entry]) -> None:
+        """``there``: what the target held when the copying began."""
         self._source = source
         self._target = target
+        self._there = list(there)
         self._plan = plan
         self._entries = [offers[0] for offers in plan.sources]
         self._copied = Copied(plan.step, plan.run_id)
@@ -123,7 +127,7 @@ class _Work:
         """Copy what is not there yet: first the immutable tensors, then the shards, last the names."""
         if self._copied.problem is None:
             try:
-                with ExitStack() as stack:
+                with contextlib.ExitStack() as stack:
                     for image, manifest in self._images:
                         stack.enter_context(self._target.frozen_lease(image.run_id, image.digest))
                         self._copy_image(image, manifest, beat)
@@ -149,9 +153,7 @@ class _Work:
 
     def _copy_shard(self, entry: Entry, manifest: Manifest, beat: Beat) -> None:
         place = ShardPlace(self._source.storage, entry.location, entry.rank, entry.world_size)
-        there = _same_shard(self._target.inventory().entries, entry)
-        for other in there:
-            found = self._target.read_manifest(other)
+        for other, found in self._same(entry):
             if found.meta == manifest.meta and self._is_sound(other, manifest, beat):
                 self._copied.location = other.location
                 self._name(other, entry.names)
@@ -203,18 +205,21 @@ class _Work:
             return found.size_bytes == manifest.size_bytes
         return found.checksums == manifest.checksums
 
+    def _same(self, entry: Entry) -> Iterator[tuple[Entry, Manifest]]:
+        """The same shard of the same run at the target, if it can be read."""
+        for other in self._there:
+            facts = (other.run_id, other.step, other.rank, other.world_size)
+            if facts != (entry.run_id, entry.step, entry.rank, entry.world_size):
+                continue
+            try:
+                found = self._target.read_manifest(other)
+            except (FormatError, FileNotFoundError):
+                continue  # retention there took it, or it is damaged
+            yield other, found
+
     def _name(self, entry: Entry, names: Iterable[str]) -> None:
         for name in set(names) - set(entry.names):
             self._target.keep(entry, name)
-
-
-def _same_shard(entries: Iterable[Entry], entry: Entry) -> list[Entry]:
-    return [
-        other
-        for other in entries
-        if (other.run_id, other.step, other.rank, other.world_size)
-        == (entry.run_id, entry.step, entry.rank, entry.world_size)
-    ]
 
 
 def _is_there(place: ShardPlace) -> bool:

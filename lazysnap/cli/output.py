@@ -18,6 +18,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -112,7 +113,7 @@ class Output:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=self._messages, transient=True) as progress:
+        with self._progress(*columns) as progress:
             task = progress.add_task(safe(self.hide(what)), total=total)
             yield lambda done: progress.advance(task, done)
 
@@ -120,9 +121,13 @@ class Output:
     def counter(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
         """As ``bar``, for things that are counted."""
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, console=self._messages, transient=True) as progress:
+        with self._progress(*columns) as progress:
             task = progress.add_task(safe(self.hide(what)), total=total)
             yield lambda done: progress.advance(task, done)
+
+    def _progress(self, *columns: ProgressColumn) -> Progress:
+        """Only where somebody can see it move."""
+        return Progress(*columns, console=self._messages, transient=True, disable=not self._messages.is_terminal)
 
     def _hidden(self, value: Any) -> Any:
         if isinstance(value, str):

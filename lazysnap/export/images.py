@@ -1,7 +1,6 @@
 """Where each tensor of a snapshot lies: in the shard of a rank, or in the image of immutable tensors beside it."""
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +76,7 @@ class RankImages:
     def __init__(self, meta: CaptureMeta, images: tuple[Image, ...]) -> None:
         self.meta = meta
         self.images = images
+        self._aliases = {name: kept for image in images for name, kept in image.manifest.meta.aliases.items()}
 
     @property
     def state(self) -> Any:
@@ -85,10 +85,7 @@ class RankImages:
 
     def find(self, name: str) -> Located:
         """The tensor that the state calls ``name``. Raises: ShardCorrupt, if there is none."""
-        aliases: Mapping[str, str] = {}
-        for image in self.images:
-            aliases = {**image.manifest.meta.aliases, **aliases}
-        for candidate in (name, aliases.get(name)):
+        for candidate in (name, self._aliases.get(name)):
             for image in self.images:
                 if candidate is not None and candidate in image.layout:
                     spec, offset = image.layout.find(candidate)
