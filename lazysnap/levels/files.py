@@ -1,16 +1,49 @@
 """File operations that say what they mean: durable names, whole reads and writes, direct I/O where there is such."""
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
 
 from lazysnap import faults
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import LevelFull, LevelUnavailable, ShardCorrupt
+from lazysnap.levels.storage import level_error
 
 PAGE = 4096
 TEMP_MARK = ".tmp-"
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_GONE = "unmount it (umount -l) and mount it again"
+_REFUSED = "check owner and mode of the directory for user {user} (NFS turns root into nobody unless no_root_squash)"
+_GAVE_UP = "look into the kernel's log: the disk failed, or the server of a soft NFS mount is away"
+_NEXT_STEPS = {
+    errno.ESTALE: f"the directory was replaced at the server: {_GONE}",
+    errno.ENOTCONN: f"what serves this mount is gone: {_GONE}",
+    errno.EROFS: "look into the kernel's log why it is mounted read-only, then remount it for writing",
+    errno.EACCES: _REFUSED,
+    errno.EPERM: _REFUSED,
+    errno.EIO: _GAVE_UP,
+    errno.ETIMEDOUT: _GAVE_UP,
+}
+
+
+def local_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:
+    """``error`` as one of ours: the place, what was tried, what to do about it."""
+    next_step = _NEXT_STEPS.get(error.errno or 0)
+    if next_step is None:
+        return level_error(url, what, error)
+    next_step = next_step.format(user=os.geteuid())
+    return LevelUnavailable(f"{url}: {what}: {error}; {next_step}; training goes on, the next snapshot is tried again")
+
+
+def _check(result: int, path: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)
 
 
 def temp_name(name: str) -> str:
@@ -44,13 +77,69 @@ def make_directories(path: str) -> None:
 
 
 def allocate(handle: int, size_bytes: int) -> None:
-    """Reserve space, where the file system can. Raises: OSError(ENOSPC)."""
+    """Reserve space, where the file system can. Raises: OSError(ENOSPC).
+
+    Not by ``posix_fallocate``: where the file system cannot, glibc writes into each block, over NFS the whole file.
+    """
+    while size_bytes:
+        try:
+            _check(_libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)), "fallocate")
+        except InterruptedError:
+            continue
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+        return
+
+
+def is_file(handle: int, path: str) -> bool:
+    """Whether ``path`` names this open file."""
     try:
-        if size_bytes:
-            os.posix_fallocate(handle, 0, size_bytes)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _link(temp: str, final: str) -> None:
+    os.link(temp, final)
+
+
+def _rename_if_free(temp: str, final: str) -> None:
+    try:
+        rename = _libc.renameat2
+    except AttributeError:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), final) from None
+    result = rename(_AT_FDCWD, os.fsencode(temp), _AT_FDCWD, os.fsencode(final), _RENAME_NOREPLACE)
+    _check(result, final)
+
+
+def _rename_after_look(temp: str, final: str) -> None:
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), final)
+    os.rename(temp, final)
+
+
+def give_name(handle: int, temp: str, final: str) -> None:
+    """Name this open file ``final`` instead of ``temp``, in one act, unless that name is taken.
+
+    By a hard link; by a rename that does not replace, where there are none (FAT, many FUSE file systems); where there
+    is no such thing either, a look at the name before the rename must do.
+    Raises: FileExistsError, and the other file was not touched; OSError.
+    """
+    for way in (_link, _rename_if_free, _rename_after_look):
+        try:
+            way(temp, final)
+        except OSError as error:
+            # A reply that NFS lost: the request was done, and repeated.
+            is_done = error.errno in (errno.EEXIST, errno.ENOENT) and is_file(handle, final)
+            if not is_done and (way is _rename_after_look or error.errno not in (*_NO_HARD_LINKS, errno.EINVAL)):
+                raise
+            if not is_done:
+                continue
+        break
+    faults.point("level.local.linked")
+    with contextlib.suppress(FileNotFoundError):  # after a rename
+        os.unlink(temp)
 
 
 def open_direct(path: str, flags: int) -> int:

@@ -1,26 +1,34 @@
-"""A local (or mounted) directory: temporary names, large direct writes, fsync, rename.
+"""A local (or mounted) directory: temporary names, large direct writes, fsync, a link under the final name.
 
 ``O_DIRECT`` in blocks of several MiB from two threads is as fast as anything on this path, at a fifth of the
 processor time of buffered writes, and leaves the page cache to training (docs/architecture.md).
 
 A writer holds an ``flock`` on its file from its creation until the snapshot is committed. The kernel drops it with
 the process, so whoever can take the lock knows that the writer is dead: no guess about process ids, which are
-reused and mean nothing in another container or on another host.
+reused and mean nothing in another container or on another host (``levels.locks``).
+
+Nothing is believed after an error: a file whose write or fsync failed is never published (the kernel forgets the bytes
+it could not write, so a second fsync would succeed), and no descriptor outlives one file, so that the next
+snapshot sees a mount that came back as it is.
 """
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 import time
+from collections.abc import Iterator
 
 from lazysnap import faults
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import LevelUnavailable, NameTaken, ShardCorrupt
+from lazysnap.levels import locks
 from lazysnap.levels.files import (
     PAGE,
     TEMP_MARK,
     allocate,
+    give_name,
+    is_file,
+    local_error,
     make_directories,
     open_direct,
     open_regular,
@@ -30,42 +38,38 @@ from lazysnap.levels.files import (
     temp_name,
 )
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, level_error
+from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES
 
 __all__ = ["PAGE", "TEMP_MARK", "LocalStorage", "map_anonymous"]
 
 _CREATE_ATTEMPTS = 5
+_NOT_OURS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+"""Gone, of another user, or nothing that a writer makes: not ours to delete."""
 
 
-def _lock(handle: int) -> bool | None:
-    """Whether this open file got the lock; ``None`` where the file system knows no locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
-            return None
-        raise
-    return True
+def _taken(root: str, path: str) -> NameTaken:
+    return NameTaken(f"{root}: {path} is there already: another writer's, and left alone; take another name")
 
 
 class LocalWriter:
     """Writes one file under a temporary name; see ``levels.storage.Writer``."""
 
-    def __init__(self, root: str, path: str, size_bytes: int) -> None:
+    def __init__(self, root: str, path: str, size_bytes: int, *, replaces: bool = False) -> None:
         self._root = root
         self._final = os.path.join(root, path)
         self._directory = os.path.dirname(self._final)
         self._size = size_bytes
+        self._replaces = replaces
         self._buffered = self._direct = -1
-        self._to_remove = ""
+        self._temp = ""
+        self._may_have_final = False
+        self._failure: OSError | None = None
         try:
             self._create()
             faults.point("level.local.created")
             # Early ENOSPC, and no metadata updates while the blocks are written.
             allocate(self._buffered, size_bytes)
-            self._direct = open_direct(self._to_remove, os.O_WRONLY)
+            self._direct = open_direct(self._temp, os.O_WRONLY)
         except BaseException:
             self.close()
             raise
@@ -79,8 +83,8 @@ class LocalWriter:
                 self._buffered = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:
                 continue  # somebody's sweep took the empty directory
-            self._to_remove = temp
-            if _lock(self._buffered) is not False and os.fstat(self._buffered).st_nlink:
+            self._temp = temp
+            if locks.lock(self._buffered) is not False and os.fstat(self._buffered).st_nlink:
                 return
             self.close()  # a sweep was quicker than the lock
         raise OSError(errno.EBUSY, "the directory is removed again and again", self._directory)
@@ -98,33 +102,55 @@ class LocalWriter:
                         raise
             pwrite_all(self._buffered, offset, data)
         except OSError as error:
-            raise level_error(self._root, f"writing {self._final} at {offset}", error) from error
+            self._failure = error
+            raise local_error(self._root, f"writing {self._final} at {offset}", error) from error
 
     def publish(self) -> None:
-        """fdatasync, rename, fsync of the directory and of the one that holds it."""
+        """fdatasync, the final name, fsync of the directory and of the one that holds it.
+
+        Raises: NameTaken; LevelError, also if a write or an earlier attempt failed.
+        """
+        if self._failure is not None:
+            raise LevelUnavailable(f"{self._root}: {self._final} is not published, it failed before: {self._failure}")
         try:
             # Cuts off the padding of the last block.
             os.ftruncate(self._buffered, self._size)
             faults.point("level.local.sync")
             os.fdatasync(self._buffered)
+            if locks.share(self._buffered) is False:
+                raise OSError(errno.EBUSY, "a sweep took the file while it was published", self._temp)
             faults.point("level.local.rename")
-            os.rename(self._to_remove, self._final)
-            self._to_remove = self._final
+            self._may_have_final = True
+            if self._replaces:
+                os.rename(self._temp, self._final)
+            else:
+                give_name(self._buffered, self._temp, self._final)
+            self._temp = ""
             faults.point("level.local.renamed")
             sync_directory(self._directory)
             # Also if it was not made just now: whoever made it may have died before this.
             sync_directory(os.path.dirname(self._directory))
-            self._to_remove = ""
+            self._may_have_final = False
             faults.point("level.local.published")
+        except FileExistsError as error:
+            self._failure = error
+            raise _taken(self._root, self._final) from error
         except OSError as error:
-            raise level_error(self._root, f"publishing {self._final}", error) from error
+            self._failure = error
+            raise local_error(self._root, f"publishing {self._final}", error) from error
 
     def close(self) -> None:
-        """Remove what is not published, under whichever name it stands, then close, and so unlock."""
-        name, self._to_remove = self._to_remove, ""
-        if name:
-            with contextlib.suppress(OSError):  # the directory may be gone with it; else the next sweep gets it
-                os.unlink(name)
+        """Remove what is not published, under whichever names it stands, then close, and so unlock."""
+        # What cannot be removed here (the directory may be gone, the level away) goes with the next sweep.
+        if self._may_have_final:
+            self._may_have_final = False
+            with contextlib.suppress(OSError):
+                if is_file(self._buffered, self._final):
+                    os.unlink(self._final)
+        temp, self._temp = self._temp, ""
+        if temp:
+            with contextlib.suppress(OSError):
+                os.unlink(temp)
         handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
         for handle in handles:
             if handle >= 0:
@@ -158,7 +184,7 @@ class LocalReader:
                         raise
             done += pread_all(self._buffered, offset + done, out[done:])
         except OSError as error:
-            raise level_error(self._root, f"reading {self._name} at {offset}", error) from error
+            raise local_error(self._root, f"reading {self._name} at {offset}", error) from error
         if done != len(out):
             raise ShardCorrupt(f"{self._name}: ends after {offset + done} bytes, expected {offset + len(out)}")
 
@@ -184,20 +210,34 @@ class LocalStorage:
         return os.path.join(self.url, path)
 
     def begin(self, path: str, size_bytes: int) -> LocalWriter:
-        """Start a file; ENOSPC shows here where the file system can allocate."""
+        """Start a file; a taken name, and ENOSPC where the file system can allocate, show here."""
+        return self._begin(path, size_bytes, replaces=False)
+
+    def _begin(self, path: str, size_bytes: int, *, replaces: bool) -> LocalWriter:
         try:
             if not self._is_root_durable:
                 make_directories(self.url)
                 with contextlib.suppress(PermissionError):  # a parent that is not ours to read
                     sync_directory(os.path.dirname(self.url))
                 self._is_root_durable = True
-            return LocalWriter(self.url, path, size_bytes)
+            if not replaces and self._is_there(path):
+                raise _taken(self.url, self._path(path))
+            return LocalWriter(self.url, path, size_bytes, replaces=replaces)
         except OSError as error:
-            raise level_error(self.url, f"creating {path} of {size_bytes} bytes", error) from error
+            self._is_root_durable = False  # it may be another one when it comes back
+            raise local_error(self.url, f"creating {path} of {size_bytes} bytes", error) from error
+
+    def _is_there(self, path: str) -> bool:
+        """Like ``lexists``, but a level that does not answer is no free name."""
+        try:
+            os.lstat(self._path(path))
+        except FileNotFoundError:
+            return False
+        return True
 
     def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
-        """Temporary file, fsync, rename, fsync of the directory."""
-        writer = self.begin(path, len(data))
+        """Temporary file, fsync, final name, fsync of the directory."""
+        writer = self._begin(path, len(data), replaces=not exclusive)
         try:
             writer.write(0, memoryview(data))
             writer.publish()
@@ -216,7 +256,7 @@ class LocalStorage:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise level_error(self.url, f"reading {path}", error) from error
+            raise local_error(self.url, f"reading {path}", error) from error
 
     def reader(self, path: str) -> LocalReader:
         """Open a file; it stays readable when it is deleted."""
@@ -225,7 +265,7 @@ class LocalStorage:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise level_error(self.url, f"opening {path}", error) from error
+            raise local_error(self.url, f"opening {path}", error) from error
 
     def read_into(self, path: str, offset: int, out: memoryview) -> None:
         """Read one range."""
@@ -238,7 +278,7 @@ class LocalStorage:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise level_error(self.url, f"looking at {path}", error) from error
+            raise local_error(self.url, f"looking at {path}", error) from error
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
@@ -260,15 +300,23 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise level_error(self.url, f"listing {path or '.'}", error) from error
+            raise local_error(self.url, f"listing {path or '.'}", error) from error
 
-    def lease(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """To be built."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def lease(self, path: str) -> Iterator[None]:
+        """A shared ``flock``, dropped with the process; none where there are no locks or a writer is at it."""
+        handle = locks.acquire_lease(self._path(path))
+        try:
+            yield
+        finally:
+            locks.release_lease(handle)
 
     def is_leased(self, path: str) -> bool:
-        """To be built."""
-        return False
+        """Whether somebody's shared lock is there; False where there are no locks."""
+        try:
+            return locks.is_leased(self._path(path))
+        except OSError as error:
+            raise local_error(self.url, f"looking for readers of {path}", error) from error
 
     def delete(self, path: str) -> None:
         """Unlink a file and make that durable."""
@@ -280,30 +328,33 @@ class LocalStorage:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise level_error(self.url, f"deleting {path}", error) from error
+            raise local_error(self.url, f"deleting {path}", error) from error
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
         """Delete under the lock, if nobody holds it; without locks by age."""
         try:
             handle = os.open(self._path(path), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return False  # gone, or of another user: not ours to delete
+        except OSError as error:
+            if error.errno in _NOT_OURS:
+                return False
+            raise local_error(self.url, f"sweeping {path}", error) from error
         try:
             facts = os.fstat(handle)
-            locked = _lock(handle) if stat.S_ISREG(facts.st_mode) else False
+            locked = locks.lock(handle) if stat.S_ISREG(facts.st_mode) else False
             if locked is False or (locked is None and time.time() - facts.st_mtime < ABANDONED_AFTER_S):
                 return False
             # Asked under the lock: a writer lets go of it after its commit only.
-            if unless is not None and os.path.lexists(self._path(unless)):
+            if unless is not None and self._is_there(unless):
                 return False
             self.delete(path)
             return True
         except OSError as error:
-            raise level_error(self.url, f"sweeping {path}", error) from error
+            raise local_error(self.url, f"sweeping {path}", error) from error
         finally:
-            os.close(handle)
+            with contextlib.suppress(OSError):
+                os.close(handle)
 
     def delete_directory(self, path: str) -> None:
-        """Remove a directory if it is empty."""
+        """Remove a directory if it is empty; NFS keeps one in which a deleted file (``.nfs*``) is still read."""
         with contextlib.suppress(OSError):  # not empty or not there: both are fine
             os.rmdir(self._path(path))
