@@ -1,0 +1,131 @@
+"""Another process at a local level: python local_child.py COMMAND ROOT [ARGUMENT...]; talks in lines.
+
+Answers with ``ready`` where it stops, and goes on with the next line of its input. ``refuse=CALL:ERROR`` among the
+arguments makes the kernel refuse a system call; ``uid=N`` gives up root.
+"""
+
+import os
+import sys
+
+from refused_calls import refuse
+from snapshots import Image, meta
+
+from lazysnap.errors import LevelError, NameTaken
+from lazysnap.levels import open_store
+from lazysnap.levels.local import LocalStorage
+
+NAME = "step-00000001/shard"
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def stop() -> None:
+    say("ready")
+    sys.stdin.readline()
+
+
+def claim(storage: LocalStorage, content: str, rounds: str) -> None:
+    """Publish ``rounds`` names, all begun beforehand; answers with the numbers that were won."""
+    writers = [storage.begin(f"{number}/shard", len(content)) for number in range(int(rounds))]
+    for writer in writers:
+        writer.write(0, memoryview(content.encode()))
+    stop()
+    won = []
+    for number, writer in enumerate(writers):
+        try:
+            writer.publish()
+            won.append(number)
+        except NameTaken:
+            pass
+        writer.close()
+    say(*won)
+
+
+def lease(storage: LocalStorage) -> None:
+    with storage.lease(NAME):
+        stop()
+    stop()
+
+
+def lease_and_fork(storage: LocalStorage) -> None:
+    """The child is forked within the lease and lives on after it."""
+    with storage.lease(NAME):
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os._exit(0)
+    stop()
+    os.close(write_end)
+    os.waitpid(child, 0)
+
+
+def begin(storage: LocalStorage) -> None:
+    """Stops before and after the publication."""
+    writer = storage.begin(NAME, 4)
+    writer.write(0, memoryview(b"mine"))
+    stop()
+    try:
+        writer.publish()
+        stop()
+    except LevelError as error:
+        writer.close()
+        say(type(error).__name__)
+
+
+def put(storage: LocalStorage) -> None:
+    storage.put(NAME, b"mine", exclusive=True)
+
+
+def publish_twice(storage: LocalStorage) -> None:
+    writer = storage.begin(NAME, 4)
+    writer.write(0, memoryview(b"mine"))
+    for _ in range(2):
+        try:
+            writer.publish()
+            say("published")
+        except LevelError as error:
+            say(error)
+    writer.close()
+
+
+def snapshots(storage: LocalStorage) -> None:
+    """Writes steps 1, 2, 3, ...; stops after each."""
+    store = open_store(storage.url)
+    step = 0
+    while True:
+        step += 1
+        try:
+            store.write(meta(step), Image(step))
+            say("committed", step)
+        except LevelError as error:
+            say(type(error).__name__, error)
+        if not sys.stdin.readline():
+            return
+
+
+def blocks(storage: LocalStorage) -> None:
+    """How much of a file is allocated before anything is written."""
+    writer = storage.begin(NAME, 1 << 20)
+    (temporary,) = os.listdir(os.path.join(storage.url, "step-00000001"))
+    say(os.stat(os.path.join(storage.url, "step-00000001", temporary)).st_blocks)
+    writer.close()
+
+
+if __name__ == "__main__":
+    command, root, *arguments = sys.argv[1:]
+    for argument in list(arguments):
+        key, _, value = argument.partition("=")
+        if key == "refuse":
+            refuse(*value.split(":"))
+        elif key == "uid":
+            os.setgroups([])
+            os.setgid(int(value))
+            os.setuid(int(value))
+        else:
+            continue
+        arguments.remove(argument)
+    globals()[command](LocalStorage(root), *arguments)

@@ -1,0 +1,473 @@
+"""Local files against other processes, dying processes, and file systems that fail or lack something."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from refused_calls import needs_seccomp
+from snapshots import Image, files, meta, mount, whole
+
+from lazysnap.errors import LevelFull, LevelUnavailable, NameTaken
+from lazysnap.levels import open_store
+from lazysnap.levels.local import LocalStorage
+
+HERE = pathlib.Path(__file__).parent
+SHARD = "step-00000001/shard"
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+class Child:
+    """``local_child.py``; ends with the test."""
+
+    def __init__(self, command: str, root: object, *arguments: str, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "local_child.py"), command, str(root), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def line(self) -> str:
+        return self.process.stdout.readline().strip()
+
+    def go(self) -> None:
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def end(self) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+@pytest.fixture
+def child():
+    with contextlib.ExitStack() as stack:
+
+        def start(command: str, root: object, *arguments: str, **environment: str) -> Child:
+            started = Child(command, root, *arguments, **environment)
+            stack.callback(started.end)
+            return started
+
+        yield start
+
+
+@pytest.fixture
+def open_to_all():
+    """A directory that other users can reach."""
+    path = pathlib.Path(tempfile.mkdtemp(prefix="lazysnap-test-"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return LocalStorage(str(tmp_path / "run"))
+
+
+def temporary(storage: LocalStorage) -> list[str]:
+    return [name for name in files(pathlib.Path(storage.url)) if ".tmp-" in name]
+
+
+# -------------------------------------------------------------------------------------------------- names
+
+
+WAYS = [
+    pytest.param([], id="hard links"),
+    pytest.param(["refuse=link:EPERM"], id="no hard links", marks=needs_seccomp),
+]
+
+
+@pytest.mark.parametrize("refused", WAYS)
+def test_of_two_writers_of_one_name_exactly_one_wins_and_its_bytes_stand(storage, child, refused):
+    rounds = 50
+    contenders = {name: child("claim", storage.url, name * 1000, str(rounds), *refused) for name in "abc"}
+    for contender in contenders.values():
+        assert contender.line() == "ready"
+    for contender in contenders.values():
+        contender.go()
+    won = {name: {int(number) for number in contender.line().split()} for name, contender in contenders.items()}
+
+    assert sorted(number for numbers in won.values() for number in numbers) == list(range(rounds))
+    for name, numbers in won.items():
+        for number in numbers:
+            assert storage.get(f"{number}/shard") == name.encode() * 1000
+    assert temporary(storage) == []
+
+
+@needs_seccomp
+@pytest.mark.parametrize("missing", [["refuse=link:EOPNOTSUPP", "refuse=renameat2:EINVAL"], ["refuse=link:EMLINK"]])
+def test_a_name_is_given_where_the_file_system_lacks_links(storage, child, missing):
+    publisher = child("publish_twice", storage.url, *missing)
+
+    assert publisher.line() == "published"
+    assert storage.get(SHARD) == b"mine"
+    publisher.process.wait(30)
+    assert temporary(storage) == []
+
+
+@needs_seccomp
+@pytest.mark.parametrize("missing", [[], ["refuse=link:EPERM"], ["refuse=link:EPERM", "refuse=renameat2:ENOSYS"]])
+def test_a_name_taken_meanwhile_is_left_alone(storage, child, missing):
+    publisher = child("begin", storage.url, *missing)
+    assert publisher.line() == "ready"
+    storage.put(SHARD, b"theirs", exclusive=True)
+    publisher.go()
+
+    assert publisher.line() == "NameTaken"
+    assert storage.get(SHARD) == b"theirs"
+    assert temporary(storage) == []
+
+
+def test_a_taken_name_shows_before_anything_is_written(storage):
+    storage.put(SHARD, b"theirs")
+    before = files(pathlib.Path(storage.url))
+    with pytest.raises(NameTaken, match="another writer"):
+        storage.begin(SHARD, 10)
+    with pytest.raises(NameTaken, match="another writer"):
+        storage.put(SHARD, b"mine", exclusive=True)
+
+    assert files(pathlib.Path(storage.url)) == before
+    assert storage.get(SHARD) == b"theirs"
+
+
+def test_a_put_that_is_not_exclusive_replaces(storage):
+    storage.put(SHARD, b"first")
+    storage.put(SHARD, b"second")
+
+    assert storage.get(SHARD) == b"second"
+    assert temporary(storage) == []
+
+
+def test_a_link_whose_answer_was_lost_is_recognised_as_done(storage, monkeypatch):
+    link = os.link
+
+    def twice(source: str, target: str) -> None:
+        link(source, target)
+        link(source, target)  # what an NFS client does that got no answer
+
+    monkeypatch.setattr(os, "link", twice)
+    storage.put(SHARD, b"mine", exclusive=True)
+
+    assert storage.get(SHARD) == b"mine"
+    assert temporary(storage) == []
+
+
+def test_a_writer_that_fails_after_the_link_takes_the_name_back(storage, monkeypatch):
+    writer = storage.begin(SHARD, 4)
+    writer.write(0, memoryview(b"mine"))
+    fsync = os.fsync
+
+    def of_directories(handle: int) -> None:
+        if os.path.exists(os.path.join(storage.url, SHARD)):
+            raise OSError(5, "injected")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", of_directories)
+    with pytest.raises(LevelUnavailable):
+        writer.publish()
+    writer.close()
+
+    assert files(pathlib.Path(storage.url)) == []
+
+
+def test_killed_between_link_and_unlink_the_file_stays_and_its_temporary_name_goes(storage, child):
+    assert child("put", storage.url, LAZYSNAP_FAULT="level.local.linked:1:kill").process.wait(30) == -signal.SIGKILL
+    (left,) = temporary(storage)
+    assert os.stat(os.path.join(storage.url, SHARD)).st_nlink == 2
+
+    assert storage.delete_abandoned(left)
+    assert files(pathlib.Path(storage.url)) == [SHARD]
+    assert storage.get(SHARD) == b"mine"
+
+
+# ---------------------------------------------------------------------------------------------- leases, locks
+
+
+def test_a_lease_is_seen_from_another_process_and_ends_with_it(storage, child):
+    storage.put(SHARD, b"x")
+    assert not storage.is_leased(SHARD)
+    readers = [child("lease", storage.url) for _ in range(2)]
+    for reader in readers:
+        assert reader.line() == "ready"
+        assert storage.is_leased(SHARD)
+
+    readers[0].kill()
+    assert storage.is_leased(SHARD)
+    readers[1].go()
+    assert readers[1].line() == "ready"
+    assert not storage.is_leased(SHARD)
+
+
+def test_a_lease_ends_although_a_forked_worker_still_has_its_descriptor(storage, child):
+    storage.put(SHARD, b"x")
+    reader = child("lease_and_fork", storage.url)
+    assert reader.line() == "ready"
+
+    assert not storage.is_leased(SHARD)
+    reader.go()
+    assert reader.process.wait(30) == 0
+
+
+def test_looking_for_leases_leaves_no_lock_behind(storage):
+    storage.put(SHARD, b"x")
+    with storage.lease(SHARD):
+        assert storage.is_leased(SHARD)
+        with storage.lease(SHARD):
+            assert storage.is_leased(SHARD)
+        assert storage.is_leased(SHARD)
+    assert not storage.is_leased(SHARD)
+    with storage.lease(SHARD):
+        assert storage.is_leased(SHARD)
+
+
+def test_a_lease_on_nothing_is_harmless(storage):
+    with storage.lease(SHARD):
+        assert not storage.is_leased(SHARD)
+    with pytest.raises(FileNotFoundError):
+        storage.get(SHARD)
+
+
+@needs_root
+def test_a_reader_that_may_not_write_is_protected_too(open_to_all, child):
+    storage = LocalStorage(str(open_to_all))
+    storage.put(SHARD, b"x")
+    (open_to_all / SHARD).chmod(0o444)
+    (open_to_all / SHARD).parent.chmod(0o555)
+    reader = child("lease", storage.url, f"uid={NOBODY}")
+    assert reader.line() == "ready"
+
+    assert storage.is_leased(SHARD)
+
+
+@needs_root
+def test_a_reader_without_any_right_reads_on_without_protection(open_to_all, child):
+    storage = LocalStorage(str(open_to_all))
+    storage.put(SHARD, b"x")
+    (open_to_all / SHARD).chmod(0o000)
+    reader = child("lease", storage.url, f"uid={NOBODY}")
+    assert reader.line() == "ready"
+
+    assert not storage.is_leased(SHARD)
+
+
+def test_the_lock_of_a_writer_is_no_lease_and_no_hindrance_to_readers(storage):
+    with contextlib.closing(storage.begin(SHARD, 4)) as writer:
+        (name,) = temporary(storage)
+        with storage.lease(name):
+            assert not storage.is_leased(name)
+        writer.write(0, memoryview(b"mine"))
+        writer.publish()
+        with storage.lease(SHARD):
+            assert storage.get(SHARD) == b"mine"
+            writer.close()
+            assert storage.is_leased(SHARD)
+
+
+def test_what_a_living_writer_or_reader_has_is_not_swept(storage, child):
+    writer = child("begin", storage.url)
+    assert writer.line() == "ready"
+    (name,) = temporary(storage)
+    assert not storage.delete_abandoned(name)
+    writer.go()
+    assert writer.line() == "ready"
+    assert not storage.delete_abandoned(SHARD, unless="step-00000001/manifest")
+
+    writer.kill()
+    with storage.lease(SHARD):
+        assert not storage.delete_abandoned(SHARD)
+    storage.put("step-00000001/manifest", b"x")
+    assert not storage.delete_abandoned(SHARD, unless="step-00000001/manifest")
+    assert storage.delete_abandoned(SHARD)
+
+
+@needs_seccomp
+@pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT"])
+def test_a_quota_or_full_disk_at_the_first_byte_is_called_full(storage, child, error):
+    writer = child("snapshots", storage.url, f"refuse=fallocate:{error}")
+
+    assert writer.line().startswith("LevelFull")
+    assert files(pathlib.Path(storage.url)) == []
+
+
+@needs_seccomp
+def test_a_quota_that_ends_in_the_middle_of_a_write_is_called_full(storage, child):
+    writer = child("snapshots", storage.url, "refuse=pwrite64:EDQUOT")
+
+    assert writer.line().startswith("LevelFull")
+    assert files(pathlib.Path(storage.url)) == []
+
+
+@needs_seccomp
+def test_where_space_cannot_be_reserved_nothing_is_written_for_it(storage, child):
+    assert int(child("blocks", storage.url, "refuse=fallocate:EOPNOTSUPP").line()) == 0
+
+
+# --------------------------------------------------------------------------------------------- broken places
+
+
+@needs_seccomp
+def test_after_an_fsync_that_failed_nothing_is_published(storage, child):
+    writer = child("snapshots", storage.url, "refuse=fdatasync:EIO")
+
+    answer = writer.line()
+    assert answer.startswith("LevelUnavailable")
+    assert "the disk failed" in answer
+    assert files(pathlib.Path(storage.url)) == []
+
+
+def test_an_fsync_that_failed_is_not_tried_again_on_the_same_file(storage, child):
+    writer = child("publish_twice", storage.url, LAZYSNAP_FAULT="level.local.sync:1:raise")
+
+    assert "injected at level.local.sync" in writer.line()
+    assert "failed before" in writer.line()
+    writer.process.wait(30)
+    assert files(pathlib.Path(storage.url)) == []
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    path = tmp_path / "tmpfs"
+    mount(path, "8m")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_read_only_remount_costs_the_snapshots_until_it_is_undone(tmpfs):
+    store = open_store(str(tmpfs / "run"))
+    store.write(meta(1), Image(1))
+    subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
+    with pytest.raises(LevelUnavailable, match=r"creating step-00000002/.*Read-only.*remount it"):
+        store.write(meta(2), Image(2))
+    assert whole(store) == [1]
+    assert store.storage.is_leased("step-00000001/rank-00000-of-00001.safetensors") is False
+    subprocess.run(["mount", "-o", "remount,rw", tmpfs], check=True)
+    store.write(meta(3), Image(3))
+
+    assert whole(store) == [1, 3]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """An ext4 file system of its own, that can be mounted again."""
+    if os.geteuid() or not shutil.which("mkfs.ext4"):
+        pytest.skip("needs root and mkfs.ext4")
+    image, path = tmp_path / "image", tmp_path / "disk"
+    with open(image, "wb") as file:
+        file.truncate(32 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", image], check=True)
+    path.mkdir()
+    attach = ["mount", "-o", "loop", image, path]
+    if subprocess.run(attach, capture_output=True, check=False).returncode:
+        pytest.skip("no loop devices here")
+    yield path, attach
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk):
+    path, attach = disk
+    store = open_store(str(path / "run"))
+    store.write(meta(1), Image(1))
+
+    class Dies(Image):
+        def finish(self) -> None:
+            handle = os.open(path, os.O_RDONLY)
+            fcntl.ioctl(handle, 0x8004587D, bytes([2, 0, 0, 0]))  # EXT4_IOC_SHUTDOWN, without writing the journal
+            os.close(handle)
+
+    with pytest.raises(LevelUnavailable, match=r"the disk failed|read-only"):
+        store.write(meta(2), Dies(2, 200_000))
+    subprocess.run(["umount", path], check=True)
+    subprocess.run(attach, check=True)
+
+    assert whole(store) == [1]
+    assert store.inventory().problems == ()
+    store.sweep(0, 1)
+    store.write(meta(2), Image(2))
+    assert whole(store) == [1, 2]
+
+
+@needs_root
+def test_rights_lost_in_the_middle_of_a_run_are_named_and_come_back(open_to_all, child):
+    run = open_to_all / "run"
+    writer = child("snapshots", run, f"uid={NOBODY}")
+    assert writer.line() == "committed 1"
+    run.chmod(0o555)
+    os.chown(run, 0, 0)
+    writer.go()
+    answer = writer.line()
+    assert answer.startswith("LevelUnavailable")
+    assert f"owner and mode of the directory for user {NOBODY}" in answer
+    run.chmod(0o777)
+    writer.go()
+
+    assert writer.line() == "committed 3"
+    assert whole(open_store(str(run))) == [1, 3]
+
+
+@needs_root
+def test_a_mount_whose_server_is_gone_says_so_and_is_taken_up_again(tmp_path):
+    store = open_store(str(tmp_path / "mount" / "run"))
+    store.write(meta(1), Image(1))
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR)
+    except OSError:
+        pytest.skip("no FUSE here")
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0"
+    failed = ctypes.CDLL(None).mount(b"lazysnap", os.fsencode(tmp_path / "mount"), b"fuse", 0, options.encode())
+    os.close(server)  # from here on: ENOTCONN
+    if failed:
+        pytest.skip("mounting FUSE is not allowed here")
+    try:
+        with pytest.raises(LevelUnavailable, match="what serves this mount is gone: unmount it"):
+            store.write(meta(2), Image(2))
+        with pytest.raises(LevelUnavailable, match="what serves this mount is gone"):
+            store.inventory()
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "mount"], check=True)
+    store.write(meta(3), Image(3))
+
+    assert whole(store) == [1, 3]
+
+
+def test_a_full_disk_is_full_and_not_broken(tmpfs):
+    store = open_store(str(tmpfs / "run"))
+    with pytest.raises(LevelFull, match="free space there"):
+        store.write(meta(1), Image(1, 9 << 20))
+
+    assert files(tmpfs) == []
+
+
+# ---------------------------------------------------------------------------------- what NFS leaves behind
+
+
+def test_names_that_nfs_gives_to_deleted_open_files_are_not_seen(storage):
+    storage.put(SHARD, b"x")
+    left = pathlib.Path(storage.url) / "step-00000001" / ".nfs00000000002100c800000001"
+    left.write_bytes(b"deleted")
+    assert storage.list("step-00000001") == ["shard"]
+
+    storage.delete(SHARD)
+    storage.delete_directory("step-00000001")
+
+    assert left.exists()
+    assert storage.list("step-00000001") == []
+    left.unlink()
+    storage.delete_directory("step-00000001")
+    assert storage.list() == []
