@@ -1,0 +1,296 @@
+"""Snapshots over NFS 4.2: a real server that is killed, restarted, replaced; a real client kernel."""
+
+import pathlib
+import re
+import shutil
+import time
+
+import pytest
+from nfs_lab import GuestError
+
+from lazysnap.levels import open_store
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.shard.manifest import manifest_name, shard_name
+
+TWO_BLOCKS = 17 << 20
+SHARD, MANIFEST = shard_name(0, 1), manifest_name(0, 1)
+
+
+def restorable(path: pathlib.Path) -> list[int]:
+    """Steps at the server of which every block was read and verified; nothing there is half."""
+    store = open_store(str(path))
+    found = store.inventory()
+    assert found.problems == ()
+    for entry in found.entries:
+        manifest = store.read_manifest(entry)
+        out = map_anonymous(manifest.size_bytes)
+        store.read_image(entry, manifest, out)
+        assert out[-1] == entry.step
+    return sorted(entry.step for entry in found.entries)
+
+
+def files(path: pathlib.Path) -> list[str]:
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+
+
+def of_step(step: int) -> list[str]:
+    return [f"step-{step:08}/{MANIFEST}", f"step-{step:08}/{SHARD}"]
+
+
+def test_what_one_client_writes_the_server_and_another_client_have(lab, place):
+    for step, size in ((1, 50), (2, TWO_BLOCKS)):
+        lab.guest.run("write", place.hard, step, size)
+
+    assert lab.guest.run("restorable", place.other) == [[1, 2], []]
+    assert restorable(place.host) == [1, 2]
+    assert files(place.host) == of_step(1) + of_step(2)
+
+
+def test_of_two_clients_that_want_one_name_exactly_one_gets_it(lab, place):
+    calls = [lab.guest.start("claim", url, content * 100, 25) for url, content in ((place.hard, "a"), (place.other, "b"))]
+    for call in calls:
+        call.stopped("begun")
+    for call in calls:
+        call.go()
+    won = [call.result() for call in calls]
+
+    assert sorted(won[0] + won[1]) == list(range(25))
+    for numbers, content in zip(won, "ab", strict=True):
+        for number in numbers:
+            assert (place.host / str(number) / "shard").read_text() == content * 100
+    assert len(files(place.host)) == 25
+
+
+def test_a_lease_is_seen_by_another_client_and_ends_with_its_process(lab, place):
+    lab.guest.run("write", place.hard, 1)
+    shard = f"step-00000001/{SHARD}"
+    for holder in ("hold_lease", "die_with_a_lease"):
+        assert not lab.guest.run("storage", place.other, "is_leased", shard)
+        reader = lab.guest.start(holder, place.hard, shard)
+        reader.stopped("leased" if holder == "hold_lease" else "held")
+        assert lab.guest.run("storage", place.other, "is_leased", shard)
+        assert lab.guest.run("storage", place.hard, "is_leased", shard)
+        reader.go()
+        reader.result()
+        assert not lab.guest.run("storage", place.other, "is_leased", shard)
+
+
+def test_a_sweep_of_another_client_leaves_living_writers_alone_and_takes_what_dead_ones_left(lab, place):
+    dead = lab.guest.start("die_with_a_file", place.hard, f"step-00000002/{SHARD}")
+    dead.stopped("held")
+    living = lab.guest.start("write_slowly", place.hard, 1, TWO_BLOCKS)
+    living.stopped("middle")
+    assert lab.guest.run("sweep", place.other) == []
+    dead.go()
+    dead.result()
+
+    (gone,) = lab.guest.run("sweep", place.other)
+    assert gone.startswith("step-00000002/.")
+    living.go()
+    living.result()
+    assert restorable(place.host) == [1]
+    assert files(place.host) == of_step(1)
+
+
+def test_hard_mount_a_write_goes_on_when_the_killed_server_is_back(lab, place):
+    writer = lab.guest.start("write_slowly", place.hard, 1, TWO_BLOCKS)
+    writer.stopped("middle")
+    lab.server.kill()
+    writer.go()
+    lab.server.start()
+    writer.result()
+
+    assert restorable(place.host) == [1]
+    assert files(place.host) == of_step(1)
+
+
+def test_hard_mount_a_read_goes_on_when_the_killed_server_is_back(lab, place):
+    lab.guest.run("write", place.hard, 7, TWO_BLOCKS)
+    size = (place.host / "step-00000007" / SHARD).stat().st_size
+    reader = lab.guest.start("read_slowly", place.other, f"step-00000007/{SHARD}", size)
+    reader.stopped("middle")
+    lab.server.kill()
+    reader.go()
+    lab.server.start()
+
+    assert reader.result() == 7
+
+
+def test_hard_mount_a_server_that_stays_away_costs_a_deadline_and_nothing_half_is_left(lab, place):
+    lab.guest.run("write", place.hard, 1)
+    attempt = lab.guest.start("write_with_deadline", place.hard, 2, TWO_BLOCKS, 2)
+    attempt.stopped("middle")
+    lab.server.kill()
+    attempt.go()
+    attempt.stopped("LevelHangs")
+    lab.server.start()
+    attempt.go()
+
+    assert attempt.result().startswith("CaptureAborted")
+    assert files(place.host) == of_step(1)
+    lab.guest.run("write", place.hard, 3)
+    assert restorable(place.host) == [1, 3]
+
+
+def test_a_server_that_forgot_its_clients_costs_the_snapshot_being_written_only(lab, place):
+    writer = lab.guest.start("write_slowly", place.hard, 1, TWO_BLOCKS)
+    writer.stopped("middle")
+    lab.server.kill()
+    shutil.rmtree(lab.server.memory)
+    writer.go()
+    lab.server.start()
+    with pytest.raises(GuestError, match="LevelUnavailable"):
+        writer.result()
+
+    assert restorable(place.host) == []
+    lab.guest.run("write", place.hard, 2)
+    lab.guest.run("sweep", place.hard)
+    assert restorable(place.host) == [2]
+    assert files(place.host) == of_step(2)
+
+
+@pytest.mark.usefixtures("soft")
+def test_soft_mount_a_write_fails_nothing_is_offered_and_the_next_one_works(lab, place):
+    lab.guest.run("write", place.soft, 1)
+    writer = lab.guest.start("write_slowly", place.soft, 2, TWO_BLOCKS)
+    writer.stopped("middle")
+    lab.server.kill()
+    writer.go()
+    with pytest.raises(GuestError, match=r"LevelUnavailable: /mnt/soft/.*soft NFS mount is away"):
+        writer.result()
+    assert restorable(place.host) == [1]
+    lab.server.start()
+
+    lab.guest.run("write", place.soft, 3)
+    assert lab.guest.run("restorable", place.soft) == [[1, 3], []]
+    lab.guest.run("sweep", place.soft)
+    assert restorable(place.host) == [1, 3]
+    assert files(place.host) == of_step(1) + of_step(3)
+
+
+@pytest.mark.usefixtures("soft")
+def test_soft_mount_a_read_fails_and_works_again(lab, place):
+    lab.guest.run("write", place.soft, 7, TWO_BLOCKS)
+    size = (place.host / "step-00000007" / SHARD).stat().st_size
+    reader = lab.guest.start("read_slowly", place.soft, f"step-00000007/{SHARD}", size)
+    reader.stopped("middle")
+    lab.server.kill()
+    reader.go()
+    with pytest.raises(GuestError, match=r"LevelUnavailable: /mnt/soft/.*reading"):
+        reader.result()
+    lab.server.start()
+
+    assert lab.guest.run("restorable", place.soft) == [[7], []]
+
+
+def test_an_export_that_was_replaced_is_named_and_works_when_mounted_again(lab):
+    export, url = lab.server.exports["replaced"], "/mnt/replaced/run"
+    lab.guest.run("mount", "replaced", "replaced", "hard")
+    try:
+        lab.guest.run("write", url, 1)
+        lab.server.kill()
+        export.rename(export.with_name("old"))
+        export.mkdir()
+        lab.server.start()
+        with pytest.raises(GuestError, match=r"LevelUnavailable: .*replaced at the server: unmount it"):
+            lab.guest.run("write", url, 2)
+        with pytest.raises(GuestError, match=r"LevelUnavailable: .*replaced at the server"):
+            lab.guest.run("restorable", url)
+    finally:
+        lab.guest.run("sh", "umount -l /mnt/replaced")
+    lab.guest.run("mount", "replaced", "replaced", "hard")
+    lab.guest.run("write", url, 3)
+
+    assert lab.guest.run("restorable", url) == [[3], []]
+    assert restorable(export / "run") == [3]
+    lab.guest.run("sh", "umount /mnt/replaced")
+
+
+def test_a_directory_removed_at_the_server_costs_the_snapshot_being_written_only(lab, place):
+    writer = lab.guest.start("write_slowly", place.hard, 1, TWO_BLOCKS)
+    writer.stopped("middle")
+    shutil.rmtree(place.host / "step-00000001")
+    writer.go()
+    with pytest.raises(GuestError, match="LevelUnavailable"):
+        writer.result()
+    lab.guest.run("write", place.hard, 2)
+
+    assert restorable(place.host) == [2]
+
+
+def test_a_manifest_seen_before_its_shard_is_complete_is_not_believed(lab, place):
+    lab.guest.run("write", place.hard, 5, 100_000)
+    assert lab.guest.run("restorable", place.other) == [[5], []]
+    step = place.host / "step-00000005"
+    late = place.host / "step-00000006"
+    data = (step / SHARD).read_bytes()
+    manifest = (step / MANIFEST).read_bytes()
+    shutil.rmtree(step)
+    step.mkdir()
+    (step / MANIFEST).write_bytes(manifest)
+    assert not late.exists()
+
+    entries, (problem,) = lab.guest.run("inventory", place.hard)
+    assert entries == []
+    assert "step-00000005" in problem
+    (step / SHARD).write_bytes(data[:50_000])
+    entries, (problem,) = lab.guest.run("inventory", place.hard)
+    assert entries == []
+    assert "step-00000005" in problem
+    with open(step / SHARD, "r+b") as file:
+        file.truncate(len(data))  # the size is right, the bytes are not there
+    assert until_offered(lab, place.hard, 5) == "ShardCorrupt"
+    (step / SHARD).write_bytes(data)
+    deadline = time.monotonic() + 30
+    while until_offered(lab, place.hard, 5) == "ShardCorrupt":
+        assert time.monotonic() < deadline
+    assert lab.guest.run("restorable", place.hard) == [[5], []]
+
+
+def until_offered(lab, url: str, step: int) -> str:
+    """Ask, until the client's cached attributes expire; then whether what is offered is what it says."""
+    deadline = time.monotonic() + 30
+    while lab.guest.run("inventory", url)[0] != [step]:
+        assert time.monotonic() < deadline
+    try:
+        lab.guest.run("restorable", url)
+    except GuestError as error:
+        return error.kind
+    return "whole"
+
+
+def test_root_that_is_nobody_at_the_server_gets_a_clear_error_or_a_snapshot(lab):
+    export = lab.server.exports["squashed"]
+    export.chmod(0o755)
+    lab.guest.run("mount", "squashed", "squashed", "hard")
+    try:
+        with pytest.raises(GuestError, match=r"LevelUnavailable: .*creating step-.*no_root_squash"):
+            lab.guest.run("write", "/mnt/squashed/run", 1)
+        assert files(export) == []
+        export.chmod(0o777)
+        lab.guest.run("write", "/mnt/squashed/run", 2)
+        assert lab.guest.run("restorable", "/mnt/squashed/run") == [[2], []]
+        assert lab.guest.run("sweep", "/mnt/squashed/run") == []
+        assert restorable(export / "run") == [2]
+    finally:
+        lab.guest.run("sh", "umount -l /mnt/squashed")
+
+
+def test_a_file_deleted_while_it_is_read_is_read_to_its_end_and_its_leftover_name_is_not_seen(lab, place):
+    lab.guest.run("write", place.hard, 9, TWO_BLOCKS)
+    size = (place.host / "step-00000009" / SHARD).stat().st_size
+    reader = lab.guest.start("read_slowly", place.hard, f"step-00000009/{SHARD}", size)
+    reader.stopped("middle")
+    for name in (MANIFEST, SHARD):
+        lab.guest.run("storage", place.hard, "delete", f"step-00000009/{name}")
+    (left,) = files(place.host)
+    assert re.fullmatch(r"step-00000009/\.nfs\w+", left)
+    assert lab.guest.run("storage", place.hard, "list", "step-00000009") == []
+    lab.guest.run("storage", place.hard, "delete_directory", "step-00000009")
+    assert lab.guest.run("sweep", place.hard) == []
+    reader.go()
+
+    assert reader.result() == 9
+    assert files(place.host) == []
+    lab.guest.run("storage", place.hard, "delete_directory", "step-00000009")
+    assert list(place.host.iterdir()) == []
