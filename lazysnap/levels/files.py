@@ -120,7 +120,7 @@ def _rename_after_look(temp: str, final: str) -> None:
 
 
 def give_name(handle: int, temp: str, final: str) -> None:
-    """Name this open file ``final`` instead of ``temp``, in one act, unless that name is taken.
+    """Name this open file ``final``, in one act, unless that name is taken; ``temp`` may stay beside it.
 
     By a hard link; by a rename that does not replace, where there are none (FAT, many FUSE file systems); where there
     is no such thing either, a look at the name before the rename must do.
@@ -138,8 +138,12 @@ def give_name(handle: int, temp: str, final: str) -> None:
                 continue
         break
     faults.point("level.local.linked")
-    with contextlib.suppress(FileNotFoundError):  # after a rename
-        os.unlink(temp)
+
+
+def remove(path: str) -> None:
+    """Unlink, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def open_direct(path: str, flags: int) -> int:

@@ -34,6 +34,7 @@ from lazysnap.levels.files import (
     open_regular,
     pread_all,
     pwrite_all,
+    remove,
     sync_directory,
     temp_name,
 )
@@ -117,14 +118,15 @@ class LocalWriter:
             os.ftruncate(self._buffered, self._size)
             faults.point("level.local.sync")
             os.fdatasync(self._buffered)
-            if locks.share(self._buffered) is False:
-                raise OSError(errno.EBUSY, "a sweep took the file while it was published", self._temp)
+            self._let_readers_in(self._buffered)
             faults.point("level.local.rename")
             self._may_have_final = True
             if self._replaces:
                 os.rename(self._temp, self._final)
             else:
                 give_name(self._buffered, self._temp, self._final)
+                self._reopen()
+                remove(self._temp)
             self._temp = ""
             faults.point("level.local.renamed")
             sync_directory(self._directory)
@@ -139,23 +141,44 @@ class LocalWriter:
             self._failure = error
             raise local_error(self._root, f"publishing {self._final}", error) from error
 
+    def _let_readers_in(self, handle: int) -> None:
+        """Share the lock; over NFS this also takes it again, if the server restarted without its memory."""
+        if locks.share(handle) is False:
+            raise OSError(errno.EBUSY, "a sweep took the file while it was published", self._temp)
+
+    def _reopen(self) -> None:
+        """Hold the file by its final name: NFS keeps a temporary one that is open, as ``.nfs*``, when it is deleted."""
+        handle = os.open(self._final, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self._let_readers_in(handle)
+            if not is_file(self._buffered, self._final):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self._final)
+        except BaseException:
+            os.close(handle)
+            raise
+        self._close_handles()
+        self._buffered = handle
+
+    def _close_handles(self) -> None:
+        handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
+        for handle in handles:
+            if handle >= 0:
+                with contextlib.suppress(OSError):  # NFS reports here what fsync reported before
+                    os.close(handle)
+
     def close(self) -> None:
-        """Remove what is not published, under whichever names it stands, then close, and so unlock."""
+        """Remove what is not published, under whichever names it stands, and close, which unlocks."""
         # What cannot be removed here (the directory may be gone, the level away) goes with the next sweep.
         if self._may_have_final:
             self._may_have_final = False
             with contextlib.suppress(OSError):
                 if is_file(self._buffered, self._final):
                     os.unlink(self._final)
+        self._close_handles()
         temp, self._temp = self._temp, ""
         if temp:
             with contextlib.suppress(OSError):
-                os.unlink(temp)
-        handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
-        for handle in handles:
-            if handle >= 0:
-                with contextlib.suppress(OSError):  # NFS reports here what fsync reported before
-                    os.close(handle)
+                remove(temp)
 
 
 class LocalReader:

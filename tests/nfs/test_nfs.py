@@ -13,6 +13,8 @@ from lazysnap.levels.memory import map_anonymous
 from lazysnap.shard.manifest import manifest_name, shard_name
 
 TWO_BLOCKS = 17 << 20
+CACHES_S = 60
+"""A client may believe for so long what it has seen of another one's files."""
 SHARD, MANIFEST = shard_name(0, 1), manifest_name(0, 1)
 
 
@@ -33,6 +35,13 @@ def files(path: pathlib.Path) -> list[str]:
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
 
 
+def wait_for_files(place, expected: list[str]) -> None:
+    """The client removes ``.nfs*`` names a moment after the last descriptor was closed."""
+    deadline = time.monotonic() + CACHES_S
+    while files(place.host) != sorted(expected):
+        assert time.monotonic() < deadline, files(place.host)
+
+
 def of_step(step: int) -> list[str]:
     return [f"step-{step:08}/{MANIFEST}", f"step-{step:08}/{SHARD}"]
 
@@ -47,7 +56,9 @@ def test_what_one_client_writes_the_server_and_another_client_have(lab, place):
 
 
 def test_of_two_clients_that_want_one_name_exactly_one_gets_it(lab, place):
-    calls = [lab.guest.start("claim", url, content * 100, 25) for url, content in ((place.hard, "a"), (place.other, "b"))]
+    calls = [
+        lab.guest.start("claim", url, content * 100, 25) for url, content in ((place.hard, "a"), (place.other, "b"))
+    ]
     for call in calls:
         call.stopped("begun")
     for call in calls:
@@ -58,7 +69,7 @@ def test_of_two_clients_that_want_one_name_exactly_one_gets_it(lab, place):
     for numbers, content in zip(won, "ab", strict=True):
         for number in numbers:
             assert (place.host / str(number) / "shard").read_text() == content * 100
-    assert len(files(place.host)) == 25
+    wait_for_files(place, [f"{number}/shard" for number in range(25)])
 
 
 def test_a_lease_is_seen_by_another_client_and_ends_with_its_process(lab, place):
@@ -132,19 +143,49 @@ def test_hard_mount_a_server_that_stays_away_costs_a_deadline_and_nothing_half_i
     assert restorable(place.host) == [1, 3]
 
 
-def test_a_server_that_forgot_its_clients_costs_the_snapshot_being_written_only(lab, place):
-    writer = lab.guest.start("write_slowly", place.hard, 1, TWO_BLOCKS)
-    writer.stopped("middle")
+def forget(lab) -> None:
+    """The server loses power and its memory of clients and their locks."""
     lab.server.kill()
     shutil.rmtree(lab.server.memory)
-    writer.go()
     lab.server.start()
+
+
+def test_a_lock_that_the_server_forgot_is_taken_again_before_the_file_gets_its_name(lab, place):
+    writer = lab.guest.start("write_and_keep_claim", place.hard, f"step-00000001/{SHARD}", 4096)
+    writer.stopped("written")
+    forget(lab)
+    writer.go()
+    writer.stopped("published")
+    assert lab.guest.run("sweep", place.other) == []
+    writer.go()
+    writer.result()
+
+    assert lab.guest.run("sweep", place.other) == [f"step-00000001/{SHARD}"]
+
+
+def test_bytes_that_were_cached_under_a_lock_that_the_server_forgot_are_not_published(lab, place):
+    writer = lab.guest.start("write_and_keep_claim", place.hard, f"step-00000001/{SHARD}", 100)
+    writer.stopped("written")
+    forget(lab)
+    writer.go()
+    with pytest.raises(GuestError, match=r"LevelUnavailable: .*publishing"):
+        writer.stopped("published")
+
+    wait_for_files(place, [])
+
+
+def test_a_file_that_was_swept_because_the_server_forgot_its_lock_is_never_offered(lab, place):
+    writer = lab.guest.start("write_slowly", place.hard, 1, TWO_BLOCKS)
+    writer.stopped("middle")
+    forget(lab)
+    (gone,) = lab.guest.run("sweep", place.other)
+    assert gone.startswith("step-00000001/.")
+    writer.go()
     with pytest.raises(GuestError, match="LevelUnavailable"):
         writer.result()
 
     assert restorable(place.host) == []
     lab.guest.run("write", place.hard, 2)
-    lab.guest.run("sweep", place.hard)
     assert restorable(place.host) == [2]
     assert files(place.host) == of_step(2)
 
@@ -191,6 +232,7 @@ def test_an_export_that_was_replaced_is_named_and_works_when_mounted_again(lab):
         lab.server.kill()
         export.rename(export.with_name("old"))
         export.mkdir()
+        shutil.rmtree(export.with_name("old"))
         lab.server.start()
         with pytest.raises(GuestError, match=r"LevelUnavailable: .*replaced at the server: unmount it"):
             lab.guest.run("write", url, 2)
@@ -219,41 +261,44 @@ def test_a_directory_removed_at_the_server_costs_the_snapshot_being_written_only
 
 
 def test_a_manifest_seen_before_its_shard_is_complete_is_not_believed(lab, place):
-    lab.guest.run("write", place.hard, 5, 100_000)
-    assert lab.guest.run("restorable", place.other) == [[5], []]
-    step = place.host / "step-00000005"
-    late = place.host / "step-00000006"
-    data = (step / SHARD).read_bytes()
-    manifest = (step / MANIFEST).read_bytes()
-    shutil.rmtree(step)
-    step.mkdir()
-    (step / MANIFEST).write_bytes(manifest)
-    assert not late.exists()
-
-    entries, (problem,) = lab.guest.run("inventory", place.hard)
-    assert entries == []
-    assert "step-00000005" in problem
-    (step / SHARD).write_bytes(data[:50_000])
-    entries, (problem,) = lab.guest.run("inventory", place.hard)
-    assert entries == []
-    assert "step-00000005" in problem
-    with open(step / SHARD, "r+b") as file:
-        file.truncate(len(data))  # the size is right, the bytes are not there
-    assert until_offered(lab, place.hard, 5) == "ShardCorrupt"
-    (step / SHARD).write_bytes(data)
-    deadline = time.monotonic() + 30
-    while until_offered(lab, place.hard, 5) == "ShardCorrupt":
-        assert time.monotonic() < deadline
+    """One client sees the files of another one in whatever order its caches allow."""
+    lab.guest.run("write", place.other, 5, 100_000)
     assert lab.guest.run("restorable", place.hard) == [[5], []]
+    saved = shutil.copytree(place.host / "step-00000005", lab.server.root / f"saved-{place.host.name}")
+    there = f"{place.other}/step-00000005"
+
+    lab.guest.run("sh", f"rm {there}/{SHARD} {there}/{MANIFEST}; cp {saved}/{MANIFEST} {there}")
+    wait_until_not_offered(lab, place)
+    lab.guest.run("sh", f"head -c 50000 {saved}/{SHARD} > {there}/{SHARD}")
+    entries, (problem,) = lab.guest.run("inventory", place.hard)
+    assert entries == []
+    assert "step-00000005" in problem
+    # The size is right, the bytes are not there.
+    lab.guest.run("sh", f"truncate -r {saved}/{SHARD} {there}/{SHARD}")
+    assert offered(lab, place) == "ShardCorrupt"
+    lab.guest.run("sh", f"cp {saved}/{SHARD} {there}/{SHARD}")
+    deadline = time.monotonic() + CACHES_S
+    while offered(lab, place) == "ShardCorrupt":
+        assert time.monotonic() < deadline
 
 
-def until_offered(lab, url: str, step: int) -> str:
-    """Ask, until the client's cached attributes expire; then whether what is offered is what it says."""
-    deadline = time.monotonic() + 30
-    while lab.guest.run("inventory", url)[0] != [step]:
+def wait_until_not_offered(lab, place) -> None:
+    deadline = time.monotonic() + CACHES_S
+    while True:
+        entries, problems = lab.guest.run("inventory", place.hard)
+        if not entries:
+            break
+        assert time.monotonic() < deadline
+    assert "step-00000005" in problems[0]
+
+
+def offered(lab, place) -> str:
+    """Ask until the client's caches have expired; then, whether what is offered is what it says."""
+    deadline = time.monotonic() + CACHES_S
+    while not lab.guest.run("inventory", place.hard)[0]:
         assert time.monotonic() < deadline
     try:
-        lab.guest.run("restorable", url)
+        lab.guest.run("restorable", place.hard)
     except GuestError as error:
         return error.kind
     return "whole"
@@ -291,6 +336,6 @@ def test_a_file_deleted_while_it_is_read_is_read_to_its_end_and_its_leftover_nam
     reader.go()
 
     assert reader.result() == 9
-    assert files(place.host) == []
+    wait_for_files(place, [])
     lab.guest.run("storage", place.hard, "delete_directory", "step-00000009")
     assert list(place.host.iterdir()) == []

@@ -79,7 +79,7 @@ class Network:
 
 
 class Server:
-    """nfs-ganesha with the exports ``/open``, ``/squashed`` (root is nobody) and ``/replaced`` (for the tests to move)."""
+    """nfs-ganesha with the exports ``/open``, ``/squashed`` (root is nobody), ``/replaced`` (for tests to replace)."""
 
     def __init__(self, network: Network, root: pathlib.Path) -> None:
         self.root = root / "export"
@@ -172,8 +172,10 @@ class Guest:
         self._numbers = itertools.count()
         self._process = network.popen(
             # In a process namespace of its own, so that the many processes of which it is made end with the first.
-            *["unshare", "--pid", "--fork", "--kill-child", "linux.uml", "mem=1G", "root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw"],
-            *["con=null", "con0=fd:0,fd:1", "con1=null", "quiet", "panic=-1", f"uml_dir={place}/", "umid=guest"],
+            *["unshare", "--pid", "--fork", "--kill-child"],
+            *["linux.uml", "mem=1G", f"uml_dir={place}/", "umid=guest", "quiet", "panic=-1"],
+            *["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw"],
+            *["con=null", "con0=fd:0,fd:1", "con1=null"],
             f"init={HERE / 'nfs_init.sh'}",
             f"PYTHON={sys.executable}",
             f"GUEST={HERE / 'nfs_guest.py'}",
