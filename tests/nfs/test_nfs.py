@@ -103,28 +103,22 @@ def test_a_sweep_of_another_client_leaves_living_writers_alone_and_takes_what_de
     assert files(place.host) == of_step(1)
 
 
-def test_hard_mount_a_write_goes_on_when_the_killed_server_is_back(lab, place):
-    writer = lab.guest.start("write_slowly", place.hard, 1, TWO_BLOCKS)
-    writer.stopped("middle")
-    lab.server.kill()
-    writer.go()
-    lab.server.start()
-    writer.result()
-
-    assert restorable(place.host) == [1]
-    assert files(place.host) == of_step(1)
-
-
-def test_hard_mount_a_read_goes_on_when_the_killed_server_is_back(lab, place):
+def test_hard_mount_writes_and_reads_go_on_when_the_killed_server_is_back(lab, place):
     lab.guest.run("write", place.hard, 7, TWO_BLOCKS)
     size = (place.host / "step-00000007" / SHARD).stat().st_size
+    writer = lab.guest.start("write_slowly", place.hard, 8, TWO_BLOCKS)
     reader = lab.guest.start("read_slowly", place.other, f"step-00000007/{SHARD}", size)
-    reader.stopped("middle")
+    for call in (writer, reader):
+        call.stopped("middle")
     lab.server.kill()
-    reader.go()
+    for call in (writer, reader):
+        call.go()
     lab.server.start()
 
     assert reader.result() == 7
+    writer.result()
+    assert restorable(place.host) == [7, 8]
+    assert files(place.host) == of_step(7) + of_step(8)
 
 
 def test_hard_mount_a_server_that_stays_away_costs_a_deadline_and_nothing_half_is_left(lab, place):
@@ -191,37 +185,28 @@ def test_a_file_that_was_swept_because_the_server_forgot_its_lock_is_never_offer
 
 
 @pytest.mark.usefixtures("soft")
-def test_soft_mount_a_write_fails_nothing_is_offered_and_the_next_one_works(lab, place):
-    lab.guest.run("write", place.soft, 1)
-    writer = lab.guest.start("write_slowly", place.soft, 2, TWO_BLOCKS)
-    writer.stopped("middle")
-    lab.server.kill()
-    writer.go()
-    with pytest.raises(GuestError, match=r"LevelUnavailable: /mnt/soft/.*soft NFS mount is away"):
-        writer.result()
-    assert restorable(place.host) == [1]
-    lab.server.start()
-
-    lab.guest.run("write", place.soft, 3)
-    assert lab.guest.run("restorable", place.soft) == [[1, 3], []]
-    lab.guest.run("sweep", place.soft)
-    assert restorable(place.host) == [1, 3]
-    assert files(place.host) == of_step(1) + of_step(3)
-
-
-@pytest.mark.usefixtures("soft")
-def test_soft_mount_a_read_fails_and_works_again(lab, place):
+def test_soft_mount_writes_and_reads_fail_nothing_half_is_offered_and_the_next_ones_work(lab, place):
     lab.guest.run("write", place.soft, 7, TWO_BLOCKS)
     size = (place.host / "step-00000007" / SHARD).stat().st_size
+    writer = lab.guest.start("write_slowly", place.soft, 8, TWO_BLOCKS)
     reader = lab.guest.start("read_slowly", place.soft, f"step-00000007/{SHARD}", size)
-    reader.stopped("middle")
+    for call in (writer, reader):
+        call.stopped("middle")
     lab.server.kill()
-    reader.go()
-    with pytest.raises(GuestError, match=r"LevelUnavailable: /mnt/soft/.*reading"):
+    for call in (writer, reader):
+        call.go()
+    with pytest.raises(GuestError, match=r"LevelUnavailable: /mnt/soft/.*reading.*soft NFS mount is away"):
         reader.result()
+    with pytest.raises(GuestError, match=r"LevelUnavailable: /mnt/soft/.*writing.*soft NFS mount is away"):
+        writer.result()
+    assert restorable(place.host) == [7]
     lab.server.start()
 
-    assert lab.guest.run("restorable", place.soft) == [[7], []]
+    lab.guest.run("write", place.soft, 9)
+    assert lab.guest.run("restorable", place.soft) == [[7, 9], []]
+    lab.guest.run("sweep", place.soft)
+    assert restorable(place.host) == [7, 9]
+    assert files(place.host) == of_step(7) + of_step(9)
 
 
 def test_an_export_that_was_replaced_is_named_and_works_when_mounted_again(lab):
