@@ -58,6 +58,10 @@ class GuestError(Exception):
         self.kind = kind
 
 
+class NoLab(Exception):
+    """The machine does not allow it."""
+
+
 class Network:
     """A network of its own, which lives as long as this process keeps a pipe open."""
 
@@ -67,7 +71,7 @@ class Network:
         )
         if self._holder.stdout.readline() != "up\n":
             self.close()
-            raise RuntimeError("no network namespace with a tap device")
+            raise NoLab("no network of its own with a tap device is allowed here")
 
     def popen(self, *command: str, **options) -> subprocess.Popen:
         """Start a process there that dies with this one."""
