@@ -17,7 +17,7 @@ from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
 from lazysnap.engine.slots import choose_slot, slots_needed
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.policy import is_due
+from lazysnap.policy import is_due, is_wanted
 from lazysnap.state.rewalk import StateWalker
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
@@ -195,6 +195,8 @@ class Recorder:
     def _wants_persistence(self, step: int, slots: list[Slot]) -> bool:
         if self.names.wanted:
             return True
+        if any(is_wanted(level, step) for level in self._config.levels):
+            return True  # retention asks for this very step, whatever is being written
         if any(slot.status().pinned for slot in slots):
             return False
         return any(is_due(level, step, self._last_pinned) for level in self._config.levels)

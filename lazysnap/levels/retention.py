@@ -100,6 +100,8 @@ def _sound_steps(
 
 def _delete_unreferenced(storage: Storage, inventory: Inventory, run_id: str, wanted: set[str | None]) -> None:
     """Images of immutable tensors that no snapshot of the run refers to any more, and no writer is about to."""
+    if inventory.problems:
+        return  # a manifest that cannot be read just now may refer to one
     for image in inventory.frozen:
         place = ShardPlace(storage, image.location, 0, 1)
         if image.run_id != run_id or image.digest in wanted:

@@ -33,10 +33,20 @@ class Workers(Generic[Result]):
             thread.start()
         self._work(feed)
         for thread in others:
-            thread.join()
+            self._await(thread)
         if self._error is not None:
             raise self._error
         return [self._results[index] for index in sorted(self._results)]
+
+    def _await(self, thread: threading.Thread) -> None:
+        """Wait for a thread also through a Ctrl-C, which ends the run: what it uses must not be closed under it."""
+        while thread.is_alive():
+            try:
+                thread.join()
+            except KeyboardInterrupt as error:
+                if isinstance(self._error, KeyboardInterrupt):
+                    raise  # the second one: it hangs
+                self._error = error
 
     def _work(self, feed: "Iterator[tuple[int, Callable[[], Result]]]") -> None:
         while self._error is None:

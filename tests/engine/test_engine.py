@@ -6,8 +6,9 @@ import pytest
 import torch
 from small_training import TIMEOUT_S, Training
 
-from lazysnap import SnapshotConfig, SnapshotEngine
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import ConfigError, JobBusy, UnsupportedState
+from lazysnap.levels import open_store
 
 
 @pytest.fixture
@@ -240,3 +241,21 @@ def test_boundaries_start_no_garbage_collection_and_leave_the_collector_as_it_wa
     assert still_enabled is enabled
     # What is freed behind the boundary may start a young one; without the pause there are dozens.
     assert during <= 4
+
+
+def test_a_step_that_retention_asks_for_is_persisted_even_while_another_is_being_written(job, tmp_path):
+    # Every write after the first waits a second or two: the next steps are captured meanwhile.
+    level = PersistentLevel(
+        str(tmp_path / "level"), every_n_steps=1000, keep_last=1, keep_every_n_steps=3, max_bytes_per_s=10_000
+    )
+    config = SnapshotConfig(levels=(level,), job_id=job.job_id, memory=MemoryLevel(linger_s=5), on_busy="wait")
+    training = Training(config)
+    job.trainings.append(training)
+    assert training.engine.wait_ready(TIMEOUT_S)
+
+    training.run(1, 7)
+
+    assert all(training.began)
+    assert training.engine.close()
+    steps = {entry.step for entry in open_store(level.url).inventory().entries}
+    assert steps >= {3, 6}
