@@ -23,7 +23,7 @@ logger = logging.getLogger("lazysnap.engine")
 
 _MOST_LOSSES = 8
 """A program that so often changes what it called immutable gets none of it stored apart any more."""
-_STOP_S = 5.0
+_STOP_S = 2.0
 _UNKNOWN = "0" * 32
 
 
@@ -53,6 +53,9 @@ class FrozenTensors:
         """Checksums of tensors that were whole in the keeper's memory once; what differs from them changed."""
         self._is_known = False
         self._losses = 0
+        self._suspects: set[str] = set()
+        self._is_used = False
+        """Whether a capture refers to the set."""
         self._unverified: dict[int, Slot] = {}
         """Captures that refer to the set, by sequence number, that no pass over all bytes has vouched for."""
         self._lock = threading.Lock()
@@ -80,7 +83,12 @@ class FrozenTensors:
     def _replace(self, frozen: FrozenSet | None) -> None:
         if self._freezing is not None:
             self._freezing.cancel()
-        self._stop_passes()
+        for one in self._passes:
+            one.cancelled.set()
+            # It can never be compared any more, and the keeper waits for that.
+            if one.is_running and discard(one.slot, one.sequence):
+                self._lost(one.sequence)
+        self._passes, self._is_used = [], False
         with self._lock:
             self._unverified.clear()
         self._set, self._freezing = frozen, None
@@ -160,29 +168,32 @@ class FrozenTensors:
     def _lose(self, changed: list[str]) -> None:
         """Something wrote to tensors that are not to be trained: they are never believed immutable again."""
         self._losses += 1
-        self._banned.update(changed)
-        self._log.statistics.frozen_changed += len(changed)
+        # Before the first capture that is how a model is set up: weights are loaded, moved to a device. Once.
+        offenders = [name for name in changed if self._is_used or name in self._suspects]
+        self._suspects.update(changed)
+        for name in changed:
+            self._known.pop(name, None)
         with self._lock:
             doubtful = list(self._unverified.items())
         for sequence in [sequence for sequence, slot in doubtful if discard(slot, sequence)]:
             self._log.statistics.torn += 1
             self._lost(sequence)
-        self._log.note_once(
-            "frozen",
-            "%d tensors that need no gradient were changed all the same (%s, …): they are part of every snapshot from "
-            "now on, and snapshots in memory that were not compared byte by byte are dropped",
-            len(changed),
-            changed[0],
-        )
+        if offenders:
+            self._banned.update(offenders)
+            self._log.statistics.frozen_changed += len(offenders)
+            self._log.note_once(
+                "frozen",
+                "%d tensors that need no gradient were changed all the same (%s, …): they are part of every snapshot "
+                "from now on, and snapshots in memory that were not compared byte by byte are dropped",
+                len(offenders),
+                offenders[0],
+            )
         self._replace(None)
 
     def _leave(self, names: list[str]) -> None:
         """An optimizer holds them from now on, or they need a gradient: what was captured before stays right."""
         for name in names:
             self._known.pop(name, None)
-        for one in self._passes:
-            if one.is_running and discard(one.slot, one.sequence):  # it can never be compared any more
-                self._lost(one.sequence)
         self._replace(None)
 
     # ---------------------------------------------------------------- captures that refer to the set
@@ -191,6 +202,7 @@ class FrozenTensors:
         """A capture that refers to the set began, and is pinned if its slot says so: then it is compared."""
         if self._set is None:
             return
+        self._is_used = True
         with self._lock:
             for known in [known for known, held in self._unverified.items() if held is slot]:
                 del self._unverified[known]
@@ -241,16 +253,13 @@ class FrozenTensors:
         self._known.clear()
         self._replace(None)
 
-    def _stop_passes(self) -> None:
-        for one in self._passes:
-            one.cancelled.set()
-        self._passes = []
-
     def close(self) -> None:
         """Let all threads end. Blocks: at most some seconds."""
         if self._freezing is not None:
             self._freezing.cancel(_STOP_S)
-        self._stop_passes()
+        for one in self._passes:
+            one.cancelled.set()
+        self._passes = []
         self._set = self._freezing = None
 
 

@@ -215,6 +215,9 @@ def test_a_base_that_is_unfrozen_in_the_middle_is_captured_from_then_on(job):
     assert statistics.frozen_changed == 0
     assert statistics.shard_bytes > small + 3 * 512 * 512 * 4
     assert statistics.frozen_bytes < 1.5 * 512 * 512 * 4
+    tuning.run(last + 1, last + 3)
+    last += 3
+    until(lambda: len(images_of(tuning)) == 1)  # what no capture in memory refers to any more is let go
     snapshot = tuning.engine.fetch("latest")
     assert snapshot.step == last
     assert matches(tuning, snapshot)
@@ -361,3 +364,57 @@ def test_too_little_memory_for_the_image_is_said_once_and_training_goes_on(job, 
     assert tuning.began[-3:] == [False] * 3
     warnings = [record for record in is_said() if record.levelname == "WARNING"]
     assert len(warnings) == 1
+
+
+def test_weights_that_are_loaded_before_the_first_capture_are_stored_apart_all_the_same(job):
+    tuning = job.start()
+    other = torch.nn.Linear(512, 512)
+    with torch.no_grad():
+        tuning.model[0].base.weight.copy_(other.weight)
+    tuning.model[1].base.weight.data = other.weight.detach().clone()
+
+    tuning.run_until_captured(1)
+
+    statistics = tuning.engine.statistics()
+    assert statistics.frozen_changed == 0
+    assert statistics.shard_bytes < SMALL < statistics.frozen_bytes
+    assert matches(tuning, tuning.engine.fetch("latest"))
+
+
+def test_a_teacher_that_is_averaged_from_the_first_step_on_is_part_of_every_snapshot(job):
+    teacher = torch.nn.Linear(512, 512).requires_grad_(False)
+    tuning = job.start(extra={"teacher": teacher})
+
+    @torch.no_grad()
+    def average():
+        teacher.weight.data.mul_(0.9)
+
+    tuning.after_step = average
+
+    step = tuning.run_until_captured(1)
+    last = tuning.run_until_captured(step + 1)
+
+    assert matches(tuning, tuning.engine.fetch("latest"))
+    assert tuning.engine.fetch("latest").step == last
+    assert tuning.engine._recorder.frozen.names >= {"model.0.base.weight", "teacher.bias"}
+    assert "teacher.weight" not in tuning.engine._recorder.frozen.names
+
+
+def test_a_capture_that_waits_to_be_compared_when_the_set_goes_is_dropped_and_its_slot_is_free(job, tmp_path):
+    """The keeper would wait for the comparison for ever."""
+    tuning = job.start(tmp_path, width=1024, layers=8)
+    tuning.run(1, 1)
+    assert tuning.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
+    tuning.run(2, 2)  # pinned, and being compared
+    for parameter in tuning.model[0].base.parameters():
+        parameter.requires_grad_(True)
+    tuning.optimizer.add_param_group({"params": list(tuning.model[0].base.parameters())})
+
+    last = tuning.run_until_captured(3)
+
+    assert tuning.engine.wait(last, until="durable", timeout_s=TIMEOUT_S)
+    until(lambda: not any(slot.status().pinned for slot in tuning.engine._client.slots()))
+    assert tuning.engine.close()
+    snapshot = job.start(tmp_path, ready=False, width=1024, layers=8).engine.fetch_stored()
+    assert snapshot.step == last
+    assert matches(tuning, snapshot)

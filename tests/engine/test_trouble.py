@@ -1,14 +1,15 @@
 """Whatever fails beside training, training goes on: logged once, counted, tried again."""
 
+import dataclasses
 import os
 import signal
 import sys
 import time
 
 import pytest
-from small_training import TIMEOUT_S
+from small_training import TIMEOUT_S, Training
 
-from lazysnap import MemoryLevel
+from lazysnap import MemoryLevel, PersistentLevel
 
 
 def until(condition):
@@ -109,3 +110,23 @@ def test_statistics_count_a_state_that_grows(job, caplog):
     held = training.engine.fetch("latest")
     assert held.step == step
     assert held.state["counters"]["more"][-1] == 399_999
+
+
+def test_snapshots_that_a_slow_level_leaves_out_are_counted(job, tmp_path):
+    fast = PersistentLevel(str(tmp_path / "fast"), every_n_steps=1)
+    slow = PersistentLevel(str(tmp_path / "slow"), every_n_steps=1, max_bytes_per_s=100_000)
+    config = dataclasses.replace(job.config(), levels=(fast, slow))
+    training = Training(config)
+    job.trainings.append(training)
+    assert training.engine.wait_ready(TIMEOUT_S)
+    step = 0
+
+    def is_dropped():
+        nonlocal step
+        step += 1
+        training.run(step, step)
+        return training.engine.statistics().dropped[slow.url]
+
+    until(is_dropped)
+
+    assert training.engine.statistics().dropped[fast.url] == 0

@@ -1,0 +1,166 @@
+"""The keeper's images of immutable tensors: which are held, which go, within which bound."""
+
+import json
+import os
+
+import pytest
+
+from lazysnap.arena import Slot, SlotPhase, Word
+from lazysnap.errors import MemoryBoundExceeded
+from lazysnap.keeper.frozen import FrozenPool
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference
+
+ONE, TWO, THREE = ("1" * 32, "2" * 32, "3" * 32)
+
+
+@pytest.fixture
+def dropped():
+    return []
+
+
+@pytest.fixture
+def pool(dropped):
+    pool = FrozenPool(dropped.append)
+    yield pool
+    for _, slot in pool.items():
+        slot.close()
+
+
+def make(pool, digest, *, whole=True):
+    slot = pool.provide(digest, 100, 5000, None)
+    if whole:
+        slot.begin(0, sequence=1, image_bytes=5000, meta=b"{}", pin=False)
+        slot.commit()
+    return slot
+
+
+class Capture:
+    """A slot for captures, as a trainer fills it."""
+
+    def __init__(self):
+        self.slot = Slot.create(1 << 12, 1 << 12)
+        self.sequence = 0
+
+    def begin(self, frozen):
+        self.sequence += 1
+        reference = None if frozen is None else FrozenReference(frozen, 5000)
+        meta = CaptureMeta("ab" * 8, 1, self.sequence, 0, 1, 0, frozen=reference).to_bytes()
+        self.slot.begin(self.sequence, sequence=self.sequence, image_bytes=10, meta=meta, pin=False)
+
+
+@pytest.fixture
+def capture():
+    capture = Capture()
+    yield capture
+    capture.slot.close()
+
+
+def test_an_image_that_is_not_whole_is_not_offered(pool):
+    slot = make(pool, ONE, whole=False)
+
+    assert pool.get(ONE) is None
+    assert pool.digests() == []
+    slot.begin(0, sequence=1, image_bytes=5000, meta=b"{}", pin=False)
+    assert pool.get(ONE) is None
+    slot.commit()
+    assert pool.get(ONE) is slot
+    assert pool.digests() == [ONE]
+
+
+def test_the_same_image_is_provided_once(pool):
+    assert make(pool, ONE) is pool.provide(ONE, 100, 5000, 0)
+    assert len(pool.items()) == 1
+
+
+def test_the_bound_is_kept(pool):
+    needed = Slot.bytes_for(100, 5000)
+
+    with pytest.raises(MemoryBoundExceeded, match=f"need {needed} bytes, MemoryLevel.max_bytes leaves {needed - 1} "):
+        pool.provide(ONE, 100, 5000, needed - 1)
+    with pytest.raises(MemoryBoundExceeded, match="immutable tensors need"):
+        pool.provide(ONE, 100, 1 << 50, None)
+    assert pool.items() == []
+    assert pool.provide(ONE, 100, 5000, needed).size_bytes == needed == pool.size_bytes
+
+
+def test_what_a_capture_refers_to_stays_and_so_does_the_newest(pool, dropped, capture):
+    for digest in (ONE, TWO, THREE):
+        make(pool, digest)
+    capture.begin(ONE)
+
+    pool.sweep([capture.slot], is_attached=True)
+    assert dropped == [TWO]
+    capture.slot.commit()
+    pool.sweep([capture.slot], is_attached=False)
+    assert pool.digests() == [ONE, THREE]
+
+    capture.begin(THREE)
+    pool.sweep([capture.slot], is_attached=True)
+    assert dropped == [TWO, ONE]
+    assert pool.digests() == [THREE]
+
+
+def test_a_capture_that_was_discarded_holds_nothing(pool, dropped, capture):
+    make(pool, ONE)
+    make(pool, TWO)
+    capture.begin(ONE)
+    capture.slot.discard()
+
+    pool.sweep([capture.slot], is_attached=True)
+
+    assert dropped == [ONE]
+
+
+def test_while_a_capture_begins_nothing_goes(pool, dropped, capture):
+    make(pool, ONE)
+    make(pool, TWO)
+    capture.begin(TWO)
+    capture.begin(ONE)
+    capture.slot.set_word(Word.META_CHECKSUM, 0)  # as between two stores of a begin
+
+    pool.sweep([capture.slot], is_attached=True)
+
+    assert dropped == []
+
+
+def test_one_that_is_asked_for_again_is_the_newest(pool, dropped):
+    make(pool, ONE)
+    make(pool, TWO)
+    pool.provide(ONE, 100, 5000, None)
+
+    pool.sweep([], is_attached=True)
+
+    assert dropped == [TWO]
+
+
+def test_half_images_go_with_their_trainer(pool, dropped):
+    make(pool, ONE)
+    make(pool, TWO, whole=False)
+    pool.sweep([], is_attached=True)
+    assert dropped == [ONE]
+
+    pool.sweep([], is_attached=False)
+
+    assert dropped == [ONE, TWO]
+
+
+def test_adopting_takes_the_same_memory_once_and_prefers_what_is_whole(pool):
+    held = make(pool, ONE, whole=False)
+    assert pool.adopt(ONE, Slot.attach(os.dup(held.fd))) is held
+    other = Slot.create(100, 5000)
+    assert pool.adopt(ONE, other) is other
+    other.begin(0, sequence=1, image_bytes=5000, meta=b"{}", pin=False)
+    other.commit()
+
+    third = Slot.create(100, 5000)
+    assert pool.adopt(ONE, third) is other
+
+    assert pool.get(ONE) is other
+    assert other.status().phase is SlotPhase.WHOLE
+    held.close()
+
+
+def test_metadata_of_a_capture_without_immutable_tensors_says_nothing_of_them(capture):
+    capture.begin(None)
+
+    assert "frozen" not in json.loads(capture.slot.read_meta())
