@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from lazysnap import faults
 from lazysnap.arena import Slot
 from lazysnap.capture.checks import Check, demand, discard, passed
 from lazysnap.capture.frozen import FrozenSet, choose_frozen
@@ -280,6 +281,7 @@ class _Pass:
         try:
             while not released.wait(0.1):
                 self._beat()
+            faults.point("engine.frozen.compare")
             found = self._frozen.digest(self._beat).tensors
             self.changed = [name for name, checksum in found.items() if self._known[name] != checksum]
             if not self.changed:

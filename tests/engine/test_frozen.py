@@ -8,7 +8,7 @@ import torch
 from small_training import Starter
 from tuning import TIMEOUT_S, Tuning, digest, until
 
-from lazysnap import MemoryLevel
+from lazysnap import MemoryLevel, faults
 from lazysnap.arena import SlotPhase
 
 SMALL = 1 << 20
@@ -400,21 +400,29 @@ def test_a_teacher_that_is_averaged_from_the_first_step_on_is_part_of_every_snap
     assert "teacher.weight" not in tuning.engine._recorder.frozen.names
 
 
-def test_a_capture_that_waits_to_be_compared_when_the_set_goes_is_dropped_and_its_slot_is_free(job, tmp_path):
+def test_a_capture_that_waits_to_be_compared_when_the_set_goes_is_dropped_and_its_slot_is_free(
+    job, tmp_path, monkeypatch
+):
     """The keeper would wait for the comparison for ever."""
-    tuning = job.start(tmp_path, width=1024, layers=8)
+    monkeypatch.setattr(faults, "_ARMED", True)
+    monkeypatch.setattr(faults, "_SPEC", "engine.frozen.compare:2:hang")
+    monkeypatch.setattr(faults, "_counts", {})
+    tuning = job.start(tmp_path)
     tuning.run(1, 1)
     assert tuning.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
-    tuning.run(2, 2)  # pinned, and being compared
+    step = 1
+    while faults._counts.get("engine.frozen.compare", 0) < 2:
+        step += 1
+        tuning.run(step, step)
     for parameter in tuning.model[0].base.parameters():
         parameter.requires_grad_(True)
     tuning.optimizer.add_param_group({"params": list(tuning.model[0].base.parameters())})
 
-    last = tuning.run_until_captured(3)
+    last = tuning.run_until_captured(step + 1)
 
     assert tuning.engine.wait(last, until="durable", timeout_s=TIMEOUT_S)
     until(lambda: not any(slot.status().pinned for slot in tuning.engine._client.slots()))
     assert tuning.engine.close()
-    snapshot = job.start(tmp_path, ready=False, width=1024, layers=8).engine.fetch_stored()
+    snapshot = job.start(tmp_path, ready=False).engine.fetch_stored()
     assert snapshot.step == last
     assert matches(tuning, snapshot)
