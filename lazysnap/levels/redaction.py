@@ -1,0 +1,61 @@
+"""Keeps secrets out of messages: drivers quote their options and URLs in what they raise."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+_SECRET_NAME = re.compile(r"secret|token|passw|key|sas|credential|connection|auth|user", re.IGNORECASE)
+_MIN_LENGTH = 4
+"""Shorter values hide nothing and would tear words apart."""
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _secrets(value: object) -> Iterator[str]:
+    """Texts under names that sound secret, however deep."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts(inner) if _SECRET_NAME.search(str(name)) else _secrets(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _secrets(inner)
+
+
+class Redaction:
+    """Replaces the secrets of one storage by ``***``."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        password = urlsplit(url).password or ""
+        found = {*_secrets(options), password, unquote(password)}
+        # The longest first: one may be part of another.
+        self._values = sorted((value for value in found if len(value) >= _MIN_LENGTH), key=len, reverse=True)
+
+    def hides(self, text: str) -> bool:
+        """Whether ``text`` holds a secret."""
+        return any(value in text for value in self._values)
+
+    def clean(self, text: object) -> str:
+        """``text`` without secrets."""
+        cleaned = str(text)
+        for value in self._values:
+            cleaned = cleaned.replace(value, "***")
+        return cleaned
+
+    def cause(self, error: BaseException) -> BaseException | None:
+        """``error`` as the cause of a cleaned one, unless it, or one behind it, would show a secret."""
+        seen: BaseException | None = error
+        while seen is not None:
+            if self.hides(f"{seen!s} {seen!r}"):
+                return None
+            seen = seen.__cause__ or seen.__context__
+        return error
