@@ -26,6 +26,7 @@ LEASE_S = 600.0
 """A reader whose lease was not renewed for so long has died."""
 _CLAIM_END = f"{TEMP_MARK}claim"
 _LEASE_HEAD, _LEASE_END = "reading-", ".lease"
+_PROBE_HEAD = ".lazysnap-probe-"
 _ATTEMPTS = 4
 _RENEWALS = 4
 _JOIN_S = 5.0
@@ -38,6 +39,11 @@ def claim_path(path: str) -> str:
     """Where the claim on ``path`` is."""
     directory, _, name = path.rpartition("/")
     return f"{directory}/.{name}{_CLAIM_END}"
+
+
+def probe_name() -> str:
+    """For an object by which a place is tried out."""
+    return f"{_PROBE_HEAD}{os.urandom(8).hex()}"
 
 
 def _is_lease(name: str) -> bool:
@@ -142,6 +148,18 @@ class LocklessStorage(ABC):
             with contextlib.suppress(LevelError):  # not ours to delete: it counts for nothing all the same
                 self.delete(f"{directory}/{name}")
         return False
+
+    def delete_old_probes(self) -> list[str]:
+        """Remove what processes left that died while they tried the place out; the names that went."""
+        gone = []
+        for name in self.list():
+            if name.startswith(_PROBE_HEAD):
+                with contextlib.suppress(FileNotFoundError):
+                    age = self.age_s(name)
+                    if age is not None and age >= self.abandoned_after_s:
+                        self.delete(name)
+                        gone.append(name)
+        return gone
 
     # The last one: it hides the type from the annotations behind it.
     @abstractmethod

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-_SECRET_NAME = re.compile(r"secret|token|passw|key|sas|credential|connection|auth|user", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"secret|token|passw|key|sas|credential|connection|auth", re.IGNORECASE)
 _MIN_LENGTH = 4
 """Shorter values hide nothing and would tear words apart."""
 

@@ -1,68 +1,56 @@
 """Any fsspec URL as a place for snapshots: object stores and network file systems, through one thin layer.
 
-Objects are assembled in a local spool file (in ``TMPDIR``) and uploaded whole on ``publish``: an object store shows
-nothing before, and drivers repeat a part that failed.
+An object is streamed in order, one block at a time. Most object stores show nothing of it before it is closed; where
+that is not so, it is written under a temporary name and renamed. S3 has a module of its own (``levels.s3``).
 """
 
-import contextlib
 import datetime
+import errno
+import json
+import logging
 import os
-import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import fsspec
+from fsspec.spec import AbstractFileSystem
 
 from lazysnap import faults
-from lazysnap.errors import LevelUnavailable, ShardCorrupt
-from lazysnap.levels.files import pwrite_all
+from lazysnap.errors import LevelError, LevelUnavailable, NameTaken, ShardCorrupt
+from lazysnap.levels.lockless import LocklessStorage, probe_name
+from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, level_error
+from lazysnap.levels.stream import StreamWriter, discard
+from lazysnap.shard.checksum import BLOCK_BYTES, digest
+
+logger = logging.getLogger(__name__)
 
 
-class RemoteWriter:
-    """Collects an object in an unnamed temporary file, then uploads it."""
+@dataclass(frozen=True)
+class Abilities:
+    """What a place was seen to do."""
 
-    def __init__(self, storage: "FsspecStorage", path: str, size_bytes: int) -> None:
-        self._storage = storage
-        self._path = path
-        self._size = size_bytes
-        self._is_published = self._is_uploading = False
-        with self._naming("making a spool file"):
-            self._spool = tempfile.TemporaryFile(prefix="lazysnap-")  # noqa: SIM115  closed in close
+    can_create: bool
+    """A put with ``mode="create"`` is refused if there is an object."""
+    shows_open_files: bool
+    """A file can be seen under its name before it is closed."""
+    clock_ahead_s: float
+    """How much the place's clock is before ours."""
 
-    @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            where = f"{what} for {self._path} in {tempfile.gettempdir()} (set TMPDIR to a larger place)"
-            raise level_error(self._storage.url, where, error) from error
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write into the spool file."""
-        with self._naming("writing the spool file"):
-            faults.point("level.remote.write")
-            pwrite_all(self._spool.fileno(), offset, data)
+_abilities: dict[str, Abilities] = {}
+_creating = threading.Lock()
+"""Some drivers look first and put then: within one process that is made one act."""
 
-    def publish(self) -> None:
-        """Upload the object, and ask whether all of it arrived."""
-        with self._naming("ending the spool file"):
-            self._spool.truncate(self._size)
-        self._is_uploading = True
-        self._storage.upload(self._path, f"/proc/self/fd/{self._spool.fileno()}")
-        size = self._storage.size(self._path)
-        if size != self._size:
-            raise LevelUnavailable(f"{self._storage.url}: {self._path}: {size} bytes arrived, {self._size} were sent")
-        self._is_published = True
 
-    def close(self) -> None:
-        """Forget the spool file, and what an upload that failed may have left."""
-        self._spool.close()
-        if self._is_uploading and not self._is_published:
-            self._is_uploading = False
-            with contextlib.suppress(LevelUnavailable):  # the level is away: the next sweep gets it
-                self._storage.delete(self._path)
+def _is_precondition(error: BaseException) -> bool:
+    """Whether an S3-like driver was refused because of ``If-None-Match``; not all servers say so in the same way."""
+    response = getattr(error.__cause__, "response", None)
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, Mapping) else None
+    return isinstance(error, OSError) and error.errno == errno.EINVAL and status == 412
 
 
 class FsspecReader:
@@ -80,57 +68,177 @@ class FsspecReader:
         """Nothing is open."""
 
 
-class FsspecStorage:
+class FsspecStorage(LocklessStorage):
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 1
     checks_writes = False
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, options: Mapping[str, Any] | None = None, *, abandoned_after_s: float | None = None
+    ) -> None:
         self.url = url
+        self.abandoned_after_s = ABANDONED_AFTER_S if abandoned_after_s is None else abandoned_after_s
+        self._options = dict(options or {})
+        self._redaction = Redaction(url, self._options)
+        self._opened: tuple[int, Any] | None = None
+        self._root = ""
+        self._filesystem()
+
+    def __repr__(self) -> str:
+        return f"FsspecStorage({self._redaction.clean(self.url)!r})"
+
+    # ---------------------------------------------------------------- the driver
+
+    def _filesystem(self) -> Any:
+        """A driver of this process alone: one that a fork inherited shares sockets and lacks threads."""
+        opened = self._opened
+        if opened is not None and opened[0] == os.getpid():
+            return opened[1]
         try:
-            filesystem, root = fsspec.core.url_to_fs(url, **(options or {}))
-        except (ImportError, ValueError) as error:
-            raise LevelUnavailable(f"{url}: fsspec cannot open it: {error}; install the package it names") from error
-        self._fs: Any = filesystem
-        self._root: str = root.rstrip("/")
+            filesystem, root = fsspec.core.url_to_fs(self.url, **{**self._options, "skip_instance_cache": True})
+        except Exception as error:  # noqa: BLE001  drivers raise their own types, also for options that they lack
+            raise self._error(
+                "fsspec cannot open it; install the package it names, or correct the options", error
+            ) from None
+        self._root = root.rstrip("/")
+        self._opened = os.getpid(), filesystem
+        return filesystem
+
+    def _error(self, what: str, error: BaseException) -> LevelError:
+        """``error`` as one of ours, without secrets."""
+        url, text = self._redaction.clean(self.url), self._redaction.clean(error)
+        if isinstance(error, OSError) and error.errno is not None:
+            text = self._redaction.clean(error.strerror or error)
+            return level_error(url, what, OSError(error.errno, text))
+        return LevelUnavailable(f"{url}: {what}: {type(error).__name__}: {text}")
 
     def _path(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
     def _call(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
+        return self.call(what, getattr(self._filesystem(), method), *arguments, **options)
+
+    def call(self, what: str, method: Any, *arguments: Any, **options: Any) -> Any:
+        """Call the driver. Raises: LevelError; FileNotFoundError and FileExistsError as they are."""
         try:
-            return getattr(self._fs, method)(*arguments, **options)
-        except FileNotFoundError:
+            return method(*arguments, **options)
+        except (FileNotFoundError, FileExistsError):
             raise
-        except OSError as error:
-            raise level_error(self.url, what, error) from error
-        except Exception as error:  # drivers raise their own types: whatever it is, it is this level's failure
-            raise LevelUnavailable(f"{self.url}: {what}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # noqa: BLE001  drivers raise their own types
+            if isinstance(error, PermissionError):
+                self._opened = None  # credentials may be renewed: the next operation reads them again
+            raise self._error(what, error) from self._redaction.cause(error)
 
-    def _pass(self, point: str) -> None:
+    def _change(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call the driver to write: that something above is missing is a failure then."""
         try:
-            faults.point(point)
+            return self._call(what, method, *arguments, **options)
+        except (FileNotFoundError, FileExistsError) as error:
+            raise self._error(f"{what} (does the bucket or share exist?)", error) from self._redaction.cause(error)
+
+    def reach(self, point: str, path: str) -> None:
+        """A fault point of tests."""
+        try:
+            faults.point(f"level.remote.{point}")
         except OSError as error:
-            raise level_error(self.url, point, error) from error
+            raise self._error(f"{point} {path}", error) from error
 
-    def begin(self, path: str, size_bytes: int) -> RemoteWriter:
-        """Start an object."""
-        return RemoteWriter(self, path, size_bytes)
+    def _make_directory(self, path: str) -> None:
+        directory = os.path.dirname(self._path(path))
+        self._change(f"creating the directory of {path}", "makedirs", directory, exist_ok=True)
 
-    def upload(self, path: str, local: str) -> None:
-        """Upload a local file as one object."""
-        self._call(f"creating the directory of {path}", "makedirs", os.path.dirname(self._path(path)), exist_ok=True)
-        self._pass("level.remote.upload")
-        self._call(f"uploading {path}", "put_file", local, self._path(path))
-        self._pass("level.remote.uploaded")
+    def open_to_write(self, path: str) -> Any:
+        """A file of the driver."""
+        self._make_directory(path)
+        return self._change(f"creating {path}", "open", self._path(path), "wb", block_size=BLOCK_BYTES)
 
-    def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
+    def rename(self, old: str, new: str) -> None:
+        """Give a finished file its name."""
+        self._change(f"renaming {old}", "mv", self._path(old), self._path(new))
+
+    # ---------------------------------------------------------------- what the place can do
+
+    def _place(self) -> str:
+        return digest(json.dumps([self.url, self._options], sort_keys=True, default=str).encode())
+
+    def abilities(self) -> Abilities:
+        """Tried out once per place and process."""
+        place = self._place()
+        found = _abilities.get(place)
+        if found is None:
+            found = _abilities[place] = self._try_out()
+            if not found.can_create:
+                logger.warning(
+                    "%s: cannot refuse to write over an object: two jobs that write there at the same moment are told "
+                    "apart by looking before and after only",
+                    self._redaction.clean(self.url),
+                )
+        return found
+
+    def _try_out(self) -> Abilities:
+        name = probe_name()
+        self._make_directory(name)
+        try:
+            can_create = self._refuses_second(name)
+            self.overwrite(name, b"probe")
+            try:
+                age = self._age_by_our_clock(name)
+            except FileNotFoundError:
+                age = None
+            self.delete(name)
+            file = self.open_to_write(name)
+            try:
+                self.call("trying to write", file.write, b"probe")
+                shows_open_files = self.exists(name)
+            finally:
+                discard(file)
+            return Abilities(can_create, shows_open_files, -(age or 0.0))
+        finally:
+            self.delete(name)
+
+    def _refuses_second(self, name: str) -> bool:
+        filesystem = self._filesystem()
+        if type(filesystem).pipe_file is AbstractFileSystem.pipe_file:
+            return False  # looks first and puts then
+        try:
+            self.create(name, b"probe")
+            self.create(name, b"probe")
+        except NameTaken:
+            return True
+        except LevelError:
+            return False  # knows no such mode; whether it can be written at all shows with the next request
+        return False
+
+    def can_create(self) -> bool:
+        """See ``LocklessStorage``."""
+        return self.abilities().can_create
+
+    def create(self, path: str, data: bytes) -> None:
+        """See ``LocklessStorage``."""
+        self._make_directory(path)
+        self.reach("put", path)
+        try:
+            with _creating:
+                self._filesystem().pipe_file(self._path(path), data, mode="create")
+        except Exception as error:  # noqa: BLE001  drivers raise their own types
+            if isinstance(error, FileExistsError) or _is_precondition(error):
+                raise NameTaken(f"{self._redaction.clean(self.url)}/{path}: there is one already") from None
+            raise self._error(f"creating {path}", error) from self._redaction.cause(error)
+        self.reach("put_done", path)
+
+    # ---------------------------------------------------------------- writing and reading
+
+    def begin(self, path: str, size_bytes: int) -> StreamWriter:
+        """Claim the name and open the file."""
+        return StreamWriter(self, path, size_bytes)
+
+    def overwrite(self, path: str, data: bytes) -> None:
         """Upload a small object."""
-        self._call(f"creating the directory of {path}", "makedirs", os.path.dirname(self._path(path)), exist_ok=True)
-        self._pass("level.remote.put")
-        self._call(f"uploading {path}", "pipe_file", self._path(path), data)
-        self._pass("level.remote.put_done")
+        self._make_directory(path)
+        self.reach("put", path)
+        self._change(f"uploading {path}", "pipe_file", self._path(path), data)
+        self.reach("put_done", path)
 
     def get(self, path: str) -> bytes:
         """Download a small object."""
@@ -152,9 +260,18 @@ class FsspecStorage:
             raise ShardCorrupt(f"{self.url}/{path}: ends after {offset + len(data)} bytes")
         out[:] = data
 
+    def _info(self, path: str, method: str) -> Any:
+        """Ask anew: what a driver remembers of a listing may be old."""
+        self._filesystem().invalidate_cache()
+        return self._call(f"looking at {path}", method, self._path(path))
+
+    def exists(self, path: str) -> bool:
+        """See ``LocklessStorage``."""
+        return bool(self._info(path, "exists"))
+
     def size(self, path: str) -> int:
         """Bytes of an object."""
-        size = self._call(f"looking at {path}", "size", self._path(path))
+        size = self._info(path, "size")
         if size is None:
             raise ShardCorrupt(f"{self.url}/{path}: not an object with a size")
         return int(size)
@@ -163,55 +280,52 @@ class FsspecStorage:
         """None: asking costs as much as reading a manifest."""
         return None
 
-    def abort_stale(self, path: str = "") -> list[str]:
-        """Nothing: fsspec does not show unfinished uploads."""
-        return []
-
-    def list(self, path: str = "") -> list[str]:
-        """Names below a prefix."""
-        self._fs.invalidate_cache()
+    def _age_by_our_clock(self, path: str) -> float | None:
         try:
-            found = self._call(f"listing {path or '.'}", "ls", self._path(path), detail=False)
-        except FileNotFoundError:
-            return []
-        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
+            modified = self._info(path, "modified")
+        except LevelError:
+            return None  # a driver without times
+        if not isinstance(modified, datetime.datetime):
+            return None
+        if modified.tzinfo is None:
+            modified = modified.replace(tzinfo=datetime.timezone.utc)
+        return time.time() - modified.timestamp()
 
-    def lease(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """To be built."""
-        return contextlib.nullcontext()
+    def age_s(self, path: str) -> float | None:
+        """See ``LocklessStorage``; by the place's clock, as far as this process wrote there."""
+        age = self._age_by_our_clock(path)
+        found = _abilities.get(self._place())
+        return age if age is None or found is None else age + found.clock_ahead_s
 
-    def is_leased(self, path: str) -> bool:
-        """To be built."""
-        return False
+    # ---------------------------------------------------------------- deleting
 
     def delete(self, path: str) -> None:
         """Delete an object."""
-        self._pass("level.remote.delete")
+        self.reach("delete", path)
         try:
             self._call(f"deleting {path}", "rm_file", self._path(path))
         except FileNotFoundError:
             return
-        self._pass("level.remote.deleted")
-
-    def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
-        """Delete what is old; a place that does not tell the age of things keeps them."""
-        try:
-            modified: datetime.datetime = self._fs.modified(self._path(path))
-            if modified.tzinfo is None:
-                modified = modified.replace(tzinfo=datetime.timezone.utc)
-            if time.time() - modified.timestamp() < ABANDONED_AFTER_S:
-                return False
-        except Exception:  # noqa: BLE001  drivers without times raise their own types, and the object may be gone
-            return False
-        if unless is not None and unless.rsplit("/", 1)[-1] in self.list(os.path.dirname(unless)):
-            return False
-        self.delete(path)
-        return True
+        self.reach("deleted", path)
 
     def delete_directory(self, path: str) -> None:
         """Remove an empty directory where the backend has such a thing."""
         if not self.list(path):
             try:
-                self._fs.rmdir(self._path(path))
+                self._filesystem().rmdir(self._path(path))
             except Exception:  # noqa: BLE001  object stores have no directories, and say so in many ways
                 return
+
+    def abort_stale(self, path: str = "") -> list[str]:
+        """Nothing but probes of the dead: fsspec does not show unfinished uploads."""
+        return [] if path else self.delete_old_probes()
+
+    # The last one: it hides the type from the annotations behind it.
+    def list(self, path: str = "") -> list[str]:
+        """Names below a prefix."""
+        self._filesystem().invalidate_cache()
+        try:
+            found = self._call(f"listing {path or '.'}", "ls", self._path(path), detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
