@@ -222,6 +222,10 @@ class Claim:
             raise NameTaken(f"{self._storage.url}/{self._path}: its claim is gone, another writer may have it")
         self._storage.overwrite(self._object, self._signed)
 
+    def abandon(self) -> None:
+        """Give it up where the place does not answer: it goes with the next sweep."""
+        _held.discard(self._signed)
+
     def close(self) -> None:
         """Give it up; harmless twice. What cannot be removed now counts as given up, and goes with the next sweep."""
         if self._signed not in _held:

@@ -4,6 +4,7 @@ An object is streamed in order, one block at a time. Most object stores show not
 that is not so, it is written under a temporary name and renamed. S3 has a module of its own (``levels.s3``).
 """
 
+import contextlib
 import datetime
 import errno
 import json
@@ -195,7 +196,8 @@ class FsspecStorage(LocklessStorage):
                 discard(file)
             return Abilities(can_create, shows_open_files, -(age or 0.0))
         finally:
-            self.delete(name)
+            with contextlib.suppress(LevelError):
+                self.delete(name)
 
     def _refuses_second(self, name: str) -> bool:
         filesystem = self._filesystem()

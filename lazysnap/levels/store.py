@@ -64,7 +64,14 @@ def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = 
     url = resolve_url(url)
     if urlsplit(url).scheme in ("", "file", "local"):
         return SnapshotStore(LocalStorage(url), speed=speed)
-    from lazysnap.levels.remote import FsspecStorage  # fsspec costs 0.1 s that local levels need not pay
+    # fsspec costs 0.1 s that local levels need not pay.
+    if urlsplit(url).scheme in ("s3", "s3a"):
+        try:
+            from lazysnap.levels.s3 import S3Storage
+        except ImportError as error:
+            raise LevelUnavailable(f"{url}: needs s3fs: pip install 'lazysnap[s3]'") from error
+        return SnapshotStore(S3Storage(url, options), speed=speed)
+    from lazysnap.levels.remote import FsspecStorage
 
     return SnapshotStore(FsspecStorage(url, options), speed=speed)
 

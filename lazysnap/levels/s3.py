@@ -1,0 +1,366 @@
+"""An S3 bucket as a place for snapshots, through s3fs: parts sent straight from memory, claims by conditional puts."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from lazysnap import faults
+from lazysnap.errors import LevelError, NameTaken, ShardCorrupt
+from lazysnap.levels.lockless import Claim, LocklessStorage, probe_name
+from lazysnap.levels.multipart import MAX_PARTS, PartWriter, checksum_arguments
+from lazysnap.levels.s3client import PATIENCE_S, STALL_S, S3Client
+from lazysnap.levels.s3errors import Failure, Kind
+from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, level_error
+from lazysnap.levels.workers import Workers
+from lazysnap.shard.manifest import parse_directory_name, parse_frozen_directory_name
+
+logger = logging.getLogger(__name__)
+
+RANGE_BYTES = 4 << 20
+"""Larger reads are split: several connections bring more than one."""
+_RANGE_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a server was seen to do."""
+
+    can_create: bool
+    """``If-None-Match: *`` refuses the second put."""
+    checksum: str | None
+    """By which checksum it notices that a part arrived damaged: ``crc32``, ``md5``, or none."""
+
+
+_abilities: dict[tuple[str, str], Abilities] = {}
+
+
+class S3Reader:
+    """Ranges of one object; of one version of it, even if it is replaced meanwhile."""
+
+    def __init__(self, storage: "S3Storage", path: str) -> None:
+        self._storage = storage
+        self._path = path
+        self._etag = ""
+        self._first = threading.Lock()
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill ``out`` by several requests at a time."""
+        if not len(out):
+            return
+        spans = [(start, min(RANGE_BYTES, len(out) - start)) for start in range(0, len(out), RANGE_BYTES)]
+        with self._first:
+            if not self._etag:  # which version it is, the first answer tells
+                start, length = spans.pop(0)
+                self._etag = self._one(offset, out[start : start + length], "")
+        Workers[str](min(_RANGE_THREADS, max(1, len(spans))), "lazysnap-range").run(
+            lambda start=start, length=length: self._one(offset + start, out[start : start + length], self._etag)  # type: ignore[misc]
+            for start, length in spans
+        )
+
+    def _one(self, offset: int, out: memoryview, etag: str) -> str:
+        storage, path = self._storage, self._path
+        try:
+            done, etag = storage.client.receive(f"reading {path} at {offset}", storage.key(path), offset, out, etag)
+        except Failure as failure:
+            raise ShardCorrupt(f"{storage.url}/{path}: it was replaced while it was read") from failure
+        if done < len(out):
+            raise ShardCorrupt(f"{storage.url}/{path}: ends after {offset + done} bytes, expected {offset + len(out)}")
+        return etag
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class S3Storage(LocklessStorage):
+    """See ``levels.storage.Storage``."""
+
+    parallel_writes = 4
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        abandoned_after_s: float | None = None,
+        patience_s: float = PATIENCE_S,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """Makes no request. Raises: LevelUnavailable."""
+        self.url = url
+        self.checks_writes = True
+        """Until the first write has tried out whether the server does."""
+        self.abandoned_after_s = ABANDONED_AFTER_S if abandoned_after_s is None else abandoned_after_s
+        self.max_parts = MAX_PARTS
+        self.client = S3Client(url, options or {}, patience_s, stall_s)
+
+    def __repr__(self) -> str:
+        return f"S3Storage({self.client.redaction.clean(self.url)!r})"
+
+    def key(self, path: str) -> str:
+        """The object's key in the bucket."""
+        return f"{self.client.root}/{path}" if self.client.root else path
+
+    def _reach(self, point: str, path: str) -> None:
+        try:
+            faults.point(f"level.s3.{point}")
+        except OSError as error:
+            raise level_error(self.url, f"{point} {path}", error) from error
+
+    # ---------------------------------------------------------------- what the server can do
+
+    def abilities(self) -> Abilities:
+        """Tried out once per server, bucket and process."""
+        place = self.client.endpoint, self.client.bucket
+        found = _abilities.get(place)
+        if found is None:
+            found = _abilities[place] = self._try_out()
+            if not found.can_create:
+                logger.warning(
+                    "%s: the server ignores If-None-Match: two jobs that write there at the same moment are told apart "
+                    "by looking before and after only",
+                    self.client.redaction.clean(self.url),
+                )
+            if found.checksum is None:
+                logger.warning(
+                    "%s: the server does not notice damaged parts: snapshots are read back to be sure",
+                    self.client.redaction.clean(self.url),
+                )
+        self.checks_writes = found.checksum is not None
+        return found
+
+    def _try_out(self) -> Abilities:
+        name = probe_name()
+        try:
+            can_create = self._refuses_second(name)
+            checksum = next((one for one in ("crc32", "md5") if self._notices_damage(name, one)), None)
+            return Abilities(can_create, checksum)
+        finally:
+            with contextlib.suppress(LevelError), self.client.hurry():
+                self.delete(name)
+
+    def _put_if_none(self, what: str, path: str, data: bytes, **arguments: Any) -> None:
+        """Raises: Failure, for any refusal."""
+        self.client.send(
+            what,
+            "put_object",
+            memoryview(data),
+            keep=(Kind.TAKEN, Kind.OTHER),
+            Key=self.key(path),
+            IfNoneMatch="*",
+            **arguments,
+        )
+
+    def _refuses_second(self, name: str) -> bool:
+        try:
+            self._put_if_none("trying the bucket out", name, b"probe")
+        except Failure as failure:
+            if failure.kind is Kind.TAKEN:
+                raise AssertionError("a random name was taken") from failure
+            # A server that knows no such condition; one that takes nothing at all says so now.
+            self.overwrite(name, b"probe")
+            return False
+        try:
+            self._put_if_none("trying the bucket out", name, b"probe")
+        except Failure as failure:
+            return failure.kind is Kind.TAKEN
+        return False
+
+    def _notices_damage(self, name: str, algorithm: str) -> bool:
+        """Whether a part is refused whose checksum is that of other bytes."""
+        what, key = "trying the bucket out", self.key(name)
+        start = {"ChecksumAlgorithm": "CRC32"} if algorithm == "crc32" else {}
+        refusals = (Kind.DAMAGED, Kind.OTHER)
+        try:
+            upload = self.client.call(what, "create_multipart_upload", keep=refusals, Key=key, **start)["UploadId"]
+        except Failure:
+            return False
+        try:
+            wrong = checksum_arguments(algorithm, memoryview(b"other bytes"))
+            part = {"Key": key, "UploadId": upload, "PartNumber": 1, **wrong}
+            self.client.send(what, "upload_part", memoryview(b"probe"), keep=refusals, **part)
+        except Failure as failure:
+            right = {**part, **checksum_arguments(algorithm, memoryview(b"probe"))}
+            try:  # a server that refuses the header itself notices nothing
+                self.client.send(what, "upload_part", memoryview(b"probe"), keep=refusals, **right)
+            except Failure:
+                return False
+            return failure.kind in refusals
+        finally:
+            self.abort(key, upload)
+        return False
+
+    def can_create(self) -> bool:
+        """See ``LocklessStorage``."""
+        return self.abilities().can_create
+
+    def create(self, path: str, data: bytes) -> None:
+        """See ``LocklessStorage``."""
+        self._reach("put", path)
+        checksum = checksum_arguments(self.abilities().checksum, memoryview(data))
+        try:
+            self._put_if_none(f"creating {path}", path, data, **checksum)
+        except Failure as failure:
+            # Repeated, it may be our own that is in the way: the first answer was lost.
+            if failure.kind is not Kind.TAKEN:
+                raise self.client.error(f"creating {path}", failure) from failure
+            if failure.attempt == 1 or not self._holds(path, data):
+                raise NameTaken(f"{self.url}/{path}: there is one already") from None
+        self._reach("put_done", path)
+
+    def _holds(self, path: str, data: bytes) -> bool:
+        try:
+            return self.get(path) == data
+        except FileNotFoundError:
+            return False
+
+    # ---------------------------------------------------------------- writing and reading
+
+    def begin(self, path: str, size_bytes: int) -> PartWriter:
+        """Claim the name and start an upload."""
+        return PartWriter(self, path, size_bytes)
+
+    def overwrite(self, path: str, data: bytes) -> None:
+        """Put a small object by one request."""
+        self._reach("put", path)
+        found = _abilities.get((self.client.endpoint, self.client.bucket))
+        checksum = checksum_arguments(found.checksum if found else None, memoryview(data))
+        self.client.send(f"putting {path}", "put_object", memoryview(data), Key=self.key(path), **checksum)
+        self._reach("put_done", path)
+
+    def get(self, path: str) -> bytes:
+        """Get a small object."""
+        data = self.client.receive_all(f"reading {path}", self.key(path), MAX_SMALL_BYTES)
+        if data is None:
+            raise ShardCorrupt(f"{self.url}/{path}: a manifest has at most {MAX_SMALL_BYTES} bytes")
+        return data
+
+    def reader(self, path: str) -> S3Reader:
+        """Nothing is opened."""
+        return S3Reader(self, path)
+
+    def read_into(self, path: str, offset: int, out: memoryview) -> None:
+        """Get one range."""
+        if len(out):
+            S3Reader(self, path).read_into(offset, out)
+        else:
+            self.size(path)
+
+    def _head(self, path: str) -> dict[str, Any]:
+        key = self.key(path)
+        try:
+            return self.client.call(f"looking at {path}", "head_object", keep=(Kind.REFUSED, Kind.OTHER), Key=key)
+        except Failure as failure:
+            # A refusal of HEAD has no body that would say why; the same as GET has.
+            self.client.receive(f"looking at {path}", key, 0, memoryview(bytearray(1)))
+            raise self.client.error(f"looking at {path}", failure) from failure
+
+    def exists(self, path: str) -> bool:
+        """See ``LocklessStorage``."""
+        try:
+            self._head(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def size(self, path: str) -> int:
+        """Bytes of an object."""
+        return int(self._head(path)["ContentLength"])
+
+    def stamp(self, path: str) -> object:
+        """Tag, time and size."""
+        facts = self._head(path)
+        return facts.get("ETag"), str(facts.get("LastModified")), facts["ContentLength"]
+
+    def _now(self, answer: Mapping[str, Any]) -> datetime:
+        """The server's clock."""
+        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+
+    def age_s(self, path: str) -> float | None:
+        """See ``LocklessStorage``; by the server's clock alone."""
+        facts = self._head(path)
+        try:
+            return float((self._now(facts) - facts["LastModified"]).total_seconds())
+        except (KeyError, ValueError, TypeError):
+            return None
+
+    # ---------------------------------------------------------------- deleting
+
+    def delete(self, path: str) -> None:
+        """Delete an object; S3 does not say whether there was one."""
+        self._reach("delete", path)
+        try:
+            self.client.call(f"deleting {path}", "delete_object", Key=self.key(path))
+        except FileNotFoundError:
+            return
+        self._reach("deleted", path)
+
+    def delete_directory(self, path: str) -> None:
+        """A directory is there as long as objects are; some servers go on to list it, as an object of no bytes."""
+        marker = self.key(f"{path}/" if path else "")
+        if not marker:
+            return
+        try:
+            answer = self.client.call(f"listing {path}", "list_objects_v2", Prefix=marker, Delimiter="/", MaxKeys=2)
+            if [one["Key"] for one in answer.get("Contents", ())] == [marker] and not answer.get("CommonPrefixes"):
+                self.client.call(f"deleting {path}", "delete_object", Key=marker)
+        except (LevelError, FileNotFoundError) as error:
+            logger.debug("a directory stays: %s", error)
+
+    def abort(self, key: str, upload: str) -> None:
+        """Give up an upload; harmless if it is gone."""
+        what = f"aborting an upload of {key}"
+        try:
+            self.client.call(what, "abort_multipart_upload", keep=(Kind.NO_UPLOAD,), Key=key, UploadId=upload)
+        except (Failure, FileNotFoundError):
+            return
+
+    def abort_stale(self, path: str = "") -> list[str]:
+        """See ``Storage.abort_stale``. Foreign uploads below the prefix are left alone, as are those of the living."""
+        gone: list[str] = []
+        prefix = self.key(f"{path}/" if path else "")
+        for key, upload in self._uploads(prefix):
+            inner = key[len(self.client.root) + 1 if self.client.root else 0 :]
+            directory = inner.rpartition("/")[0]
+            if parse_directory_name(directory) is None and parse_frozen_directory_name(directory) is None:
+                continue
+            try:
+                claim = Claim(self, inner)
+            except NameTaken:
+                continue
+            try:
+                self.abort(key, upload)
+                gone.append(inner)
+            finally:
+                claim.close()
+        return gone if path else gone + self.delete_old_probes()
+
+    def _uploads(self, prefix: str) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        markers: dict[str, Any] = {}
+        while True:
+            answer = self.client.call("listing uploads", "list_multipart_uploads", Prefix=prefix, **markers)
+            found += [(one["Key"], one["UploadId"]) for one in answer.get("Uploads", ())]
+            if not answer.get("IsTruncated"):
+                return found
+            markers = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer.get("NextUploadIdMarker", "")}
+
+    # The last one: it hides the type from the annotations behind it.
+    def list(self, path: str = "") -> list[str]:
+        """Names below a prefix."""
+        prefix = self.key(path + "/" if path else "")
+        names: set[str] = set()
+        token: dict[str, Any] = {}
+        while True:
+            answer = self.client.call(
+                f"listing {path or '.'}", "list_objects_v2", Prefix=prefix, Delimiter="/", **token
+            )
+            found = [one["Key"] for one in answer.get("Contents", ())]
+            found += [one["Prefix"] for one in answer.get("CommonPrefixes", ())]
+            names.update(name[len(prefix) :].rstrip("/") for name in found)
+            if not answer.get("IsTruncated"):
+                return sorted(names - {""})
+            token = {"ContinuationToken": answer["NextContinuationToken"]}
