@@ -29,6 +29,7 @@ _LEASE_HEAD, _LEASE_END = "reading-", ".lease"
 _PROBE_HEAD = ".lazysnap-probe-"
 _ATTEMPTS = 4
 _RENEWALS = 4
+_MIN_RENEWAL_S = 60.0
 _JOIN_S = 5.0
 
 _held: set[bytes] = set()
@@ -89,13 +90,24 @@ class LocklessStorage(ABC):
         if not exclusive:
             self.overwrite(path, data)
         elif self.can_create():
-            self.create(path, data)
+            try:
+                self.create(path, data)
+            except NameTaken:
+                # It may be our own that is in the way: a driver repeats what was answered into the void.
+                if not self._holds(path, data):
+                    raise
         else:
             if self.exists(path):
                 raise NameTaken(f"{self.url}/{path}: there is one already")
             self.overwrite(path, data)
             if self.get(path) != data:
                 raise NameTaken(f"{self.url}/{path}: another one came at the same moment")
+
+    def _holds(self, path: str, data: bytes) -> bool:
+        try:
+            return self.get(path) == data
+        except FileNotFoundError:
+            return False
 
     def is_given_up(self, path: str, after_s: float) -> bool:
         """Whether the one who made the claim or lease at ``path`` holds it no more; also if it is gone."""
@@ -215,7 +227,7 @@ class Claim:
     def renew(self) -> None:
         """Called now and then while the object is written: makes the claim young, if it is not."""
         now = time.monotonic()
-        if now - self._renewed < max(60.0, self._storage.abandoned_after_s / _RENEWALS):
+        if now - self._renewed < max(_MIN_RENEWAL_S, self._storage.abandoned_after_s / _RENEWALS):
             return
         self._renewed = now
         if not self.is_held():

@@ -156,7 +156,7 @@ class PartWriter:
             )
         except Failure as failure:
             # An earlier attempt may have done it, and its answer was lost: then the object is there.
-            if failure.attempt == 1 or not self._storage.exists(self._path):
+            if not self._storage.exists(self._path):
                 raise LevelUnavailable(f"{self._storage.url}/{self._path}: the upload is gone ({failure})") from failure
 
     def close(self) -> None:

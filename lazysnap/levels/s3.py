@@ -1,5 +1,6 @@
 """An S3 bucket as a place for snapshots, through s3fs: parts sent straight from memory, claims by conditional puts."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -204,18 +205,10 @@ class S3Storage(LocklessStorage):
         try:
             self._put_if_none(f"creating {path}", path, data, **checksum)
         except Failure as failure:
-            # Repeated, it may be our own that is in the way: the first answer was lost.
-            if failure.kind is not Kind.TAKEN:
-                raise self.client.error(f"creating {path}", failure) from failure
-            if failure.attempt == 1 or not self._holds(path, data):
+            if failure.kind is Kind.TAKEN:
                 raise NameTaken(f"{self.url}/{path}: there is one already") from None
+            raise self.client.error(f"creating {path}", failure) from failure
         self._reach("put_done", path)
-
-    def _holds(self, path: str, data: bytes) -> bool:
-        try:
-            return self.get(path) == data
-        except FileNotFoundError:
-            return False
 
     # ---------------------------------------------------------------- writing and reading
 

@@ -54,7 +54,7 @@ class S3Client:
             or os.environ.get("AWS_ENDPOINT_URL", "")
         )
         self._url = self.redaction.clean(url)
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._stall_s = stall_s
         self._options = self._with_defaults(options)
         self._lock = threading.Lock()
@@ -204,7 +204,7 @@ class S3Client:
                     continue
             now = time.monotonic()
             if deadline is None:
-                deadline = now + (0.0 if getattr(self._hurry, "is_on", False) else self._patience_s)
+                deadline = now + (0.0 if getattr(self._hurry, "is_on", False) else self.patience_s)
             if failure.kind not in (Kind.PASSING, Kind.DAMAGED) or now >= deadline:
                 raise self.error(what, failure) from self.redaction.cause(cause)
             logger.debug("%s: %s: attempt %d: %s", self._url, what, attempt, failure)

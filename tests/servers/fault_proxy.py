@@ -42,6 +42,8 @@ class Request:
 
 Act = Callable[["_Handler"], bool]
 """Returns whether the request is done with; else it is handed on."""
+Sign = Callable[[str, str, dict[str, str]], dict[str, str]]
+"""Method, path with query, headers: the headers signed anew, with the body left out."""
 
 
 @dataclass
@@ -102,11 +104,11 @@ def cut_answer(after_bytes: int) -> Act:
     return act
 
 
-def strip(header: str) -> Act:
-    """Hand it on without a header: a server that knows it not."""
+def without(*headers: str) -> Act:
+    """Hand it on without some headers, signed anew: a server that knows them not."""
 
     def act(handler: "_Handler") -> bool:
-        handler.stripped.add(header.lower())
+        handler.stripped.update(header.lower() for header in headers)
         return False
 
     return act
@@ -201,10 +203,15 @@ class _Handler(BaseHTTPRequestHandler):
     def hand_on(self, *, is_answered: bool = True, max_answer: int | None = None) -> None:
         upstream = http.client.HTTPConnection(self.server.upstream, timeout=60)
         try:
+            headers = {
+                name: value for name, value in self.headers.items() if name.lower() not in {"connection", "expect"}
+            }
+            if self.stripped:
+                headers = {name: value for name, value in headers.items() if name.lower() not in self.stripped}
+                headers = self.server.sign(self.command, self.path, headers)
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self.headers.items():
-                if name.lower() not in {"connection", "expect", *self.stripped}:
-                    upstream.putheader(name, value)
+            for name, value in headers.items():
+                upstream.putheader(name, value)
             upstream.endheaders()
             while self.body_left:
                 chunk = self.rfile.read(min(_CHUNK, self.body_left))
@@ -241,9 +248,10 @@ class FaultProxy(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, sign: Sign) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream = upstream
+        self.sign = sign
         self.connections: set[socket.socket] = set()
         self.requests: list[Request] = []
         self._rules: list[Rule] = []
@@ -258,10 +266,7 @@ class FaultProxy(ThreadingHTTPServer):
 
     def rule(self, operation: str | Callable[[Request], bool], act: Act, times: int | None = None) -> Rule:
         """From now on: for requests of an operation (``*``: all), at most ``times`` of them."""
-        if callable(operation):
-            matches = operation
-        else:
-            matches = lambda request: operation in ("*", request.operation)  # noqa: E731
+        matches = operation if callable(operation) else lambda request: operation in ("*", request.operation)
         with self._lock:
             self._rules.append(Rule(matches, act, times))
             return self._rules[-1]
@@ -283,9 +288,9 @@ class FaultProxy(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def before(upstream: str) -> Iterator[FaultProxy]:
+def before(upstream: str, sign: Sign) -> Iterator[FaultProxy]:
     """A proxy for as long as the block lasts."""
-    proxy = FaultProxy(upstream)
+    proxy = FaultProxy(upstream, sign)
     thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:

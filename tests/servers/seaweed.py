@@ -13,7 +13,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ BUCKET = "lazysnap"
 WRITER, SECOND, READER = "writerkey", "secondkey", "readerkey"
 """Access keys: two that may do everything, one that may only read and list."""
 _SECRETS = {WRITER: "writer-secret-1", SECOND: "second-secret-2", READER: "reader-secret-3"}
+_SIGNATURE = {"authorization", "x-amz-date", "x-amz-content-sha256", "x-amz-security-token"}
 _READY_S = 60.0
 _ATTEMPTS = 3
 
@@ -96,7 +98,10 @@ class Seaweed:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start, or start again, and wait until a signed request is answered."""
+        """Start, or start again, and wait until a signed request is answered.
+
+        It dies with the thread that calls this, also if that is killed.
+        """
         master, volume, filer, s3, admin = self._ports
         with open(self._directory / "log", "ab") as log:
             self._process = subprocess.Popen(
@@ -136,17 +141,24 @@ class Seaweed:
                 raise RuntimeError(f"SeaweedFS did not start:\n{tail}")
             time.sleep(0.05)
 
-    def _answers(self) -> bool:
+    def sign(self, method: str, path: str, headers: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """``headers`` with a signature of ``WRITER``; the body is left out of it."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
+        from botocore.config import Config
         from botocore.credentials import Credentials
 
-        request = AWSRequest("GET", f"{self.endpoint}/{BUCKET}?list-type=2")
+        kept = {name: value for name, value in headers.items() if name.lower() not in _SIGNATURE}
+        request = AWSRequest(method, f"{self.endpoint}{path}", headers=kept)
+        request.context["client_config"] = Config(s3={"payload_signing_enabled": False})
         S3SigV4Auth(Credentials(WRITER, _SECRETS[WRITER]), "s3", "us-east-1").add_auth(request)
+        return dict(request.headers.items())
+
+    def _answers(self) -> bool:
+        path = f"/{BUCKET}?list-type=2"
         try:
-            with urllib.request.urlopen(
-                urllib.request.Request(request.url, headers=dict(request.headers)), timeout=5
-            ) as answer:
+            request = urllib.request.Request(f"{self.endpoint}{path}", headers=self.sign("GET", path))
+            with urllib.request.urlopen(request, timeout=5) as answer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError):
             return False

@@ -1,0 +1,105 @@
+"""What tests of S3 do: clients, uploads, and children that do the same elsewhere."""
+
+import contextlib
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import seaweed
+
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.s3 import S3Storage
+from lazysnap.levels.workers import Workers
+from lazysnap.shard.checksum import BLOCK_BYTES, block_ranges
+
+MIB = 1 << 20
+SHARD = "step-00000001/rank-00000-of-00001.safetensors"
+SIZE = 18_000_000
+"""Two parts."""
+
+
+def pattern(size: int, seed: int = 0) -> memoryview:
+    return memoryview(random.Random(seed).randbytes(size))
+
+
+def blocks(data: memoryview) -> list[tuple[int, memoryview]]:
+    """As the store hands them on: the last one reaches up to the next page, with garbage."""
+    found = []
+    for offset, length in block_ranges(len(data)):
+        room = map_anonymous(-(-length // 4096) * 4096)
+        room[:length] = data[offset : offset + length]
+        room[length:] = b"\xee" * (len(room) - length)
+        found.append((offset, room))
+    return found
+
+
+def fill(storage, writer, data) -> None:
+    Workers[None](storage.parallel_writes, "test").run(
+        (lambda offset=offset, block=block: writer.write(offset, block)) for offset, block in blocks(data)
+    )
+
+
+def upload(storage, data, path: str = SHARD) -> None:
+    with contextlib.closing(storage.begin(path, len(data))) as writer:
+        fill(storage, writer, data)
+        writer.publish()
+
+
+def download(storage, path: str = SHARD) -> memoryview:
+    out = map_anonymous(storage.size(path))
+    with contextlib.closing(storage.reader(path)) as reader:
+        for offset in range(0, len(out), BLOCK_BYTES):
+            reader.read_into(offset, out[offset : offset + BLOCK_BYTES])
+    return out
+
+
+def through(proxy, server, url, *, patience_s: float = 20.0, **settings) -> S3Storage:
+    """A client whose requests pass the proxy; it has a session, and has learnt already what the server can do."""
+    storage = S3Storage(url, server.options(endpoint=proxy.endpoint), **settings)
+    storage.abilities()
+    storage.client.patience_s = patience_s
+    proxy.requests.clear()
+    return storage
+
+
+def operations(proxy) -> list[str]:
+    return [request.operation for request in proxy.requests]
+
+
+CHILD = """
+import sys
+sys.path[:0] = [{here!r}, {servers!r}]
+from s3_work import *
+storage = S3Storage({url!r}, {options!r})
+def say(text):
+    print(text, flush=True)
+def wait():
+    sys.stdin.readline()
+{code}
+"""
+
+
+@contextlib.contextmanager
+def child(url: str, options: dict, code: str):
+    """A process with a client of its own; it ends with the block."""
+    here = str(pathlib.Path(__file__).parent)
+    servers = str(pathlib.Path(seaweed.__file__).parent)
+    text = CHILD.format(here=here, servers=servers, url=url, options=options, code=code)
+    process = subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stdin.close()
+        process.stdout.close()
+
+
+def heard(process) -> str:
+    line = process.stdout.readline()
+    assert line, f"the child ended with {process.wait(30)}"
+    return line.strip()

@@ -1,0 +1,347 @@
+"""Snapshots in S3: a real server, real deaths, real races. What breaks on the way is in test_s3_faults.py."""
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+import threading
+import traceback
+
+import pytest
+import seaweed
+from s3_work import (
+    MIB,
+    SHARD,
+    SIZE,
+    blocks,
+    child,
+    download,
+    heard,
+    operations,
+    pattern,
+    through,
+    upload,
+)
+
+from lazysnap.errors import LevelUnavailable, NameTaken, ShardCorrupt
+from lazysnap.levels import lockless, open_store
+from lazysnap.levels.lockless import claim_path
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.multipart import BLOCK_BYTES, MAX_PARTS, part_bytes
+from lazysnap.levels.owner import sign
+from lazysnap.levels.s3 import S3Storage
+
+
+@pytest.fixture
+def storage(s3_server, s3_url):
+    return S3Storage(s3_url, s3_server.options())
+
+
+def test_what_was_written_is_read_back_bit_for_bit(storage):
+    data = pattern(40_000_000)
+    upload(storage, data)
+
+    assert storage.size(SHARD) == len(data)
+    assert download(storage) == data
+    assert storage.list() == ["step-00000001"]
+    assert storage.list("step-00000001") == ["rank-00000-of-00001.safetensors"]
+    assert storage.checks_writes
+
+
+@pytest.mark.parametrize("scheme", ["s3", "s3a"])
+def test_a_store_at_an_s3_url_is_this_one(s3_server, s3_url, scheme):
+    storage = open_store(s3_url.replace("s3:", f"{scheme}:"), options=s3_server.options()).storage
+
+    assert isinstance(storage, S3Storage)
+    upload(storage, pattern(100))
+    assert S3Storage(s3_url, s3_server.options()).size(SHARD) == 100
+
+
+@pytest.mark.parametrize("size", [0, 1, 5 * MIB - 1, 5 * MIB, BLOCK_BYTES, BLOCK_BYTES + 1])
+def test_parts_are_used_from_5_mib_on(s3_proxy, s3_server, s3_url, size):
+    storage = through(s3_proxy, s3_server, s3_url)
+    data = pattern(size)
+    upload(storage, data)
+
+    assert download(storage) == data
+    assert operations(s3_proxy).count("part") == (-(-size // BLOCK_BYTES) if size >= 5 * MIB else 0)
+
+
+def test_an_object_of_too_many_blocks_is_sent_in_larger_parts(s3_proxy, s3_server, s3_url):
+    """And in whichever order the blocks come."""
+    storage = through(s3_proxy, s3_server, s3_url)
+    storage.max_parts = 2
+    data = pattern(40_000_000)
+    with contextlib.closing(storage.begin(SHARD, len(data))) as writer:
+        for offset, block in reversed(blocks(data)):
+            writer.write(offset, block)
+        writer.publish()
+
+    assert operations(s3_proxy).count("part") == 2
+    assert download(storage) == data
+
+
+def test_the_largest_objects_get_along_with_the_number_of_parts():
+    for size in (1, 10**9, MAX_PARTS * BLOCK_BYTES, MAX_PARTS * BLOCK_BYTES + 1, 5 * 10**12):
+        part = part_bytes(size)
+        assert part % BLOCK_BYTES == 0
+        assert -(-size // part) <= MAX_PARTS
+        assert part == BLOCK_BYTES or -(-size // (part - BLOCK_BYTES)) > MAX_PARTS
+
+
+def test_blocks_of_any_size_are_put_together(storage):
+    data = pattern(12 * MIB)
+    with contextlib.closing(storage.begin(SHARD, len(data))) as writer:
+        for offset in range(0, len(data), 1_000_000):
+            writer.write(offset, data[offset : offset + 1_000_000])
+        writer.publish()
+
+    assert download(storage) == data
+
+
+def test_an_object_that_lacks_a_part_is_not_published(storage):
+    data = pattern(SIZE)
+    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+        for offset, block in blocks(data)[:-1]:
+            writer.write(offset, block)
+        with pytest.raises(ShardCorrupt, match="1 parts of it were not written"):
+            writer.publish()
+
+    assert storage.list("step-00000001") == []
+    assert storage.abort_stale() == []
+
+
+def test_of_two_writers_of_one_name_one_is_told_and_the_others_bytes_are_intact(s3_server, s3_url):
+    datas = [pattern(SIZE, seed) for seed in range(2)]
+    start, outcomes = threading.Barrier(2), {}
+
+    def write(number: int) -> None:
+        storage = S3Storage(s3_url, s3_server.options())
+        start.wait(30)
+        try:
+            upload(storage, datas[number])
+            outcomes[number] = "won"
+        except NameTaken:
+            outcomes[number] = "taken"
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert sorted(outcomes.values()) == ["taken", "won"]
+    storage = S3Storage(s3_url, s3_server.options())
+    assert download(storage) == datas[0 if outcomes[0] == "won" else 1]
+    assert storage.list("step-00000001") == ["rank-00000-of-00001.safetensors"]
+
+
+HALF = """
+writer = storage.begin(SHARD, SIZE)
+data = pattern(SIZE)
+writer.write(*blocks(data)[0])
+say("half")
+wait()
+"""
+
+
+def test_what_a_killed_writer_left_is_not_offered_and_aborted_by_the_next_sweep(storage, s3_server, s3_url):
+    with child(s3_url, s3_server.options(), HALF) as writer:
+        assert heard(writer) == "half"
+        assert storage.abort_stale() == []
+        with pytest.raises(NameTaken):
+            storage.begin(SHARD, SIZE)
+        writer.kill()
+        writer.wait(30)
+
+    with pytest.raises(FileNotFoundError):
+        storage.size(SHARD)
+    assert len(storage._uploads(storage.key(""))) == 1
+    assert storage.abort_stale() == [SHARD]
+    assert storage._uploads(storage.key("")) == []
+    assert storage.list("step-00000001") == []
+    upload(storage, pattern(SIZE))
+    assert download(storage) == pattern(SIZE)
+
+
+@pytest.mark.parametrize("age", ["young", "old"])
+def test_a_writer_elsewhere_is_believed_alive_until_its_claim_is_old(s3_server, s3_url, age):
+    storage = S3Storage(s3_url, s3_server.options(), abandoned_after_s=3600.0 if age == "young" else 0.0)
+    facts = json.loads(sign("claim"))
+    storage.put(claim_path(SHARD), json.dumps({**facts, "host": "elsewhere"}).encode())
+    upload_id = storage.client.call("x", "create_multipart_upload", Key=storage.key(SHARD))["UploadId"]
+
+    assert storage.abort_stale() == ([] if age == "young" else [SHARD])
+    assert len(storage._uploads(storage.key(""))) == (1 if age == "young" else 0)
+    if age == "young":
+        assert not storage.delete_abandoned(claim_path(SHARD))
+        with pytest.raises(NameTaken):
+            storage.begin(SHARD, 1)
+        storage.abort(storage.key(SHARD), upload_id)
+    else:
+        assert storage.list("step-00000001") == []
+
+
+def test_the_claim_of_a_long_upload_stays_young(s3_proxy, s3_server, s3_url, monkeypatch):
+    monkeypatch.setattr(lockless, "_MIN_RENEWAL_S", 0.0)
+    storage = through(s3_proxy, s3_server, s3_url, abandoned_after_s=0.0)
+    data = blocks(pattern(SIZE))
+    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+        s3_proxy.requests.clear()
+        writer.write(*data[0])
+        assert operations(s3_proxy) == ["GET", "PUT", "part"]
+        storage.put(claim_path(SHARD), sign("claim"))  # of another one, to whom this one looked dead
+        with pytest.raises(NameTaken, match="its claim is gone"):
+            writer.write(*data[1])
+
+    assert storage.list("step-00000001") == [claim_path(SHARD).split("/")[1]]
+
+
+def test_uploads_of_others_below_the_prefix_are_left_alone(storage):
+    keys = [storage.key(name) for name in ("notes/big.bin", "big.bin", "step-1/deeper/big.bin")]
+    ids = [storage.client.call("x", "create_multipart_upload", Key=key)["UploadId"] for key in keys]
+
+    assert storage.abort_stale() == []
+    assert sorted(key for key, _ in storage._uploads(storage.key(""))) == sorted(keys)
+    for key, upload_id in zip(keys, ids, strict=True):
+        storage.abort(key, upload_id)
+
+
+def test_a_lease_is_honoured_by_another_process_and_ends_with_its_reader(storage, s3_server, s3_url):
+    upload(storage, pattern(100))
+    code = "with storage.lease(SHARD):\n    say('leased')\n    wait()\n    say('read')\nsay('done')\nwait()"
+    for ending in ("end", "kill"):
+        with child(s3_url, s3_server.options(), code) as reader:
+            assert heard(reader) == "leased"
+            assert storage.is_leased(SHARD)
+            if ending == "end":
+                reader.stdin.write("\n")
+                reader.stdin.flush()
+                assert heard(reader) == "read"
+                assert heard(reader) == "done"
+            else:
+                reader.kill()
+                reader.wait(30)
+            assert not storage.is_leased(SHARD)
+            assert storage.list("step-00000001") == ["rank-00000-of-00001.safetensors"]
+
+
+def test_a_reader_that_may_not_write_reads_without_a_lease(storage, s3_server, s3_url):
+    data = pattern(SIZE)
+    upload(storage, data)
+    reader = S3Storage(s3_url, s3_server.options(seaweed.READER))
+    with reader.lease(SHARD):
+        assert not storage.is_leased(SHARD)
+        assert download(reader) == data
+
+
+def test_ranges_are_read_from_one_version_of_the_object(storage):
+    data = pattern(SIZE)
+    upload(storage, data)
+    out = map_anonymous(9 * MIB)
+    with contextlib.closing(storage.reader(SHARD)) as reader:
+        reader.read_into(3 * MIB + 1, out)
+        assert out == data[3 * MIB + 1 : 12 * MIB + 1]
+        storage.put(SHARD, bytes(SIZE))
+        with pytest.raises(ShardCorrupt, match="replaced while it was read"):
+            reader.read_into(0, out)
+
+
+@pytest.mark.parametrize(
+    ("change", "url", "expected"),
+    [
+        ({}, "s3://no-such-bucket/run", "there is no bucket 'no-such-bucket'; create it"),
+        ({"key": seaweed.READER, "secret": "reader-secret-3"}, None, "access to bucket 'lazysnap' was refused; allow"),
+        ({"secret": "not-the-secret"}, None, "the credentials for bucket 'lazysnap' are wrong; correct key and secret"),
+        ({"key": "nobody-knows-me"}, None, "the credentials for bucket 'lazysnap' are wrong; correct key and secret"),
+    ],
+    ids=["missing bucket", "read-only", "wrong secret", "unknown key"],
+)
+def test_a_bucket_that_refuses_is_named_and_what_to_do(s3_server, s3_url, change, url, expected, caplog):
+    caplog.set_level(logging.DEBUG, "lazysnap")
+    options = {**s3_server.options(), **change}
+    storage = S3Storage(url or s3_url, options)
+    with pytest.raises(LevelUnavailable, match=expected) as caught:
+        storage.begin(SHARD, 100)
+
+    shown = "".join(traceback.format_exception(caught.value)) + caplog.text + repr(storage)
+    assert options["secret"] not in shown
+
+
+def test_without_credentials_it_says_where_they_are_looked_for(s3_server, s3_url, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    storage = S3Storage(s3_url, {"endpoint_url": s3_server.endpoint})
+    with pytest.raises(LevelUnavailable, match="no credentials for bucket 'lazysnap'; give key and secret"):
+        storage.list()
+
+
+def test_a_url_or_option_that_cannot_work_is_refused_at_once():
+    with pytest.raises(LevelUnavailable, match="names no bucket"):
+        S3Storage("s3://")
+    with pytest.raises(LevelUnavailable, match="correct storage_options") as caught:
+        S3Storage("s3://bucket/run", {"key": "one-key", "username": "another-key", "secret": "very-secret"})
+    assert "very-secret" not in str(caught.value)
+
+
+FORK = """
+storage.put("step-00000001/object", b"before")
+pid = os.fork()
+if pid == 0:
+    code = 1
+    try:
+        assert storage.get("step-00000001/object") == b"before"
+        storage.put("step-00000001/object", b"from the child")
+        code = 0
+    finally:
+        os._exit(code)
+say(os.waitpid(pid, 0)[1])
+say(storage.get("step-00000001/object").decode())
+"""
+
+
+def test_a_client_works_on_both_sides_of_a_fork(s3_server, s3_url):
+    with child(s3_url, s3_server.options(), FORK) as forks:
+        assert heard(forks) == "0"
+        assert heard(forks) == "from the child"
+
+
+def test_importing_levels_does_not_import_s3fs():
+    code = "import sys, lazysnap.levels, lazysnap.keeper.process; assert not {'s3fs', 'aiohttp'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_without_s3fs_it_says_what_to_install():
+    code = """
+import sys
+sys.modules["aiohttp"] = sys.modules["s3fs"] = None
+from lazysnap.levels import lockless, open_store
+open_store("s3://bucket/run")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "LevelUnavailable: s3://bucket/run: needs s3fs: pip install 'lazysnap[s3]'" in done.stderr
+
+
+def test_an_upload_uses_no_memory_for_a_second_copy(s3_server, s3_url):
+    """The peak of a process that uploads 64 MiB from memory it has, against one that uploads 5."""
+    code = """
+import resource
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+data = memoryview(bytearray(os.urandom(1 << 20) * 64))
+def send(size):
+    with contextlib.closing(storage.begin(f"step-00000001/{size}", size)) as writer:
+        Workers[None](4, "test").run(
+            (lambda o=o: writer.write(o, data[o : min(o + BLOCK_BYTES, size)])) for o in range(0, size, BLOCK_BYTES))
+        writer.publish()
+send(5 << 20)
+before = peak()
+send(len(data))
+say(peak() - before)
+"""
+    with child(s3_url, s3_server.options(), code) as process:
+        assert int(heard(process)) < 32

@@ -1,0 +1,377 @@
+"""S3 that breaks on the way: resets, refusals, stalls, lost answers, damaged bytes, dead servers, old credentials."""
+
+import contextlib
+import logging
+import threading
+
+import fault_proxy
+import pytest
+import seaweed
+from s3_work import MIB, SHARD, SIZE, blocks, download, operations, pattern, through, upload
+
+from lazysnap.errors import LevelFull, LevelUnavailable, NameTaken
+from lazysnap.levels.lockless import claim_path
+from lazysnap.levels.s3 import S3Storage
+
+DATA = pattern(6 * MIB)
+"""One part."""
+TWO_PARTS = pattern(SIZE)
+
+
+def nothing_is_left(storage) -> bool:
+    return storage.list("step-00000001") == [] and storage._uploads(storage.key("")) == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "act", "times"),
+    [
+        ("part", fault_proxy.reset(after_bytes=MIB), 2),
+        ("part", fault_proxy.reset(), 1),
+        ("part", fault_proxy.answer(503, "SlowDown"), 3),
+        ("part", fault_proxy.answer(500, "InternalError"), 1),
+        ("part", fault_proxy.answer(429, "TooManyRequests"), 1),
+        ("part", fault_proxy.answer(400, "RequestTimeout"), 1),
+        ("part", fault_proxy.flip(), 2),
+        ("part", fault_proxy.reset_after(), 1),
+        ("create", fault_proxy.answer(503, "SlowDown"), 1),
+        ("complete", fault_proxy.answer(503, "SlowDown"), 2),
+        ("complete", fault_proxy.reset_after(), 1),
+        ("PUT", fault_proxy.reset_after(), 1),
+        ("PUT", fault_proxy.answer(409, "ConditionalRequestConflict"), 1),
+        ("HEAD", fault_proxy.answer(503, "SlowDown"), 2),
+        ("GET", fault_proxy.reset(), 1),
+        ("DELETE", fault_proxy.reset_after(), 1),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", value).split(".")[0] if callable(value) else value,
+)
+def test_what_passes_is_repeated_and_the_bytes_are_whole(s3_proxy, s3_server, s3_url, operation, act, times):
+    storage = through(s3_proxy, s3_server, s3_url)
+    rule = s3_proxy.rule(operation, act, times)
+    upload(storage, DATA)
+    s3_proxy.clear()
+
+    assert rule.hits == times
+    assert download(storage) == DATA
+    assert storage.list("step-00000001") == ["rank-00000-of-00001.safetensors"]
+
+
+def test_an_upload_whose_start_was_answered_into_the_void_is_swept(s3_proxy, s3_server, s3_url):
+    storage = through(s3_proxy, s3_server, s3_url)
+    s3_proxy.rule("create", fault_proxy.reset_after(), 1)
+    upload(storage, DATA)
+
+    assert download(storage) == DATA
+    assert storage.abort_stale() == [SHARD]
+    assert download(storage) == DATA
+    assert storage.abort_stale() == []
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (
+            fault_proxy.answer(503, "SlowDown"),
+            r"does not answer, gave up after \d+ attempts.*SlowDown",
+        ),
+        (fault_proxy.reset(after_bytes=MIB), r"bucket 'lazysnap' does not answer, gave up after \d+ attempts"),
+        (fault_proxy.flip(), r"bytes arrived damaged at bucket 'lazysnap', \d+ times"),
+        (fault_proxy.answer(403, "AccessDenied"), r"access to bucket 'lazysnap' was refused; allow"),
+    ],
+    ids=["slow down", "reset", "flip", "refused"],
+)
+def test_what_lasts_is_given_up_for_this_snapshot_and_leaves_nothing(s3_proxy, s3_server, s3_url, act, expected):
+    storage = through(s3_proxy, s3_server, s3_url, patience_s=0.5)
+    s3_proxy.rule("part", act)
+    with pytest.raises(LevelUnavailable, match=expected):
+        upload(storage, DATA)
+    s3_proxy.clear()
+
+    assert nothing_is_left(storage)
+    upload(storage, DATA)
+    assert download(storage) == DATA
+
+
+@pytest.mark.parametrize("operation", ["part", "complete"])
+def test_a_server_that_accepts_and_never_answers_is_given_up(s3_proxy, s3_server, s3_url, operation):
+    storage = through(s3_proxy, s3_server, s3_url, patience_s=0.1, stall_s=1.0)
+    stall = fault_proxy.Stall()
+    s3_proxy.rule(operation, stall)
+    try:
+        with pytest.raises(LevelUnavailable, match="does not answer"):
+            upload(storage, DATA)
+        assert stall.reached.is_set()
+    finally:
+        stall.released.set()
+        s3_proxy.clear()
+    patient = through(s3_proxy, s3_server, s3_url)
+    patient.abort_stale()
+    for name in patient.list("step-00000001"):
+        assert patient.delete_abandoned(f"step-00000001/{name}")
+
+    assert nothing_is_left(patient)
+
+
+def test_a_peer_that_stops_reading_in_the_middle_of_a_part_is_given_up(s3_proxy, s3_server, s3_url):
+    """The sockets' buffers are full: no timeout of the client has begun by then."""
+    storage = through(s3_proxy, s3_server, s3_url, patience_s=0.1, stall_s=1.0)
+    stall = fault_proxy.Stall()
+
+    def act(handler) -> bool:
+        handler.rfile.read(1000)
+        return stall(handler)
+
+    s3_proxy.rule("part", act)
+    try:
+        with pytest.raises(LevelUnavailable, match="no byte moved for 1 s"):
+            upload(storage, DATA)
+    finally:
+        stall.released.set()
+
+
+def test_a_full_bucket_says_so(s3_proxy, s3_server, s3_url):
+    storage = through(s3_proxy, s3_server, s3_url)
+    s3_proxy.rule("part", fault_proxy.answer(403, "QuotaExceeded"))
+    with pytest.raises(LevelFull, match="free space there or lower keep_last"):
+        upload(storage, DATA)
+
+
+def test_after_giving_up_nothing_more_is_tried_for_long(s3_proxy, s3_server, s3_url):
+    """Cleaning up must not take the patience once more for each request."""
+    storage = through(s3_proxy, s3_server, s3_url, patience_s=0.3)
+    data = blocks(TWO_PARTS)
+    writer = storage.begin(SHARD, SIZE)
+    writer.write(*data[0])
+    s3_proxy.rule("*", fault_proxy.answer(503, "SlowDown"))
+    with pytest.raises(LevelUnavailable):
+        writer.write(*data[1])
+    s3_proxy.requests.clear()
+    writer.close()
+
+    assert operations(s3_proxy) == ["abort"]
+    s3_proxy.clear()
+    assert storage.abort_stale() == [SHARD]
+    assert nothing_is_left(storage)
+
+
+# -------------------------------------------------------------------- a server that dies
+
+
+def test_a_server_killed_in_mid_write_and_started_again_gets_the_rest(s3_server, s3_url):
+    storage = S3Storage(s3_url, s3_server.options())
+    data = blocks(TWO_PARTS)
+    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+        writer.write(*data[0])
+        s3_server.kill()
+        # Not the other way round: the server dies with the thread that starts it.
+        rest = threading.Thread(target=writer.write, args=data[1])
+        rest.start()
+        s3_server.start()
+        rest.join(60)
+        writer.publish()
+
+    assert download(storage) == TWO_PARTS
+
+
+def test_a_server_that_stays_dead_costs_this_snapshot_only(s3_server, s3_url):
+    storage = S3Storage(s3_url, s3_server.options(), patience_s=0.5)
+    upload(storage, DATA)
+    data = blocks(TWO_PARTS)
+    path = SHARD.replace("1/", "2/")
+    with contextlib.closing(storage.begin(path, SIZE)) as writer:
+        writer.write(*data[0])
+        s3_server.kill()
+        try:
+            with pytest.raises(LevelUnavailable, match="does not answer"):
+                writer.write(*data[1])
+            writer.close()
+        finally:
+            s3_server.start()
+
+    assert download(storage) == DATA
+    with pytest.raises(FileNotFoundError):
+        storage.size(path)
+    assert storage.abort_stale() == [path]
+    upload(storage, DATA, path)
+    assert download(storage, path) == DATA
+
+
+# -------------------------------------------------------------------- credentials
+
+
+def test_credentials_that_expire_in_the_middle_cost_this_snapshot_and_are_read_again(
+    s3_proxy, s3_server, s3_url, tmp_path, monkeypatch, caplog
+):
+    """From the credentials file, which somebody renews between two snapshots."""
+    caplog.set_level(logging.DEBUG, "lazysnap")
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def give(key: str) -> None:
+        secret = s3_server.options(key)["secret"]
+        file.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
+
+    give(seaweed.WRITER)
+    storage = S3Storage(s3_url, {"endpoint_url": s3_proxy.endpoint}, patience_s=5.0)
+    storage.abilities()
+    data = blocks(TWO_PARTS)
+    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+        writer.write(*data[0])
+        s3_proxy.rule(lambda request: request.access_key == seaweed.WRITER, fault_proxy.answer(400, "ExpiredToken"))
+        with pytest.raises(
+            LevelUnavailable, match="credentials for bucket 'lazysnap' have expired; renew them"
+        ) as caught:
+            writer.write(*data[1])
+    with pytest.raises(LevelUnavailable, match="have expired"):
+        storage.size(SHARD)  # HEAD, whose refusal has no body
+    give(seaweed.SECOND)
+    storage.abort_stale()
+    upload(storage, DATA)
+
+    assert download(storage) == DATA
+    assert "writer-secret" not in caplog.text + str(caught.value)
+
+
+def test_credentials_that_were_renewed_in_time_cost_nothing(s3_proxy, s3_server, s3_url, monkeypatch):
+    """Those of the environment of this process."""
+
+    def give(key: str) -> None:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.options(key)["secret"])
+
+    give(seaweed.WRITER)
+    storage = S3Storage(s3_url, {"endpoint_url": s3_proxy.endpoint}, patience_s=5.0)
+    data = blocks(TWO_PARTS)
+    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+        writer.write(*data[0])
+        s3_proxy.rule(
+            lambda request: request.access_key == seaweed.WRITER, fault_proxy.answer(403, "InvalidAccessKeyId")
+        )
+        give(seaweed.SECOND)
+        writer.write(*data[1])
+        writer.publish()
+
+    assert download(storage) == TWO_PARTS
+
+
+# -------------------------------------------------------------------- reading
+
+
+def test_a_download_that_breaks_goes_on_where_it_was(s3_proxy, s3_server, s3_url):
+    storage = through(s3_proxy, s3_server, s3_url)
+    upload(storage, DATA)
+    s3_proxy.requests.clear()
+    rule = s3_proxy.rule("GET", fault_proxy.cut_answer(after_bytes=100_000), 3)
+
+    assert download(storage) == DATA
+    assert rule.hits == 3
+    spans = [request.headers["Range"] for request in s3_proxy.requests if request.operation == "GET"]
+    starts = [int(span.removeprefix("bytes=").split("-")[0]) for span in spans]
+    assert [start for start in starts if start % MIB], spans
+
+
+def test_a_download_that_breaks_for_ever_is_given_up(s3_proxy, s3_server, s3_url):
+    storage = through(s3_proxy, s3_server, s3_url, patience_s=0.3)
+    upload(storage, DATA)
+    s3_proxy.rule("GET", fault_proxy.cut_answer(after_bytes=0))
+    with pytest.raises(LevelUnavailable, match="does not answer"):
+        download(storage)
+
+
+# -------------------------------------------------------------------- servers that can less
+
+
+@pytest.fixture
+def without_conditions(s3_proxy):
+    """A server that ignores ``If-None-Match``."""
+    s3_proxy.rule("*", fault_proxy.without("If-None-Match"))
+    return s3_proxy
+
+
+def test_a_server_without_conditional_puts_is_found_out_and_names_are_still_told_apart(
+    without_conditions, s3_server, s3_url, caplog
+):
+    storage = S3Storage(s3_url, s3_server.options(endpoint=without_conditions.endpoint))
+    upload(storage, DATA)
+    assert not storage.can_create()
+    assert caplog.text.count("the server ignores If-None-Match") == 1
+
+    other = S3Storage(s3_url, s3_server.options(endpoint=without_conditions.endpoint))
+    with pytest.raises(NameTaken):
+        upload(other, pattern(len(DATA), 1))
+    with pytest.raises(NameTaken):
+        other.put(SHARD, b"x", exclusive=True)
+    assert download(other) == DATA
+    assert caplog.text.count("the server ignores If-None-Match") == 1
+    assert nothing_but_the_shard(storage)
+
+
+def nothing_but_the_shard(storage) -> bool:
+    return storage.list("step-00000001") == ["rank-00000-of-00001.safetensors"] and storage.list() == ["step-00000001"]
+
+
+def test_without_conditional_puts_of_two_that_claim_at_the_same_moment_one_wins(without_conditions, s3_server, s3_url):
+    storage, other = (S3Storage(s3_url, s3_server.options(endpoint=without_conditions.endpoint)) for _ in range(2))
+    storage.abilities()
+    others = []
+
+    def comes_between(handler) -> bool:
+        """Just before the claim of the first is put, the second puts its own."""
+        others.append(other.begin(SHARD, len(DATA)))
+        return False
+
+    without_conditions.rule(
+        lambda request: request.operation == "PUT" and request.path.endswith("tmp-claim"), comes_between, 1
+    )
+    data = pattern(len(DATA), 1)
+    with contextlib.closing(storage.begin(SHARD, len(DATA))) as first:
+        (second,) = others
+        for writer in (first, second):
+            for block in blocks(data):
+                writer.write(*block)
+        with pytest.raises(NameTaken, match="its claim is gone"):
+            second.publish()
+        second.close()
+        first.publish()
+
+    assert download(storage) == data
+    assert nothing_but_the_shard(storage)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "checksum"),
+    [((), "crc32"), (("x-amz-checksum-crc32",), "md5"), (("x-amz-checksum-crc32", "content-md5"), None)],
+    ids=["nothing", "crc", "all"],
+)
+def test_a_server_that_does_not_compare_checksums_is_found_out(s3_proxy, s3_server, s3_url, lacks, checksum, caplog):
+    s3_proxy.rule("*", fault_proxy.without("nothing", *lacks))
+    storage = S3Storage(s3_url, s3_server.options(endpoint=s3_proxy.endpoint))
+    upload(storage, DATA)
+
+    assert storage.abilities().checksum == checksum
+    assert storage.checks_writes is (checksum is not None)
+    assert ("does not notice damaged parts" in caplog.text) is (checksum is None)
+    assert download(storage) == DATA
+    assert nothing_but_the_shard(storage)
+
+
+def test_what_a_dead_process_left_of_trying_out_is_swept(s3_server, s3_url):
+    storage = S3Storage(s3_url, s3_server.options(), abandoned_after_s=0.0)
+    storage.put(".lazysnap-probe-0000", b"probe")
+    upload(storage, pattern(100))
+
+    assert storage.abort_stale() == [".lazysnap-probe-0000"]
+    assert nothing_but_the_shard(storage)
+
+
+def test_the_claim_of_a_writer_that_could_not_say_goodbye_is_free_for_the_next(s3_proxy, s3_server, s3_url):
+    storage = through(s3_proxy, s3_server, s3_url, patience_s=0.1)
+    writer = storage.begin(SHARD, SIZE)
+    s3_proxy.rule("*", fault_proxy.reset())
+    writer.close()
+    s3_proxy.clear()
+    assert storage.list("step-00000001") == [claim_path(SHARD).split("/")[1]]
+    upload(storage, DATA)
+
+    assert download(storage) == DATA
