@@ -274,7 +274,15 @@ class FaultyStorage:
         self.plan = plan
         self.url = storage.url
         self.parallel_writes = storage.parallel_writes
-        self.checks_writes = storage.checks_writes
+
+    @property
+    def checks_writes(self) -> bool:
+        """As the storage says, which may have to try it out first."""
+        return self.storage.checks_writes
+
+    @checks_writes.setter
+    def checks_writes(self, checks: bool) -> None:
+        self.storage.checks_writes = checks
 
     def _do(self, name: str, path: str, work: Callable[[], Result]) -> Result:
         operation = _Operation(self, name, path)
