@@ -186,7 +186,7 @@ class WriterContract(Place):
         if not self.is_exclusive:
             pytest.skip("this place cannot be exclusive")
         clients = [make_storage() for _ in range(3)]
-        for turn in range(4):
+        for turn in range(2):
             path = f"step-{turn:08d}/object"
             start = threading.Barrier(6)
 
