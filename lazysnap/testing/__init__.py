@@ -15,8 +15,9 @@ pytest.register_assert_rewrite(
 
 from lazysnap.testing.breakage import BreakageContract  # noqa: E402
 from lazysnap.testing.contract import StorageContract  # noqa: E402
-from lazysnap.testing.faulty import Act, Delay, Fail, Fault, FaultPlan, FaultyStorage, Flip, Hang, Truncate  # noqa: E402
+from lazysnap.testing.faulty import FaultyStorage  # noqa: E402
 from lazysnap.testing.place import MakeStorage, Place  # noqa: E402
+from lazysnap.testing.plan import Act, Delay, Fail, Fault, FaultPlan, Flip, Hang, Truncate  # noqa: E402
 from lazysnap.testing.stores import StoreContract  # noqa: E402
 
 __all__ = [
