@@ -136,4 +136,6 @@ def sweep(storage: Storage, rank: int | None, world_size: int | None) -> list[st
             if storage.delete_abandoned(f"{directory}/{name}", unless=unless):
                 gone.append(f"{directory}/{name}")
         storage.delete_directory(directory)
+    # Uploads that no listing shows: parts of dead writers, which cost money until they are given up.
+    gone += storage.abort_stale()
     return gone

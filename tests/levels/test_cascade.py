@@ -1,0 +1,90 @@
+"""A training over memory, local disk and a real S3: each level gets its own, and the next one stands in for what is lost."""
+
+import pathlib
+import shutil
+import sys
+import uuid
+
+import pytest
+
+pytest.importorskip("s3fs")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "engine"))
+
+import seaweed
+from small_training import TIMEOUT_S, Training
+
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap.levels import open_store
+
+
+@pytest.fixture
+def levels(s3_server, s3_url, tmp_path):
+    return (
+        PersistentLevel(tmp_path / "local", every_n_steps=1),
+        PersistentLevel(s3_url, every_n_steps=1, keep_last=3, storage_options=s3_server.options(), timeout_s=30),
+    )
+
+
+@pytest.fixture
+def start(levels):
+    job_id = uuid.uuid4().hex
+    trainings = []
+
+    def make():
+        config = SnapshotConfig(levels=levels, job_id=job_id, memory=MemoryLevel(linger_s=0))
+        trainings.append(Training(config))
+        assert trainings[-1].engine.wait_ready(TIMEOUT_S)
+        return trainings[-1]
+
+    yield make
+    for training in trainings:
+        training.engine.close(drain=False)
+
+
+def steps_at(level):
+    store = open_store(level.url, options=level.storage_options)
+    return sorted(entry.step for entry in store.inventory().entries)
+
+
+def test_what_the_disk_lost_comes_back_from_s3(start, levels, tmp_path):
+    local, remote = levels
+    first = start()
+    first.run(1, 3)
+    assert first.engine.close()
+    assert steps_at(local)[-1] == steps_at(remote)[-1] == 3
+    facts = first.facts()
+    shutil.rmtree(tmp_path / "local")
+
+    second = start()
+    snapshot = second.engine.restore("latest")
+
+    assert (snapshot.step, snapshot.level) == (3, remote.url)
+    assert second.facts() == facts
+
+
+def test_a_dead_server_costs_s3_its_snapshots_and_nothing_else(start, levels, s3_server):
+    local, remote = levels
+    training = start()
+    training.run(1, 2)
+    assert training.engine.flush(TIMEOUT_S)
+    s3_server.kill()
+    try:
+        training.run(3, 4)
+        assert not training.engine.flush(60)
+        statistics = training.engine.statistics()
+        assert statistics.level_failures[remote.url] >= 1
+        assert statistics.last_durable_step[local.url] == 4
+        assert training.began == [True] * 4
+    finally:
+        s3_server.start()
+
+    training.run(5, 5)
+
+    assert training.engine.flush(60)
+    assert steps_at(remote)[-1] == 5
+
+
+def test_no_secret_is_shown(levels):
+    secrets = seaweed._SECRETS.values()
+
+    assert not any(secret in repr(levels) for secret in secrets)
