@@ -1,4 +1,4 @@
-"""A training over memory, local disk and a real S3: each level gets its own, and the next one stands in for what is lost."""
+"""A training over memory, local disk and a real S3: each gets its own, the next one stands in for what is lost."""
 
 import pathlib
 import shutil
