@@ -38,13 +38,13 @@ def machine(image: pathlib.Path, name: str):
     """A machine with that disk; its power goes at the end."""
     place = image.with_name(name)
     place.mkdir()
-    guest = nfs_lab.Guest(nfs_lab.popen, place, f"ubda={image}")
+    guest = nfs_lab.Guest(nfs_lab.Host(), place, f"ubda={image}")
     try:
         guest.wait_until_up()
         guest.run("sh", "mkdir -p /mnt/disk && mount -t ext4 /dev/ubda /mnt/disk")
         yield guest
     finally:
-        guest.pull_the_plug()
+        guest.close()
 
 
 @pytest.mark.parametrize("when", ["while blocks are written", "between shard and manifest", "after the commit"])

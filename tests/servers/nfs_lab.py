@@ -61,16 +61,19 @@ class GuestError(Exception):
         self.kind = kind
 
 
-class NoLab(Exception):
+class NoLab(RuntimeError):
     """The machine does not allow it."""
 
 
-def popen(*command: str, **options) -> subprocess.Popen:
-    """Start a process that dies with this one."""
-    return subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], **options)
+class Host:
+    """This machine; for guests without a network."""
+
+    def popen(self, *command: str, **options) -> subprocess.Popen:
+        """Start a process that dies with this one."""
+        return subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], **options)
 
 
-class Network:
+class Network(Host):
     """A network of its own, which lives as long as this process keeps a pipe open."""
 
     def __init__(self) -> None:
@@ -83,7 +86,7 @@ class Network:
 
     def popen(self, *command: str, **options) -> subprocess.Popen:
         """Start a process there that dies with this one."""
-        return popen("nsenter", "-t", str(self._holder.pid), "-n", *command, **options)
+        return super().popen("nsenter", "-t", str(self._holder.pid), "-n", *command, **options)
 
     def close(self) -> None:
         self._holder.communicate(timeout=DEADLINE_S)
@@ -177,12 +180,12 @@ class Call:
 class Guest:
     """A Linux kernel in user mode, which runs ``nfs_guest.py``."""
 
-    def __init__(self, popen, place: pathlib.Path, *arguments: str) -> None:
-        """Started by ``popen``; ``place`` is a directory of its own, ``arguments`` are for the kernel."""
+    def __init__(self, host: Host, place: pathlib.Path, *arguments: str) -> None:
+        """``place`` is a directory of its own, ``arguments`` are for the kernel."""
         self._console: list[str] = []
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count()
-        self._process = popen(
+        self._process = host.popen(
             # In a process namespace of its own, so that the many processes of which it is made end with the first.
             *["unshare", "--pid", "--fork", "--kill-child"],
             *["linux.uml", "mem=1G", f"uml_dir={place}/", "umid=guest", "quiet", "panic=-1"],
@@ -232,8 +235,8 @@ class Guest:
     def run(self, function: str, *arguments: object):
         return self.start(function, *arguments).result()
 
-    def pull_the_plug(self) -> None:
-        """What it has not written is lost."""
+    def close(self) -> None:
+        """Pull the plug: what it has not written is lost."""
         pid = self._process.pid
         for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             os.kill(int(child), 9)
@@ -251,8 +254,8 @@ def lab(root: pathlib.Path) -> Iterator[tuple[Server, Guest]]:
         network = Network()
         stack.callback(network.close)
         server = Server(network, root)
-        guest = Guest(network.popen, root, "vec0:transport=tap,ifname=utap0,depth=128,gro=1")
-        stack.callback(guest.pull_the_plug)
+        guest = Guest(network, root, "vec0:transport=tap,ifname=utap0,depth=128,gro=1")
+        stack.callback(guest.close)
         stack.callback(server.kill)
         server.start()
         guest.wait_until_up()
