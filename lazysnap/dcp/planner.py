@@ -1,0 +1,61 @@
+"""DCP's load planner, with values handed over as they are and put under the keys that they had."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+
+class SnapshotLoadPlanner(DefaultLoadPlanner):
+    """``DefaultLoadPlanner`` for ``SnapshotReader``. Optional, for two things that the default one cannot do.
+
+    Values that are no tensors come without a round trip through ``torch.save`` and ``torch.load``; and they replace
+    those under integer keys (``optimizer.state_dict()``, ``Counter``) instead of adding others under their text.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See ``DefaultLoadPlanner``."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self._places: dict[str, tuple[Any, Any]] = {}
+        """By flat key: the container, and the key in it."""
+        if self.flatten_state_dict:
+            self._find_places("", state_dict)
+
+    def _find_places(self, prefix: str, container: Any) -> None:
+        pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
+        for key, value in pairs:
+            flat = f"{prefix}{key}"
+            if isinstance(value, (Mapping, list)) and flat not in self.mappings:
+                self._find_places(f"{flat}.", value)
+            else:
+                self._places.setdefault(flat, (container, key))
+
+    def load_value(self, item: ReadItem, value: Any) -> None:
+        """Put a value that is no tensor in its place."""
+        key = item.dest_index.fqn
+        if key in self._places:
+            container, own_key = self._places[key]
+            container[own_key] = value
+        else:
+            _load_as_bytes(self, item, value)
+
+
+def load_value(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    """Hand a value that is no tensor to any planner; one of DCP wants it as bytes of ``torch.save``, made here."""
+    if isinstance(planner, SnapshotLoadPlanner):
+        planner.load_value(item, value)
+    else:
+        _load_as_bytes(planner, item, value)
+
+
+def _load_as_bytes(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    planner.load_bytes(item, data)

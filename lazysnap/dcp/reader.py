@@ -1,0 +1,270 @@
+"""A ``StorageReader`` over snapshots. DCP plans what each rank needs; which bytes of which shards, is found here.
+
+Every tensor is shown to DCP as one chunk: its plans stay small whatever the world that saved it, and ranks that looked
+at different moments can still agree on one snapshot before the first byte is read.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from lazysnap.dcp.agreement import Identity, agree, identity_of, noted
+from lazysnap.dcp.catalog import Catalog, Leaf
+from lazysnap.dcp.copies import Copies
+from lazysnap.dcp.finder import SnapshotFinder
+from lazysnap.dcp.planner import load_value
+from lazysnap.dcp.snapshot import OpenSnapshot, open_snapshot
+from lazysnap.errors import ConfigError, FormatError, SnapshotNotFound, StateMismatch
+from lazysnap.levels import open_store
+from lazysnap.shard.manifest import is_keep_name
+from lazysnap.state.codec import decode
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+
+
+class KeyMap(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """What a snapshot holds, by key; lists each value once, and finds it by its other keys too."""
+
+    def __init__(self, snapshot: OpenSnapshot, catalog: Catalog) -> None:
+        super().__init__({key: _metadata(snapshot, leaf) for key, leaf in catalog.listed.items()})
+        self._snapshot = snapshot
+        self.catalog = catalog
+
+    def paths(self) -> dict[str, Any]:
+        """By listed key: where its value stands in a nested state dict."""
+        return {key: leaf.path for key, leaf in self.catalog.listed.items()}
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self.catalog
+
+    def __missing__(self, key: str) -> "TensorStorageMetadata | BytesStorageMetadata":
+        leaf = self.catalog.find(key)
+        if leaf is None:
+            raise KeyError(key)
+        return _metadata(self._snapshot, leaf)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of any mapping."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def _metadata(snapshot: OpenSnapshot, leaf: Leaf) -> "TensorStorageMetadata | BytesStorageMetadata":
+    if leaf.tensor is None:
+        return BytesStorageMetadata()
+    dtype, shape = snapshot.facts(leaf.tensor)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [whole] if 0 not in shape else [])
+
+
+class SnapshotReader(StorageReader):
+    """Reads a snapshot for ``torch.distributed.checkpoint.load``, in any number of processes.
+
+    ``url``: a level, as in ``PersistentLevel``. ``step``: ``"latest"``, a step, or a name given by ``keep``. What
+    belongs to a rank alone (buffers, generators) is this rank's if as many ranks load as saved, else rank 0's.
+    ``verify=False`` skips the checksums of blocks, nothing else.
+
+    Everything blocks. Inside ``dcp.load`` every error arrives as a ``CheckpointException``, which is no ``Exception``;
+    its text holds ours. ``step`` of a broken snapshot is an error, ``"latest"`` passes over it with a warning.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        step: "int | str" = LATEST,
+        storage_options: Mapping[str, Any] | None = None,
+        verify: bool = True,
+    ) -> None:
+        """Raises: ConfigError; LevelUnavailable, if fsspec does not know the protocol or lacks its package."""
+        is_number = type(step) is int and step >= 0
+        if not is_number and not is_keep_name(step):
+            raise ConfigError(f'step must be "latest", a step >= 0 or the name of a kept snapshot, got {step!r:.100}')
+        self._which = step
+        self._options = storage_options
+        self._verify = verify
+        self._store = open_store(url, options=storage_options)
+        self._open: OpenSnapshot | None = None
+        self._keys: KeyMap | None = None
+        self.bytes_read = 0
+        """Bytes of shards that the last load read here, without headers that were only looked at."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The level, as DCP calls it in its log."""
+        return self._store.url
+
+    @property
+    def step(self) -> int | None:
+        """The step of the snapshot that was loaded last, ``None`` before the first load."""
+        return self._open.plan.step if self._open is not None else None
+
+    # ---------------------------------------------------------------- as DCP calls it
+
+    def reset(self, checkpoint_id: "str | os.PathLike[str] | None" = None) -> None:
+        """Begin a new load: ``"latest"`` is looked for again. ``checkpoint_id``: another level to read from."""
+        self._open = self._keys = None
+        if checkpoint_id is not None:
+            self._store = open_store(os.fspath(checkpoint_id), options=self._options)
+
+    # Not called ``kwargs``: by that name DCP would call it again on one rank alone after an error, and hang the others.
+    def read_metadata(self, *_unused: Any, **_options: Any) -> Metadata:
+        """Choose and open a snapshot. Blocks: one listing, the manifests of one snapshot, the headers of its shards.
+
+        Raises: SnapshotNotFound, saying what was passed over; ShardCorrupt; LevelError.
+        """
+        self._find(None)
+        assert self._keys is not None
+        return Metadata(self._keys, planner_data=self._keys.paths())
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_unused: Any, **_options: Any) -> None:
+        """Nothing more to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Say which snapshot this rank has found."""
+        assert self._open is not None
+        return noted(plan, identity_of(self._open.plan))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Ranks that looked at different moments agree on the oldest of what they found."""
+        return agree(plans)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Fill what ``plan`` asks for. Blocks.
+
+        Raises: ShardCorrupt, naming shard and block; LevelError; StateMismatch. What was to be filled is garbage then.
+        """
+        agreed = Identity.of(plan)
+        if self._open is None or identity_of(self._open.plan) != agreed:
+            self._find(agreed)
+        assert self._open is not None
+        assert self._keys is not None
+        self._fill(self._open, self._keys.catalog, plan, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: "str | os.PathLike[str]") -> bool:
+        """Any path or URL may be a level."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    # ---------------------------------------------------------------- how
+
+    def _find(self, agreed: Identity | None) -> None:
+        """Open the best snapshot that can be opened, or the one that the ranks agreed on."""
+        finder = SnapshotFinder(self._store)
+        step = agreed.step if agreed is not None else self._which if isinstance(self._which, int) else None
+        name = self._which if isinstance(self._which, str) and self._which != LATEST and agreed is None else None
+        passed_over: list[str] = []
+        for plan in finder.plans(step=step, name=name):
+            if agreed is not None and identity_of(plan) != agreed:
+                continue
+            manifests = [finder.manifest(offers[0]) for offers in plan.sources]
+            try:
+                opened = open_snapshot(self._store, plan, manifests, _own_rank(plan.world_size))
+                with opened.naming():
+                    catalog = Catalog(opened.own.meta.state, opened.own.meta.parameters)
+                    keys = KeyMap(opened, catalog)
+            except (FormatError, FileNotFoundError) as error:
+                if agreed is not None or self._which != LATEST:
+                    raise
+                passed_over.append(str(error))
+                continue
+            self._open, self._keys = opened, keys
+            break
+        else:
+            self._raise_not_found(agreed, [*finder.problems, *passed_over])
+        for problem in [*finder.problems, *passed_over]:
+            logger.warning("%s", problem)
+
+    def _raise_not_found(self, agreed: Identity | None, problems: list[str]) -> None:
+        what = f"step {agreed.step}" if agreed is not None else self._which
+        found = f"; found: {'; '.join(problems[:8])}" if problems else ""
+        raise SnapshotNotFound(
+            f"{self._store.url}: no whole snapshot ({what}) that this rank can read{found}; `lazysnap ls` shows what "
+            "there is"
+        )
+
+    def _fill(self, snapshot: OpenSnapshot, catalog: Catalog, plan: LoadPlan, planner: LoadPlanner) -> None:
+        copies = Copies(snapshot)
+        tensors: list[tuple[ReadItem, torch.Tensor]] = []
+        values: list[tuple[ReadItem, Any]] = []
+        inner: dict[str, torch.Tensor] = {}
+        casts = set()
+        for item in plan.items:
+            key = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                current = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
+                values.append((item, catalog.encoded(key, current)))
+                inner.update({name: torch.empty(0) for name in _tensor_names(values[-1][1])})
+                continue
+            leaf = catalog.find(key)
+            if leaf is None or leaf.tensor is None:
+                raise StateMismatch(f"{self._store.url}: the snapshot has no tensor {key!r}")
+            whole = snapshot.whole(leaf.tensor)
+            target = planner.resolve_tensor(item).detach()
+            at = item.storage_index.offset or (0,) * len(item.storage_offsets)
+            offsets = tuple(a + b for a, b in zip(at, item.storage_offsets, strict=True))
+            is_inside = all(a + n <= m for a, n, m in zip(offsets, item.lengths, whole.shape, strict=True))
+            if tuple(target.shape) != tuple(item.lengths) or not is_inside:
+                raise StateMismatch(
+                    f"{key}: {list(target.shape)} here for {list(item.lengths)} at {list(offsets)} of {whole.shape}"
+                )
+            if target.dtype != whole.dtype:
+                casts.add(key)
+            copies.add(whole, offsets, target)
+            tensors.append((item, target))
+        for name in inner:
+            whole = snapshot.whole(name)
+            inner[name] = torch.empty(whole.shape, dtype=whole.dtype)
+            copies.add(whole, (0,) * len(whole.shape), inner[name])
+        copies.run(verify=self._verify)
+        self.bytes_read = copies.bytes_read
+        for item, target in tensors:
+            planner.commit_tensor(item, target)
+        for item, encoded in values:
+            with snapshot.naming():
+                value = decode(encoded, tensor=inner.__getitem__)
+            load_value(planner, item, value)
+        if casts:
+            # As DCP does with its own files; nobody else would say so.
+            logger.warning("%d tensors have another dtype here and were cast, among them %s", len(casts), min(casts))
+
+
+def _tensor_names(encoded: Any) -> Iterator[str]:
+    """The tensors inside a value that DCP takes as one."""
+    leaf = Leaf((), encoded)
+    if leaf.tensor is not None:
+        yield leaf.tensor
+    elif isinstance(encoded, (dict, list)):
+        for item in encoded.values() if isinstance(encoded, dict) else encoded:
+            yield from _tensor_names(item)
+
+
+def _own_rank(world_size: int) -> int:
+    """Whose small state and rank-scoped tensors to read."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size:
+        return dist.get_rank()
+    return 0
