@@ -1,0 +1,166 @@
+"""Snapshots of several ranks, written as the format says, from states that are given."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
+from lazysnap.capture.plan import view_of
+from lazysnap.levels import open_store
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import MemorySource
+from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest, directory_name, manifest_name, shard_name
+from lazysnap.state.sharding import held_part
+from lazysnap.state.walk import walk
+from lazysnap.topology import share
+
+RUN = "1" * 16
+OTHER = "2" * 16
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What all shards of one have in common."""
+
+    url: str
+    world: int
+    step: int = 10
+    run: str = RUN
+    generation: str | None = "a" * 16
+    parameters: dict | None = None
+    block_bytes: int | None = None
+    """None: written by the store, with its own size."""
+
+    @property
+    def directory(self) -> str:
+        return directory_name(self.step)
+
+    def meta(self, rank, **facts):
+        generation = self.generation if self.world > 1 else None
+        started = int(self.run[0])
+        return CaptureMeta(
+            self.run,
+            started,
+            self.step,
+            rank,
+            self.world,
+            3,
+            generation=generation,
+            parameters=self.parameters,
+            **facts,
+        )
+
+
+def image_of(tensors: dict, aliases=None) -> tuple[Layout, memoryview]:
+    """Header and bytes of tensors by name."""
+    stored = {name: stored_form(tensor.detach()).contiguous() for name, tensor in tensors.items()}
+    layout = Layout.plan(
+        [TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in stored.items()], aliases
+    )
+    room = map_anonymous(-(-layout.size_bytes // 4096) * 4096)
+    room[: len(layout.header)] = layout.header
+    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+        tensor = stored[spec.name]
+        view_of(room, offset, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
+    return layout, room
+
+
+def write(snapshot: Snapshot, rank: int, boxes: dict, state, aliases=None, frozen: dict | None = None) -> Manifest:
+    """One rank's shard. ``boxes``: by name the tensor, and ``(global shape, offsets, scope)`` or None."""
+    store = open_store(snapshot.url)
+    facts = {name: _facts(tensor, place) for name, (tensor, place) in boxes.items()}
+    facts = {name: fields for name, fields in facts.items() if fields}
+    reference = _write_frozen(store, snapshot, frozen) if frozen else None
+    meta = snapshot.meta(rank, tensors=facts, aliases=aliases or {}, state=state, frozen=reference)
+    layout, room = image_of({name: tensor for name, (tensor, _) in boxes.items()}, aliases)
+    if snapshot.block_bytes is None:
+        return store.write(meta, MemorySource(room, layout.size_bytes))
+    image = room[: layout.size_bytes]
+    checksums = Checksums.of(image, snapshot.block_bytes)
+    manifest = Manifest(meta, shard_name(rank, snapshot.world), len(layout.header), checksums, time.time_ns())
+    store.storage.put(f"{snapshot.directory}/{manifest.file}", bytes(image))
+    store.storage.put(f"{snapshot.directory}/{manifest_name(rank, snapshot.world)}", manifest.encode())
+    return manifest
+
+
+def _facts(tensor, place):
+    kept = logical_name(tensor.dtype)
+    facts = {} if kept is None else {"dtype": kept}
+    if place is not None:
+        shape, offsets, scope = place
+        facts |= {"scope": scope, "global_shape": list(shape), "offsets": list(offsets)}
+    return facts
+
+
+def _write_frozen(store, snapshot, tensors):
+    layout, room = image_of(tensors)
+    digest = Checksums.of(room[: layout.size_bytes]).whole
+    facts = {name: fields for name, tensor in tensors.items() if (fields := _facts(tensor, None))}
+    meta = CaptureMeta(snapshot.run, int(snapshot.run[0]), 0, 0, 1, 3, tensors=facts)
+    store.write_frozen(meta, MemorySource(room, layout.size_bytes), digest)
+    return FrozenReference(digest, layout.size_bytes)
+
+
+def write_rank(snapshot: Snapshot, rank: int, state, replicated=()) -> Manifest:
+    """What rank ``rank`` of a training holds: its part of DTensors, its share of ``replicated`` names, the rest."""
+    walked = walk(state)
+    boxes, aliases, seen, common = {}, {}, {}, []
+    for name, tensor in zip(walked.names, walked.tensors, strict=True):
+        held = held_part(tensor, name)
+        if held is not None:
+            if held.captured_here and (held.local.numel() or 0 in held.global_shape):
+                key = (held.local.data_ptr(), held.local.shape)
+                if held.local.numel() and seen.setdefault(key, name) != name:
+                    aliases[name] = seen[key]
+                    continue
+                boxes[name] = (held.local, (held.global_shape, held.offsets, "shard"))
+        elif name in replicated:
+            common.append((name, tensor.detach()))
+        else:
+            boxes[name] = (tensor.detach(), None)
+    sizes = [(t.shape[0] if t.dim() else 1, t.nbytes // max(1, t.shape[0] if t.dim() else 1)) for _, t in common]
+    for rows in share(sizes, rank, snapshot.world):
+        name, tensor = common[rows.index]
+        offsets = (rows.start, *(0 for _ in tensor.shape[1:])) if tensor.dim() else ()
+        boxes[name] = (tensor[rows.start : rows.stop] if tensor.dim() else tensor, (tensor.shape, offsets, "full"))
+    return write(snapshot, rank, boxes, walked.skeleton, aliases)
+
+
+def write_all(snapshot: Snapshot, state, cut, aliases=None) -> list[Manifest]:
+    """A snapshot of ``world`` ranks from one whole state. ``cut(name, tensor, rank)``: offsets and box, or None."""
+    walked = walk(state)
+    manifests = []
+    for rank in range(snapshot.world):
+        boxes = {}
+        for name, tensor in zip(walked.names, walked.tensors, strict=True):
+            assert not isinstance(tensor, DTensor)
+            found = cut(name, tensor, rank)
+            if found is not None:
+                offsets, box = found
+                boxes[name] = (box, None if offsets is None else (tensor.shape, offsets, "shard"))
+        manifests.append(write(snapshot, rank, boxes, walked.skeleton, aliases))
+    return manifests
+
+
+def rows(world):
+    """Cuts the first dimension as FSDP2 does; empty parts are not stored, tensors without dimensions are rank 0's."""
+
+    def cut(name, tensor, rank):
+        if not tensor.dim() or not tensor.numel():
+            return (tuple([0] * tensor.dim()), tensor) if rank == 0 else None
+        height = -(-tensor.shape[0] // world)
+        part = tensor[rank * height : (rank + 1) * height]
+        return ((rank * height, *[0] * (tensor.dim() - 1)), part) if len(part) else None
+
+    return cut
+
+
+def bits(tensor: torch.Tensor) -> tuple:
+    """Everything that must be equal."""
+    tensor = tensor.detach().contiguous()
+    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return tensor.dtype, tuple(tensor.shape), data
