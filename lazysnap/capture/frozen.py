@@ -7,23 +7,21 @@ checksum over all of them.
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import xxhash
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
 from lazysnap.capture.reader import SLICE_BYTES, pieces_of
+from lazysnap.capture.samples import DeviceSamples, HostSamples, samples_of
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.state.source import StateSource
 
 LEAST_BYTES = 1 << 20
 """Less than this is not worth an image of its own."""
-_SAMPLES = 8
-"""Words of each tensor that are compared at every boundary."""
 
 Identity = tuple[int, int, str, torch.Size, torch.dtype, tuple[int, ...]]
 
@@ -58,7 +56,7 @@ class FrozenSet:
     """The live parameters, each with the index of its name."""
     identities: tuple[Identity, ...]
     _facts: list[tuple[int, int]] = field(repr=False)
-    _samples: "_Samples" = field(repr=False)
+    _samples: Sequence[HostSamples | DeviceSamples] = field(repr=False)
     _ready: tuple[torch.cuda.Event, ...] = field(repr=False)
 
     @property
@@ -81,7 +79,7 @@ class FrozenSet:
             found = zip(self.parameters, facts, self._facts, strict=True)
             return sorted({self.names[index] for (index, _), now, then in found if now != then})
         # Their memory is where it was, so it may be read.
-        return [self.names[index] for index in self._samples.changed()]
+        return [self.names[index] for samples in self._samples for index in samples.changed()]
 
     def left(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
         """Names of those that an optimizer got hold of, or that need a gradient by now. Hot: once per boundary."""
@@ -169,44 +167,6 @@ class _Blocks:
         if self._size % BLOCK_BYTES:
             self._close()
         return Checksums(self._size, BLOCK_BYTES, tuple(self._blocks))
-
-
-class _Samples:
-    """Some words of every tensor in CPU memory, as they were; read straight from memory, past torch's book-keeping.
-
-    ``tensor.data.mul_()`` moves neither version nor pointer; averages of teachers are updated just so.
-    """
-
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._words: list[Any] = []
-        self._owners: list[int] = []
-        for index, (name, tensor) in enumerate(named):
-            if tensor.device.type == "cpu":
-                words = _words_of(name, tensor)
-                self._words += words
-                self._owners += [index] * len(words)
-        self._values = self._read()
-
-    def _read(self) -> list[int]:
-        return [word.value for word in self._words]
-
-    def changed(self) -> list[int]:
-        """Indices of tensors of which a word differs."""
-        now = self._read()
-        if now == self._values:
-            return []
-        return sorted({self._owners[i] for i, value in enumerate(now) if value != self._values[i]})
-
-
-def _words_of(name: str, tensor: torch.Tensor) -> list[Any]:
-    start, nbytes = tensor.data_ptr(), tensor.nbytes
-    if nbytes < 8:
-        return [ctypes.c_uint8.from_address(start + place) for place in range(nbytes)]
-    count = min(_SAMPLES, nbytes // 8)
-    stride = nbytes // 8 // count
-    # One word in each of equal parts, but not the same place in each: weights have rows and columns.
-    places = [part * stride + xxhash.xxh3_64_intdigest(f"{name} {part}".encode()) % stride for part in range(count)]
-    return [ctypes.c_uint64.from_address(start + 8 * place) for place in places]
 
 
 def _facts_of(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[int, int]]:
@@ -302,7 +262,7 @@ def _make(chosen: dict[str, tuple[Identity, list[str], list[torch.nn.Parameter]]
         parameters=parameters,
         identities=tuple(chosen[name][0] for name in names),
         _facts=_facts_of(parameter for _, parameter in parameters),
-        _samples=_Samples((name, stored[name]) for name in names),
+        _samples=samples_of([(name, stored[name]) for name in names]),
         # What wrote them runs before this on the compute stream.
         _ready=tuple(torch.cuda.current_stream(device).record_event() for device in sorted(devices, key=str)),
     )

@@ -49,6 +49,10 @@ def lease(storage: LocalStorage) -> None:
     stop()
 
 
+def probe(storage: LocalStorage) -> None:
+    say(storage.is_leased(NAME))
+
+
 def lease_and_fork(storage: LocalStorage) -> None:
     """The child is forked within the lease and lives on after it."""
     with storage.lease(NAME):

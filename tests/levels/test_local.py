@@ -257,6 +257,15 @@ def test_a_reader_that_may_not_write_is_protected_too(open_to_all, child):
 
 
 @needs_root
+def test_who_may_not_write_sees_leases_too(open_to_all, child):
+    storage = LocalStorage(str(open_to_all))
+    storage.put(SHARD, b"x")
+    assert child("probe", storage.url, f"uid={NOBODY}").line() == "False"
+    with storage.lease(SHARD):
+        assert child("probe", storage.url, f"uid={NOBODY}").line() == "True"
+
+
+@needs_root
 def test_a_reader_without_any_right_reads_on_without_protection(open_to_all, child):
     storage = LocalStorage(str(open_to_all))
     storage.put(SHARD, b"x")

@@ -206,7 +206,7 @@ def claim(talk: Conversation, url: str, content: str, rounds: int) -> list:
 def write_and_keep_claim(talk: Conversation, url: str, path: str, size: int) -> None:
     """Publishes a shard that is never committed; whole pages go past the client's cache."""
     with contextlib.closing(_store(url).storage.begin(path, size)) as writer:
-        writer.write(0, map_anonymous(4096)[:size])
+        writer.write(0, map_anonymous(-(-size // 4096) * 4096)[:size])
         talk.stop("written")
         writer.publish()
         talk.stop("published")

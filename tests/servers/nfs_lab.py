@@ -39,14 +39,17 @@ exec cat
 
 def missing() -> str | None:
     """Why the lab cannot be built here; ``None`` if it can."""
+    return missing_packages(*PACKAGES) or (None if os.path.exists("/dev/net/tun") else "no /dev/net/tun")
+
+
+def missing_packages(*commands: str) -> str | None:
+    """Why these commands of ``PACKAGES`` cannot be used."""
     if os.geteuid():
         return "needs root"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    lacking = [package for command, package in PACKAGES.items() if not shutil.which(command, path=path)]
+    lacking = [PACKAGES[command] for command in commands if not shutil.which(command, path=path)]
     if lacking:
         return f"not installed: apt-get install {' '.join(lacking)}"
-    if not os.path.exists("/dev/net/tun"):
-        return "no /dev/net/tun"
     return None
 
 
@@ -58,11 +61,19 @@ class GuestError(Exception):
         self.kind = kind
 
 
-class NoLab(Exception):
+class NoLab(RuntimeError):
     """The machine does not allow it."""
 
 
-class Network:
+class Host:
+    """This machine; for guests without a network."""
+
+    def popen(self, *command: str, **options) -> subprocess.Popen:
+        """Start a process that dies with this one."""
+        return subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], **options)
+
+
+class Network(Host):
     """A network of its own, which lives as long as this process keeps a pipe open."""
 
     def __init__(self) -> None:
@@ -75,8 +86,7 @@ class Network:
 
     def popen(self, *command: str, **options) -> subprocess.Popen:
         """Start a process there that dies with this one."""
-        enter = ["nsenter", "-t", str(self._holder.pid), "-n", "setpriv", "--pdeathsig", "KILL", *command]
-        return subprocess.Popen(enter, **options)
+        return super().popen("nsenter", "-t", str(self._holder.pid), "-n", *command, **options)
 
     def close(self) -> None:
         self._holder.communicate(timeout=DEADLINE_S)
@@ -144,9 +154,9 @@ class Call:
         self._number = number
         self.answers: queue.SimpleQueue[dict] = queue.SimpleQueue()
 
-    def _next(self) -> dict:
+    def _next(self, deadline_s: float = DEADLINE_S) -> dict:
         try:
-            return self.answers.get(timeout=DEADLINE_S)
+            return self.answers.get(timeout=deadline_s)
         except queue.Empty:
             raise TimeoutError(f"no answer from the guest:\n{self._guest.tail()}") from None
 
@@ -160,8 +170,8 @@ class Call:
     def go(self) -> None:
         self._guest.send({"id": self._number, "go": True})
 
-    def result(self):
-        answer = self._next()
+    def result(self, deadline_s: float = DEADLINE_S):
+        answer = self._next(deadline_s)
         if "error" in answer:
             raise GuestError(*answer["error"])
         return answer["result"]
@@ -170,11 +180,12 @@ class Call:
 class Guest:
     """A Linux kernel in user mode, which runs ``nfs_guest.py``."""
 
-    def __init__(self, network: Network, place: pathlib.Path, *arguments: str) -> None:
+    def __init__(self, host: Host, place: pathlib.Path, *arguments: str) -> None:
+        """``place`` is a directory of its own, ``arguments`` are for the kernel."""
         self._console: list[str] = []
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count()
-        self._process = network.popen(
+        self._process = host.popen(
             # In a process namespace of its own, so that the many processes of which it is made end with the first.
             *["unshare", "--pid", "--fork", "--kill-child"],
             *["linux.uml", "mem=1G", f"uml_dir={place}/", "umid=guest", "quiet", "panic=-1"],
@@ -225,7 +236,7 @@ class Guest:
         return self.start(function, *arguments).result()
 
     def close(self) -> None:
-        """Pull the plug."""
+        """Pull the plug: what it has not written is lost."""
         pid = self._process.pid
         for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             os.kill(int(child), 9)
