@@ -96,7 +96,7 @@ def _await_checksums(config: SnapshotConfig, step: int) -> None:
     deadline = time.monotonic() + _DEADLINE_S
     while True:
         client.connect(_DEADLINE_S)
-        entries = client.inventory(_DEADLINE_S)
+        entries = client.inventory(_DEADLINE_S).entries
         client.abandon()
         if any(entry.step == step and entry.checksums is not None for entry in entries):
             return
