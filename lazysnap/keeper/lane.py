@@ -260,6 +260,9 @@ class Lane:
     def _retain(self, item: Committed) -> None:
         protect = self._persister.steps_to_copy(self._index)
         self.owed = Retaining(item, protect) if protect else None
+        # Names are put in later, by this thread; until then no file says that a snapshot has one.
+        with self._persister.changed:
+            protect |= {naming.entry.step for naming in self.names if naming.entry is not None}
         store = self._store
         if store is None:
             return

@@ -204,6 +204,22 @@ def test_a_capture_with_a_name_reaches_every_level_and_stays(rig, tmp_path):
     assert steps_at(fast) == [5]
 
 
+def test_a_slow_level_that_comes_to_a_named_snapshot_after_newer_ones_does_not_delete_it(rig, tmp_path):
+    fast = PersistentLevel(tmp_path / "fast", every_n_steps=1)
+    slow = PersistentLevel(tmp_path / "slow", every_n_steps=1, keep_last=1, max_bytes_per_s=2 * SIZE)
+    trainer = rig(fast, slow)
+    for step in range(1, 6):
+        sequence = trainer.capture(step)
+        assert until(lambda step=step: step in trainer.told("durable", fast.url))
+        if step == 3:
+            assert trainer.persister.keep("kept", RUN, sequence)
+    trainer.settle()
+
+    assert trainer.told("durable", slow.url)[-1] == 3, "it comes to it last"
+    assert {entry.step: entry.names for entry in open_store(slow.url).inventory().entries} == {3: ("kept",), 5: ()}
+    check(slow, 3)
+
+
 def test_a_name_can_be_given_to_what_is_on_storage_already(rig, tmp_path):
     fast = PersistentLevel(tmp_path / "fast", every_n_steps=1, keep_last=2)
     slow = PersistentLevel(tmp_path / "slow", every_n_steps=100)
