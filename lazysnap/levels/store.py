@@ -29,6 +29,7 @@ from lazysnap.errors import (
 )
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.names import names_in
 from lazysnap.levels.retention import retain, sweep
 from lazysnap.levels.shards import ShardPlace, read_blocks, write_shard
 from lazysnap.levels.source import BlockSource
@@ -234,7 +235,7 @@ class SnapshotStore:
             except LevelError as error:
                 problems.append(str(error))
                 continue
-            given = tuple(name for name in map(parse_keep_file_name, names) if name is not None)
+            given = names_in(self.storage, directory, names, problems)
             for name in names:
                 parsed = parse_rank_name(name)
                 if parsed is None or parsed[2] != "json":
@@ -248,7 +249,8 @@ class SnapshotStore:
                     problems.append(str(error))
                 else:
                     if frozen is None:
-                        entries.append(replace(entry, names=given))
+                        mine = tuple(name for name, run_id in given if run_id == entry.run_id)
+                        entries.append(replace(entry, names=mine))
                     else:
                         images.append(FrozenEntry(self.url, self.speed, *frozen, directory))
         return Inventory(self.url, tuple(entries), tuple(images), tuple(problems))

@@ -422,3 +422,15 @@ def test_a_capture_whose_slot_was_reused_while_its_level_hung_is_never_committed
     for step in (2, 3, 4):
         check(level, step)
     assert until(lambda: not list(pathlib.Path(level.url).rglob("*.tmp-*")))
+
+
+def test_a_name_that_another_run_left_behind_names_nothing(rig, tmp_path):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1)
+    (tmp_path / "a" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "a" / "step-00000001" / "keep-golden").write_text("f" * 16)
+    trainer = rig(level)
+
+    trainer.capture(1)
+    trainer.settle()
+
+    assert [entry.names for entry in open_store(level.url).inventory().entries] == [()]
