@@ -2,21 +2,24 @@
 
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.storage import Storage
-from lazysnap.shard.manifest import parse_keep_file_name
+from lazysnap.shard.manifest import is_run_id, parse_keep_file_name
 
 
-def names_in(storage: Storage, directory: str, files: list[str], problems: list[str]) -> list[tuple[str, str]]:
+def names_in(
+    storage: Storage, directory: str, files: list[str], problems: list[str]
+) -> list[tuple[str, str | None]]:
     """Each name among ``files`` and the run that gave it: one that was left behind names no other run's snapshot.
 
-    Blocks. What cannot be read is added to ``problems``.
+    ``None``, where the object does not tell: a damaged name protects whatever is there. Blocks. What cannot be read is added to ``problems``.
     """
-    found = []
+    found: list[tuple[str, str | None]] = []
     for file in files:
         name = parse_keep_file_name(file)
         if name is None:
             continue
         try:
-            found.append((name, storage.get(f"{directory}/{file}").decode("ascii", "replace").strip()))
+            text = storage.get(f"{directory}/{file}").decode("ascii", "replace").strip()
+            found.append((name, text if is_run_id(text) else None))
         except FileNotFoundError:
             continue  # taken away just now
         except (FormatError, LevelError) as error:

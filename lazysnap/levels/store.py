@@ -249,7 +249,7 @@ class SnapshotStore:
                     problems.append(str(error))
                 else:
                     if frozen is None:
-                        mine = tuple(name for name, run_id in given if run_id == entry.run_id)
+                        mine = tuple(name for name, run_id in given if run_id in (None, entry.run_id))
                         entries.append(replace(entry, names=mine))
                     else:
                         images.append(FrozenEntry(self.url, self.speed, *frozen, directory))

@@ -67,6 +67,11 @@ def is_keep_name(name: object) -> bool:
     return isinstance(name, str) and _KEEP_NAME.fullmatch(name) is not None
 
 
+def is_run_id(text: str) -> bool:
+    """Whether this is a run's id: 16 hexadecimal digits."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
 def keep_file_name(name: str) -> str:
     """``keep-before-anneal``: an object in a snapshot's directory that names it, and so keeps it."""
     return f"keep-{name}"
