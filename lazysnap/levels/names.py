@@ -5,12 +5,11 @@ from lazysnap.levels.storage import Storage
 from lazysnap.shard.manifest import is_run_id, parse_keep_file_name
 
 
-def names_in(
-    storage: Storage, directory: str, files: list[str], problems: list[str]
-) -> list[tuple[str, str | None]]:
+def names_in(storage: Storage, directory: str, files: list[str], problems: list[str]) -> list[tuple[str, str | None]]:
     """Each name among ``files`` and the run that gave it: one that was left behind names no other run's snapshot.
 
-    ``None``, where the object does not tell: a damaged name protects whatever is there. Blocks. What cannot be read is added to ``problems``.
+    ``None``, where the object does not tell: a damaged name protects whatever is there. What cannot be read is added
+    to ``problems``. Blocks.
     """
     found: list[tuple[str, str | None]] = []
     for file in files:
