@@ -16,12 +16,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 MEMORY = "memory"
 DEADLINE_S = 300.0
 LAYERS = 8
+_PATIENCE = 10
 
 
 def config_of(job: dict[str, Any]) -> Any:
@@ -71,7 +73,9 @@ def train(job: dict[str, Any]) -> None:
         time.sleep(max(0.0, job["step_s"] - (time.perf_counter() - start)))
         optimizer.step()
         optimizer.zero_grad()
-        say("trained", step=step, state_bytes=engine.statistics().shard_bytes)
+        statistics = engine.statistics()
+        durable = max(statistics.last_durable_step.values(), default=0)
+        say("trained", step=step, durable=durable, state_bytes=statistics.shard_bytes)
         if job["is_restart"]:
             break
         engine.boundary(step)
@@ -87,16 +91,21 @@ def start(job: dict[str, Any], *, is_restart: bool) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, __file__, "train", text], stdout=subprocess.PIPE, text=True)
 
 
-def read(process: "subprocess.Popen[str]", upto: int | None = None) -> list[dict[str, Any]]:
-    """Its events until step ``upto`` is trained, or to its end."""
+def read(process: "subprocess.Popen[str]", enough: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Its events until one is enough, or to its end."""
     events = []
     assert process.stdout is not None
     for line in process.stdout:
         with contextlib.suppress(ValueError):  # a line that the kill cut off
             events.append(json.loads(line))
-            if upto is not None and events[-1].get("step") == upto:
+            if enough(events[-1]):
                 break
     return events
+
+
+def to_its_end(event: dict[str, Any]) -> bool:
+    """No event is enough."""
+    return False
 
 
 def keeper_pid(job: dict[str, Any]) -> int:
@@ -116,20 +125,50 @@ def only(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == name]
 
 
+class Moment:
+    """When to kill: at a step, for a slow level later: at some ``part`` of the way from its second commit to its third.
+
+    The first commit comes late (the level is swept and tried out) and says nothing of those that follow.
+    """
+
+    def __init__(self, level: str, kill_at: int, part: float) -> None:
+        self._kill_at, self._part, self._level = kill_at, part, level
+        self._durable = 0
+        self._commits: list[int] = []
+
+    def has_come(self, event: dict[str, Any]) -> bool:
+        """Whether it is now. Raises: RuntimeError, if the level takes too long."""
+        if event["event"] != "trained":
+            return False
+        step = event["step"]
+        if step > _PATIENCE * self._kill_at:
+            raise RuntimeError(f"{len(self._commits)} snapshots became durable in {step} steps")
+        if event["durable"] > self._durable:
+            self._durable = event["durable"]
+            self._commits.append(step)
+        if self._level == MEMORY:
+            return step >= self._kill_at
+        if len(self._commits) < 2:
+            return False
+        first, second = self._commits[:2]
+        return step >= max(self._kill_at, second + round(self._part * (second - first)))
+
+
 def kill(job: dict[str, Any], kill_at: int, part: float) -> list[dict[str, Any]]:
-    """Train until ``kill_at``, and ``part`` of a step longer; then SIGKILL. All its events."""
+    """Train until step ``kill_at``, and ``part`` of a step longer; then SIGKILL. All its events."""
+    moment = Moment(job["level"], kill_at, part)
     process = start(job, is_restart=False)
     try:
-        events = read(process, upto=kill_at)
-        if process.poll() is not None or not only(events, "trained"):
-            raise RuntimeError(f"the training died before step {kill_at}")
+        events = read(process, moment.has_come)
+        if process.poll() is not None:
+            raise RuntimeError(f"the training died by itself before step {kill_at}")
         keeper = keeper_pid(job)
         time.sleep(part * job["step_s"])  # the moment of the death within a step, not a wait for anything
     finally:
         process.kill()
     if job["level"] != MEMORY:
         os.kill(keeper, signal.SIGKILL)
-    events += read(process)
+    events += read(process, to_its_end)
     process.wait(DEADLINE_S)
     return events
 
@@ -138,7 +177,7 @@ def resume(job: dict[str, Any]) -> dict[str, float]:
     """Start it again; what it resumed, and when it had done its first step."""
     begun = time.monotonic()
     process = start(job, is_restart=True)
-    events = read(process)
+    events = read(process, to_its_end)
     if process.wait(DEADLINE_S) != 0:
         raise RuntimeError(f"the restart failed with exit code {process.returncode}")
     restored, trained = only(events, "restored")[0], only(events, "trained")[0]

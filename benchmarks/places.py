@@ -64,7 +64,7 @@ class Place:
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"no result within {timeout_s:.0f} s") from None
         if done.returncode:
-            raise RuntimeError(_last_lines(done.stderr) or f"exit code {done.returncode}")
+            raise RuntimeError(_last_line(done.stderr) or f"exit code {done.returncode}")
 
 
 class GuestPlace(Place):
@@ -83,11 +83,11 @@ class GuestPlace(Place):
         except queue.Empty:
             raise TimeoutError(f"no result within {timeout_s:.0f} s:\n{self._guest.tail()}") from None
         if "error" in answer:
-            raise RuntimeError(_last_lines(log.read_text() if log.exists() else answer["error"][1]))
+            raise RuntimeError(_last_line(log.read_text() if log.exists() else answer["error"][1]))
 
 
-def _last_lines(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-3:])
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
 
 
 @contextlib.contextmanager
