@@ -19,32 +19,36 @@ from lazysnap.arena import Slot
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 
+SLOTS = 2
 _DEADLINE_S = 120.0
 
 
 class Copies:
-    """``memcpy`` with one thread between warm tensors and a populated slot."""
+    """``memcpy`` with one thread between warm tensors and populated slots: two by turns, as the engine has them."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
-        size = sum(tensor.nbytes for tensor in tensors)
-        self._slot = Slot.create(1 << 20, size)
-        self._slot.populate()
-        self._targets, offset = [], self._slot.image_offset
-        for tensor in tensors:
+        self._slots = [self._views(sum(tensor.nbytes for tensor in tensors)) for _ in range(SLOTS)]
+
+    def _views(self, size: int) -> list[torch.Tensor]:
+        slot = Slot.create(1 << 20, size)
+        slot.populate()
+        views, offset = [], slot.image_offset
+        for tensor in self._tensors:
             count, dtype = tensor.numel(), tensor.dtype
-            self._targets.append(torch.frombuffer(self._slot.buffer, dtype=dtype, count=count, offset=offset))
+            views.append(torch.frombuffer(slot.buffer, dtype=dtype, count=count, offset=offset))
             offset += tensor.nbytes
+        return views
 
     def write(self, number: int) -> None:
-        """Into the slot."""
-        for target, tensor in zip(self._targets, self._tensors, strict=True):
-            target.copy_(tensor)
+        """Into a slot."""
+        for view, tensor in zip(self._slots[number % SLOTS], self._tensors, strict=True):
+            view.copy_(tensor)
 
     def read(self, number: int) -> None:
-        """Out of the slot."""
-        for target, tensor in zip(self._targets, self._tensors, strict=True):
-            tensor.copy_(target)
+        """Out of a slot."""
+        for view, tensor in zip(self._slots[number % SLOTS], self._tensors, strict=True):
+            tensor.copy_(view)
 
     def delete(self, number: int) -> None:
         """Nothing to do."""
@@ -120,7 +124,7 @@ def measure(size: int, rounds: int) -> dict[tuple[str, str], Samples]:
     count = max(1, size // (4 * BLOCK))
     model = torch.nn.ParameterList(torch.randn(size // count // 4) for _ in range(count))
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3)}
-    config = SnapshotConfig(memory=MemoryLevel(slots=2, linger_s=60.0), job_id=f"slots-{os.getpid()}")
+    config = SnapshotConfig(memory=MemoryLevel(slots=SLOTS, linger_s=60.0), job_id=f"slots-{os.getpid()}")
     copies = Copies([parameter.detach() for parameter in model])
     engine = SnapshotEngine(config, state)
     if not engine.wait_ready(_DEADLINE_S):
