@@ -127,16 +127,18 @@ class FsspecStorage(LocklessStorage):
         except (FileNotFoundError, FileExistsError):
             raise
         except Exception as error:  # noqa: BLE001  drivers raise their own types
+            if _is_precondition(error):
+                raise FileExistsError(what) from None
             if isinstance(error, PermissionError):
                 self._opened = None  # credentials may be renewed: the next operation reads them again
             raise self._error(what, error) from self._redaction.cause(error)
 
     def _change(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call the driver to write: that something above is missing is a failure then."""
+        """Call the driver where that something is missing, or in the way, is a failure."""
         try:
             return self._call(what, method, *arguments, **options)
         except (FileNotFoundError, FileExistsError) as error:
-            raise self._error(f"{what} (does the bucket or share exist?)", error) from self._redaction.cause(error)
+            raise self._error(what, error) from self._redaction.cause(error)
 
     def reach(self, point: str, path: str) -> None:
         """A fault point of tests."""
@@ -145,14 +147,30 @@ class FsspecStorage(LocklessStorage):
         except OSError as error:
             raise self._error(f"{point} {path}", error) from error
 
-    def _make_directory(self, path: str) -> None:
-        directory = os.path.dirname(self._path(path))
-        self._change(f"creating the directory of {path}", "makedirs", directory, exist_ok=True)
+    def _make_directory(self, path: str, *, is_missing: bool = False) -> None:
+        """Not where the first name of a path is a bucket, unless it is missed: some drivers would make the bucket."""
+        what, top = f"creating the directory of {path}", self._root.split("/")[0]
+        if not top or (is_missing and self._call(what, "exists", top)):
+            self._change(what, "makedirs", os.path.dirname(self._path(path)), exist_ok=True)
+
+    def _make(self, what: str, path: str, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call the driver to make an object, and its directory if need be. Raises: LevelError, FileExistsError."""
+        self._make_directory(path)
+        try:
+            return self._call(what, method, self._path(path), *arguments, **options)
+        except FileNotFoundError:
+            self._make_directory(path, is_missing=True)
+        try:
+            return self._call(what, method, self._path(path), *arguments, **options)
+        except FileNotFoundError as error:
+            raise self._error(f"{what} (does the bucket or share exist?)", error) from self._redaction.cause(error)
 
     def open_to_write(self, path: str) -> Any:
         """A file of the driver."""
-        self._make_directory(path)
-        return self._change(f"creating {path}", "open", self._path(path), "wb", block_size=BLOCK_BYTES)
+        try:
+            return self._make(f"creating {path}", path, "open", "wb", block_size=BLOCK_BYTES)
+        except FileExistsError as error:
+            raise self._error(f"creating {path}", error) from self._redaction.cause(error)
 
     def rename(self, old: str, new: str) -> None:
         """Give a finished file its name."""
@@ -179,7 +197,6 @@ class FsspecStorage(LocklessStorage):
 
     def _try_out(self) -> Abilities:
         name = probe_name()
-        self._make_directory(name)
         try:
             can_create = self._refuses_second(name)
             self.overwrite(name, b"probe")
@@ -201,7 +218,7 @@ class FsspecStorage(LocklessStorage):
 
     def _refuses_second(self, name: str) -> bool:
         filesystem = self._filesystem()
-        if type(filesystem).pipe_file is AbstractFileSystem.pipe_file:
+        if getattr(filesystem.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
             return False  # looks first and puts then
         try:
             self.create(name, b"probe")
@@ -218,15 +235,12 @@ class FsspecStorage(LocklessStorage):
 
     def create(self, path: str, data: bytes) -> None:
         """See ``LocklessStorage``."""
-        self._make_directory(path)
         self.reach("put", path)
         try:
             with _creating:
-                self._filesystem().pipe_file(self._path(path), data, mode="create")
-        except Exception as error:  # noqa: BLE001  drivers raise their own types
-            if isinstance(error, FileExistsError) or _is_precondition(error):
-                raise NameTaken(f"{self._redaction.clean(self.url)}/{path}: there is one already") from None
-            raise self._error(f"creating {path}", error) from self._redaction.cause(error)
+                self._make(f"creating {path}", path, "pipe_file", data, mode="create")
+        except FileExistsError:
+            raise NameTaken(f"{self._redaction.clean(self.url)}/{path}: there is one already") from None
         self.reach("put_done", path)
 
     # ---------------------------------------------------------------- writing and reading
@@ -237,9 +251,11 @@ class FsspecStorage(LocklessStorage):
 
     def overwrite(self, path: str, data: bytes) -> None:
         """Upload a small object."""
-        self._make_directory(path)
         self.reach("put", path)
-        self._change(f"uploading {path}", "pipe_file", self._path(path), data)
+        try:
+            self._make(f"uploading {path}", path, "pipe_file", data)
+        except FileExistsError as error:  # a directory, or a file where a directory should be
+            raise self._error(f"uploading {path}", error) from self._redaction.cause(error)
         self.reach("put_done", path)
 
     def get(self, path: str) -> bytes:

@@ -335,7 +335,19 @@ class S3Storage(LocklessStorage):
         found: list[tuple[str, str]] = []
         markers: dict[str, Any] = {}
         while True:
-            answer = self.client.call("listing uploads", "list_multipart_uploads", Prefix=prefix, **markers)
+            keep = (Kind.REFUSED, Kind.OTHER)
+            try:
+                answer = self.client.call(
+                    "listing uploads", "list_multipart_uploads", keep=keep, Prefix=prefix, **markers
+                )
+            except Failure as failure:
+                # Half uploads cost money, but harm no snapshot: a right that is lacking must not stop the sweep.
+                logger.warning(
+                    "%s: unfinished uploads cannot be listed (%s); let a lifecycle rule abort them",
+                    self.client.redaction.clean(self.url),
+                    failure.code,
+                )
+                return found
             found += [(one["Key"], one["UploadId"]) for one in answer.get("Uploads", ())]
             if not answer.get("IsTruncated"):
                 return found

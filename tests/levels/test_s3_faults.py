@@ -12,6 +12,7 @@ from s3_work import MIB, SHARD, SIZE, blocks, download, operations, pattern, thr
 from lazysnap.errors import LevelFull, LevelUnavailable, NameTaken
 from lazysnap.levels.lockless import claim_path
 from lazysnap.levels.s3 import S3Storage
+from lazysnap.levels.store import SnapshotStore
 
 DATA = pattern(6 * MIB)
 """One part."""
@@ -354,6 +355,15 @@ def test_a_server_that_does_not_compare_checksums_is_found_out(s3_proxy, s3_serv
     assert ("does not notice damaged parts" in caplog.text) is (checksum is None)
     assert download(storage) == DATA
     assert nothing_but_the_shard(storage)
+
+
+def test_a_right_that_is_lacking_does_not_stop_the_sweep(s3_proxy, s3_server, s3_url, caplog):
+    storage = through(s3_proxy, s3_server, s3_url)
+    storage.put(SHARD, b"left by the dead")
+    s3_proxy.rule("uploads", fault_proxy.answer(403, "AccessDenied"))
+
+    assert SnapshotStore(storage).sweep(0, 1) == [SHARD]
+    assert "unfinished uploads cannot be listed (AccessDenied); let a lifecycle rule abort them" in caplog.text
 
 
 def test_what_a_dead_process_left_of_trying_out_is_swept(s3_server, s3_url):
