@@ -92,10 +92,9 @@ class S3Storage(LocklessStorage):
     ) -> None:
         """Makes no request. Raises: LevelUnavailable."""
         self.url = url
-        self.checks_writes = True
-        """Until the first write has tried out whether the server does."""
         self.abandoned_after_s = ABANDONED_AFTER_S if abandoned_after_s is None else abandoned_after_s
         self.max_parts = MAX_PARTS
+        self._checks_writes: bool | None = None
         self.client = S3Client(url, options or {}, patience_s, stall_s)
 
     def __repr__(self) -> str:
@@ -130,8 +129,21 @@ class S3Storage(LocklessStorage):
                     "%s: the server does not notice damaged parts: snapshots are read back to be sure",
                     self.client.redaction.clean(self.url),
                 )
-        self.checks_writes = found.checksum is not None
         return found
+
+    @property
+    def checks_writes(self) -> bool:
+        """Whether the server was seen to notice a damaged part; tries it out, where that is possible."""
+        if self._checks_writes is None:
+            try:
+                self._checks_writes = self.abilities().checksum is not None
+            except LevelError:
+                return False
+        return self._checks_writes
+
+    @checks_writes.setter
+    def checks_writes(self, checks: bool) -> None:
+        self._checks_writes = checks
 
     def _try_out(self) -> Abilities:
         name = probe_name()

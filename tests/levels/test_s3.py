@@ -25,7 +25,7 @@ from s3_work import (
 )
 
 from lazysnap.errors import LevelUnavailable, NameTaken, ShardCorrupt
-from lazysnap.levels import lockless, open_store
+from lazysnap.levels import lockless, open_store, s3
 from lazysnap.levels.lockless import claim_path
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.multipart import BLOCK_BYTES, MAX_PARTS, part_bytes
@@ -236,6 +236,12 @@ def test_a_reader_that_may_not_write_reads_without_a_lease(storage, s3_server, s
         assert download(reader) == data
 
 
+def test_who_may_not_write_does_not_know_what_the_server_checks(s3_server, s3_url, monkeypatch):
+    monkeypatch.setattr(s3, "_abilities", {})
+
+    assert not S3Storage(s3_url, s3_server.options(seaweed.READER)).checks_writes
+
+
 def test_ranges_are_read_from_one_version_of_the_object(storage):
     data = pattern(SIZE)
     upload(storage, data)
@@ -319,7 +325,7 @@ def test_without_s3fs_it_says_what_to_install():
     code = """
 import sys
 sys.modules["aiohttp"] = sys.modules["s3fs"] = None
-from lazysnap.levels import lockless, open_store
+from lazysnap.levels import lockless, open_store, s3
 open_store("s3://bucket/run")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
