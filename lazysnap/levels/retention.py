@@ -113,7 +113,7 @@ def _delete_unreferenced(storage: Storage, inventory: Inventory, run_id: str, wa
 
 def sweep(storage: Storage, rank: int | None, world_size: int | None) -> list[str]:
     """See ``SnapshotStore.sweep``."""
-    gone = storage.abort_stale()
+    gone = []
     for directory in storage.list():
         is_frozen = parse_frozen_directory_name(directory) is not None
         if not is_frozen and parse_directory_name(directory) is None:

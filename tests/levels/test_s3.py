@@ -325,7 +325,7 @@ def test_without_s3fs_it_says_what_to_install():
     code = """
 import sys
 sys.modules["aiohttp"] = sys.modules["s3fs"] = None
-from lazysnap.levels import lockless, open_store, s3
+from lazysnap.levels import open_store
 open_store("s3://bucket/run")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
