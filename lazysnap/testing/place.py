@@ -57,6 +57,11 @@ class Place:
         """
         return None
 
+    @pytest.fixture
+    def read_only(self, storage: Storage) -> Storage | None:
+        """May be overridden: a client of ``storage``'s place that may read but not write; ``None``: there is none."""
+        return None
+
 
 def pattern(size_bytes: int, seed: int = 0) -> bytes:
     """Bytes that are wrong anywhere else, and with any other seed."""

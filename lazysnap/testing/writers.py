@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from lazysnap.errors import NameTaken
+from lazysnap.errors import LevelUnavailable, NameTaken
 from lazysnap.levels.storage import Storage
 from lazysnap.testing.place import (
     BLOCK,
@@ -347,6 +347,28 @@ wait()
         with pytest.raises(ReadFailed), storage.lease(MANIFEST):
             raise ReadFailed
         assert not storage.is_leased(MANIFEST)
+
+    def test_a_reader_without_the_right_to_write_reads_all_the_same(
+        self, make_storage: MakeStorage, read_only: Storage | None
+    ) -> None:
+        """With a lease that may protect nothing; what it may not do it is told."""
+        if read_only is None:
+            pytest.skip("no client of this place lacks the right to write")
+        storage = make_storage()
+        write_object(storage, SHARD, DATA)
+        with read_only.lease(SHARD):
+            assert read_object(read_only, SHARD) == DATA
+            assert read_only.list("step-00000001") == storage.list("step-00000001")
+            assert not read_only.is_leased(MANIFEST)
+        with pytest.raises(LevelUnavailable):
+            read_only.put(MANIFEST, b"manifest")
+        with pytest.raises(LevelUnavailable):
+            write_object(read_only, MANIFEST, DATA)
+        with pytest.raises(LevelUnavailable):
+            read_only.delete(SHARD)
+        read_only.delete_directory("step-00000001")
+        assert everything(storage) == [SHARD]
+        assert read_object(storage, SHARD) == DATA
 
     def test_nobody_leases_what_is_not_there(self, storage: Storage) -> None:
         """Asking is no error."""

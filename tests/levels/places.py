@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import tempfile
 
 import fsspec
@@ -34,6 +35,18 @@ class Tmpfs(Disk):
         root = tempfile.mkdtemp(prefix="lazysnap-test-", dir="/dev/shm")
         yield root
         shutil.rmtree(root)
+
+    @pytest.fixture
+    def read_only(self, storage, tmp_path):
+        os.makedirs(storage.url)
+        view = tmp_path / "read only"
+        view.mkdir()
+        for command in (["mount", "--bind", storage.url, view], ["mount", "-o", "remount,bind,ro", view]):
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                subprocess.run(["umount", view], capture_output=True, check=False)
+                pytest.skip("mounting needs root")
+        yield LocalStorage(str(view))
+        subprocess.run(["umount", view], check=True)
 
 
 class Memory(Place):
