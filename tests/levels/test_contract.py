@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from places import Disk, Tmpfs
+from places import Disk, Memory, Tmpfs
 
 from lazysnap.levels.local import LocalStorage
 from lazysnap.testing import FaultPlan, FaultyStorage, StorageContract, StoreContract
@@ -17,6 +17,10 @@ class TestDisk(Disk, StorageContract, StoreContract):
 
 
 class TestTmpfs(Tmpfs, StorageContract, StoreContract):
+    pass
+
+
+class TestMemory(Memory, StorageContract, StoreContract):
     pass
 
 
