@@ -145,6 +145,11 @@ class SnapshotConfig:
         for level in levels:
             if not isinstance(level, PersistentLevel):
                 raise ConfigError(f"SnapshotConfig.levels must hold PersistentLevel objects, got {level!r}")
+            if urlsplit(level.url).scheme == "memory":
+                raise ConfigError(
+                    f"SnapshotConfig.levels: {level.url} would die with the process that writes it, and no other sees "
+                    "it; captures into memory are made in any case (SnapshotConfig.memory): name a directory or a URL"
+                )
         urls = [level.url for level in levels]
         if len(set(urls)) != len(urls):
             raise ConfigError(f"SnapshotConfig.levels names one place twice: {urls}")

@@ -101,6 +101,11 @@ def test_other_urls_are_kept_as_they_are(url):
     assert PersistentLevel(f"{url}/").url == url
 
 
+def test_a_level_in_some_process_memory_is_refused():
+    with pytest.raises(ConfigError, match="memory://run would die with the process that writes it"):
+        SnapshotConfig(levels=(PersistentLevel("memory://run"),))
+
+
 def test_every_setting_says_what_it_is_in_the_source():
     """A docstring stands under each field: what users read instead of a reference page."""
     import ast

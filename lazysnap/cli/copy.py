@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from lazysnap.cli.interrupt import noting_interrupts
 from lazysnap.cli.output import BAD, OK, Output
-from lazysnap.cli.places import LATEST, find, open_place
+from lazysnap.cli.places import LATEST, find, open_existing, open_place
 from lazysnap.cli.survey import beats
 from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, ShardCorrupt, SnapshotNotFound
 from lazysnap.levels.shards import ShardPlace
@@ -38,7 +38,7 @@ class Copied:
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Copy. Blocks. Exit code 1 if a snapshot was damaged, and left out. Raises: LevelError, SnapshotNotFound."""
-    source = open_place(args.url, args.storage_option, args.from_option)
+    source = open_existing(args.url, args.storage_option, args.from_option)
     target = open_place(args.to, args.storage_option, args.to_option)
     if source.url == target.url:
         raise ConfigError(f"{source.url}: both URLs name the same place")

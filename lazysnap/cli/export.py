@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from lazysnap.cli.interrupt import Interrupt, noting_interrupts
 from lazysnap.cli.output import OK, Output
-from lazysnap.cli.places import find, open_place
+from lazysnap.cli.places import find, open_existing
 from lazysnap.errors import ConfigError
 from lazysnap.export.images import RankImages, SnapshotImages
 from lazysnap.export.safetensors import bytes_to_read, write_weights
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise ConfigError("--only chooses tensors for a .safetensors file")
     if args.keep_types and kind != "ckpt":
         raise ConfigError("--keep-types is for .ckpt files")
-    store = open_place(args.url, args.storage_option)
+    store = open_existing(args.url, args.storage_option)
     plan = find(store.inventory(), args.wanted, args.run)
     to = os.path.abspath(args.to)
     with (

@@ -5,13 +5,13 @@ import argparse
 from rich.filesize import decimal
 
 from lazysnap.cli.output import OK, Output, when
-from lazysnap.cli.places import open_place
+from lazysnap.cli.places import open_existing
 from lazysnap.cli.survey import Found, Survey, survey
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """List. Blocks: reads every manifest, no shard. Raises: LevelError."""
-    seen = survey(open_place(args.url, args.storage_option))
+    seen = survey(open_existing(args.url, args.storage_option))
     uncommitted = [{"location": name, "step": step, "run_id": None} for name, step in seen.uncommitted]
     frozen = [
         {

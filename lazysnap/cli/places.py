@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from lazysnap.errors import ConfigError, LevelUnavailable, SnapshotNotFound
+from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.store import SnapshotStore, open_store
 from lazysnap.resolver import Inventory, RestartPlan, candidates
 
@@ -63,6 +65,18 @@ def open_place(url: str, *options: Iterable[tuple[str, Any]] | None) -> Snapshot
     except (TypeError, AttributeError) as error:
         # Drivers are classes of others: what they do with options that they do not know is their own.
         raise LevelUnavailable(f"{url}: the file system refuses its options {sorted(chosen)}: {error}") from error
+
+
+def open_existing(url: str, *options: Iterable[tuple[str, Any]] | None) -> SnapshotStore:
+    """As ``open_place``, for looking: a directory that is not there is more likely misspelt than empty.
+
+    Raises: also LevelUnavailable, if a local directory does not exist.
+    """
+    store = open_place(url, *options)
+    if isinstance(store.storage, LocalStorage) and not os.path.isdir(store.url):
+        what = "is not a directory" if os.path.exists(store.url) else "does not exist"
+        raise LevelUnavailable(f"{store.url} {what}: name the directory of a level, which holds step-…")
+    return store
 
 
 def find(inventory: Inventory, wanted: str, run: str | None = None) -> RestartPlan:

@@ -10,12 +10,12 @@ from typing import Any
 from rich.filesize import decimal
 
 from lazysnap.cli.output import BAD, OK, Output
-from lazysnap.cli.places import open_place
+from lazysnap.cli.places import open_existing
 from lazysnap.cli.survey import Found, Survey, beats, survey
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, FormatError, SnapshotNotFound
 from lazysnap.levels.files import TEMP_MARK
-from lazysnap.levels.retention import is_complete
+from lazysnap.levels.retention import is_complete, left_names
 from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.storage import ABANDONED_AFTER_S
 from lazysnap.levels.store import SnapshotStore
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise ConfigError("--json cannot ask: add --yes or --dry-run")
     if args.keep_every is not None and args.keep_last is None:
         raise ConfigError("--keep-every keeps more than --keep-last N does: give both")
-    store = open_place(args.url, args.storage_option)
+    store = open_existing(args.url, args.storage_option)
     level = None
     if args.keep_last is not None:
         if args.keep_last < 1:
@@ -209,6 +209,7 @@ class _Planner:
                 is_uncommitted = name.removesuffix(".safetensors") + ".json" not in names
                 if parsed is not None and (is_temporary or (parsed[2] == "safetensors" and is_uncommitted)):
                     found.append(f"{directory}/{name}")
+            found += [f"{directory}/{name}" for name in left_names(names)]
         return found
 
 

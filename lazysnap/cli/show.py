@@ -6,7 +6,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from lazysnap.cli.output import OK, Output, safe, when
-from lazysnap.cli.places import find, open_place
+from lazysnap.cli.places import find, open_existing
 from lazysnap.cli.state_tree import StateTree
 from lazysnap.errors import ShardCorrupt
 from lazysnap.export.images import RankImages, SnapshotImages
@@ -14,7 +14,7 @@ from lazysnap.export.images import RankImages, SnapshotImages
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Show. Blocks: reads manifests and the first blocks. Raises: SnapshotNotFound, ShardCorrupt, LevelError."""
-    store = open_place(args.url, args.storage_option)
+    store = open_existing(args.url, args.storage_option)
     plan = find(store.inventory(), args.wanted, args.run)
     both = args.tensors == args.state
     with SnapshotImages(store, plan) as snapshot:

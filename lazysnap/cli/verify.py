@@ -9,7 +9,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from lazysnap.cli.output import BAD, OK, Output
-from lazysnap.cli.places import open_place
+from lazysnap.cli.places import open_existing
 from lazysnap.cli.survey import Found, Survey, beats, survey
 from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels.store import SnapshotStore
@@ -41,7 +41,7 @@ class Verdict:
 def run(args: argparse.Namespace, output: Output) -> int:
     """Verify. Blocks: reads everything. Exit code 1 if anything is bad, or nothing is there. Raises: LevelError."""
     started = time.perf_counter()
-    store = open_place(args.url, args.storage_option)
+    store = open_existing(args.url, args.storage_option)
     seen = survey(store)
     chosen = [found for found in seen.snapshots if not args.step or found.step in args.step]
     problems = [text for text in seen.inventory.problems if not args.step or _is_about(text, args.step)]

@@ -13,6 +13,7 @@ from lazysnap.keeper.events import (
     LevelDropped,
     LevelFailed,
     MemoryRefused,
+    NameFailed,
 )
 
 logger = logging.getLogger("lazysnap.engine")
@@ -24,6 +25,7 @@ class EventLog:
     def __init__(self, statistics: Statistics) -> None:
         self.statistics = statistics
         self._noted: set[str] = set()
+        self._newest: dict[str, int] = {}
 
     def note_once(self, topic: str, message: str, *values: Any) -> None:
         """Warn, unless there was a warning on ``topic`` already that nothing has ended."""
@@ -36,7 +38,10 @@ class EventLog:
         for event in events:
             if isinstance(event, Durable):
                 self.statistics.persisted[event.level] += 1
-                self.statistics.last_durable_step[event.level] = event.step
+                # A milestone may come after newer ones.
+                if event.sequence >= self._newest.get(event.level, 0):
+                    self._newest[event.level] = event.sequence
+                    self.statistics.last_durable_step[event.level] = event.step
                 if event.level in self._noted:
                     self._noted.discard(event.level)
                     logger.warning("%s works again: step %d is durable there", event.level, event.step)
@@ -45,6 +50,8 @@ class EventLog:
                 self.note_once(event.level, "step %d is not persisted, training goes on: %s", event.step, event.text)
             elif isinstance(event, LevelDropped):
                 self.statistics.dropped[event.level] += 1
+            elif isinstance(event, NameFailed):
+                logger.warning("%s: the name %r is not as asked for: %s", event.level, event.name, event.text)
             elif isinstance(event, KeeperLost):
                 self.statistics.keepers_lost += 1
                 self.note_once("keeper", "the keeper is gone, a new one is being started: %s", event.text)

@@ -63,7 +63,7 @@ class LevelReader:
             store = self._open()
             manifest = store.read_frozen_manifest(entry)
             beat()
-            return self._fill(manifest, lambda out: store.read_frozen_image(entry, manifest, out, beat))
+            return self._fill(manifest, lambda out: store.read_image(entry, manifest, out, beat))
 
         return Attempt(work, f"reading immutable tensors at {self.url}").result(self._level.timeout_s)
 

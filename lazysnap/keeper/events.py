@@ -48,6 +48,7 @@ class Durable:
     step: int
     num_bytes: int
     seconds: float
+    sequence: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,15 @@ class LevelDropped:
 
     level: str
     step: int
+
+
+@dataclass(frozen=True)
+class NameFailed:
+    """A level could not write, or take away, the name of a snapshot."""
+
+    level: str
+    name: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -88,18 +98,20 @@ class MemoryRefused:
     text: str
 
 
-KeeperEvent = Durable | LevelFailed | LevelDropped | KeeperLost | KeeperReady | MemoryRefused
+KeeperEvent = Durable | LevelFailed | LevelDropped | NameFailed | KeeperLost | KeeperReady | MemoryRefused
 
 
 def event_of(message: dict[str, Any]) -> KeeperEvent | None:
     """The event that a message of the keeper tells of, ``None`` for any other message."""
     kind = message["type"]
     if kind == "durable":
-        return Durable(message["level"], message["step"], message["bytes"], message["seconds"])
+        return Durable(message["level"], message["step"], message["bytes"], message["seconds"], message["sequence"])
     if kind == "level_failed":
         return LevelFailed(message["level"], message["step"], message["text"])
     if kind == "level_dropped":
         return LevelDropped(message["level"], message["step"])
+    if kind == "name_failed":
+        return NameFailed(message["level"], message["name"], message["text"])
     if kind == "memory_refused":
         return MemoryRefused(message["text"])
     return None

@@ -294,7 +294,7 @@ class Lane:
             except Exception as error:  # noqa: BLE001  the rim to storage packages
                 logger.warning("%s: the name %r: %s", self._level.url, work.name, error)
                 if not attempts_left:
-                    event = {"type": "level_failed", "level": self._level.url, "step": 0}
-                    self._persister.emit({**event, "text": f"the name {work.name!r} could not be written: {error}"})
+                    event = {"type": "name_failed", "level": self._level.url, "name": work.name}
+                    self._persister.emit({**event, "text": str(error)})
                 else:
                     time.sleep(_NAME_RETRY_S)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lazysnap import faults
@@ -17,6 +17,7 @@ from lazysnap.shard.manifest import (
     manifest_name,
     parse_directory_name,
     parse_frozen_directory_name,
+    parse_keep_file_name,
     parse_rank_name,
     shard_name,
 )
@@ -111,6 +112,11 @@ def _delete_unreferenced(storage: Storage, inventory: Inventory, run_id: str, wa
         place.delete()
 
 
+def left_names(names: Sequence[str]) -> list[str]:
+    """Names in a directory whose snapshot is gone: they keep nothing, and nothing else is there."""
+    return [] if any(parse_keep_file_name(name) is None for name in names) else list(names)
+
+
 def sweep(storage: Storage, rank: int | None, world_size: int | None) -> list[str]:
     """See ``SnapshotStore.sweep``."""
     gone = []
@@ -135,6 +141,9 @@ def sweep(storage: Storage, rank: int | None, world_size: int | None) -> list[st
             unless = f"{directory}/{manifest}" if is_uncommitted else None
             if storage.delete_abandoned(f"{directory}/{name}", unless=unless):
                 gone.append(f"{directory}/{name}")
+        for name in left_names(storage.list(directory)):
+            storage.delete(f"{directory}/{name}")
+            gone.append(f"{directory}/{name}")
         storage.delete_directory(directory)
     # Uploads that no listing shows: parts of dead writers, which cost money until they are given up.
     gone += storage.abort_stale()

@@ -87,10 +87,10 @@ class SnapshotStore:
         self.storage = storage
         self.url = storage.url
         self.speed = speed
+        # By path of the manifest: its stamp when it was read, size of the shard, what it says.
         self._known: dict[str, tuple[object, int, Entry]] = {}
-        """By path of the manifest: its stamp when it was read, size of the shard, what it says."""
-        self._sound: dict[str, int] = {}
-        """By path of the manifest: ``created_ns`` of the snapshot that was read back whole."""
+        # By path of the manifest: ``created_ns`` and stamp of the snapshot that was read back whole.
+        self._sound: dict[str, tuple[int, object]] = {}
 
     # ---------------------------------------------------------------- writing
 
@@ -125,7 +125,7 @@ class SnapshotStore:
                     taken.add(directory)
                     continue
                 if self.storage.checks_writes:
-                    self._sound[place.manifest_path] = manifest.created_ns
+                    self._sound[place.manifest_path] = manifest.created_ns, None
                 # Nothing after the commit may fail the snapshot.
                 faults.point("level.store.committed")
                 entry = self._entry(meta, directory)
@@ -161,9 +161,8 @@ class SnapshotStore:
                 except NameTaken:
                     committed = self._frozen_at(place, digest)
             if committed is None:
-                raise LevelUnavailable(
-                    f"{self.url}/{directory}: another writer is at it, or died at it; the next snapshot is tried again"
-                )
+                where = f"{self.url}/{directory}"
+                raise LevelUnavailable(f"{where}: another writer is at it, or died; it is tried again with the next")
             return committed
 
     def has_frozen(self, run_id: str, digest: str) -> bool:
@@ -226,6 +225,7 @@ class SnapshotStore:
         entries: list[Entry] = []
         images: list[FrozenEntry] = []
         problems: list[str] = []
+        seen: set[str] = set()
         for directory in self.storage.list():
             frozen = parse_frozen_directory_name(directory)
             if frozen is None and parse_directory_name(directory) is None:
@@ -240,6 +240,7 @@ class SnapshotStore:
                 parsed = parse_rank_name(name)
                 if parsed is None or parsed[2] != "json":
                     continue
+                seen.add(f"{directory}/{name}")
                 try:
                     entry = self._look_at(directory, name, frozen)
                 except FileNotFoundError as error:
@@ -253,6 +254,9 @@ class SnapshotStore:
                         entries.append(replace(entry, names=mine))
                     else:
                         images.append(FrozenEntry(self.url, self.speed, *frozen, directory))
+        for known in (self._known, self._sound):
+            for path in known.keys() - seen:
+                known.pop(path, None)  # a run may write millions
         return Inventory(self.url, tuple(entries), tuple(images), tuple(problems))
 
     def _look_at(self, directory: str, name: str, frozen: tuple[str, str] | None) -> Entry:
@@ -293,9 +297,8 @@ class SnapshotStore:
     # ---------------------------------------------------------------- reading
 
     def _place(self, entry: Entry | FrozenEntry) -> ShardPlace:
-        if isinstance(entry, FrozenEntry):
-            return ShardPlace(self.storage, entry.location, 0, 1)
-        return ShardPlace(self.storage, entry.location, entry.rank, entry.world_size)
+        rank, world_size = (0, 1) if isinstance(entry, FrozenEntry) else (entry.rank, entry.world_size)
+        return ShardPlace(self.storage, entry.location, rank, world_size)
 
     def read_manifest(self, entry: Entry) -> Manifest:
         """The manifest of one entry. Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
@@ -309,21 +312,17 @@ class SnapshotStore:
         return manifest
 
     def read_image(
-        self, entry: Entry, manifest: Manifest, out: memoryview, beat: Callable[[], None] | None = None
+        self,
+        entry: Entry | FrozenEntry,
+        manifest: Manifest,
+        out: memoryview,
+        beat: Callable[[], None] | None = None,
     ) -> None:
-        """Read a shard into ``out`` (``manifest.size_bytes`` long), verifying every block as it arrives.
+        """Read a shard or an image of immutable tensors into ``out`` (``manifest.size_bytes`` long).
 
-        While it is read, retention leaves it alone. ``beat`` is called for every block.
+        Every block is verified as it arrives. While it is read, retention leaves it alone. ``beat`` is called for every block.
         Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable. ``out`` is garbage then.
         """
-        if len(out) != manifest.size_bytes:
-            raise ShardCorrupt(f"{self.url}/{entry.location}: {manifest.size_bytes} bytes into {len(out)}")
-        read_blocks(self._place(entry), manifest, lambda offset, length: out[offset : offset + length], beat)
-
-    def read_frozen_image(
-        self, entry: FrozenEntry, manifest: Manifest, out: memoryview, beat: Callable[[], None] | None = None
-    ) -> None:
-        """Read an image of immutable tensors; see ``read_image``."""
         if len(out) != manifest.size_bytes:
             raise ShardCorrupt(f"{self.url}/{entry.location}: {manifest.size_bytes} bytes into {len(out)}")
         read_blocks(self._place(entry), manifest, lambda offset, length: out[offset : offset + length], beat)
@@ -336,16 +335,21 @@ class SnapshotStore:
         head = map_anonymous(manifest.header_bytes)
         self.storage.read_into(place.shard_path, 0, head)
         Layout.parse(head, manifest.size_bytes, place.where)
-        self._sound[place.manifest_path] = manifest.created_ns
+        self._sound[place.manifest_path] = manifest.created_ns, None
         return manifest
 
     def is_sound(self, entry: Entry) -> bool:
         """Whether this store read the snapshot back, or the place checked every part, since it was committed."""
-        place = self._place(entry)
-        return (
-            place.manifest_path in self._sound
-            and self._sound[place.manifest_path] == self.read_manifest(entry).created_ns
-        )
+        path = self._place(entry).manifest_path
+        created_ns, seen = self._sound.get(path, (None, None))
+        # What the last inventory saw: a manifest with the same stamp need not be read again each time.
+        stamp = self._known[path][0] if path in self._known else None
+        if stamp is not None and stamp == seen:
+            return True
+        if created_ns is None or self.read_manifest(entry).created_ns != created_ns:
+            return False
+        self._sound[path] = created_ns, stamp
+        return True
 
     # ---------------------------------------------------------------- keeping and deleting
 

@@ -233,10 +233,7 @@ class Manifest:
         body = data[_BODY_START : -len(_TAIL)]
         got = digest(body).encode()
         if data != _HEAD + got + _MIDDLE + body + _TAIL:
-            said = data[len(_HEAD) : len(_HEAD) + 32]
-            raise ShardCorrupt(
-                f"{where}: the manifest is damaged: {ALGORITHM} of its body is {got.decode()}, it says {said!r:.40}"
-            )
+            raise ShardCorrupt(f"{where}: the manifest is damaged: {_damage(data, got.decode())}")
         fields = _load(body, where)
         if fields.pop("format", None) != FORMAT:
             raise ShardCorrupt(f"{where}: not a lazysnap manifest")
@@ -259,6 +256,18 @@ class Manifest:
         if not 8 <= shard["header_bytes"] <= _count(shard, "size_bytes", where):
             raise ShardCorrupt(f"{where}: a header of {shard['header_bytes']} bytes in {shard['size_bytes']}")
         return cls(meta, shard["file"], shard["header_bytes"], _checksums(shard, where), created_ns)
+
+
+def _damage(data: bytes, got: str) -> str:
+    """What is wrong with a file that is not as it was written, in words."""
+    if not data:
+        return "the file is empty"
+    if not data.startswith(_HEAD):
+        return f"{len(data)} bytes that begin with {data[: len(_HEAD)]!r}, not with {_HEAD.decode()}"
+    said = data[len(_HEAD) : len(_HEAD) + 32].decode("ascii", "replace")
+    if said == got:
+        return f"{len(data)} bytes that do not end with the closing brace and a line's end"
+    return f"{ALGORITHM} of its body is {got}, it says {said}"
 
 
 def _check_since_2(fields: dict[str, Any], where: str) -> None:

@@ -1,5 +1,6 @@
 """Promises of ``lazysnap ls`` and ``lazysnap verify``."""
 
+import os
 import subprocess
 import sys
 
@@ -78,6 +79,8 @@ def test_ls_shows_a_table_and_the_problems_below_it(url, capsys):
 
 
 def test_ls_of_an_empty_place_says_so(url, capsys):
+    if "://" not in url:
+        os.mkdir(url)
     assert run("ls", url) == 0
     assert "no snapshots" in capsys.readouterr().out
 
@@ -161,6 +164,8 @@ def test_an_incomplete_snapshot_is_not_bad_but_said(url, capsys):
 
 
 def test_verify_of_nothing_is_no_success(url):
+    if "://" not in url:
+        os.mkdir(url)
     assert run("verify", url) == 1
 
 
@@ -171,6 +176,17 @@ def test_an_unknown_protocol_is_one_clear_line_and_exit_code_2(capsys, command):
     code, result = run_json(capsys, command, "nosuchprotocol://bucket/run", *["--yes"] * (command == "prune"))
     assert (code, result["ok"]) == (2, False)
     assert "nosuchprotocol" in result["error"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ls"], ["verify"], ["show", "latest"], ["prune"], ["copy", "/tmp/to"], ["export", "1", "--to", "x.ckpt"]],
+)
+def test_a_directory_that_is_not_there_is_exit_code_2(tmp_path, capsys, command):
+    (tmp_path / "file").write_text("")
+    for name, why in (("nowhere", "does not exist"), ("file", "is not a directory")):
+        assert run(command[0], tmp_path / name, *command[1:]) == 2
+        assert f"{name} {why}" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_listed_is_exit_code_2(tmp_path, capsys):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 
 import pytest
 from snapshots import OTHER, RUN, Image, files, meta, mount, whole
@@ -14,6 +15,8 @@ from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, LevelFull, LevelUnavailable, ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.testing import FaultPlan, FaultyStorage
 
 
 @pytest.fixture(params=["disk", "tmpfs", "memory"])
@@ -246,6 +249,54 @@ def test_retention_keeps_the_last_and_the_multiples(store):
 
     assert store.retain(PersistentLevel("/x", keep_last=2, keep_every_n_steps=3), RUN) == [1, 2, 4, 5]
     assert whole(store) == [3, 6, 7]
+
+
+def test_retention_reads_a_manifest_once_however_many_are_kept(tmp_path):
+    store = open_store(str(tmp_path))
+    plan = FaultPlan()
+    counted = SnapshotStore(FaultyStorage(store.storage, plan))
+    for step in range(1, 31):
+        counted.write(meta(step), Image(step))
+    assert counted.retain(PersistentLevel("/x", keep_last=20), RUN) == list(range(1, 11))
+    counted.retain(PersistentLevel("/x", keep_last=20), RUN)
+    before = len(plan.operations)
+
+    assert counted.retain(PersistentLevel("/x", keep_last=20), RUN) == []
+
+    assert Counter(plan.operations[before:])["get"] == 0
+
+
+def test_a_manifest_that_was_written_over_is_read_back_before_it_counts(tmp_path):
+    store = open_store(str(tmp_path))
+    for step in (1, 2):
+        store.write(meta(step), Image(step))
+    store.retain(PersistentLevel("/x", keep_last=2), RUN)
+    store.retain(PersistentLevel("/x", keep_last=2), RUN)
+    other = open_store(str(tmp_path / "other"))
+    other.write(meta(2), Image(2))
+    (manifest,) = tmp_path.glob("step-00000002/*.json")
+    os.replace(next((tmp_path / "other").glob("step-*/*.json")), manifest)
+    (shard,) = tmp_path.glob("step-00000002/*.safetensors")
+    shard.write_bytes(bytes(shard.stat().st_size))
+
+    with pytest.raises(ShardCorrupt, match="newest snapshot was read back damaged"):
+        store.retain(PersistentLevel("/x", keep_last=1), RUN)
+
+    assert [entry.step for entry in store.inventory().entries] == [1, 2]
+
+
+def test_names_without_a_snapshot_go_with_the_next_sweep(store):
+    for step in (1, 2):
+        store.write(meta(step), Image(step))
+        store.keep(store.inventory().entries[-1], f"at-{step}")
+    directory = store.inventory().entries[0].location
+    for name in store.storage.list(directory):
+        if not name.startswith("keep-"):
+            store.storage.delete(f"{directory}/{name}")
+
+    assert store.sweep(None, None) == [f"{directory}/keep-at-1"]
+    assert store.storage.list(directory) == []
+    assert [entry.names for entry in store.inventory().entries] == [("at-2",)]
 
 
 def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path):

@@ -19,7 +19,7 @@ def read():
     manifest, of_base = store.read_manifest(entry), store.read_frozen_manifest(base)
     image, data = memoryview(bytearray(manifest.size_bytes)), memoryview(bytearray(of_base.size_bytes))
     store.read_image(entry, manifest, image)
-    store.read_frozen_image(base, of_base, data)
+    store.read_image(base, of_base, data)
     return [Image.parse(image, manifest.meta, "golden"), Image.parse(data, of_base.meta, "golden")]
 
 
