@@ -320,7 +320,7 @@ class SnapshotStore:
     ) -> None:
         """Read a shard or an image of immutable tensors into ``out`` (``manifest.size_bytes`` long).
 
-        Every block is verified as it arrives. While it is read, retention leaves it alone. ``beat`` is called for every block.
+        Every block is verified as it arrives, and ``beat`` called. While it is read, retention leaves it alone.
         Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable. ``out`` is garbage then.
         """
         if len(out) != manifest.size_bytes:
