@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-mb", type=int, default=1024, help="of a shard, in MiB; memory: five times as much")
     parser.add_argument("--levels", default=",".join(LEVELS), help="of " + ", ".join(LEVELS))
-    parser.add_argument("--rounds", type=int, default=5, help="that count; one more goes ahead")
+    parser.add_argument("--rounds", type=int, default=6, help="that count, in pairs; one more goes ahead")
     parser.add_argument("--train-mb", type=float, default=100.0, help="state of the training that is killed, in MB")
     parser.add_argument("--kill-at", type=int, default=60, help="step at which it is killed")
     parser.add_argument("--step-s", type=float, default=0.1, help="length of its steps")

@@ -1,6 +1,6 @@
 """How fast one level is written and read, beside the raw limit of its medium, in one process; a worker of levels.py.
 
-    python benchmarks/rates.py local /scratch/rates --size-mb 1024 --rounds 5 --out local.jsonl
+    python benchmarks/rates.py local /scratch/rates --size-mb 1024 --rounds 6 --out local.jsonl
 
 Ours and raw take turns, the order changes from round to round, and a first round is not counted: what disturbs the
 machine disturbs both. Memory is warm on both sides, file names are fresh on both sides.
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("url", help="of the level; its own file system or server is measured")
     parser.add_argument("--options", type=json.loads, default=None, help="storage_options as JSON")
     parser.add_argument("--size-mb", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     size = args.size_mb << 20

@@ -96,9 +96,9 @@ class Restoring:
 
 def _await_checksums(config: SnapshotConfig, step: int) -> None:
     """Until the keeper computed them, in its rest after the trainer left: only then does a restore compare them."""
-    client = KeeperClient(JobIdentity.from_config(config), config)
     deadline = time.monotonic() + _DEADLINE_S
     while True:
+        client = KeeperClient(JobIdentity.from_config(config), config)
         client.connect(_DEADLINE_S)
         entries = client.inventory(_DEADLINE_S).entries
         client.abandon()

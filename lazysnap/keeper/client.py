@@ -81,8 +81,8 @@ class KeeperClient:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._connection is None:
-                if self._fatal is not None:
-                    raise self._fatal
+                if self._closing or self._fatal is not None:
+                    raise self._fatal or KeeperUnavailable("this connection was closed: make another client")
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     raise KeeperUnavailable(
                         f"the keeper of job {self._identity.job_id!r} did not answer within {timeout_s:g} s"
