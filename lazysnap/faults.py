@@ -5,7 +5,8 @@ A point costs one comparison while the environment variable ``LAZYSNAP_FAULT`` i
 ``LAZYSNAP_FAULT="keeper.persist.before_rename:2:kill"``
     the second time this process (or another one of the job that passes that point) comes by, do the action:
     ``kill`` (SIGKILL this process), ``kill-peer`` (SIGKILL the other one: the trainer's keeper, the keeper's
-    trainer), ``kill-both``, ``raise`` (OSError EIO), ``enospc`` (OSError ENOSPC), ``hang`` (this thread, for ever).
+    trainer), ``kill-both``, ``raise`` (OSError EIO), ``enospc`` (OSError ENOSPC), ``hang`` (this thread, for ever),
+    ``stop`` (SIGSTOP this process; SIGCONT lets it go on).
 ``LAZYSNAP_FAULT_LOG=/path``
     append a line with its name for every point passed; a dry run counts them this way.
 """
@@ -18,7 +19,7 @@ import threading
 _LOG_PATH = os.environ.get("LAZYSNAP_FAULT_LOG")
 _SPEC = os.environ.get("LAZYSNAP_FAULT")
 _ARMED = bool(_LOG_PATH or _SPEC)
-_ACTIONS = ("kill", "kill-peer", "kill-both", "raise", "enospc", "hang")
+_ACTIONS = ("kill", "kill-peer", "kill-both", "raise", "enospc", "hang", "stop")
 _counts: dict[str, int] = {}
 _peer_pid: list[int] = []
 
@@ -52,6 +53,8 @@ def _pass(name: str) -> None:
         os.kill(_peer_pid[0], signal.SIGKILL)
     if action in ("kill", "kill-both"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if action == "hang":
         threading.Event().wait()
     if action == "raise":
