@@ -223,6 +223,7 @@ class LocalStorage:
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 2
+    parallel_reads = 2
     checks_writes = False
 
     def __init__(self, root: str) -> None:

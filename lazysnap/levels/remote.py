@@ -73,6 +73,7 @@ class FsspecStorage(LocklessStorage):
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 1
+    parallel_reads = 2
     checks_writes = False
 
     def __init__(

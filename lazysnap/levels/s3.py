@@ -21,7 +21,7 @@ from lazysnap.shard.manifest import parse_directory_name, parse_frozen_directory
 
 logger = logging.getLogger(__name__)
 
-RANGE_BYTES = 4 << 20
+RANGE_BYTES = 16 << 20
 """Larger reads are split: several connections bring more than one."""
 _RANGE_THREADS = 4
 
@@ -80,6 +80,7 @@ class S3Storage(LocklessStorage):
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 4
+    parallel_reads = 4
 
     def __init__(
         self,

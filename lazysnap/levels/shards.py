@@ -17,8 +17,6 @@ from lazysnap.shard.manifest import CaptureMeta, Manifest, manifest_name, shard_
 
 logger = logging.getLogger(__name__)
 
-_READ_THREADS = 2
-
 
 @dataclass(frozen=True)
 class ShardPlace:
@@ -181,4 +179,4 @@ def read_blocks(
             yield lambda index=index, span=span: one(index, *span)  # type: ignore[misc]
 
     with place.storage.lease(place.shard_path), contextlib.closing(place.storage.reader(place.shard_path)) as reader:
-        Workers[None](_READ_THREADS, "lazysnap-read").run(tasks())
+        Workers[None](place.storage.parallel_reads, "lazysnap-read").run(tasks())

@@ -51,6 +51,8 @@ class Storage(Protocol):
     url: str
     parallel_writes: int
     """Threads that a writer can use with profit; 1 means that blocks must come in order."""
+    parallel_reads: int
+    """Threads that read blocks with profit."""
     checks_writes: bool
     """Whether the place itself compares a checksum of every part on arrival: reading back would prove no more."""
 

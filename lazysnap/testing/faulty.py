@@ -156,6 +156,7 @@ class FaultyStorage:
         self.plan = plan
         self.url = storage.url
         self.parallel_writes = storage.parallel_writes
+        self.parallel_reads = storage.parallel_reads
 
     @property
     def checks_writes(self) -> bool:
