@@ -45,7 +45,8 @@ def measure(place: Place, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rates = ["--size-mb", str(args.size_mb), "--rounds", str(args.rounds)]
     losses = ["--mb", str(args.train_mb), "--kill-at", str(args.kill_at), "--step-s", str(args.step_s)]
     losses += ["--repeats", str(args.repeats)]
-    for worker, arguments in [("rates", rates), ("losses", losses)][: 2 if args.repeats else 1]:
+    workers = [("rates", rates)] * (args.rounds > 0) + [("losses", losses)] * (args.repeats > 0)
+    for worker, arguments in workers:
         console.print(f"[dim]{place.name}: {worker} ...")
         load = os.getloadavg()[0]
         try:
@@ -79,7 +80,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-mb", type=int, default=1024, help="of a shard, in MiB; memory: five times as much")
     parser.add_argument("--levels", default=",".join(LEVELS), help="of " + ", ".join(LEVELS))
-    parser.add_argument("--rounds", type=int, default=6, help="that count, in pairs; one more goes ahead")
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="that count, in pairs; one more goes ahead; 0: losses only"
+    )
     parser.add_argument("--train-mb", type=float, default=100.0, help="state of the training that is killed, in MB")
     parser.add_argument("--kill-at", type=int, default=60, help="step at which it is killed")
     parser.add_argument("--step-s", type=float, default=0.1, help="length of its steps")
@@ -92,8 +95,8 @@ def parse() -> argparse.Namespace:
     unknown = set(args.levels) - set(LEVELS)
     if unknown:
         parser.error(f"--levels: {', '.join(sorted(unknown))} is not one of {', '.join(LEVELS)}")
-    if min(args.size_mb, args.rounds, args.repeats + 1, args.kill_at) < 1:
-        parser.error("--size-mb, --rounds and --kill-at must be at least 1, --repeats at least 0")
+    if min(args.size_mb, args.rounds + 1, args.repeats + 1, args.kill_at) < 1 or not args.rounds + args.repeats:
+        parser.error("--size-mb, --kill-at and one of --rounds and --repeats must be at least 1, the other at least 0")
     if args.directory is not None:
         args.directory.mkdir(parents=True, exist_ok=True)
     return args
