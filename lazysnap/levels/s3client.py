@@ -13,20 +13,24 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from inspect import signature
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
+from aiobotocore.config import AioConfig
 
 from lazysnap.errors import LevelError, LevelFull, LevelUnavailable
 from lazysnap.levels.redaction import Redaction
+from lazysnap.levels.s3body import Body, DirectSession, body_of
 from lazysnap.levels.s3errors import Failure, Kind, understand
 from lazysnap.levels.s3transfer import ViewBody, watched
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
 Result = TypeVar("Result")
-Act = Callable[[Any], Coroutine[Any, Any, Result]]
+Act = Callable[[Any], Coroutine[Any, Any, Answer]]
 
 PATIENCE_S = 45.0
 """From the first failure on, a request is repeated for so long."""
@@ -34,8 +38,13 @@ STALL_S = 20.0
 """A request that moves no byte for so long has failed."""
 _CONNECT_S = 10.0
 _MAX_DELAY_S = 5.0
-_CHUNK = 1 << 20
 _CONNECTIONS = 16
+_DIRECT = {"http_session_cls": DirectSession} if "http_session_cls" in signature(AioConfig).parameters else {}
+"""Old releases of aiobotocore know no other session; bodies come through their loop."""
+
+
+def _as_is(answer: Answer) -> Answer:
+    return answer
 
 
 class S3Client:
@@ -77,6 +86,7 @@ class S3Client:
             "max_pool_connections": _CONNECTIONS,
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
+            **_DIRECT,
             **given,
             "s3": {"payload_signing_enabled": False, **(given.get("s3") or {})},
         }
@@ -121,7 +131,7 @@ class S3Client:
             answer: dict[str, Any] = await filesystem._call_s3(method, Bucket=self.bucket, **arguments)
             return answer
 
-        return self.run(what, act, keep=keep)
+        return self.run(what, act, _as_is, keep=keep)
 
     def send(
         self, what: str, method: str, data: memoryview, *, keep: tuple[Kind, ...] = (), **arguments: Any
@@ -134,7 +144,7 @@ class S3Client:
             answer: dict[str, Any] = await watched(request, body, self._stall_s)
             return answer
 
-        return self.run(what, act, keep=keep)
+        return self.run(what, act, _as_is, keep=keep)
 
     def receive(self, what: str, key: str, offset: int, out: memoryview, etag: str | None = None) -> tuple[int, str]:
         """Fill ``out`` from ``offset`` of an object; how many bytes there were, and the object's tag.
@@ -144,22 +154,25 @@ class S3Client:
         """
         done, tag = 0, etag or ""
 
-        async def act(filesystem: Any) -> None:
-            nonlocal done, tag
+        async def act(filesystem: Any) -> Body:
+            nonlocal tag
             start = offset + done
             condition = {"IfMatch": tag} if tag else {}
             span = f"bytes={start}-{offset + len(out) - 1}"
             answer = await filesystem._call_s3("get_object", Bucket=self.bucket, Key=key, Range=span, **condition)
             tag = answer.get("ETag", "")
-            with contextlib.closing(answer["Body"]) as body:
-                if start and "ContentRange" not in answer:
-                    raise Failure(Kind.OTHER, "NoRange", "the server does not serve ranges of objects")
-                while done < len(out) and (chunk := await body.read(min(_CHUNK, len(out) - done))):
-                    out[done : done + len(chunk)] = chunk
-                    done += len(chunk)
+            if start and "ContentRange" not in answer:
+                raise Failure(Kind.OTHER, "NoRange", "the server does not serve ranges of objects")
+            return body_of(answer, filesystem.loop)
+
+        def take(body: Body) -> None:
+            nonlocal done
+            with contextlib.closing(body):
+                while done < len(out) and (count := body.readinto(out[done:])):
+                    done += count
 
         try:
-            self.run(what, act, keep=(Kind.RANGE, Kind.TAKEN))
+            self.run(what, act, take, keep=(Kind.RANGE, Kind.TAKEN))
         except Failure as failure:
             if failure.kind is Kind.TAKEN:
                 raise
@@ -168,27 +181,33 @@ class S3Client:
     def receive_all(self, what: str, key: str, max_bytes: int) -> bytes | None:
         """A small object whole; ``None`` if it is larger than ``max_bytes``. Blocks. Raises: as ``call``."""
 
-        async def act(filesystem: Any) -> bytes | None:
+        async def act(filesystem: Any) -> tuple[Body, int]:
             answer = await filesystem._call_s3("get_object", Bucket=self.bucket, Key=key)
-            with contextlib.closing(answer["Body"]) as body:
-                if answer["ContentLength"] > max_bytes:
+            return body_of(answer, filesystem.loop), int(answer["ContentLength"])
+
+        def take(found: tuple[Body, int]) -> bytes | None:
+            body, size = found
+            with contextlib.closing(body):
+                if size > max_bytes:
                     return None
-                data = bytearray()
-                while chunk := await body.read(_CHUNK):
-                    data += chunk
-                return bytes(data)
+                data, done = bytearray(size), 0
+                while done < size and (count := body.readinto(memoryview(data)[done:])):
+                    done += count
+                return bytes(data[:done])
 
-        return self.run(what, act)
+        return self.run(what, act, take)
 
-    def run(self, what: str, act: Act[Result], *, keep: tuple[Kind, ...] = ()) -> Result:
-        """Do it, and again if that may help. Blocks. Raises: as ``call``."""
+    def run(
+        self, what: str, act: Act[Answer], take: Callable[[Answer], Result], *, keep: tuple[Kind, ...] = ()
+    ) -> Result:
+        """Ask by ``act``, take what comes by ``take``, and both again if that may help. Blocks. Raises: as ``call``."""
         deadline = None
         has_renewed = False
         for attempt in itertools.count(1):
             filesystem = self._session()
             request = asyncio.run_coroutine_threadsafe(act(filesystem), filesystem.loop)
             try:
-                return request.result()
+                return take(request.result())
             except Exception as error:  # noqa: BLE001  s3fs, botocore and aiohttp raise their own types
                 cause = error
             finally:

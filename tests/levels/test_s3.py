@@ -3,6 +3,8 @@
 import contextlib
 import json
 import logging
+import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -240,6 +242,26 @@ def test_who_may_not_write_does_not_know_what_the_server_checks(s3_server, s3_ur
     monkeypatch.setattr(s3, "_abilities", {})
 
     assert not S3Storage(s3_url, s3_server.options(seaweed.READER)).checks_writes
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_over_tls_a_server_must_be_who_it_says(s3_proxy, s3_server, s3_url, tmp_path):
+    """Bodies come over connections of their own, which must look at certificates as the others do."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    s3_proxy.socket = context.wrap_socket(s3_proxy.socket, server_side=True, do_handshake_on_connect=False)
+    options = s3_server.options(endpoint=s3_proxy.endpoint.replace("http:", "https:"))
+    known = S3Storage(s3_url, {**options, "client_kwargs": {**options["client_kwargs"], "verify": str(certificate)}})
+    data = pattern(6 * MIB)
+    upload(known, data)
+
+    assert download(known) == data
+    with pytest.raises(LevelUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        S3Storage(s3_url, options, patience_s=0.1).read_into(SHARD, 0, memoryview(bytearray(10)))
 
 
 def test_ranges_are_read_from_one_version_of_the_object(storage):

@@ -7,6 +7,7 @@ import threading
 import fault_proxy
 import pytest
 import seaweed
+from aiobotocore.httpsession import AIOHTTPSession
 from s3_work import MIB, SHARD, SIZE, blocks, download, operations, pattern, through, upload
 
 from lazysnap.errors import LevelFull, LevelUnavailable, NameTaken
@@ -259,8 +260,12 @@ def test_credentials_that_were_renewed_in_time_cost_nothing(s3_proxy, s3_server,
 # -------------------------------------------------------------------- reading
 
 
-def test_a_download_that_breaks_goes_on_where_it_was(s3_proxy, s3_server, s3_url):
-    storage = through(s3_proxy, s3_server, s3_url)
+@pytest.mark.parametrize("session", [None, AIOHTTPSession], ids=["ours", "of the user's choice"])
+def test_a_download_that_breaks_goes_on_where_it_was(s3_proxy, s3_server, s3_url, session):
+    options = s3_server.options(endpoint=s3_proxy.endpoint)
+    if session is not None:
+        options["config_kwargs"] = {"http_session_cls": session}
+    storage = S3Storage(s3_url, options, patience_s=20.0)
     upload(storage, DATA)
     s3_proxy.requests.clear()
     rule = s3_proxy.rule("GET", fault_proxy.cut_answer(after_bytes=100_000), 3)
