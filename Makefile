@@ -33,7 +33,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/kill_and_resume.py $(DEMO)
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
