@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lazysnap.engine.image import Image, check_apart, check_fits, decode_state
 from lazysnap.engine.reading import LevelReader
 from lazysnap.errors import ShardCorrupt, StateMismatch
 from lazysnap.keeper.events import MemoryHoldings
+from lazysnap.levels.attempt import Attempt
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, RestartPlan, candidates
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
@@ -20,6 +21,8 @@ from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 logger = logging.getLogger(__name__)
 
 MEMORY = "memory"
+_CHECK_S = 60.0
+"""For one block in memory."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class SnapshotReader:
         self._memory = memory
         self._images: dict[str, Image] = {}
         self._refused: dict[FrozenEntry, str] = {}
+        self._checks: list[Attempt[None]] = []
         self.problems: list[str] = []
         """Everything that was passed over, and why."""
 
@@ -89,9 +93,12 @@ class SnapshotReader:
             for entry in plan.sources[0]:
                 where = f"step {entry.step} at {entry.level}"
                 try:
-                    images = self._read(entry, plan, where)
-                    check_fits(images, expected, where)
-                    state = decode_state(images)
+                    try:
+                        images = self._read(entry, plan, where)
+                        check_fits(images, expected, where)
+                        state = decode_state(images)
+                    finally:
+                        self._finish_checks()  # damage is the reason, whatever else was raised
                 except StateMismatch:
                     raise
                 except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
@@ -107,6 +114,12 @@ class SnapshotReader:
                     skipped=tuple(self.problems),
                 )
         return None
+
+    def _finish_checks(self) -> None:
+        """Wait until what is being compared was compared. Raises: ShardCorrupt."""
+        checks, self._checks = self._checks, []
+        for check in checks:
+            check.result(_CHECK_S)
 
     def _read(self, entry: Entry, plan: RestartPlan, where: str) -> list[Image]:
         """The shard, and the immutable tensors that it refers to."""
@@ -127,7 +140,9 @@ class SnapshotReader:
         meta = CaptureMeta.from_bytes(item.slot.read_meta(), MEMORY)
         image = item.slot.image[: item.slot.status().image_bytes]
         if item.checksums is not None:
-            item.checksums.verify(image, f"{MEMORY}: step {entry.step}")
+            # While it is copied out: either takes about as long.
+            compare = partial(item.checksums.verify, image, f"{MEMORY}: step {entry.step}")
+            self._checks.append(Attempt(compare, f"comparing step {entry.step} in memory"))
         if meta.step != entry.step or meta.run_id != entry.run_id:
             raise ShardCorrupt(f"{MEMORY}: a slot holds step {meta.step}, the keeper said {entry.step}")
         return image, meta

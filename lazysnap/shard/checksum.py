@@ -3,7 +3,7 @@
 xxh3-128 runs at about twice the rate of memcpy; CRC32C costs more and protects less (docs/architecture.md).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import xxhash
@@ -61,9 +61,11 @@ class Checksums:
                 f"{ALGORITHM} is {got}, the manifest says {self.blocks[index]}"
             )
 
-    def verify(self, image: memoryview, where: str) -> None:
-        """Compare a whole image in memory. Raises: ShardCorrupt."""
+    def verify(self, image: memoryview, where: str, beat: Callable[[], None] | None = None) -> None:
+        """Compare a whole image in memory; ``beat`` is called after each block. Raises: ShardCorrupt."""
         if len(image) != self.size_bytes:
             raise ShardCorrupt(f"{where}: {len(image)} bytes, the manifest says {self.size_bytes}")
         for index, (offset, length) in enumerate(block_ranges(self.size_bytes, self.block_bytes)):
             self.verify_block(index, image[offset : offset + length], where)
+            if beat is not None:
+                beat()

@@ -5,9 +5,14 @@ import shutil
 import pytest
 import torch
 from small_training import TIMEOUT_S
+from tuning import until
 
-from lazysnap import latest_path
+from lazysnap import MemoryLevel, latest_path
 from lazysnap.errors import SnapshotNotFound, StateMismatch
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.identity import JobIdentity
+
+MEMORY = MemoryLevel(linger_s=60)
 
 
 def saved(job, *directories, steps=3):
@@ -126,3 +131,34 @@ def test_a_directory_that_vanished_does_not_stop_a_restart_from_memory(job, tmp_
     snapshot = job.start(directory, ready=False).engine.fetch("latest")
 
     assert (snapshot.step, snapshot.level) == (3, "memory")
+
+
+def damage_newest_at_rest(job, where):
+    """Change a byte of the newest capture once its keeper, which waits for a restart, knows the checksums."""
+
+    def is_done():
+        client = KeeperClient(JobIdentity.from_config(job.config()), job.config(memory=MEMORY))
+        client.connect(TIMEOUT_S)
+        try:
+            newest = max(client.inventory(TIMEOUT_S).entries, key=lambda entry: entry.step)
+            if newest.checksums is not None:
+                newest.slot.image[where % newest.slot.status().image_bytes] ^= 2
+            return newest.checksums is not None
+        finally:
+            client.abandon()
+
+    until(is_done)
+
+
+@pytest.mark.parametrize("where", [30, -1], ids=["a name in the header", "the last byte"])
+def test_damage_in_memory_is_named_as_such_whatever_else_it_looks_like(job, where):
+    """The bytes are compared while they are read: what is wrong with them may be met before."""
+    training = job.start(memory=MEMORY)
+    training.run(1, 2)
+    job.crash(training)
+    damage_newest_at_rest(job, where)
+
+    snapshot = job.start(ready=False, memory=MEMORY).engine.fetch("latest")
+
+    assert snapshot.step == 1
+    assert any("step 2" in reason and "xxh3" in reason for reason in snapshot.skipped)
