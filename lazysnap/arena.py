@@ -47,8 +47,19 @@ class Word(enum.IntEnum):
     PIN = 10  # set by the trainer at begin, cleared by the keeper: do not reuse, persistence reads it
     VOID = 11  # the capture was, or may have been, torn
     READY = 12  # pages are populated
-    UNCHECKED = 14  # whole, but the trainer has still to look whether a source changed meanwhile (device copies)
+    UNCHECKED = 14  # whole, but not to be persisted yet: see Check
     PLAN = 13  # checksum of the header that stands in the image, 0: none
+
+
+class Check(enum.IntFlag):
+    """What is still to be looked at before the keeper commits a capture to storage (``Word.UNCHECKED``)."""
+
+    DEVICE = 1
+    """Whether a source changed while a device copied it."""
+    FROZEN = 2
+    """Whether the immutable tensors that the capture refers to are still the same, byte by byte."""
+    ORPHANED = 4
+    """Nobody can look any more: the trainer died. A restart may go on from it, storage never gets it."""
 
 
 class SlotPhase(enum.Enum):

@@ -1,25 +1,15 @@
-"""What a whole capture still waits for before the keeper commits it to storage (``Word.UNCHECKED``).
+"""What a whole capture still waits for before the keeper commits it to storage (``arena.Check``).
 
 Checks end on different threads, maybe when the slot holds another capture already: every change of the word, and every
 begin of a capture by an engine, is made under one lock.
 """
 
-import enum
 import threading
 
-from lazysnap.arena import Slot, SlotPhase, Word
+from lazysnap.arena import Check, Slot, SlotPhase, Word
 
 CHECKS_LOCK = threading.Lock()
 """Held while a slot is begun, so that no check of its last capture ends in this one."""
-
-
-class Check(enum.IntFlag):
-    """What is still to be looked at."""
-
-    DEVICE = 1
-    """Whether a source changed while a device copied it."""
-    FROZEN = 2
-    """Whether the immutable tensors that the capture refers to are still the same, byte by byte."""
 
 
 def demand(slot: Slot, check: Check) -> None:

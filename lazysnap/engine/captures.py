@@ -3,8 +3,8 @@
 import torch
 
 from lazysnap import faults
-from lazysnap.arena import Slot, Word
-from lazysnap.capture.checks import Check, demand, passed
+from lazysnap.arena import Check, Slot, Word
+from lazysnap.capture.checks import demand, passed
 from lazysnap.capture.copier import CpuCopier, copy_eager
 from lazysnap.capture.cuda import CudaCopier
 from lazysnap.capture.job import CaptureJob, CapturePhase

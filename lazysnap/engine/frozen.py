@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from lazysnap import faults
-from lazysnap.arena import Slot
-from lazysnap.capture.checks import Check, demand, discard, passed
+from lazysnap.arena import Check, Slot
+from lazysnap.capture.checks import demand, discard, passed
 from lazysnap.capture.frozen import FrozenSet, choose_frozen
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.freezing import Freezing, frozen_meta
@@ -230,8 +230,11 @@ class FrozenTensors:
     def _vouch(self, sequence: int) -> None:
         """Captures up to that one began before a pass that found nothing changed."""
         with self._lock:
-            for known in [known for known in self._unverified if known <= sequence]:
+            vouched = {known: slot for known, slot in self._unverified.items() if known <= sequence}
+            for known in vouched:
                 del self._unverified[known]
+        for known, slot in vouched.items():
+            passed(slot, Check.FROZEN, known)
 
     def verify(self) -> None:
         """Compare all bytes now, before what is in memory is persisted as the last of this training. Blocks."""

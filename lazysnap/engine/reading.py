@@ -1,5 +1,6 @@
 """A level as a restart reads it: whatever hangs there is passed over after the level's deadline."""
 
+import threading
 from collections.abc import Callable
 
 from lazysnap.config import PersistentLevel
@@ -19,6 +20,7 @@ class LevelReader:
         self._level = level
         self._speed = speed
         self._store: SnapshotStore | None = None
+        self._opening = threading.Lock()
         self._listing: Attempt[Inventory] | None = None
 
     @property
@@ -27,12 +29,17 @@ class LevelReader:
         return self._level.url
 
     def _open(self) -> SnapshotStore:
-        if self._store is None:
-            self._store = open_store(self.url, speed=self._speed, options=self._level.storage_options)
-        return self._store
+        with self._opening:
+            if self._store is None:
+                self._store = open_store(self.url, speed=self._speed, options=self._level.storage_options)
+            return self._store
+
+    def begin_open(self) -> None:
+        """Start to open the level: packages are imported, sessions made. Does not block."""
+        Attempt(lambda beat: self._open(), f"opening {self.url}")
 
     def begin_inventory(self) -> None:
-        """Start to list the level. Does not block."""
+        """Start to list the level, as it is from now on. Does not block."""
         self._listing = Attempt(lambda beat: self._open().inventory(), f"listing {self.url}")
 
     def inventory(self) -> Inventory:

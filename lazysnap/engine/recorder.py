@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase, Word, capacity_fits
-from lazysnap.capture.checks import CHECKS_LOCK, Check
+from lazysnap.arena import Check, Slot, SlotPhase, Word, capacity_fits
+from lazysnap.capture.checks import CHECKS_LOCK
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan, make_plan, optimizer_signature
 from lazysnap.config import SnapshotConfig
@@ -125,7 +125,7 @@ class Recorder:
         faults.point("engine.begin")
         with CHECKS_LOCK:
             slot.begin(step, sequence=job.sequence, image_bytes=size, meta=meta, pin=pin)
-            if pin and job.plan.frozen is not None:
+            if job.plan.frozen is not None:
                 slot.set_word(Word.UNCHECKED, Check.FROZEN)
         if pin:
             self._client.begun(slot, step)

@@ -1,5 +1,6 @@
 """Finding what a restart goes on from: the keeper asked, every level listed, the freshest that verifies read."""
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -11,7 +12,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.names import check_name
 from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.restore import Snapshot, SnapshotReader
+from lazysnap.engine.restore import Snapshot, SnapshotReader, Vanished
 from lazysnap.errors import KeeperUnavailable, SnapshotNotFound
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import MemoryHoldings
@@ -19,6 +20,7 @@ from lazysnap.keeper.events import MemoryHoldings
 logger = logging.getLogger("lazysnap.engine")
 
 LATEST = "latest"
+_LISTINGS = 3
 
 
 def fetch(
@@ -36,7 +38,7 @@ def fetch(
         check_name(name)
     levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(config.levels)}
     for level in levels.values():
-        level.begin_inventory()
+        level.begin_open()
     memory = MemoryHoldings()
     if client is not None:
         try:
@@ -44,8 +46,13 @@ def fetch(
             memory = client.inventory(config.keeper_timeout_s)
         except KeeperUnavailable as error:
             log.note_once("keeper", "no snapshot in memory can be used: %s", error)
+    # Not before: the keeper of the last run may have been writing, and deleting, until this one took its place.
     reader = SnapshotReader(levels, memory)
-    snapshot = reader.read(reader.plans(step=step, name=name), expected)
+    for tries_left in reversed(range(_LISTINGS)):
+        reader.list_again()
+        with contextlib.suppress(Vanished):  # retention, or prune, went on meanwhile
+            snapshot = reader.read(reader.plans(step=step, name=name), expected, is_last_try=not tries_left)
+            break
     for problem in reader.problems:
         logger.warning("%s", problem)
     if snapshot is None and which != LATEST:

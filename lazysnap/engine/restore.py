@@ -54,6 +54,10 @@ def memory_inventory(memory: MemoryHoldings, others: Sequence[Inventory] = ()) -
     return Inventory(MEMORY, entries, images)
 
 
+class Vanished(Exception):
+    """A snapshot that was listed is not there any more."""
+
+
 class SnapshotReader:
     """Finds and reads the freshest snapshot that verifies, over the keeper's memory and all levels."""
 
@@ -65,6 +69,14 @@ class SnapshotReader:
         self._checks: list[Attempt[None]] = []
         self.problems: list[str] = []
         """Everything that was passed over, and why."""
+
+    def list_again(self) -> None:
+        """Forget what was listed, and what was passed over. Does not block."""
+        self.__dict__.pop("_inventories", None)
+        self.problems = []
+        self._refused = {}
+        for level in self._levels.values():
+            level.begin_inventory()
 
     @cached_property
     def _inventories(self) -> list[Inventory]:
@@ -83,10 +95,13 @@ class SnapshotReader:
         """Complete snapshots, best first; those of one step or name, if one is given. Blocks: lists every level."""
         return candidates(self._inventories, step=step, name=name)
 
-    def read(self, plans: Sequence[RestartPlan], expected: Mapping[str, torch.Tensor]) -> Snapshot | None:
+    def read(
+        self, plans: Sequence[RestartPlan], expected: Mapping[str, torch.Tensor], *, is_last_try: bool = True
+    ) -> Snapshot | None:
         """The first snapshot that verifies completely, ``None`` if there is none. Blocks.
 
         Raises: StateMismatch, if the first one that verifies is of another model. Nothing is loaded in any case.
+        Vanished, if one was deleted since it was listed, so that there may be a newer one; not at the last try.
         """
         started = time.perf_counter()
         for plan in plans:
@@ -101,7 +116,9 @@ class SnapshotReader:
                         self._finish_checks()  # damage is the reason, whatever else was raised
                 except StateMismatch:
                     raise
-                except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+                except Exception as error:
+                    if isinstance(error, FileNotFoundError) and not is_last_try:
+                        raise Vanished(where) from error
                     self.problems.append(f"{where} passed over: {error}")
                     continue
                 return Snapshot(

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase, SlotStatus, Word
+from lazysnap.arena import Check, Slot, SlotPhase, SlotStatus, Word
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.lane import Lane, Naming, SlotWork, Work
 from lazysnap.keeper.machine import newest_whole
@@ -141,7 +141,7 @@ class Persister:
     def is_durable_everywhere(self) -> bool:
         """Whether the newest whole capture is committed at every level."""
         with self.changed:
-            statuses = [slot.status() for slot in self._slots()]
+            statuses = [slot.status() for slot in self._offered()]
             newest = newest_whole(statuses)
             sequence = 0 if newest is None else statuses[newest].sequence
             return all(state.durable_sequence >= sequence for state in self.states)
@@ -153,8 +153,8 @@ class Persister:
         lane, state = self._lanes[index], self.states[index]
         if lane.names:
             return lane.names[0]
-        slots = self._slots()
-        self._settle_pins(slots)
+        self._settle_pins(self._slots())
+        slots = self._offered()
         statuses = [slot.status() for slot in slots]
         chosen = slot_for(self.states, index, statuses, force=self._force, named=self.named)
         if chosen is not None:
@@ -163,6 +163,10 @@ class Persister:
         if queued is None and lane.owed is not None and not lane.owed.waits_for & self._steps_to_copy(index):
             return lane.owed
         return queued
+
+    def _offered(self) -> list[Slot]:
+        """Slots that may be persisted: a capture whose trainer died before it was compared is for restarts alone."""
+        return [slot for slot in self._slots() if not slot.word(Word.UNCHECKED) & Check.ORPHANED]
 
     @property
     def named(self) -> set[int]:

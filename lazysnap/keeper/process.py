@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase, Word
+from lazysnap.arena import Check, Slot, SlotPhase, Word
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable, LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
@@ -226,8 +226,12 @@ class Keeper:
             if slot.status().phase is SlotPhase.CAPTURING:
                 slot.discard()
                 slot.unpin()
-            # No optimizer passed the gate that would have checked it: the sources were as at the boundary.
-            slot.set_word(Word.UNCHECKED, 0)
+            # No optimizer passed the gate that would have looked at a device's copies: the sources were as at the
+            # boundary. Immutable tensors are compared by a trainer alone, and this one is dead.
+            is_uncompared = slot.word(Word.UNCHECKED) & (Check.FROZEN | Check.ORPHANED)
+            slot.set_word(Word.UNCHECKED, Check.ORPHANED if is_uncompared else 0)
+            if is_uncompared:
+                slot.unpin()
         faults.point("keeper.trainer_died")
         # An evaluation, or a trainer that fell before its first capture, left nothing that a restart could want.
         has_whole = any(slot.status().phase is SlotPhase.WHOLE for slot in self._pool.all())

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from lazysnap.arena import Slot, SlotPhase, SlotStatus, Word
+from lazysnap.arena import Check, Slot, SlotPhase, SlotStatus, Word
 from lazysnap.errors import CaptureAborted, FormatError
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -58,7 +58,7 @@ class SlotSource:
         self.wait(self.size_bytes)
         deadline = time.monotonic() + STALL_S
         while self._check() and (self._slot.status().phase is not SlotPhase.WHOLE or self._slot.word(Word.UNCHECKED)):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._slot.word(Word.UNCHECKED) & Check.ORPHANED:
                 raise CaptureAborted(f"the capture of step {self._step} was not checked by its trainer")
             self._beat()
             time.sleep(_POLL_S)

@@ -1,6 +1,7 @@
 """Immutable tensors are stored once; whoever changes them all the same gets right snapshots, too."""
 
 import os
+import select
 import signal
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from small_training import Starter
 from tuning import TIMEOUT_S, Tuning, digest, until
 
-from lazysnap import MemoryLevel, faults
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, faults
 from lazysnap.arena import SlotPhase
+from lazysnap.levels import open_store
 
 SMALL = 1 << 20
 
@@ -173,10 +175,8 @@ def test_a_teacher_that_is_averaged_behind_torchs_back_is_noticed_and_every_snap
     assert not any(name.startswith("teacher") for name in tuning.engine._recorder.frozen.names)
 
 
-def test_a_change_that_no_sample_covers_never_gets_to_storage(job, tmp_path):
-    tuning = job.start(tmp_path)
-    tuning.run(1, 1)
-    assert tuning.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
+def change_unseen(tuning):
+    """Write where no sample is taken, past the tensor's version."""
     frozen = tuning.engine._recorder.frozen._set
     flat = tuning.model[0].base.weight.data.view(-1)
     for place in range(200):
@@ -185,6 +185,35 @@ def test_a_change_that_no_sample_covers_never_gets_to_storage(job, tmp_path):
             break
         flat[place] -= 1
     assert not frozen.changed()
+
+
+def test_what_was_not_compared_before_the_trainer_died_never_gets_to_storage(job, tmp_path):
+    """Only a trainer can compare; a keeper that is told to end writes the newest capture that was compared."""
+    level = PersistentLevel(str(tmp_path), every_n_steps=1000)
+    tuning = Tuning(SnapshotConfig(job_id=job.job_id, levels=(level,), memory=MemoryLevel(linger_s=60)), width=512)
+    job.trainings.append(tuning)
+    assert tuning.engine.wait_ready(TIMEOUT_S)
+    compared = tuning.run_until_captured(1)
+    assert tuning.engine.flush(TIMEOUT_S)
+    change_unseen(tuning)
+    last = tuning.run_until_captured(tuning.run_until_captured(compared + 1) + 1)
+    assert tuning.engine.statistics().last_whole_step == last
+    assert tuning.engine.statistics().frozen_changed == 0
+    keeper = os.pidfd_open(keeper_pid(tuning))
+
+    job.crash(tuning)
+    signal.pidfd_send_signal(keeper, signal.SIGTERM)
+
+    assert select.select([keeper], [], [], TIMEOUT_S)[0], "the keeper did not end"
+    os.close(keeper)
+    assert [entry.step for entry in open_store(str(tmp_path)).inventory().entries] == [compared]
+
+
+def test_a_change_that_no_sample_covers_never_gets_to_storage(job, tmp_path):
+    tuning = job.start(tmp_path)
+    tuning.run(1, 1)
+    assert tuning.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
+    change_unseen(tuning)
 
     step = 1
     while not tuning.engine.statistics().frozen_changed:

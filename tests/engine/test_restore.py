@@ -1,15 +1,20 @@
 """Nothing is handed out that does not verify, and what is passed over is named."""
 
+import os
 import shutil
+import signal
 
 import pytest
 import torch
-from small_training import TIMEOUT_S
+from small_training import TIMEOUT_S, Training
 from tuning import until
 
-from lazysnap import MemoryLevel, latest_path
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, latest_path
+from lazysnap.engine.reading import LevelReader
+from lazysnap.engine.restore import SnapshotReader, Vanished
 from lazysnap.errors import SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.keeper.identity import JobIdentity
 
 MEMORY = MemoryLevel(linger_s=60)
@@ -162,3 +167,43 @@ def test_damage_in_memory_is_named_as_such_whatever_else_it_looks_like(job, wher
 
     assert snapshot.step == 1
     assert any("step 2" in reason and "xxh3" in reason for reason in snapshot.skipped)
+
+
+def test_what_the_last_keeper_writes_until_it_ends_is_found(job, tmp_path):
+    """A job that is put back into the queue: its trainer is dead, its keeper was told to end, and still writes."""
+    level = PersistentLevel(str(tmp_path), every_n_steps=1, keep_last=1, max_bytes_per_s=2_000_000)
+    config = SnapshotConfig(job_id=job.job_id, levels=(level,), memory=MEMORY)
+    training = Training(config, width=384)
+    job.trainings.append(training)
+    assert training.engine.wait_ready(TIMEOUT_S)
+    training.run(1, 1)
+    assert training.engine.flush(TIMEOUT_S)
+    training.run(2, 9)
+    assert training.engine.statistics().last_whole_step == 9
+    keeper = training.engine._client._connection.peer_pid
+    job.crash(training)
+    os.kill(keeper, signal.SIGTERM)
+
+    other = Training(config, width=384)
+    job.trainings.append(other)
+
+    assert other.engine.restore("latest").step == 9
+
+
+def test_what_vanishes_between_listing_and_reading_is_looked_for_again(job, tmp_path):
+    saved(job, tmp_path / "run", steps=2)
+    saved(job, tmp_path / "later", steps=3)
+    level = PersistentLevel(str(tmp_path / "run"))
+    reader = SnapshotReader({level.url: LevelReader(level, 1)}, MemoryHoldings())
+    plans = reader.plans()
+    assert [plan.step for plan in plans] == [2, 1]
+    shutil.rmtree(tmp_path / "run")
+    shutil.copytree(tmp_path / "later", tmp_path / "run")
+    shutil.rmtree(shard(tmp_path / "run", 2).parent)
+
+    with pytest.raises(Vanished):
+        reader.read(plans, {}, is_last_try=False)
+    reader.list_again()
+
+    assert reader.read(reader.plans(), {}).step == 3
+    assert reader.problems == []
