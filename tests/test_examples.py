@@ -20,7 +20,7 @@ def run(script: str, *arguments: str, job_id: str, code: int = 0) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert result.returncode == code, result.stdout[-4000:]

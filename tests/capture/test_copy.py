@@ -15,7 +15,7 @@ from lazysnap.shard.layout import Layout
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 class WatchedSlot(Slot):

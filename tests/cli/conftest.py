@@ -29,3 +29,9 @@ def make_url(tmp_path):
 @pytest.fixture(params=["local", "memory"])
 def url(request, make_url):
     return make_url(request.param)
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    """Paths of temporary directories are long: tables shall not wrap because of them."""
+    monkeypatch.setenv("COLUMNS", "250")

@@ -65,7 +65,7 @@ def resumed(training, tmp_path_factory):
     for step, path in paths.items():
         assert run("export", url, str(step), "--to", path) == 0
     words = [sys.executable, str(HERE / "plain_lightning.py"), str(root), *map(str, paths.values())]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(paths, json.loads(done.stdout[done.stdout.index("[{") :]), strict=True))
 
@@ -140,7 +140,7 @@ def test_the_example_is_listed_verified_shown_copied_and_exported(tmp_path, caps
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "LAZYSNAP_JOB_ID": f"cli-{tmp_path}"}
     words = ["--size", "tiny", "--batch-size", "4", "--max-steps", "6", "--dirpath", url]
     command = [sys.executable, str(EXAMPLES / "lightning_gpt.py"), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=True)
     expected = re.search(r"finished at step 6: state sha256 (\w+)", done.stdout)[1]
 
     assert run_json(capsys, "ls", url)[1]["snapshots"][-1]["step"] == 6

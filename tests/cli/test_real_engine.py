@@ -9,7 +9,7 @@ from cli_level import files, run, run_json
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 class Adapted(torch.nn.Module):
@@ -32,7 +32,7 @@ def tuned(tmp_path_factory):
     model = Adapted()
     optimizer = torch.optim.SGD(model.adapter.parameters(), lr=0.1, momentum=0.9)
     level = PersistentLevel(url, every_n_steps=1, keep_last=3)
-    config = SnapshotConfig(levels=(level,), job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=5))
+    config = SnapshotConfig(levels=(level,), job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=60))
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
     try:
         assert engine.wait_ready(TIMEOUT_S)

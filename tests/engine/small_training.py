@@ -8,7 +8,7 @@ from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngin
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 class Training:
@@ -60,7 +60,7 @@ class Starter:
 
     def config(self, *levels, **settings):
         levels = tuple(PersistentLevel(str(path), every_n_steps=1) for path in levels)
-        settings = {"job_id": self.job_id, "memory": MemoryLevel(linger_s=5), "keeper_timeout_s": 10, **settings}
+        settings = {"job_id": self.job_id, "memory": MemoryLevel(linger_s=60), "keeper_timeout_s": 10, **settings}
         return SnapshotConfig(levels=levels, **settings)
 
     def start(self, *levels, width=16, extra=None, ready=True, **settings):

@@ -248,7 +248,7 @@ def test_a_step_that_retention_asks_for_is_persisted_even_while_another_is_being
     level = PersistentLevel(
         str(tmp_path / "level"), every_n_steps=1000, keep_last=1, keep_every_n_steps=3, max_bytes_per_s=10_000
     )
-    config = SnapshotConfig(levels=(level,), job_id=job.job_id, memory=MemoryLevel(linger_s=5), on_busy="wait")
+    config = SnapshotConfig(levels=(level,), job_id=job.job_id, memory=MemoryLevel(linger_s=60), on_busy="wait")
     training = Training(config)
     job.trainings.append(training)
     assert training.engine.wait_ready(TIMEOUT_S)

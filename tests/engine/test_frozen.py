@@ -379,7 +379,7 @@ def test_parts_that_survive_at_different_levels_make_one_snapshot(job, tmp_path)
 
 
 def test_too_little_memory_for_the_image_is_said_once_and_training_goes_on(job, caplog):
-    tuning = job.start(ready=False, width=1024, memory=MemoryLevel(max_bytes=10 << 20, linger_s=5))
+    tuning = job.start(ready=False, width=1024, memory=MemoryLevel(max_bytes=10 << 20, linger_s=60))
     tuning.engine.prepare()
     tuning.run(1, 1)
 

@@ -62,7 +62,7 @@ def test_a_killed_keeper_is_replaced_and_the_captures_go_on(job):
 
 
 def test_a_memory_bound_that_is_too_small_is_said_once_and_training_goes_on(job, caplog):
-    training = job.start(ready=False, memory=MemoryLevel(max_bytes=1 << 20, linger_s=5))
+    training = job.start(ready=False, memory=MemoryLevel(max_bytes=1 << 20, linger_s=60))
     training.engine.prepare()
     until(lambda: training.engine.statistics() and warnings(caplog, "max_bytes"))
     training.run(1, 3)

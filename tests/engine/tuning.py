@@ -12,7 +12,7 @@ import torch
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 def until(condition):

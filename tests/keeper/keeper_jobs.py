@@ -48,12 +48,12 @@ class Trainer:
 
     def kill(self, signum=signal.SIGKILL):
         self.process.send_signal(signum)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def close(self):
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         self.process.stdin.close()
         self.process.stdout.close()
 

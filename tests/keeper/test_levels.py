@@ -330,7 +330,7 @@ def test_a_snapshot_that_is_read_back_damaged_does_not_count(rig, tmp_path, monk
 
     trainer.persister.emit = damage
     trainer.capture(2)
-    assert passed.wait(10)
+    assert passed.wait(60)
     trainer.settle()
 
     assert 1 in steps_at(level)
@@ -403,7 +403,7 @@ def test_a_capture_whose_slot_was_reused_while_its_level_hung_is_never_committed
     def point(name):
         if name == "level.local.write" and not back.is_set() and not hung:
             hung.append(threading.current_thread())
-            back.wait(20)
+            back.wait(60)
         original(name)
 
     hung = []

@@ -60,7 +60,7 @@ def test_ctrl_c_and_a_kill_of_the_whole_process_group_leave_the_keeper(job):
     keeper = job.keeper_pid()
     assert str(first.process.pid) not in stat_of(keeper)
     os.killpg(first.process.pid, signal.SIGINT)
-    first.process.wait(10)
+    first.process.wait(60)
     os.kill(keeper, signal.SIGINT)
 
     assert [entry[0] for entry in job.trainer(reserve=0).inventory()] == [7]

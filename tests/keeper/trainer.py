@@ -16,7 +16,7 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def content(run_id, step, size_bytes):

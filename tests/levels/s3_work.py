@@ -94,12 +94,12 @@ def child(url: str, options: dict, code: str):
         yield process
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(60)
         process.stdin.close()
         process.stdout.close()
 
 
 def heard(process) -> str:
     line = process.stdout.readline()
-    assert line, f"the child ended with {process.wait(30)}"
+    assert line, f"the child ended with {process.wait(60)}"
     return line.strip()

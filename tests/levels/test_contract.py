@@ -42,7 +42,7 @@ def run_any_url(*arguments: str, **environment: str) -> subprocess.CompletedProc
         env={**{key: value for key, value in os.environ.items() if "LAZYSNAP_TEST" not in key}, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
         cwd=pathlib.Path(__file__).parents[2],
     )

@@ -179,7 +179,7 @@ def test_what_hangs_goes_on_when_it_is_released(local):
     thread = threading.Thread(target=FaultyStorage(local, plan).put, args=(PATH, b"x"))
     thread.start()
     try:
-        assert plan.hanging.wait(30)
+        assert plan.hanging.wait(60)
         assert local.list() == []
         assert thread.is_alive()
     finally:

@@ -198,7 +198,7 @@ def test_a_lease_is_renewed_while_it_is_held(place, monkeypatch):
 
     enough = lockless.threading.Event()
     with Watched(f"objects://{place}/run").lease(SHARD):
-        assert enough.wait(30)
+        assert enough.wait(60)
     assert len(set(renewed)) == 1
     assert FsspecStorage(f"objects://{place}/run").list("step-00000001") == []
 

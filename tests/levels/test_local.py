@@ -46,7 +46,7 @@ class Child:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(60)
 
     def end(self) -> None:
         self.kill()
@@ -118,7 +118,7 @@ def test_a_name_is_given_where_the_file_system_lacks_links(storage, child, missi
 
     assert publisher.line() == "published"
     assert storage.get(SHARD) == b"mine"
-    publisher.process.wait(30)
+    publisher.process.wait(60)
     assert temporary(storage) == []
 
 
@@ -188,7 +188,7 @@ def test_a_writer_that_fails_after_the_link_takes_the_name_back(storage, monkeyp
 
 
 def test_killed_between_link_and_unlink_the_file_stays_and_its_temporary_name_goes(storage, child):
-    assert child("put", storage.url, LAZYSNAP_FAULT="level.local.linked:1:kill").process.wait(30) == -signal.SIGKILL
+    assert child("put", storage.url, LAZYSNAP_FAULT="level.local.linked:1:kill").process.wait(60) == -signal.SIGKILL
     (left,) = temporary(storage)
     assert os.stat(os.path.join(storage.url, SHARD)).st_nlink == 2
 
@@ -222,7 +222,7 @@ def test_a_lease_ends_although_a_forked_worker_still_has_its_descriptor(storage,
 
     assert not storage.is_leased(SHARD)
     reader.go()
-    assert reader.process.wait(30) == 0
+    assert reader.process.wait(60) == 0
 
 
 def test_looking_for_leases_leaves_no_lock_behind(storage):
@@ -346,7 +346,7 @@ def test_an_fsync_that_failed_is_not_tried_again_on_the_same_file(storage, child
 
     assert "injected at level.local.sync" in writer.line()
     assert "failed before" in writer.line()
-    writer.process.wait(30)
+    writer.process.wait(60)
     assert files(pathlib.Path(storage.url)) == []
 
 

@@ -120,7 +120,7 @@ def test_of_two_writers_of_one_name_one_is_told_and_the_others_bytes_are_intact(
 
     def write(number: int) -> None:
         storage = S3Storage(s3_url, s3_server.options())
-        start.wait(30)
+        start.wait(60)
         try:
             upload(storage, datas[number])
             outcomes[number] = "won"
@@ -155,7 +155,7 @@ def test_what_a_killed_writer_left_is_not_offered_and_aborted_by_the_next_sweep(
         with pytest.raises(NameTaken):
             storage.begin(SHARD, SIZE)
         writer.kill()
-        writer.wait(30)
+        writer.wait(60)
 
     with pytest.raises(FileNotFoundError):
         storage.size(SHARD)
@@ -224,7 +224,7 @@ def test_a_lease_is_honoured_by_another_process_and_ends_with_its_reader(storage
                 assert heard(reader) == "done"
             else:
                 reader.kill()
-                reader.wait(30)
+                reader.wait(60)
             assert not storage.is_leased(SHARD)
             assert storage.list("step-00000001") == ["rank-00000-of-00001.safetensors"]
 

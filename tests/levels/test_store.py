@@ -57,13 +57,13 @@ def test_bytes_are_written_while_later_ones_are_still_on_their_way(tmp_path):
     def wait(upto: int) -> None:
         if upto > 16 << 20:
             first_block_asked.set()
-            assert rest.wait(30)
+            assert rest.wait(60)
 
     image.wait = wait
     store = open_store(str(tmp_path))
     writer = threading.Thread(target=store.write, args=(meta(7), image))
     writer.start()
-    assert first_block_asked.wait(30)
+    assert first_block_asked.wait(60)
     (temporary,) = files(tmp_path)
     assert ".tmp-" in temporary
     assert store.inventory().entries == ()

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 def start(script, *arguments):
     return subprocess.run(
-        [sys.executable, str(HERE / script), *map(str, arguments)], capture_output=True, text=True, timeout=100
+        [sys.executable, str(HERE / script), *map(str, arguments)], capture_output=True, text=True, timeout=280
     )
 
 

@@ -169,7 +169,7 @@ class Seaweed:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
+            process.wait(60)
 
     def options(self, key: str = WRITER, *, endpoint: str | None = None) -> dict[str, Any]:
         """``storage_options`` to reach it, or a proxy before it."""
