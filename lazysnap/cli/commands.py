@@ -1,10 +1,12 @@
 """What can be asked, and who answers: the modules of this package, each imported when its command runs."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 import lazysnap
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
@@ -15,9 +17,23 @@ _URL = "path or fsspec URL of a level, e.g. runs/lazysnap or s3://bucket/run"
 _WANTED = "a step, a name given by keep, or 'latest'"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The arguments of all commands."""
-    root = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """Refuses arguments in JSON too, if the result was to be JSON."""
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        if self.as_json:
+            words = self.prog.split()
+            said = {"command": words[-1] if len(words) > 1 else None, "ok": False, "error": f"usage: {message}"}
+            sys.stdout.write(json.dumps(said) + "\n")
+        super().error(message)
+
+
+def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
+    """The arguments of all commands; ``as_json``: what is wrong with them is said in JSON, too."""
+    kind: type[argparse.ArgumentParser] = type("_Parser", (_Parser,), {"as_json": as_json})
+    root = kind(
         prog="lazysnap",
         description="Look at snapshots of training runs, check, copy, export and delete them.",
         epilog="Exit codes: 0 good, 1 something bad was found, 2 could not look or bad usage, 130 interrupted.",
@@ -91,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Blocks. Raises: SystemExit, for arguments that argparse refuses (code 2), ``--help`` and ``--version``.
     """
-    args = parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parser(as_json="--json" in arguments).parse_args(arguments)
     options = [pair for name in ("storage_option", "from_option", "to_option") for pair in getattr(args, name, ())]
     urls = [url for url in (getattr(args, "url", None), getattr(args, "to", None)) if url]
     output = Output(as_json=args.json, secrets=secrets(urls, options))

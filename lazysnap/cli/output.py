@@ -26,6 +26,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from lazysnap.levels.storage import GOES_ON
+
 OK, BAD, FAILED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: good; something bad was found; could not look, or used wrongly; Ctrl-C."""
 
@@ -99,8 +101,9 @@ class Output:
     def error(self, command: str, error: BaseException) -> None:
         """What kept a command from its result."""
         kind = type(error).__name__
-        text = f"{kind}: {error}"
-        self._messages.print(Text.assemble((f"{kind}:", "red"), " ", self.cell(str(error))), soft_wrap=True)
+        said = str(error).replace(f"; {GOES_ON}", "")  # nothing is trained here
+        text = f"{kind}: {said}"
+        self._messages.print(Text.assemble((f"{kind}:", "red"), " ", self.cell(said)), soft_wrap=True)
         self.result({"command": command, "ok": False, "error": text})
 
     @contextlib.contextmanager

@@ -21,6 +21,7 @@ from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.levels.redaction import shown
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.source import StateSource
 
@@ -97,7 +98,7 @@ class SnapshotEngine:
         meta.run_id, meta.run_started_ns = snapshot.run_id, snapshot.run_started_ns
         self._recorder.resume(snapshot.step)
         self._client.adopt_run(snapshot.run_id, snapshot.run_started_ns)
-        logger.info("resumed step %d from %s in %.2f s", snapshot.step, snapshot.level, snapshot.seconds)
+        logger.info("resumed step %d from %s in %.2f s", snapshot.step, shown(snapshot.level), snapshot.seconds)
 
     # ---------------------------------------------------------------- training
 
@@ -257,7 +258,8 @@ class SnapshotEngine:
     def close(self, *, drain: bool = True, progress: Callable[[int, int], None] | None = None) -> bool:
         """End well: make the newest capture durable, send the keeper away, free the memory. Idempotent.
 
-        Blocks: at most ``drain_timeout_s`` for storage. ``False`` if something could not be made durable.
+        Blocks: at most ``drain_timeout_s`` for storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
+        ``False`` if something could not be made durable; ``True`` if there was nothing.
         """
         if self._closed:
             return True
@@ -265,11 +267,14 @@ class SnapshotEngine:
         try:
             self.gate()
             self._verify()
-            if drain:
+            if drain and (self._statistics.began or self._client.was_attached):
+                started = time.monotonic()
                 durable = self.flush(self.config.drain_timeout_s, progress)
                 if not durable:
                     logger.warning(
-                        "the last snapshot is not durable at every level after %g s; see the messages above",
+                        "the last snapshot is not durable at every level after %.1f s (drain_timeout_s is %g); see the "
+                        "messages above, if any, and the level that does not answer",
+                        time.monotonic() - started,
                         self.config.drain_timeout_s,
                     )
         finally:

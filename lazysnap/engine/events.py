@@ -15,6 +15,7 @@ from lazysnap.keeper.events import (
     MemoryRefused,
     NameFailed,
 )
+from lazysnap.levels.redaction import shown
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -44,14 +45,14 @@ class EventLog:
                     self.statistics.last_durable_step[event.level] = event.step
                 if event.level in self._noted:
                     self._noted.discard(event.level)
-                    logger.warning("%s works again: step %d is durable there", event.level, event.step)
+                    logger.warning("%s works again: step %d is durable there", shown(event.level), event.step)
             elif isinstance(event, LevelFailed):
                 self.statistics.level_failures[event.level] += 1
                 self.note_once(event.level, "step %d is not persisted, training goes on: %s", event.step, event.text)
             elif isinstance(event, LevelDropped):
                 self.statistics.dropped[event.level] += 1
             elif isinstance(event, NameFailed):
-                logger.warning("%s: the name %r is not as asked for: %s", event.level, event.name, event.text)
+                logger.warning("%s: the name %r is not as asked for: %s", shown(event.level), event.name, event.text)
             elif isinstance(event, KeeperLost):
                 self.statistics.keepers_lost += 1
                 self.note_once("keeper", "the keeper is gone, a new one is being started: %s", event.text)

@@ -9,10 +9,10 @@ _RESERVED = ("latest",)
 
 def check_name(name: str) -> None:
     """Raises: ConfigError, if no snapshot may be called so."""
-    if not is_keep_name(name) or name in _RESERVED:
+    if not is_keep_name(name) or name in _RESERVED or name.isdigit():
         raise ConfigError(
-            f"a snapshot's name must be 1 to 64 letters, digits, points, dashes or underscores (and not 'latest'), got "
-            f"{name!r:.100}"
+            f"a snapshot's name must be 1 to 64 letters, digits, points, dashes or underscores (not 'latest', "
+            f"nor digits alone: those are steps), got {name!r:.100}"
         )
 
 

@@ -7,6 +7,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, Inventory
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 
@@ -36,11 +37,11 @@ class LevelReader:
 
     def begin_open(self) -> None:
         """Start to open the level: packages are imported, sessions made. Does not block."""
-        Attempt(lambda beat: self._open(), f"opening {self.url}")
+        Attempt(lambda beat: self._open(), f"opening {shown(self.url)}")
 
     def begin_inventory(self) -> None:
         """Start to list the level, as it is from now on. Does not block."""
-        self._listing = Attempt(lambda beat: self._open().inventory(), f"listing {self.url}")
+        self._listing = Attempt(lambda beat: self._open().inventory(), f"listing {shown(self.url)}")
 
     def inventory(self) -> Inventory:
         """What the level offers. Blocks: at most ``timeout_s`` from ``begin_inventory`` on.
@@ -61,7 +62,7 @@ class LevelReader:
             beat()
             return self._fill(manifest, lambda out: store.read_image(entry, manifest, out, beat))
 
-        return Attempt(work, f"reading step {entry.step} at {self.url}").result(self._level.timeout_s)
+        return Attempt(work, f"reading step {entry.step} at {shown(self.url)}").result(self._level.timeout_s)
 
     def read_frozen(self, entry: FrozenEntry) -> tuple[memoryview, CaptureMeta]:
         """Immutable tensors, every block verified and their digest compared; see ``read``."""
@@ -72,7 +73,7 @@ class LevelReader:
             beat()
             return self._fill(manifest, lambda out: store.read_image(entry, manifest, out, beat))
 
-        return Attempt(work, f"reading immutable tensors at {self.url}").result(self._level.timeout_s)
+        return Attempt(work, f"reading immutable tensors at {shown(self.url)}").result(self._level.timeout_s)
 
     @staticmethod
     def _fill(manifest: Manifest, read: Callable[[memoryview], None]) -> tuple[memoryview, CaptureMeta]:

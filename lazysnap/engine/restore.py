@@ -14,6 +14,7 @@ from lazysnap.engine.reading import LevelReader
 from lazysnap.errors import ShardCorrupt, StateMismatch
 from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, RestartPlan, candidates
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
@@ -86,7 +87,7 @@ class SnapshotReader:
             try:
                 found.append(level.inventory())
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-                self.problems.append(f"{level.url} passed over: {error}")
+                self.problems.append(f"{shown(level.url)} passed over: {error}")
         found.insert(0, memory_inventory(self._memory, found))
         self.problems.extend(problem for inventory in found for problem in inventory.problems)
         return found
@@ -106,7 +107,7 @@ class SnapshotReader:
         started = time.perf_counter()
         for plan in plans:
             for entry in plan.sources[0]:
-                where = f"step {entry.step} at {entry.level}"
+                where = f"step {entry.step} at {shown(entry.level)}"
                 try:
                     try:
                         images = self._read(entry, plan, where)
@@ -175,13 +176,13 @@ class SnapshotReader:
                 self._images[wanted.digest] = self._read_frozen(entry, wanted)
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
                 self._refused[entry] = str(error)
-                self.problems.append(f"immutable tensors {wanted.digest} at {entry.level} passed over: {error}")
+                self.problems.append(f"immutable tensors {wanted.digest} at {shown(entry.level)} passed over: {error}")
         if wanted.digest not in self._images:
             raise ShardCorrupt(f"the immutable tensors {wanted.digest} that it refers to are nowhere whole")
         return self._images[wanted.digest]
 
     def _read_frozen(self, entry: FrozenEntry, wanted: FrozenReference) -> Image:
-        where = f"immutable tensors at {entry.level}"
+        where = f"immutable tensors at {shown(entry.level)}"
         if entry.level == MEMORY:
             slot = self._memory.frozen[entry.digest]
             data = slot.image[: slot.status().image_bytes]

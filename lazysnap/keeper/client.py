@@ -58,7 +58,7 @@ class KeeperClient:
         self._run_id: str | None = None
         self._floor = 0
         self._said_goodbye = False
-        self._was_attached = False
+        self.was_attached = False
         _live_clients.add(self)
 
     # ---------------------------------------------------------------- connecting
@@ -102,7 +102,7 @@ class KeeperClient:
                         connection.close()
                         return
                     self._connection = connection
-                    self._was_attached = True
+                    self.was_attached = True
                     self._events.append(KeeperReady(connection.peer_pid))
                     self._changed.notify_all()
                 if self._wanted is not None:
@@ -216,7 +216,7 @@ class KeeperClient:
 
     def refusal(self) -> JobBusy | None:
         """Why this process is not the job's trainer: another one is attached. ``None`` as long as nothing says so."""
-        return self._fatal if isinstance(self._fatal, JobBusy) and not self._was_attached else None
+        return self._fatal if isinstance(self._fatal, JobBusy) and not self.was_attached else None
 
     def begun(self, slot: Slot, step: int) -> None:
         """A capture began. A hint: the words in the slot are the truth."""

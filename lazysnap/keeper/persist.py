@@ -25,6 +25,7 @@ from lazysnap.keeper.schedule import (
     stale_pins,
     takes,
 )
+from lazysnap.levels.redaction import shown
 from lazysnap.shard.checksum import Checksums
 
 logger = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ class Persister:
         self.changed.notify_all()
 
     def _dropped(self, index: int, step: int) -> None:
-        logger.info("step %d is left out at %s: a newer one is ready", step, self.levels[index].url)
+        logger.info("step %d is left out at %s: a newer one is ready", step, shown(self.levels[index].url))
         self.emit({"type": "level_dropped", "level": self.levels[index].url, "step": step})
 
     def failed(self, index: int, sequence: int) -> None:

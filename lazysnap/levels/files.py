@@ -8,7 +8,7 @@ import stat
 
 from lazysnap import faults
 from lazysnap.errors import LevelFull, LevelUnavailable, ShardCorrupt
-from lazysnap.levels.storage import level_error
+from lazysnap.levels.storage import GOES_ON, level_error
 
 PAGE = 4096
 TEMP_MARK = ".tmp-"
@@ -37,7 +37,7 @@ def local_error(url: str, what: str, error: OSError) -> LevelUnavailable | Level
     if next_step is None:
         return level_error(url, what, error)
     next_step = next_step.format(user=os.geteuid())
-    return LevelUnavailable(f"{url}: {what}: {error}; {next_step}; training goes on, the next snapshot is tried again")
+    return LevelUnavailable(f"{url}: {what}: {error}; {next_step}; {GOES_ON}")
 
 
 def _check(result: int, path: str) -> None:

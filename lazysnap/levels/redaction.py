@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 _SECRET_NAME = re.compile(r"secret|token|passw|key|sas|credential|connection|auth", re.IGNORECASE)
+_PASSWORD = re.compile(r"(://[^/@:]*):[^@/]*@")
 _MIN_LENGTH = 4
 """Shorter values hide nothing and would tear words apart."""
 
@@ -29,6 +30,11 @@ def _secrets(value: object) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _secrets(inner)
+
+
+def shown(url: str) -> str:
+    """A URL as it may be shown: without the password that it may hold."""
+    return _PASSWORD.sub(r"\1:***@", url)
 
 
 class Redaction:

@@ -25,6 +25,7 @@ from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.s3body import Body, DirectSession, body_of
 from lazysnap.levels.s3errors import Failure, Kind, understand
 from lazysnap.levels.s3transfer import ViewBody, watched
+from lazysnap.levels.storage import GOES_ON
 
 logger = logging.getLogger(__name__)
 
@@ -259,8 +260,7 @@ class S3Client:
             "credentials file: the next snapshot reads them again",
             Kind.ABSENT: f"no credentials for bucket {bucket}; give key and secret in storage_options, the environment "
             "or a credentials file",
-            Kind.PASSING: f"bucket {bucket} does not answer, gave up after {failure.attempt} attempts; training goes "
-            "on, the next snapshot is tried again",
+            Kind.PASSING: f"bucket {bucket} does not answer, gave up after {failure.attempt} attempts; {GOES_ON}",
             Kind.DAMAGED: f"bytes arrived damaged at bucket {bucket}, {failure.attempt} times; check the network",
-        }.get(failure.kind, "training goes on, the next snapshot is tried again")
-        return LevelUnavailable(f"{where}: {advice} ({text})")
+        }.get(failure.kind)
+        return LevelUnavailable(f"{where}: {advice} ({text})" if advice else f"{where}: {text}; {GOES_ON}")

@@ -129,8 +129,12 @@ class Storage(Protocol):
         ...
 
 
+GOES_ON = "training goes on, the next snapshot is tried again"
+"""At the end of what a training is told; a command line leaves it out."""
+
+
 def level_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:
     """``error`` as one of ours, with the place and what was tried."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return LevelFull(f"{url}: {what}: {error.strerror}; free space there or lower keep_last")
-    return LevelUnavailable(f"{url}: {what}: {error}; training goes on, the next snapshot is tried again")
+    return LevelUnavailable(f"{url}: {what}: {error}; {GOES_ON}")

@@ -13,6 +13,7 @@ import pytest
 from cli_level import put, run, run_json
 from fsspec.implementations.memory import MemoryFileSystem
 
+from lazysnap.cli import main
 from lazysnap.cli.places import parse_option
 from lazysnap.config import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
@@ -186,3 +187,21 @@ def test_a_keeper_for_no_job_is_one_clear_line(capsys, monkeypatch):
     monkeypatch.delenv("LAZYSNAP_JOB_ID", raising=False)
     assert run("keeper") == 2
     assert "job_id" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["ls"], ["ls", "x", "--storage-option", "y"], ["nothing"], []])
+def test_bad_usage_is_said_in_json_too(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert end.value.code == 2
+    assert said["ok"] is False
+    assert said["error"].startswith("usage: ")
+    assert said["command"] == (words[0] if words and words[0] == "ls" else None)
+
+
+def test_who_only_looks_is_told_of_no_training(capsys):
+    assert main(["ls", "http://127.0.0.1:9/x"]) == 2
+    said = capsys.readouterr().err
+    assert "127.0.0.1" in said
+    assert "training goes on" not in said

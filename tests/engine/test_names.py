@@ -109,7 +109,7 @@ def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp
     assert named(tmp_path)["kept"] >= step
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65, "latest", 7])
+@pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65, "latest", "12", 7])
 def test_names_that_are_none_are_refused(job, tmp_path, name):
     engine = job.start(tmp_path, ready=False).engine
 

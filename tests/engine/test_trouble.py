@@ -9,7 +9,8 @@ import time
 import pytest
 from small_training import TIMEOUT_S, Training
 
-from lazysnap import MemoryLevel, PersistentLevel
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap.errors import ConfigError
 
 
 def until(condition):
@@ -130,3 +131,24 @@ def test_snapshots_that_a_slow_level_leaves_out_are_counted(job, tmp_path):
     until(is_dropped)
 
     assert training.engine.statistics().dropped[fast.url] == 0
+
+
+def test_an_engine_that_captured_nothing_has_nothing_to_lose(job, tmp_path, caplog):
+    engine = job.start(tmp_path, ready=False).engine
+    with pytest.raises(ConfigError):
+        engine.restore("..")
+    assert engine.close()
+    assert warnings(caplog, "not durable") == []
+
+
+def test_a_password_in_a_url_is_not_logged(job, caplog):
+    level = PersistentLevel("http://bob:hunter2@127.0.0.1:9/run", every_n_steps=1, timeout_s=5)
+    config = SnapshotConfig(job_id=job.job_id, levels=(level,), memory=MemoryLevel(linger_s=60))
+    training = Training(config)
+    job.trainings.append(training)
+    assert training.engine.restore("latest") is None
+    assert training.engine.wait_ready(TIMEOUT_S)
+    training.run(1, 1)
+    assert not training.engine.close()
+    assert warnings(caplog, "passed over")
+    assert "hunter2" not in caplog.text

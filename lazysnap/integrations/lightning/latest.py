@@ -9,6 +9,7 @@ from lazysnap.engine.restore import Snapshot
 from lazysnap.errors import JobBusy, SnapshotNotFound
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.state import LightningState
+from lazysnap.levels.redaction import shown
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Latest:
         original()
 
     def _miss(self, is_fit: bool) -> None:
-        where = ", ".join(level.url for level in self._engine().config.levels) or "memory"
+        where = ", ".join(shown(level.url) for level in self._engine().config.levels) or "memory"
         if not is_fit:
             raise SnapshotNotFound(
                 f'ckpt_path="latest": no whole snapshot in {where} or in memory; fit with this callback first, or give '
