@@ -13,7 +13,7 @@ from lazysnap.cli.output import BAD, OK, Output
 from lazysnap.cli.places import open_existing
 from lazysnap.cli.survey import Found, Survey, beats, survey
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import ConfigError, FormatError, SnapshotNotFound
+from lazysnap.errors import ConfigError, FormatError, ShardCorrupt, SnapshotNotFound
 from lazysnap.levels.files import TEMP_MARK
 from lazysnap.levels.retention import is_complete, left_names
 from lazysnap.levels.shards import ShardPlace
@@ -113,6 +113,7 @@ class _Planner:
         self._seen = seen
         self._run = args.run or ""
         self._name = args.name
+        self._image_problems: dict[tuple[str, str], str] = {}
         self.problems: list[str] = []
 
     def plan(self, level: PersistentLevel | None) -> Plan:
@@ -167,6 +168,7 @@ class _Planner:
             if len(sound) == count:
                 break
             try:
+                self._check_images(steps[step])
                 shards = [pair for found in steps[step] for pair in found.shards]
                 total = sum(manifest.size_bytes for _, manifest in shards)
                 with self._output.bar(f"reading back step {step}", total) as advance:
@@ -177,6 +179,22 @@ class _Planner:
                 continue
             sound.append(step)
         return sound
+
+    def _check_images(self, snapshots: list[Found]) -> None:
+        """Read back the immutable tensors that they refer to, each image once. Raises: ShardCorrupt."""
+        wanted = {(found.run_id, digest) for found in snapshots for digest in found.frozen}
+        for image, manifest in self._seen.frozen:
+            key = image.run_id, image.digest
+            if key in wanted and key not in self._image_problems:
+                self._image_problems[key] = ""
+                with self._output.bar("reading back immutable tensors", manifest.size_bytes) as advance:
+                    try:
+                        self._store.verify_entry(image, beats(manifest, advance))
+                    except (FormatError, FileNotFoundError) as error:
+                        self._image_problems[key] = str(error)
+        for key in sorted(wanted & self._image_problems.keys()):
+            if self._image_problems[key]:
+                raise ShardCorrupt(self._image_problems[key])
 
     def _is_leased(self, found: Found) -> bool:
         return any(self._store.storage.is_leased(place.shard_path) for place in _places(self._store, found))

@@ -219,13 +219,15 @@ class Lane:
     def _write_frozen(
         self, store: SnapshotStore, meta: CaptureMeta, frozen: FrozenReference, beat: Beat, item: Committed | None
     ) -> None:
-        if store.has_frozen(meta.run_id, frozen.digest):
+        if store.has_frozen(meta.run_id, frozen.digest, beat):
             return
         slot = self._persister.frozen(frozen.digest)
         if slot is not None:
             own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of immutable tensors")
             held = MemorySource(slot.image, frozen.size_bytes)
-            store.write_frozen(replace(own, run_id=meta.run_id), PacedSource(held, self._pace, beat), frozen.digest)
+            store.write_frozen(
+                replace(own, run_id=meta.run_id), PacedSource(held, self._pace, beat), frozen.digest, beat
+            )
             return
         if item is None:
             raise LevelUnavailable(f"the immutable tensors {frozen.digest} of step {meta.step} are gone from memory")
@@ -236,7 +238,7 @@ class Lane:
             raise LevelUnavailable(f"{origin.url}: the immutable tensors {frozen.digest} are not there any more")
         own = origin.read_frozen_manifest(image).meta
         with FileSource(origin.storage, f"{directory}/{shard_name(0, 1)}", frozen.size_bytes) as source:
-            store.write_frozen(own, PacedSource(source, self._pace, beat), frozen.digest)
+            store.write_frozen(own, PacedSource(source, self._pace, beat), frozen.digest, beat)
 
     # ---------------------------------------------------------------- what comes after
 

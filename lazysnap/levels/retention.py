@@ -88,6 +88,9 @@ def _sound_steps(
         if len(sound) == level.keep_last:
             break
         try:
+            if read_back:
+                for entry in complete[step]:
+                    store.check_frozen(entry, beat)
             for entry in complete[step]:
                 if read_back and not store.is_sound(entry):
                     store.verify_entry(entry, beat)

@@ -27,6 +27,7 @@ from lazysnap.errors import (
     NameTaken,
     ShardCorrupt,
 )
+from lazysnap.levels.images import Images, Purpose
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.names import names_in
@@ -91,6 +92,7 @@ class SnapshotStore:
         self._known: dict[str, tuple[object, int, Entry]] = {}
         # By path of the manifest: ``created_ns`` and stamp of the snapshot that was read back whole.
         self._sound: dict[str, tuple[int, object]] = {}
+        self._images = Images()
 
     # ---------------------------------------------------------------- writing
 
@@ -139,6 +141,7 @@ class SnapshotStore:
         try:
             if not self.storage.checks_writes:
                 self.verify_entry(entry, beat)
+                self.check_frozen(entry, beat)
             for old in previous:
                 place = ShardPlace(self.storage, old, entry.rank, entry.world_size)
                 if not self.storage.is_leased(place.shard_path):
@@ -146,29 +149,37 @@ class SnapshotStore:
         except (LazySnapError, OSError) as error:
             logger.warning("%s: older copies of step %d stay: %s", self.url, entry.step, error)
 
-    def write_frozen(self, meta: CaptureMeta, source: BlockSource, digest: str) -> Manifest:
-        """Write and commit the image of a run's immutable tensors, unless it is there already.
+    def write_frozen(
+        self, meta: CaptureMeta, source: BlockSource, digest: str, beat: Callable[[], None] | None = None
+    ) -> Manifest:
+        """Write and commit the image of a run's immutable tensors, unless it is there already; a damaged one goes.
 
+        ``beat`` is called for every block of one that is read back.
         Raises: ShardCorrupt, if what was read has not that digest; LevelError; CaptureAborted.
         """
-        directory = frozen_directory_name(meta.run_id, digest)
-        place = ShardPlace(self.storage, directory, meta.rank, meta.world_size)
+        place = ShardPlace(self.storage, frozen_directory_name(meta.run_id, digest), meta.rank, meta.world_size)
         with self._naming(f"writing the immutable tensors {digest}"):
-            committed = self._frozen_at(place, digest)
+            self._images.make_room(place, digest, beat)
+            committed = self._images.committed(place, digest, beat)
             if committed is None:
-                try:
-                    return write_shard(place, meta, source, expected=digest)
-                except NameTaken:
-                    committed = self._frozen_at(place, digest)
+                with contextlib.suppress(NameTaken):
+                    committed = write_shard(place, meta, source, expected=digest)
+                    self._images.written(place)
             if committed is None:
-                where = f"{self.url}/{directory}"
-                raise LevelUnavailable(f"{where}: another writer is at it, or died; it is tried again with the next")
+                raise LevelUnavailable(f"{place.where}: another writer is at it; it is tried again with the next")
             return committed
 
-    def has_frozen(self, run_id: str, digest: str) -> bool:
-        """Whether the image of a run's immutable tensors is committed. Raises: ShardCorrupt, if it is another one."""
+    def has_frozen(self, run_id: str, digest: str, beat: Callable[[], None] | None = None) -> bool:
+        """Whether the image of a run's immutable tensors is committed and whole. Blocks: the first time reads it."""
         place = ShardPlace(self.storage, frozen_directory_name(run_id, digest), 0, 1)
-        return self._frozen_at(place, digest) is not None
+        return self._images.committed(place, digest, beat) is not None
+
+    def check_frozen(self, entry: Entry, beat: Callable[[], None] | None = None) -> None:
+        """Read back the immutable tensors of a snapshot, if any, once. Raises: ShardCorrupt, FileNotFoundError."""
+        if entry.frozen is not None:
+            place = ShardPlace(self.storage, frozen_directory_name(entry.run_id, entry.frozen), 0, 1)
+            if text := self._images.problem(place, entry.frozen, beat, Purpose.DELETING):
+                raise ShardCorrupt(text)
 
     def frozen_lease(self, run_id: str, digest: str) -> contextlib.AbstractContextManager[None]:
         """While held, no retention takes the image for unreferenced: between its commit and that of a snapshot."""
@@ -182,15 +193,6 @@ class SnapshotStore:
             raise
         except OSError as error:
             raise level_error(self.url, what, error) from error
-
-    def _frozen_at(self, place: ShardPlace, digest: str) -> Manifest | None:
-        try:
-            manifest = place.read_manifest()
-        except FileNotFoundError:
-            return None
-        if manifest.checksums.whole != digest:
-            raise ShardCorrupt(f"{place.where}: holds {manifest.checksums.whole}, its name says {digest}")
-        return manifest
 
     def _directory_for(self, meta: CaptureMeta, taken: set[str]) -> tuple[str, list[str]]:
         """Where to write, and where this shard of the run stands already: a resumed run passes a step again."""

@@ -1,0 +1,110 @@
+"""Images of immutable tensors at a level: whether one that is committed is whole, and room for another if it is not.
+
+An image is read back when a process first refers to it there, and again when the stamp of one of its files is another;
+between the two a look at the stamps is all that a snapshot costs.
+"""
+
+import logging
+from collections.abc import Callable
+from enum import Enum, auto
+
+from lazysnap import faults
+from lazysnap.errors import FormatError, LevelUnavailable, ShardCorrupt
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.shards import ShardPlace, read_blocks
+from lazysnap.shard.checksum import digest as digest_of
+from lazysnap.shard.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+
+Beat = Callable[[], None] | None
+
+
+class Purpose(Enum):
+    """Who wants to know. Retention does not rely on what was seen before the first snapshot referred to the image."""
+
+    WRITING = auto()
+    DELETING = auto()
+
+
+class Images:
+    """What this process knows of the images at one level. A damaged one is no image to whoever asks here."""
+
+    def __init__(self) -> None:
+        # By directory: stamps of both files when they were read or written, and what was wrong; empty if nothing.
+        self._seen: dict[tuple[str, Purpose], tuple[object, str]] = {}
+
+    def problem(self, place: ShardPlace, digest: str, beat: Beat, purpose: Purpose = Purpose.WRITING) -> str:
+        """What is wrong with a committed image, empty if it is whole. Blocks: reads it back, if that was not done.
+
+        Raises: FileNotFoundError, if none is committed; LevelError.
+        """
+        stamps = _stamps(place)
+        known = self._seen.get((place.directory, purpose))
+        if known is not None and known[0] == stamps:
+            return known[1]
+        text = ""
+        try:
+            read_blocks(place, _checked(place, digest), lambda offset, length: map_anonymous(length), beat)
+        except (FormatError, FileNotFoundError) as error:
+            text = str(error) if isinstance(error, FormatError) else f"{place.where}: is gone"
+        for one in Purpose if text else (purpose,):
+            self._seen[place.directory, one] = stamps, text
+        return text
+
+    def committed(self, place: ShardPlace, digest: str, beat: Beat) -> Manifest | None:
+        """The manifest of an image that is whole; ``None`` if there is no such image. Blocks: as ``problem``."""
+        try:
+            return None if self.problem(place, digest, beat) else _checked(place, digest)
+        except FileNotFoundError:
+            return None
+
+    def written(self, place: ShardPlace) -> None:
+        """This process has just written it."""
+        self._seen[place.directory, Purpose.WRITING] = _stamps(place), ""
+
+    def make_room(self, place: ShardPlace, digest: str, beat: Beat) -> None:
+        """Remove a damaged image, so that it can be written again; harmless if there is none, or a whole one.
+
+        The manifest goes first: a crash leaves no image. Only what was seen to be damaged goes, not what another job
+        has put there since, and nothing that a reader or another writer holds.
+        Blocks: as ``problem``. Raises: LevelUnavailable, if it cannot be removed now.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                text = self.problem(place, digest, beat)
+                if not text:
+                    return
+                seen = self._seen[place.directory, Purpose.WRITING][0]
+                is_leased = any(map(place.storage.is_leased, (place.manifest_path, place.shard_path)))
+                if _stamps(place) != seen:
+                    continue  # another one replaces it, or has done so
+            except FileNotFoundError:
+                place.storage.delete_abandoned(place.shard_path, unless=place.manifest_path)
+                return
+            if is_leased:
+                raise LevelUnavailable(f"{text}; somebody holds it just now, it is tried again with the next snapshot")
+            faults.point("level.images.withdraw")
+            if place.storage.delete_abandoned(place.manifest_path):
+                logger.warning("damaged immutable tensors were removed, to be written again: %s", text)
+            faults.point("level.images.withdrawn")
+        raise LevelUnavailable(f"{text}; it cannot be removed just now, and is tried again with the next snapshot")
+
+
+def _stamps(place: ShardPlace) -> object:
+    """Differs if one of the files does. Raises: FileNotFoundError, if there is no manifest; LevelError."""
+    storage = place.storage
+    manifest = storage.stamp(place.manifest_path) or digest_of(storage.get(place.manifest_path))
+    try:
+        return manifest, storage.stamp(place.shard_path) or storage.size(place.shard_path)
+    except FileNotFoundError:
+        return manifest, None
+
+
+def _checked(place: ShardPlace, digest: str) -> Manifest:
+    manifest = place.read_manifest()
+    if manifest.checksums.whole != digest:
+        raise ShardCorrupt(f"{place.where}: holds {manifest.checksums.whole}, its name says {digest}")
+    return manifest
