@@ -54,19 +54,24 @@ class Images:
             self._seen[place.directory, one] = stamps, text
         return text
 
-    def committed(self, place: ShardPlace, digest: str, beat: Beat) -> Manifest | None:
-        """The manifest of an image that is whole; ``None`` if there is no such image. Blocks: as ``problem``."""
+    def is_whole(self, place: ShardPlace, digest: str, beat: Beat) -> bool:
+        """Whether it is committed, and whole. Blocks: as ``problem``."""
         try:
-            return None if self.problem(place, digest, beat) else _checked(place, digest)
+            return not self.problem(place, digest, beat)
         except FileNotFoundError:
-            return None
+            return False
+
+    def check(self, place: ShardPlace, digest: str, beat: Beat) -> None:
+        """For retention. Raises: ShardCorrupt, if it is damaged; otherwise as ``problem``."""
+        if text := self.problem(place, digest, beat, Purpose.DELETING):
+            raise ShardCorrupt(text)
 
     def written(self, place: ShardPlace) -> None:
         """This process has just written it."""
         self._seen[place.directory, Purpose.WRITING] = _stamps(place), ""
 
-    def make_room(self, place: ShardPlace, digest: str, beat: Beat) -> None:
-        """Remove a damaged image, so that it can be written again; harmless if there is none, or a whole one.
+    def make_room(self, place: ShardPlace, digest: str, beat: Beat) -> Manifest | None:
+        """Remove a damaged image, so that it can be written again. The manifest, if there is a whole one.
 
         The manifest goes first: a crash leaves no image. Only what was seen to be damaged goes, not what another job
         has put there since, and nothing that a reader or another writer holds.
@@ -76,14 +81,14 @@ class Images:
             try:
                 text = self.problem(place, digest, beat)
                 if not text:
-                    return
+                    return _checked(place, digest)
                 seen = self._seen[place.directory, Purpose.WRITING][0]
                 is_leased = any(map(place.storage.is_leased, (place.manifest_path, place.shard_path)))
                 if _stamps(place) != seen:
                     continue  # another one replaces it, or has done so
             except FileNotFoundError:
                 place.storage.delete_abandoned(place.shard_path, unless=place.manifest_path)
-                return
+                return None
             if is_leased:
                 raise LevelUnavailable(f"{text}; somebody holds it just now, it is tried again with the next snapshot")
             faults.point("level.images.withdraw")

@@ -27,7 +27,7 @@ from lazysnap.errors import (
     NameTaken,
     ShardCorrupt,
 )
-from lazysnap.levels.images import Images, Purpose
+from lazysnap.levels.images import Images
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.names import names_in
@@ -159,8 +159,7 @@ class SnapshotStore:
         """
         place = ShardPlace(self.storage, frozen_directory_name(meta.run_id, digest), meta.rank, meta.world_size)
         with self._naming(f"writing the immutable tensors {digest}"):
-            self._images.make_room(place, digest, beat)
-            committed = self._images.committed(place, digest, beat)
+            committed = self._images.make_room(place, digest, beat)
             if committed is None:
                 with contextlib.suppress(NameTaken):
                     committed = write_shard(place, meta, source, expected=digest)
@@ -172,14 +171,13 @@ class SnapshotStore:
     def has_frozen(self, run_id: str, digest: str, beat: Callable[[], None] | None = None) -> bool:
         """Whether the image of a run's immutable tensors is committed and whole. Blocks: the first time reads it."""
         place = ShardPlace(self.storage, frozen_directory_name(run_id, digest), 0, 1)
-        return self._images.committed(place, digest, beat) is not None
+        return self._images.is_whole(place, digest, beat)
 
     def check_frozen(self, entry: Entry, beat: Callable[[], None] | None = None) -> None:
         """Read back the immutable tensors of a snapshot, if any, once. Raises: ShardCorrupt, FileNotFoundError."""
         if entry.frozen is not None:
             place = ShardPlace(self.storage, frozen_directory_name(entry.run_id, entry.frozen), 0, 1)
-            if text := self._images.problem(place, entry.frozen, beat, Purpose.DELETING):
-                raise ShardCorrupt(text)
+            self._images.check(place, entry.frozen, beat)
 
     def frozen_lease(self, run_id: str, digest: str) -> contextlib.AbstractContextManager[None]:
         """While held, no retention takes the image for unreferenced: between its commit and that of a snapshot."""

@@ -234,3 +234,40 @@ def test_without_anybody_to_ask_nothing_is_deleted(five, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert run("prune", five, "--keep-last", "1") == 2
     assert len(steps(five)) == 5
+
+
+@pytest.mark.parametrize("what", ["flipped shard", "truncated shard", "missing shard", "flipped manifest"])
+def test_nothing_is_deleted_in_favour_of_a_snapshot_whose_immutable_tensors_are_damaged(url, capsys, what):
+    put(url, 10)
+    for step in (20, 30, 40):
+        put(url, step, with_base(step), frozen=is_base)
+    path = f"{frozen_directory(url)}/{MANIFEST if 'manifest' in what else SHARD}"
+    if what == "missing shard":
+        remove(url, path)
+    else:
+        change(url, path, flip(0.99) if "flipped" in what else lambda data: data.pop())
+
+    code, result = run_json(capsys, "prune", url, "--keep-last", "1", "--yes")
+
+    assert code == 1
+    assert steps(url) == [10, 20, 30, 40]
+    assert result["deleted"] == []
+    assert all("frozen-" in problem for problem in result["problems"])
+
+
+def test_snapshots_with_sound_immutable_tensors_are_kept_before_newer_ones_with_damaged_ones(url, capsys):
+    for step in (10, 20):
+        put(url, step, with_base(step), frozen=is_base)
+    good = frozen_directory(url)
+    for step in (30, 40):
+        put(url, step, {**with_base(step), "base": {"w": torch.zeros(500)}}, frozen=is_base)
+    (bad,) = {path.split("/")[0] for path in files(url) if path.startswith("frozen-")} - {good}
+    change(url, f"{bad}/{SHARD}", flip(0.99))
+
+    code, result = run_json(capsys, "prune", url, "--keep-last", "1", "--yes")
+
+    assert code == 1
+    assert steps(url) == [20, 30, 40]
+    assert [problem.split(" does")[0] for problem in result["problems"]] == ["step 40", "step 30"]
+    assert run("prune", url, "--keep-last", "1", "--yes") == 1
+    assert f"{good}/{SHARD}" in files(url)

@@ -1,0 +1,98 @@
+"""The stored image of the immutable tensors is damaged while a real training with a real keeper goes on."""
+
+import os
+
+import pytest
+from image_damage import DAMAGES, damage
+from test_frozen import FrozenStarter, matches
+from tuning import TIMEOUT_S, until
+
+from lazysnap.levels.store import open_store
+
+
+@pytest.fixture
+def job():
+    starter = FrozenStarter()
+    yield starter
+    starter.clean_up()
+
+
+def run_until_durable(tuning, step):
+    """Train until a snapshot is durable; its step."""
+    step = tuning.run_until_captured(step)
+    assert tuning.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
+    return step
+
+
+def check_whole(tuning, root):
+    """Every snapshot that is left there can be restored, and is right."""
+    store = open_store(str(root))
+    inventory = store.inventory()
+    assert inventory.problems == ()
+    for entry in [*inventory.entries, *inventory.frozen]:
+        store.verify_entry(entry)
+    return [entry.step for entry in inventory.entries]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_later_snapshots_can_be_restored_and_older_ones_again(job, tmp_path, how):
+    tuning = job.start(tmp_path)
+    first = run_until_durable(tuning, 1)
+    damage(tmp_path, how)
+
+    last = run_until_durable(tuning, first + 1)
+
+    assert tuning.engine.close()
+    assert tuning.engine.statistics().level_failures == {}
+    assert sorted(check_whole(tuning, tmp_path)) == [first, last]
+    snapshot = job.start(tmp_path, ready=False).engine.fetch_stored()
+    assert snapshot.step == last
+    assert matches(tuning, snapshot)
+
+
+@pytest.mark.parametrize("how", ["a bit of the shard is flipped", "a bit of the manifest is flipped"])
+def test_a_restart_from_a_slower_level_repairs_the_faster_one(job, tmp_path, how):
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    tuning = job.start(fast, slow)
+    first = run_until_durable(tuning, 1)
+    assert tuning.engine.close()
+    damage(fast, how)
+
+    second = job.start(fast, slow, ready=False)
+    snapshot = second.engine.restore("latest")
+    assert snapshot.step == first
+    assert matches(tuning, snapshot)
+    assert second.engine.wait_ready(TIMEOUT_S)
+    last = run_until_durable(second, first + 1)
+    assert second.engine.close()
+
+    assert second.engine.statistics().level_failures == {}
+    assert last in check_whole(second, fast)
+    assert last in check_whole(second, slow)
+
+
+@pytest.mark.parametrize("point", ["level.images.withdrawn", "level.store.publish_shard"])
+def test_a_keeper_that_is_killed_while_it_replaces_the_image_leaves_what_the_next_one_mends(
+    job, tmp_path, monkeypatch, point
+):
+    # The keeper of this training inherits it; of its writes of shards the fifth is that of the image again.
+    count = {"level.images.withdrawn": 1, "level.store.publish_shard": 4}[point]
+    monkeypatch.setenv("LAZYSNAP_FAULT", f"{point}:{count}:kill")
+    tuning = job.start(tmp_path)
+    monkeypatch.delenv("LAZYSNAP_FAULT")
+    step = run_until_durable(tuning, 1)
+    step = run_until_durable(tuning, step + 1)
+    pid = tuning.engine._client._connection.peer_pid
+    damage(tmp_path, "a bit of the shard is flipped")
+
+    step = tuning.run_until_captured(step + 1)
+    until(lambda: tuning.engine.statistics().keepers_lost == 1)
+    assert not os.path.exists(f"/proc/{pid}/exe")
+    store = open_store(str(tmp_path))
+    for image in store.inventory().frozen:  # the next keeper may have written it by now
+        store.verify_entry(image)
+
+    last = run_until_durable(tuning, step + 1)
+    assert tuning.engine.close()
+    assert last in check_whole(tuning, tmp_path)
+    assert matches(tuning, job.start(tmp_path, ready=False).engine.fetch_stored())

@@ -1,0 +1,294 @@
+"""Images of immutable tensors that are damaged at a level: found, replaced, and never relied on."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+from image_damage import DAMAGES, SHARD, damage, flip, image_at
+from snapshots import files
+
+from lazysnap import faults  # noqa: F401  its child arms it
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import LevelUnavailable, ShardCorrupt
+from lazysnap.levels.images import Images, Purpose
+from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.store import SnapshotStore, open_store
+from lazysnap.resolver import candidates
+from lazysnap.shard.manifest import FrozenReference
+from lazysnap.testing.snapshots import RUN, Snapshot
+
+HERE = pathlib.Path(__file__).parent
+BASE = Snapshot(0, elements=300_000)
+
+
+def with_base(step, base=BASE):
+    return Snapshot(step, frozen=FrozenReference(base.digest, len(base.image)))
+
+
+def write_base(store, base=BASE):
+    return store.write_frozen(base.meta, base.source(), base.digest)
+
+
+def restorable(url):
+    """Steps whose shard and image are whole, by a store that knows nothing yet."""
+    store = open_store(url)
+    found = []
+    for plan in candidates([store.inventory()]):
+        with contextlib.suppress(ShardCorrupt):
+            for offers in [*plan.sources, *plan.frozen.values()]:
+                store.verify_entry(offers[0])
+            found.append(plan.step)
+    return sorted(found)
+
+
+class CountingStorage(LocalStorage):
+    """Counts the bytes that are read of images."""
+
+    read_bytes = 0
+
+    def reader(self, path):
+        if path.startswith("frozen-"):
+            self.read_bytes += self.size(path)
+        return super().reader(path)
+
+
+@pytest.fixture
+def url(tmp_path):
+    url = str(tmp_path / "level")
+    store = open_store(url)
+    write_base(store)
+    with_base(1).write(store)
+    return url
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["a new process", "the process that wrote it"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_image_is_no_image_and_is_written_again(tmp_path, how, knows):
+    url = str(tmp_path / "level")
+    store = open_store(url)
+    write_base(store)
+    with_base(1).write(store)
+    assert store.has_frozen(RUN, BASE.digest)
+    damage(url, how)
+    assert restorable(url) == []
+    store = store if knows else open_store(url)
+
+    assert not store.has_frozen(RUN, BASE.digest)
+    write_base(store)
+    with_base(2).write(store)
+
+    assert store.has_frozen(RUN, BASE.digest)
+    assert restorable(url) == [1, 2]
+    assert len(files(pathlib.Path(url))) == 6
+
+
+def test_an_image_is_read_once_however_many_snapshots_refer_to_it(url):
+    storage = CountingStorage(url)
+    store = SnapshotStore(storage)
+    for step in range(2, 12):
+        assert store.has_frozen(RUN, BASE.digest)
+        with_base(step).write(store)
+    assert storage.read_bytes == len(BASE.image)
+
+    for _ in range(5):
+        store.retain(PersistentLevel(url, keep_last=3), RUN)
+    # Retention reads it by itself, also once.
+    assert storage.read_bytes == 2 * len(BASE.image)
+
+    os.utime(image_at(url) / SHARD)
+    assert store.has_frozen(RUN, BASE.digest)
+    assert storage.read_bytes == 3 * len(BASE.image)
+
+
+def test_while_somebody_reads_or_needs_a_damaged_image_it_stays(url):
+    damage(url, "a bit of the shard is flipped")
+    before = files(pathlib.Path(url))
+    reader, store = open_store(url), open_store(url)
+    (image,) = reader.inventory().frozen
+
+    for lease in (reader.frozen_lease(RUN, BASE.digest), reader.storage.lease(f"{image.location}/{SHARD}")):
+        with lease:
+            with pytest.raises(LevelUnavailable, match="somebody holds it"):
+                write_base(store)
+            assert files(pathlib.Path(url)) == before
+
+    write_base(store)
+    assert restorable(url) == [1]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_what_another_job_has_put_there_since_the_damage_was_seen_stays(url, how):
+    slow = open_store(url)
+    assert slow.has_frozen(RUN, BASE.digest)
+    damage(url, how)
+    assert not slow.has_frozen(RUN, BASE.digest)
+    write_base(open_store(url))
+    inodes = [path.stat().st_ino for path in sorted(image_at(url).iterdir())]
+
+    write_base(slow)
+
+    assert [path.stat().st_ino for path in sorted(image_at(url).iterdir())] == inodes
+    assert restorable(url) == [1]
+
+
+def test_a_damaged_image_of_another_run_is_left_alone(url):
+    damage(url, "a bit of the shard is flipped")
+    before = {path: (pathlib.Path(url) / path).read_bytes() for path in files(pathlib.Path(url))}
+    other = Snapshot(0, "f" * 16, elements=300_000)
+    store = open_store(url)
+
+    store.write_frozen(other.meta, other.source(), other.digest)
+
+    assert {path: (pathlib.Path(url) / path).read_bytes() for path in before} == before
+
+
+def test_an_image_of_an_object_store_without_stamps_is_looked_at_by_size_and_manifest(tmp_path):
+    url = f"memory://{tmp_path.name}/images"
+    store = open_store(url)
+    write_base(store)
+    with_base(1).write(store)
+    (image,) = store.inventory().frozen
+    place = store._place(image)
+    whole = {path: store.storage.get(path) for path in (place.shard_path, place.manifest_path)}
+    for path, data in whole.items():
+        for bad in (data[:-1], None):
+            assert store.has_frozen(RUN, BASE.digest)
+            store.storage.delete(path) if bad is None else store.storage.put(path, bad)
+            assert not store.has_frozen(RUN, BASE.digest)
+            write_base(store)
+            assert restorable(url) == [1]
+    middle = len(BASE.image) // 2
+    data = bytearray(whole[place.shard_path])
+    data[middle] ^= 1
+    store.storage.put(place.shard_path, bytes(data))
+
+    fresh = open_store(url)
+    assert not fresh.has_frozen(RUN, BASE.digest)
+    write_base(fresh)
+    assert restorable(url) == [1]
+    store.storage._filesystem().rm(f"/{tmp_path.name}", recursive=True)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_retention_deletes_nothing_in_favour_of_a_snapshot_whose_image_is_damaged(tmp_path, how):
+    url = str(tmp_path / "level")
+    level = PersistentLevel(url, keep_last=1)
+    store = open_store(url)
+    Snapshot(1).write(store)
+    write_base(store)
+    for step in (2, 3):
+        with_base(step).write(store)
+    damage(url, how)
+
+    with contextlib.suppress(ShardCorrupt):
+        assert store.retain(level, RUN) == []
+
+    assert restorable(url) == [1]
+    assert len(store.inventory().entries) == 3
+    write_base(store)
+    assert store.retain(level, RUN) == [1, 2]
+    assert restorable(url) == [3]
+
+
+def test_damage_that_retention_finds_is_known_before_the_next_snapshot(url):
+    """Also if no stamp tells of it."""
+    images, store = Images(), open_store(url)
+    (image,) = store.inventory().frozen
+    place = store._place(image)
+    assert images.problem(place, BASE.digest, None) == ""
+    flip(image_at(url) / SHARD)
+    stamps = images._seen[place.directory, Purpose.WRITING][0]
+    assert "block 0" in images.problem(place, BASE.digest, None, Purpose.DELETING)
+    assert images._seen[place.directory, Purpose.WRITING][0] != stamps
+    assert not images.is_whole(place, BASE.digest, None)
+
+
+def test_an_older_copy_of_a_step_stays_while_the_image_of_the_newer_one_is_damaged(tmp_path):
+    url = str(tmp_path / "level")
+    store = open_store(url)
+    Snapshot(1).write(store)
+    write_base(store)
+    damage(url, "a bit of the shard is flipped")
+
+    with_base(1).write(store)
+
+    (kept,) = [entry for entry in store.inventory().entries if entry.frozen is None]
+    store.verify_entry(kept)
+
+
+CHILD = """
+import os, sys
+sys.path[:0] = sys.argv[1:]
+import test_images as t
+
+def replace(root):
+    store = t.open_store(root)
+    assert not store.has_frozen(t.RUN, t.BASE.digest)
+    t.write_base(store)
+    with store.frozen_lease(t.RUN, t.BASE.digest):
+        assert store.has_frozen(t.RUN, t.BASE.digest)
+        t.with_base(2).write(store)
+
+for line in sys.stdin:
+    root, spec, log = line[:-1].split("\\t")
+    pid = os.fork()
+    if not pid:
+        t.faults._ARMED, t.faults._SPEC, t.faults._LOG_PATH = True, spec, log
+        replace(root)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def run_children(*cases):
+    """Replace the image at each root, with a fault; how each process ended. ``cases``: root, fault, log of points."""
+    lines = ["\t".join(map(str, case)) + "\n" for case in cases]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(HERE), str(HERE.parent / "servers")],
+        input="".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.parametrize("how", ["a bit of the shard is flipped", "a bit of the manifest is flipped"])
+def test_killed_at_any_point_of_a_replacement_there_is_no_image_or_a_whole_one(tmp_path, how):
+    def prepare(name):
+        store = open_store(str(tmp_path / name))
+        write_base(store)
+        with_base(1).write(store)
+        damage(tmp_path / name, how)
+        return tmp_path / name
+
+    log = tmp_path / "points"
+    assert run_children((prepare("dry"), "", log)) == [0]
+    passed = log.read_text().splitlines()
+    assert {"level.images.withdraw", "level.images.withdrawn"} <= set(passed)
+    first_change = passed.index("level.local.deleted")
+    points = {(name, count) for name in passed for count in (1, passed.count(name))}
+    roots = {point: prepare("{}-{}".format(*point)) for point in points}
+    ends = run_children(*[(root, "{}:{}:kill".format(*point), "") for point, root in roots.items()])
+    assert ends == [-signal.SIGKILL] * len(points)
+    for (name, count), root in roots.items():
+        where = f"{name}:{count}"
+        store = open_store(str(root))
+        nth = [index for index, passed_name in enumerate(passed) if passed_name == name][count - 1]
+        if nth >= first_change:
+            images = [store.verify_entry(image) for image in store.inventory().frozen]
+            assert images or not [entry for entry in store.inventory().entries if entry.step == 2], where
+
+        store.sweep(0, 1)
+        write_base(store)
+        with_base(3).write(store)
+
+        assert {1, 3} <= set(restorable(str(root))), where
+        assert store.inventory().problems == (), where
+        assert not [path for path in files(root) if ".tmp-" in path], where

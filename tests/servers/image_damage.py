@@ -1,0 +1,39 @@
+"""What can happen to the files of an image of immutable tensors at a local level."""
+
+import pathlib
+import shutil
+
+SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
+
+
+def flip(path: pathlib.Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+def truncate(path: pathlib.Path) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+DAMAGES = {
+    "the shard is deleted": lambda directory: (directory / SHARD).unlink(),
+    "the shard is truncated": lambda directory: truncate(directory / SHARD),
+    "a bit of the shard is flipped": lambda directory: flip(directory / SHARD),
+    "a bit of the manifest is flipped": lambda directory: flip(directory / MANIFEST),
+    "the manifest is deleted": lambda directory: (directory / MANIFEST).unlink(),
+    "the directory is deleted": shutil.rmtree,
+}
+
+
+def image_at(root: str | pathlib.Path) -> pathlib.Path:
+    """The directory of the only image at a level."""
+    (found,) = pathlib.Path(root).glob("frozen-*")
+    return found
+
+
+def damage(root: str | pathlib.Path, how: str) -> None:
+    DAMAGES[how](image_at(root))
