@@ -5,6 +5,7 @@ between the two a look at the stamps is all that a snapshot costs.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from enum import Enum, auto
 
@@ -17,7 +18,9 @@ from lazysnap.shard.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3
+_HELD_S = 3.0
+"""How long a damaged image that somebody holds is waited for: others may be at finding out the same."""
+_POLL_S = 0.02
 
 Beat = Callable[[], None] | None
 
@@ -75,27 +78,31 @@ class Images:
 
         The manifest goes first: a crash leaves no image. Only what was seen to be damaged goes, not what another job
         has put there since, and nothing that a reader or another writer holds.
-        Blocks: as ``problem``. Raises: LevelUnavailable, if it cannot be removed now.
+        Blocks: as ``problem``, and some seconds. Raises: LevelUnavailable, if it cannot be removed now.
         """
-        for _ in range(_ATTEMPTS):
+        deadline = time.monotonic() + _HELD_S
+        while True:
             try:
                 text = self.problem(place, digest, beat)
                 if not text:
                     return _checked(place, digest)
                 seen = self._seen[place.directory, Purpose.WRITING][0]
                 is_leased = any(map(place.storage.is_leased, (place.manifest_path, place.shard_path)))
-                if _stamps(place) != seen:
-                    continue  # another one replaces it, or has done so
+                is_same = _stamps(place) == seen  # else another one replaces it, or has done so
             except FileNotFoundError:
                 place.storage.delete_abandoned(place.shard_path, unless=place.manifest_path)
                 return None
-            if is_leased:
+            if is_same and not is_leased:
+                faults.point("level.images.withdraw")
+                if place.storage.delete_abandoned(place.manifest_path):
+                    faults.point("level.images.withdrawn")
+                    logger.warning("damaged immutable tensors were removed, to be written again: %s", text)
+                    continue
+            if time.monotonic() > deadline:
                 raise LevelUnavailable(f"{text}; somebody holds it just now, it is tried again with the next snapshot")
-            faults.point("level.images.withdraw")
-            if place.storage.delete_abandoned(place.manifest_path):
-                logger.warning("damaged immutable tensors were removed, to be written again: %s", text)
-            faults.point("level.images.withdrawn")
-        raise LevelUnavailable(f"{text}; it cannot be removed just now, and is tried again with the next snapshot")
+            if beat is not None:
+                beat()
+            time.sleep(_POLL_S)
 
 
 def _stamps(place: ShardPlace) -> object:

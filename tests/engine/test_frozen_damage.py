@@ -75,7 +75,7 @@ def test_a_restart_from_a_slower_level_repairs_the_faster_one(job, tmp_path, how
 def test_a_keeper_that_is_killed_while_it_replaces_the_image_leaves_what_the_next_one_mends(
     job, tmp_path, monkeypatch, point
 ):
-    # The keeper of this training inherits it; of its writes of shards the fifth is that of the image again.
+    # The keeper of this training inherits it; of the shards that it writes the fourth is the image again.
     count = {"level.images.withdrawn": 1, "level.store.publish_shard": 4}[point]
     monkeypatch.setenv("LAZYSNAP_FAULT", f"{point}:{count}:kill")
     tuning = job.start(tmp_path)
