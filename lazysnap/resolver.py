@@ -22,6 +22,8 @@ class Entry:
     """Where in the level: a directory name, or a slot's index."""
     frozen: str | None = None
     """Digest of the immutable tensors that belong with it, which may be found at another level."""
+    node: str | None = None
+    """Which node can read it, ``None``: every one."""
     generation: str | None = None
     """With several ranks, which start of theirs it is of: only shards of one generation are one snapshot."""
     names: tuple[str, ...] = ()
@@ -68,14 +70,15 @@ class RestartPlan:
         return max((offers[0] for offers in self.sources), key=lambda entry: entry.speed).level
 
 
-_Key = tuple[int, str, int, int, str]
-"""Start of the run, run, step, world size, generation: what the shards of one snapshot have in common."""
+_Key = tuple[int, str, int, str, int]
+"""Start of the run, run, step, generation, world size: what the shards of one snapshot have in common."""
 
 
 def candidates(
     inventories: Iterable[Inventory], *, step: int | None = None, name: str | None = None
 ) -> list[RestartPlan]:
-    """Every complete snapshot, the best one first: of the run started last, then of the greatest step.
+    """Every complete snapshot, the best one first: of the run started last, then of the greatest step, then
+    of the start of its ranks that was last.
 
     A snapshot is complete when each of the ranks that its entries name is there at some level, and at some level the
     immutable tensors that it refers to. With ``step`` only snapshots of that step are listed, with ``name`` those that
@@ -90,11 +93,11 @@ def candidates(
         for entry in inventory.entries:
             if entry.frozen is not None and (entry.run_id, entry.frozen) not in frozen:
                 continue
-            key = (entry.run_started_ns, entry.run_id, entry.step, entry.world_size, entry.generation or "")
+            key = (entry.run_started_ns, entry.run_id, entry.step, entry.generation or "", entry.world_size)
             found[key][entry.rank].append(entry)
     plans = []
     for key, ranks in sorted(found.items(), reverse=True):
-        run_started_ns, run_id, at, world_size, _ = key
+        run_started_ns, run_id, at, _, world_size = key
         names = {given for entries in ranks.values() for entry in entries for given in entry.names}
         asked_for = (step is None or step == at) and (name is None or name in names)
         if set(ranks) == set(range(world_size)) and asked_for:

@@ -224,11 +224,11 @@ def choose_frozen(
     others += source.lazy_tensors()
     found: dict[Identity, list[str]] = defaultdict(list)
     for name, tensor in named:
-        if tensor.layout is torch.strided and _identity(tensor) in candidates and name not in banned:
+        if name not in banned and not _is_odd(tensor) and _identity(tensor) in candidates:
             found[_identity(tensor)].append(name)
         else:
             others.append(tensor)
-    busy = {_storage(tensor) for tensor in others if tensor.layout is torch.strided and not _is_odd(tensor)}
+    busy = {_storage(tensor) for tensor in others if not _is_odd(tensor)}
     chosen = {
         min(names): (identity, sorted(names), candidates[identity])
         for identity, names in found.items()
@@ -240,7 +240,9 @@ def choose_frozen(
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type == "meta"
+    """Whether its memory is of another kind: sparse, sharded, quantized, none."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return not plain or tensor.device.type == "meta"
 
 
 def _make(chosen: dict[str, tuple[Identity, list[str], list[torch.nn.Parameter]]]) -> FrozenSet:

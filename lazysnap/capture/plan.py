@@ -19,6 +19,7 @@ from lazysnap.capture.frozen import FrozenSet
 from lazysnap.errors import UnsupportedState
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.state.codec import path_text
+from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
@@ -26,7 +27,8 @@ Key = tuple[int, int, str]
 _NOTHING = torch.empty(0)
 
 
-def _key(tensor: torch.Tensor) -> Key:
+def key_of(tensor: torch.Tensor) -> Key:
+    """What memory of which device a plain tensor stands in."""
     return tensor.data_ptr(), tensor.numel() * tensor.element_size(), str(tensor.device)
 
 
@@ -62,7 +64,8 @@ class CapturePlan:
     records: list[TensorRecord]
     order: list[int]
     layout: Layout
-    logical: dict[str, dict[str, str]]
+    logical: dict[str, dict[str, Any]]
+    """By name what the manifest has to say of a tensor besides: dtype, scope and place in the whole."""
     aliases: dict[str, str]
     signature: object
     frozen: FrozenSet | None = None
@@ -159,13 +162,14 @@ def optimizer_signature(source: StateSource) -> object:
 
 def lazy_keys(source: StateSource) -> set[Key]:
     """Which memory only changes behind the gate."""
-    keys = {_key(tensor) for tensor in source.lazy_tensors()}
+    keys = {key_of(local_of(tensor)) for tensor in source.lazy_tensors()}
     for optimizer in source.optimizers():
         for group in optimizer.param_groups:
-            keys.update(_key(parameter) for parameter in group["params"])
+            keys.update(key_of(local_of(parameter)) for parameter in group["params"])
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                keys.update(_key(item) for item in state.values() if isinstance(item, torch.Tensor) and item.dim())
+                tensors = (item for item in state.values() if isinstance(item, torch.Tensor) and item.dim())
+                keys.update(key_of(local_of(tensor)) for tensor in tensors)
     return {key for key in keys if key[0] and key[1]}
 
 
@@ -190,18 +194,20 @@ def _check(tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
         )
 
 
-def make_plan(walk: Walk, source: StateSource, frozen: FrozenSet | None = None) -> CapturePlan:
-    """Work the plan out; tensors of ``frozen`` stand in an image of their own.
+def make_plan(
+    walk: Walk, source: StateSource, frozen: FrozenSet | None = None, lazy: set[Key] | None = None
+) -> CapturePlan:
+    """Work the plan out; tensors of ``frozen`` stand in an image of their own. ``lazy``: default ``lazy_keys``.
 
     Raises: UnsupportedState, naming a tensor that cannot be captured.
     """
-    lazy = lazy_keys(source)
+    lazy = lazy_keys(source) if lazy is None else lazy
     apart = frozen.all_names() if frozen is not None else frozenset()
     primaries: dict[object, int] = {}
     facts = []
     for index, (tensor, path) in enumerate(zip(walk.tensors, walk.paths, strict=True)):
         _check(tensor, path)
-        key = _key(tensor)
+        key = key_of(tensor)
         if walk.names[index] in apart:
             facts.append((False, index))
             continue
@@ -210,7 +216,7 @@ def make_plan(walk: Walk, source: StateSource, frozen: FrozenSet | None = None) 
     chosen = [i for i, (_, primary) in enumerate(facts) if primary == i and walk.names[i] not in apart]
     # Small and eager tensors first: copies of neighbours can be coalesced, and the watermark starts early.
     chosen.sort(key=lambda index: (facts[index][0], walk.tensors[index].nbytes))
-    logical: dict[str, dict[str, str]] = {}
+    logical: dict[str, dict[str, Any]] = {}
     specs = []
     for index in chosen:
         name, stored = walk.names[index], stored_form(walk.tensors[index])

@@ -113,7 +113,7 @@ class _Work:
         self._copied = Copied(plan.step, plan.run_id)
         try:
             self._manifests = [source.read_manifest(entry) for entry in self._entries]
-            self._images = [(offers[0], source.read_frozen_manifest(offers[0])) for offers in plan.frozen.values()]
+            self._images = [(offers[0], source.read_manifest(offers[0])) for offers in plan.frozen.values()]
         except (FormatError, FileNotFoundError) as error:
             self._manifests, self._images = [], []
             self._blame(error)

@@ -114,6 +114,6 @@ def _if_there(store: SnapshotStore, entry: Entry) -> Manifest | None:
 
 def _frozen_if_there(store: SnapshotStore, image: FrozenEntry) -> Manifest | None:
     try:
-        return store.read_frozen_manifest(image)
+        return store.read_manifest(image)
     except FileNotFoundError:
         return None

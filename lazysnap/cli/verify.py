@@ -88,7 +88,7 @@ def _check_one(
     except FileNotFoundError as error:
         # Retention takes the manifest first: only a manifest that is still there says that something is lost.
         if isinstance(entry, FrozenEntry):
-            store.read_frozen_manifest(entry)
+            store.read_manifest(entry)
         else:
             store.read_manifest(entry)
         return f"{store.url}/{entry.location}: a manifest without its shard: {error}"

@@ -219,7 +219,7 @@ def open_snapshot(
     images = {digest: offers[0] for digest, offers in plan.frozen.items()}
 
     def open_frozen(entry: FrozenEntry) -> OpenShard:
-        manifest = store.read_frozen_manifest(entry)
+        manifest = store.read_manifest(entry)
         return open_shard(ShardPlace(store.storage, entry.location, 0, 1), manifest)
 
     def open_own(pair: tuple[ShardPlace, Manifest]) -> OpenShard:

@@ -1,5 +1,6 @@
 """The engine: one pair of calls round every optimizer step, ``boundary`` and ``gate``, and ``restore`` at the start."""
 
+import dataclasses
 import logging
 import threading
 import time
@@ -8,6 +9,7 @@ from typing import Any, Literal
 
 from lazysnap import faults
 from lazysnap.arena import SlotPhase
+from lazysnap.capture.checks import discard
 from lazysnap.capture.gate import OptimizerGates
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
@@ -18,7 +20,9 @@ from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.restart import fetch
 from lazysnap.engine.restore import Snapshot
 from lazysnap.engine.statistics import Statistics
-from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.engine.together import Together, fetch_together, part_ways
+from lazysnap.engine.world import World
+from lazysnap.errors import ConfigError, KeeperUnavailable, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels.redaction import shown
@@ -41,8 +45,10 @@ class SnapshotEngine:
             engine.boundary(step + 1)
         engine.close()
 
-    One engine per process, used on the training thread. Whatever fails in a keeper or a level never raises into
-    training: it is logged once, counted in ``statistics()``, and tried again.
+    One engine per process, used on the training thread. With ``torch.distributed`` initialised, every rank makes one
+    at the same point; making it, ``fetch``, ``restore``, the first ``boundary`` and ``close`` are collective then, all
+    other calls are not. Whatever fails in a keeper or a level never raises into training: it is logged once, counted in
+    ``statistics()``, and tried again.
     """
 
     def __init__(
@@ -51,13 +57,19 @@ class SnapshotEngine:
         self.config = config
         self._source: StateSource = ObjectState(state) if isinstance(state, Mapping) else state
         identity = JobIdentity.from_config(config, default_url)
-        self._client = KeeperClient(identity, config)
+        self._world = World(config.collective_timeout_s)
+        if not self._world.is_alone:
+            identity = dataclasses.replace(identity, local_rank=self._world.place.local_rank)
+        self._identity = identity
+        self._client = KeeperClient(identity, config, self._world.size)
         self._captures = Captures()
         self._gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
         self._lock = threading.RLock()
         self._statistics = Statistics()
         self._events = EventLog(self._statistics)
         self._recorder = Recorder(config, self._source, self._client, self._captures, self._events)
+        if not self._world.is_alone:
+            self._recorder.join(self._world)
         self._prepared = False
         self._closed = False
 
@@ -68,37 +80,65 @@ class SnapshotEngine:
         state.
 
         Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot. A level that does not
-        answer within its ``timeout_s`` is passed over.
+        answer within its ``timeout_s`` is passed over. With several ranks collective: all get the same one, or none.
         Raises: JobBusy, if this job runs already; StateMismatch, if the snapshot is of another model;
-        SnapshotNotFound, if a step or name was asked for that is not there; ConfigError, for a bad name.
+        SnapshotNotFound, if a step or name was asked for that is not there; ConfigError, for a bad name; WaitTimeout,
+        if another rank is missing.
         """
-        return fetch(which, self.config, self._source.expected(), self._client, self._events)
+        return self._fetch(which, self._client)
+
+    def _fetch(self, which: int | str, client: KeeperClient | None) -> Snapshot | None:
+        together = Together(self.config, self._source, client, self._identity, self._world)
+        if not self._world.is_alone:
+            return fetch_together(which, together)
+        expected = self._source.expected()
+        return fetch(which, self.config, expected, client, self._events, lambda: fetch_together(which, together))
 
     def fetch_stored(self) -> Snapshot | None:
-        """As ``fetch``, from storage alone: also while another process of this job trains. Blocks."""
-        return fetch("latest", self.config, self._source.expected(), None, self._events)
+        """As ``fetch``, from storage alone: also while another process of this job trains. Blocks. Collective, too."""
+        return self._fetch("latest", None)
 
     def restore(self, which: int | str = "latest") -> Snapshot | None:
         """``fetch``, then load into the live objects and continue that run. ``None``: nothing there, start fresh.
 
-        ``which``: ``"latest"``, a step, or a name that ``keep`` gave. Blocks. Raises: as ``fetch``; what
-        ``load_state_dict`` raises.
+        ``which``: ``"latest"``, a step, or a name that ``keep`` gave. Blocks; collective with several ranks.
+        Raises: as ``fetch``; what ``load_state_dict`` raises.
         """
         snapshot = self.fetch(which)
         if snapshot is None:
             logger.info("no snapshot found: starting fresh")
             return None
         self._source.load(snapshot.state)
+        if snapshot.world_size != self._world.size:
+            self.part_ways(snapshot)
         self.resume(snapshot)
         return snapshot
+
+    def part_ways(self, snapshot: Snapshot) -> None:
+        """Give every rank random numbers of its own, after a restart with another number of ranks. Not collective."""
+        part_ways(snapshot, self._world)
 
     def resume(self, snapshot: Snapshot) -> None:
         """Continue the run that ``snapshot`` is of; for callers of ``fetch`` that load the state themselves."""
         meta = self._recorder.meta
         meta.run_id, meta.run_started_ns = snapshot.run_id, snapshot.run_started_ns
         self._recorder.resume(snapshot.step)
+        if snapshot.world_size > 1 or not self._world.is_alone:
+            self._discard_others(snapshot)
         self._client.adopt_run(snapshot.run_id, snapshot.run_started_ns)
         logger.info("resumed step %d from %s in %.2f s", snapshot.step, shown(snapshot.level), snapshot.seconds)
+
+    def _discard_others(self, snapshot: Snapshot) -> None:
+        """Drop what this memory holds beside ``snapshot``: not all ranks have it, and it must not outlast that."""
+        wanted = (snapshot.run_id, snapshot.step, snapshot.generation)
+        try:
+            held = self._client.inventory(self.config.keeper_timeout_s).entries
+        except KeeperUnavailable as error:
+            logger.info("nothing in memory to go through: %s", error)
+            return
+        for item in held:
+            if (item.run_id, item.step, item.generation) != wanted:
+                discard(item.slot, item.sequence)
 
     # ---------------------------------------------------------------- training
 
@@ -131,7 +171,7 @@ class SnapshotEngine:
         """Tell that optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
 
         ``force``: capture it also between the steps that ``every_n_steps`` names (the last one, or before an exit).
-        Does not block on copies, storage or the keeper. Collective: no.
+        Does not block on copies, storage or the keeper; with several ranks the first one is collective, the others not.
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node. Nothing else.
         """
@@ -259,14 +299,16 @@ class SnapshotEngine:
         """End well: make the newest capture durable, send the keeper away, free the memory. Idempotent.
 
         Blocks: at most ``drain_timeout_s`` for storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
-        ``False`` if something could not be made durable; ``True`` if there was nothing.
+        ``False`` if something could not be made durable; ``True`` if there was nothing. With several ranks collective:
+        where one is missing at the deadline, memory stays as after a crash, for the restart of all.
         """
         if self._closed:
             return True
-        durable = True
+        durable, over = True, self._world.is_alone
         try:
             self.gate()
             self._verify()
+            over = self._world.ends()
             if drain and (self._statistics.began or self._client.was_attached):
                 started = time.monotonic()
                 durable = self.flush(self.config.drain_timeout_s, progress)
@@ -279,7 +321,11 @@ class SnapshotEngine:
                     )
         finally:
             self._leave()
-            self._client.goodbye(self.config.keeper_timeout_s)
+            if over:
+                self._world.close()
+                self._client.goodbye(self.config.keeper_timeout_s)
+            else:
+                self._client.abandon()
         return durable
 
     def abandon(self) -> None:

@@ -31,6 +31,11 @@ class MetaWriter:
 
     run_id: str
     run_started_ns: int
+    rank: int = 0
+    world_size: int = 1
+    generation: str | None = None
+    """Drawn by all ranks together; ``None`` with one rank."""
+    parameters: dict[str, list[str]] | None = None
     _packages: dict[str, str] = field(default_factory=package_versions, repr=False)
 
     @classmethod
@@ -44,13 +49,17 @@ class MetaWriter:
             "run_id": self.run_id,
             "run_started_ns": self.run_started_ns,
             "step": step,
-            "rank": 0,
-            "world_size": 1,
+            "rank": self.rank,
+            "world_size": self.world_size,
             "captured_ns": time.time_ns(),
             "tensors": plan.logical,
             "aliases": plan.aliases,
             "packages": self._packages,
         }
+        if self.generation is not None:
+            fields["generation"] = self.generation
+        if self.parameters is not None:
+            fields["parameters"] = self.parameters
         if frozen is not None:
             fields["frozen"] = vars(frozen)
         text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

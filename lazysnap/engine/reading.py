@@ -1,17 +1,23 @@
 """A level as a restart reads it: whatever hangs there is passed over after the level's deadline."""
 
+import contextlib
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from lazysnap.config import PersistentLevel
+from lazysnap.engine.assembly import OpenShard
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.redaction import shown
+from lazysnap.levels.verified import VerifiedReader
 from lazysnap.resolver import Entry, FrozenEntry, Inventory
+from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 
 _Beat = Callable[[], None]
+_Result = TypeVar("_Result")
 
 
 class LevelReader:
@@ -69,11 +75,38 @@ class LevelReader:
 
         def work(beat: _Beat) -> tuple[memoryview, CaptureMeta]:
             store = self._open()
-            manifest = store.read_frozen_manifest(entry)
+            manifest = store.read_manifest(entry)
             beat()
             return self._fill(manifest, lambda out: store.read_image(entry, manifest, out, beat))
 
         return Attempt(work, f"reading immutable tensors at {shown(self.url)}").result(self._level.timeout_s)
+
+    def open(self, entry: Entry, where: str, stack: contextlib.ExitStack) -> OpenShard:
+        """A shard to read ranges of, verified block by block, and leased until ``stack`` ends. Raises: as ``read``."""
+        return self._ranges(entry, entry.rank, where, stack)
+
+    def open_frozen(self, entry: FrozenEntry, where: str, stack: contextlib.ExitStack) -> OpenShard:
+        """Immutable tensors to read ranges of; see ``open``."""
+        return self._ranges(entry, 0, where, stack)
+
+    def _ranges(self, entry: Entry | FrozenEntry, rank: int, where: str, stack: contextlib.ExitStack) -> OpenShard:
+        def work(beat: _Beat) -> tuple[VerifiedReader, Layout]:
+            store = self._open()
+            manifest = store.read_manifest(entry)
+            beat()
+            reader = VerifiedReader(store.place(entry), manifest)
+            return reader, Layout.parse(reader.read(0, manifest.header_bytes), manifest.size_bytes, where)
+
+        reader, layout = self._attempt(f"opening {where}", work)
+        stack.callback(reader.close)
+
+        def read_into(offset: int, out: memoryview) -> None:
+            out[:] = self._attempt(f"reading {where}", lambda beat: reader.read(offset, len(out)))
+
+        return OpenShard(rank, layout, reader.manifest.meta, read_into, where)
+
+    def _attempt(self, what: str, work: Callable[[_Beat], _Result]) -> _Result:
+        return Attempt(work, what).result(self._level.timeout_s)
 
     @staticmethod
     def _fill(manifest: Manifest, read: Callable[[memoryview], None]) -> tuple[memoryview, CaptureMeta]:

@@ -7,7 +7,7 @@ from lazysnap import faults
 from lazysnap.arena import Check, Slot, SlotPhase, Word, capacity_fits
 from lazysnap.capture.checks import CHECKS_LOCK
 from lazysnap.capture.job import CaptureJob, CapturePhase
-from lazysnap.capture.plan import CapturePlan, make_plan, optimizer_signature
+from lazysnap.capture.plan import CapturePlan, Key, lazy_keys, make_plan, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.estimate import estimate_image_bytes
@@ -15,7 +15,9 @@ from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
-from lazysnap.engine.slots import choose_slot, slots_needed
+from lazysnap.engine.partition import Partition, replicated_keys
+from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed
+from lazysnap.engine.world import World
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.policy import is_due, is_wanted
 from lazysnap.state.rewalk import StateWalker
@@ -50,6 +52,9 @@ class Recorder:
         self.names = Names(client)
         self.frozen = FrozenTensors(source, client, log, self.meta, self.names.lost)
         self._walker = StateWalker()
+        self._world: World | None = None
+        self._partition: Partition | None = None
+        self._lazy: set[Key] = set()
         self._plan: CapturePlan | None = None
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
@@ -62,18 +67,32 @@ class Recorder:
         self._keepers_lost = 0
         self.encoded_once = False
 
+    def join(self, world: World) -> None:
+        """Record one of several ranks' part from now on. Collective."""
+        self._world = world
+        mine = [f"{time.time_ns():016x}", self.meta.run_id, self.meta.run_started_ns]
+        drawn = world.exchange("making the engine", mine)[0]
+        self.meta.rank, self.meta.world_size = world.rank, world.size
+        self.meta.generation, self.meta.run_id, self.meta.run_started_ns = drawn
+
     # ---------------------------------------------------------------- getting ready
 
     def prepare(self) -> None:
         """Ask for memory before the first boundary. Does not block."""
         if self._plan is None:
             self.frozen.prepare()
-        if self._reserved is None:
+        # With several ranks the size of this one's part is known at the first boundary.
+        if self._reserved is None and self._world is None:
             self._reserve(estimate_image_bytes(self._source, self.frozen.names))
 
     def is_ready(self) -> bool:
         """Whether every slot is there, and what every capture refers to."""
-        return len(self._client.slots()) >= slots_needed(self._config) and not self.frozen.is_awaited()
+        if self._world is not None and self._plan is None:
+            return not self.frozen.is_awaited()
+        return len(self._client.slots()) >= self._slots_needed() and not self.frozen.is_awaited()
+
+    def _slots_needed(self) -> int:
+        return slots_needed(self._config, self.meta.world_size)
 
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
@@ -86,6 +105,10 @@ class Recorder:
         """Whether the boundary after ``step`` is to be captured."""
         self._seen_step = step
         last = self.last_step
+        if self._world is not None and step != last and step % self._config.every_n_steps == 0:
+            return True  # of the step alone: on all ranks alike
+        if self._world is not None:
+            return step != last and (force or bool(self.names.wanted))
         if last is None or step < last or step - last >= self._config.every_n_steps:
             return True
         return step != last and (force or bool(self.names.wanted))
@@ -103,7 +126,7 @@ class Recorder:
         holds = self.frozen.look()
         if holds and self._plan is not None and not self.frozen.is_whole():
             return self._skip_frozen()
-        walked = self._walker.walk(self._source.collect())
+        walked = self._mine(self._walker.walk(self._source.collect()))
         self.encoded_once = True
         plan = self._planned(walked, holds=holds)
         is_whole = self.frozen.is_whole()
@@ -118,6 +141,17 @@ class Recorder:
             return self.skip("all slots are in use")
         self._start(CaptureJob(plan, slot, step, walked.tensors), meta, pin=self._wants_persistence(step, slots))
         return True
+
+    def _mine(self, walked: Walk) -> Walk:
+        """What this rank captures of the state; worked out anew when its structure changed."""
+        if self._world is None:
+            return walked
+        if self._partition is None or not self._partition.holds_for(walked):
+            # Between two averagings of local SGD no rank's parameters are those of another, in whatever wrapper.
+            alike = [] if self._config.averaging_period is not None else list(self._source.replicated_parameters())
+            self._partition = self._world.settle(walked, replicated_keys(alike, self._source.optimizers()))
+            self._lazy = self._partition.lazy_keys(walked, lazy_keys(self._source))
+        return self._partition.apply(walked)
 
     def _start(self, job: CaptureJob, meta: bytes, *, pin: bool) -> None:
         slot, step, size = job.slot, job.step, job.plan.layout.size_bytes
@@ -156,8 +190,23 @@ class Recorder:
             cause = cause or "tensors taken for immutable are not"
             self._log.statistics.replans += 1
             self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
-        self._plan = make_plan(walked, self._source, self.frozen.settle(walked))
-        return self._plan
+        self._name_parameters()
+        frozen = self.frozen.settle(walked)
+        if self._partition is None:
+            self._plan = make_plan(walked, self._source, frozen)
+            return self._plan
+        plan = self._plan = make_plan(walked, self._source, frozen, self._lazy)
+        for name, facts in self._partition.facts.items():
+            plan.logical[name] = {**plan.logical.get(name, {}), **facts}
+        return plan
+
+    def _name_parameters(self) -> None:
+        names = self._source.parameter_names()
+        found = {
+            path: [names.get(id(parameter), "") for parameter in parameters]
+            for path, parameters in self._source.optimizer_parameters().items()
+        }
+        self.meta.parameters = {path: listed for path, listed in found.items() if all(listed)} or None
 
     def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
         """Slots that the capture fits; asks for others where it does not."""
@@ -178,14 +227,17 @@ class Recorder:
         wanted = (self._meta_capacity, image_bytes)
         if self._reserved is None or self._reserved != wanted:
             self._reserved = wanted
-            self._client.reserve(self._meta_capacity, image_bytes, slots_needed(self._config))
+            self._client.reserve(self._meta_capacity, image_bytes, self._slots_needed())
 
     def _free(self, slots: list[Slot]) -> Slot | None:
-        deadline = time.monotonic() + (self._config.gate_timeout_s if self._config.on_busy == "wait" else 0.0)
+        # With several ranks no capture is left out on one of them alone: then no common one might be left.
+        waits = self._config.on_busy == "wait" or self._world is not None
+        deadline = time.monotonic() + (self._config.gate_timeout_s if waits else 0.0)
+        kept = kept_whole(self._config, self.meta.world_size)
         while True:
             # A device that still writes its last capture would write into the next one's bytes and watermark.
             idle = [not self._captures.is_writing(slot) for slot in slots]
-            index = choose_slot([slot.status() for slot in slots], idle)
+            index = choose_slot([slot.status() for slot in slots], idle, kept)
             if index is not None:
                 return slots[index]
             if time.monotonic() >= deadline:
@@ -195,11 +247,13 @@ class Recorder:
     def _wants_persistence(self, step: int, slots: list[Slot]) -> bool:
         if self.names.wanted:
             return True
-        if any(is_wanted(level, step) for level in self._config.levels):
+        levels, world_size = self._config.levels, self.meta.world_size
+        if any(is_wanted(level, step) for level in levels):
             return True  # retention asks for this very step, whatever is being written
-        if any(slot.status().pinned for slot in slots):
+        # Never of what is idle here, with several ranks: all persist the same steps.
+        if world_size == 1 and any(slot.status().pinned for slot in slots):
             return False
-        return any(is_due(level, step, self._last_pinned) for level in self._config.levels)
+        return any(is_due(level, step, self._last_pinned, world_size) for level in levels)
 
     # ---------------------------------------------------------------- what became of it
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,7 +12,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.names import check_name
 from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.restore import Snapshot, SnapshotReader, Vanished
+from lazysnap.engine.restore import LISTINGS, Snapshot, SnapshotReader, Vanished
 from lazysnap.errors import KeeperUnavailable, SnapshotNotFound
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import MemoryHoldings
@@ -20,17 +20,20 @@ from lazysnap.keeper.events import MemoryHoldings
 logger = logging.getLogger("lazysnap.engine")
 
 LATEST = "latest"
-_LISTINGS = 3
 
 
-def fetch(
+def fetch(  # noqa: PLR0913  one call, from one place
     which: int | str,
     config: SnapshotConfig,
     expected: Mapping[str, torch.Tensor],
     client: KeeperClient | None,
     log: EventLog,
+    of_many: Callable[[], Snapshot | None],
 ) -> Snapshot | None:
-    """See ``SnapshotEngine.fetch``; without a client, from storage alone. Blocks."""
+    """See ``SnapshotEngine.fetch``; without a client, from storage alone. Blocks.
+
+    ``of_many`` reads what several ranks captured, if the best snapshot is such a one.
+    """
     started = time.perf_counter()
     step = which if isinstance(which, int) else None
     name = None if which == LATEST or step is not None else str(which)
@@ -48,10 +51,13 @@ def fetch(
             log.note_once("keeper", "no snapshot in memory can be used: %s", error)
     # Not before: the keeper of the last run may have been writing, and deleting, until this one took its place.
     reader = SnapshotReader(levels, memory)
-    for tries_left in reversed(range(_LISTINGS)):
+    for tries_left in reversed(range(LISTINGS)):
         reader.list_again()
+        plans = reader.plans(step=step, name=name)
+        if plans and plans[0].world_size > 1:
+            return of_many()
         with contextlib.suppress(Vanished):  # retention, or prune, went on meanwhile
-            snapshot = reader.read(reader.plans(step=step, name=name), expected, is_last_try=not tries_left)
+            snapshot = reader.read(plans, expected, is_last_try=not tries_left)
             break
     for problem in reader.problems:
         logger.warning("%s", problem)

@@ -41,18 +41,38 @@ class Snapshot:
     """Time from the question to the answer."""
     skipped: tuple[str, ...] = ()
     """Why newer snapshots, or faster levels, were passed over."""
+    world_size: int = 1
+    """Ranks of the training that it was taken from; with another number of ranks now, what is of each rank alone
+    (generators, position in the data) could not be continued exactly."""
+    generation: str | None = None
+    """With several ranks: which start of theirs took it."""
 
 
 def memory_inventory(memory: MemoryHoldings, others: Sequence[Inventory] = ()) -> Inventory:
     """What the keeper holds, as the resolver sees it: its immutable tensors serve every run that refers to them."""
     entries = tuple(
-        Entry(MEMORY, 0, item.run_id, item.run_started_ns, item.step, 0, 1, str(index), item.frozen)
+        Entry(
+            MEMORY,
+            0,
+            item.run_id,
+            item.run_started_ns,
+            item.step,
+            item.rank,
+            item.world_size,
+            str(index),
+            item.frozen,
+            generation=item.generation,
+        )
         for index, item in enumerate(memory.entries)
     )
     known = [*entries, *(entry for inventory in others for entry in inventory.entries)]
     wanted = sorted({(entry.run_id, entry.frozen) for entry in known if entry.frozen in memory.frozen})
     images = tuple(FrozenEntry(MEMORY, 0, run_id, str(digest), str(digest)) for run_id, digest in wanted)
     return Inventory(MEMORY, entries, images)
+
+
+LISTINGS = 3
+"""How often levels are listed until nothing vanishes between listing and reading."""
 
 
 class Vanished(Exception):

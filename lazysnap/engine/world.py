@@ -6,16 +6,26 @@ is JSON (``torch.distributed``'s object collectives would unpickle what arrives)
 
 import datetime
 import json
+import logging
 import os
 import socket
+import threading
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lazysnap.capture.plan import Key
+from lazysnap.engine.partition import Partition
 from lazysnap.errors import WaitTimeout
+from lazysnap.state.walk import Walk
 from lazysnap.topology import Place, places
+
+logger = logging.getLogger("lazysnap.engine")
+
+_BEAT_S = 2.0
 
 
 def node_name() -> str:
@@ -37,14 +47,32 @@ class World:
     """All ranks of this training, or this process alone if ``torch.distributed`` is not initialised."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
-        """Collective if there are several ranks: all of them make it at the same point. Blocks."""
+        """Collective if there are several ranks: all of them make it at the same point. Blocks.
+
+        Raises: WaitTimeout, if one of them is missing.
+        """
         self._timeout = datetime.timedelta(seconds=timeout_s)
         is_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if is_many else 0
         self.size = dist.get_world_size() if is_many else 1
-        self._group: Any = dist.new_group(backend="gloo", timeout=self._timeout) if is_many else None
+        self._group: Any = self._meet() if is_many else None
+        self._shares: bool | None = None
+        self._lost: WaitTimeout | None = None
         self.exchanges = 0
         """Collectives so far; a test sees to it that snapshots need none."""
+
+    def _meet(self) -> Any:
+        try:
+            return dist.new_group(backend="gloo", timeout=self._timeout)
+        except RuntimeError as error:
+            raise self._missing("making the engine", error) from error
+
+    def _missing(self, what: str, error: Exception) -> WaitTimeout:
+        return WaitTimeout(
+            f"rank {self.rank} of {self.size}, {what}: the other ranks did not answer within "
+            f"{self._timeout.total_seconds():g} s: {error}; is a rank dead, or do not all of them call this? "
+            "Snapshots are as they were; start all ranks again"
+        )
 
     @property
     def is_alone(self) -> bool:
@@ -54,22 +82,22 @@ class World:
     @cached_property
     def places(self) -> list[Place]:
         """Where every rank runs. Collective at its first use."""
-        return places([str(name) for name in self.exchange(node_name())])
+        return places([str(name) for name in self.exchange("making the engine", node_name())])
 
     @property
     def place(self) -> Place:
         """Where this rank runs. Collective at the first use of ``places``."""
         return self.places[self.rank]
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (plain JSON), in the order of the ranks. Collective. Blocks.
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank's ``value`` (plain JSON), in the order of the ranks; ``what`` they do. Collective. Blocks.
 
-        Raises: WaitTimeout, if a rank is missing at the deadline, or died.
+        Raises: WaitTimeout, if a rank is missing at the deadline, died, or came to do something else.
         """
         if self._group is None:
             return [value]
         self.exchanges += 1
-        data = torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(json.dumps([what, value], separators=(",", ":")).encode()), dtype=torch.uint8)
         try:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
@@ -78,19 +106,83 @@ class World:
             padded[: len(data)] = data
             texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(texts, padded, group=self._group)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: the program destroyed all groups
+            raise self._missing(what, error) from error
+        told = [json.loads(bytes(text[: int(size)].numpy().tobytes())) for text, size in zip(texts, sizes, strict=True)]
+        others = {rank: theirs for rank, (theirs, _) in enumerate(told) if theirs != what}
+        if others:
             raise WaitTimeout(
-                f"rank {self.rank} of {self.size}: the other ranks did not answer within "
-                f"{self._timeout.total_seconds():g} s: {error}; is a rank dead, or do not all of them call this?"
-            ) from error
-        return [json.loads(bytes(text[: int(size)].numpy().tobytes())) for text, size in zip(texts, sizes, strict=True)]
+                f"rank {self.rank} of {self.size} is at {what!r}, but {others}: all ranks must make the engine, fetch "
+                "or restore, take snapshots and close in the same order. Snapshots are as they were"
+            )
+        return [item for _, item in told]
 
-    def all_agree(self, ok: bool) -> bool:
-        """Whether every rank says yes. Collective. Raises: WaitTimeout."""
-        return all(self.exchange(bool(ok)))
+    def exchange_after(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """Every rank's result of ``work`` (plain JSON), when all have theirs. Collective. Blocks: as long as they work.
+
+        One rank may read from memory in a moment what another one fetches from far away: while they work they tell each
+        other so, and the deadline is for one that is dead or silent. Raises: as ``exchange``, after its own work.
+        """
+        if self._group is None:
+            return [work()]
+        results: list[Any] = []
+        over = threading.Event()
+        outcome: list[Any] = []
+
+        def tell() -> None:
+            try:
+                while not outcome:
+                    over.wait(min(_BEAT_S, self._timeout.total_seconds() / 4))
+                    if over.is_set() and not results:
+                        return  # interrupted: the others will miss this rank
+                    told = self.exchange(what, list(results))
+                    if all(told):
+                        outcome.append([answer for [answer] in told])
+            except WaitTimeout as error:
+                outcome.append(error)
+
+        teller = threading.Thread(target=tell, name="lazysnap-beat", daemon=True)
+        teller.start()
+        try:
+            results.append(work())
+        finally:
+            over.set()
+            teller.join()
+        if isinstance(outcome[0], WaitTimeout):
+            raise outcome[0]
+        return list(outcome[0])
+
+    def settle(self, walked: Walk, replicated: Collection[Key]) -> Partition:
+        """What this rank captures of the state. Collective at its first call, later ones are not.
+
+        Where the ranks of a node do not hold the same replicated tensors, each captures its own whole.
+        Raises: WaitTimeout, and at once from then on: no snapshots without a common plan.
+        """
+        if self._lost is not None:
+            raise self._lost  # asked once: the others will not answer later either
+        partition = Partition(walked, replicated, self.place)
+        if self._shares is None:
+            try:
+                common = self.exchange("the first boundary", partition.common)
+            except WaitTimeout as error:
+                self._lost = error
+                raise
+            self._shares = len({common[place.rank] for place in self.places if place.node == self.place.node}) == 1
+        return partition if self._shares else Partition(walked, (), self.place)
+
+    def ends(self) -> bool:
+        """Whether all ranks came to the end of their training. Collective. Blocks: until the deadline."""
+        try:
+            if self._lost is not None:
+                raise self._lost
+            self.exchange("closing", None)
+        except WaitTimeout as error:
+            logger.warning("what is in memory stays for a restart: %s", error)
+            return False
+        return True
 
     def close(self) -> None:
-        """Let the group go."""
+        """Let the group go. Does not block."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

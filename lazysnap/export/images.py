@@ -123,7 +123,7 @@ class SnapshotImages:
                 if entry.frozen is not None:
                     frozen = plan.frozen[entry.frozen][0]
                     place = ShardPlace(store.storage, frozen.location, 0, 1)
-                    images.append(Image.open(FROZEN, place, store.read_frozen_manifest(frozen)))
+                    images.append(Image.open(FROZEN, place, store.read_manifest(frozen)))
                     stack.callback(images[1].reader.close)
                 self.ranks.append(RankImages(manifest.meta, tuple(images)))
             self._stack = stack.pop_all()

@@ -40,9 +40,10 @@ _live_clients: "weakref.WeakSet[KeeperClient]" = weakref.WeakSet()
 class KeeperClient:
     """Connection to this job's keeper. Thread-safe."""
 
-    def __init__(self, identity: JobIdentity, config: SnapshotConfig) -> None:
+    def __init__(self, identity: JobIdentity, config: SnapshotConfig, world_size: int = 1) -> None:
         self._identity = identity
         self._config = config
+        self._world_size = world_size
         self._changed = threading.Condition()
         self._connection: Connection | None = None
         self._thread: threading.Thread | None = None
@@ -91,7 +92,7 @@ class KeeperClient:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                connection, received = attach(self._identity, self._config)
+                connection, received = attach(self._identity, self._config, self._world_size)
                 for message, fds in received:
                     self._take(message, fds)
                 self._adopt_orphans(connection)

@@ -19,6 +19,9 @@ class MemoryEntry:
     sequence: int
     frozen: str | None
     """Digest of the immutable tensors that belong with it."""
+    rank: int
+    world_size: int
+    generation: str | None
     checksums: Checksums | None
     """Known once the keeper persisted the capture or rested without a trainer."""
 
@@ -29,7 +32,7 @@ class MemoryEntry:
         if item["blocks"] is not None:
             checksums = Checksums(slot.status().image_bytes, item["block_bytes"], tuple(item["blocks"]))
         facts = (item["step"], item["run_id"], item["run_started_ns"], item["sequence"], item["frozen"])
-        return cls(slot, *facts, checksums)
+        return cls(slot, *facts, item["rank"], item["world_size"], item["generation"], checksums)
 
 
 @dataclass(frozen=True)

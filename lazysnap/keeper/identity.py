@@ -11,11 +11,13 @@ from lazysnap.errors import ConfigError
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """One job on one node of one user."""
+    """One process of a job, on one node, of one user."""
 
     job_id: str
     uid: int
     node: str
+    local_rank: int = 0
+    """Position among the processes of the job on this node: each has a keeper of its own."""
 
     @classmethod
     def from_config(cls, config: SnapshotConfig, default_url: str | None = None) -> "JobIdentity":
@@ -38,5 +40,7 @@ class JobIdentity:
     @property
     def address(self) -> str:
         """The keeper's Unix socket, in the abstract namespace: it vanishes with its process, nothing stays on disk."""
-        text = "\0".join((self.job_id, str(self.uid), self.node))
+        parts = [self.job_id, str(self.uid), self.node]
+        # The first one's address says nothing of it: a job that becomes one process finds its memory.
+        text = "\0".join([*parts, str(self.local_rank)] if self.local_rank else parts)
         return f"\0lazysnap/{self.uid}/{hashlib.sha256(text.encode()).hexdigest()[:32]}"

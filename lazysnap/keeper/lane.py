@@ -236,7 +236,7 @@ class Lane:
         image = next((one for one in origin.inventory().frozen if one.location == directory), None)
         if image is None:
             raise LevelUnavailable(f"{origin.url}: the immutable tensors {frozen.digest} are not there any more")
-        own = origin.read_frozen_manifest(image).meta
+        own = origin.read_manifest(image).meta
         with FileSource(origin.storage, f"{directory}/{shard_name(0, 1)}", frozen.size_bytes) as source:
             store.write_frozen(own, PacedSource(source, self._pace, beat), frozen.digest, beat)
 
@@ -265,13 +265,13 @@ class Lane:
         # Names are put in later, by this thread; until then no file says that a snapshot has one.
         with self._persister.changed:
             protect |= {naming.entry.step for naming in self.names if naming.entry is not None}
-        store = self._store
+        store, share = self._store, (item.entry.rank, item.entry.world_size)
         if store is None:
             return
         try:
             self._within_deadline(
                 "deleting old snapshots",
-                lambda beat: store.retain(self._level, item.entry.run_id, protect, beat),
+                lambda beat: store.retain(self._level, item.entry.run_id, protect, beat, share),
             )
         except (LazySnapError, OSError) as error:
             logger.warning("%s: old snapshots stay for now: %s", self._level.url, error)

@@ -44,6 +44,7 @@ class Persister:
         slots: Callable[[], list[Slot]],
         emit: Callable[[Message], None],
         frozen: Callable[[str], Slot | None] = lambda _: None,
+        world_size: int = 1,
     ) -> None:
         """``frozen`` gives the whole slot that holds the immutable tensors of a digest, if there is one."""
         self.levels = tuple(levels)
@@ -51,12 +52,12 @@ class Persister:
         self.frozen = frozen
         self.changed = threading.Condition()
         self._slots = slots
-        self._force = False
+        self._force = 0
         self._named: dict[int, set[str]] = {}
         self._committed: dict[tuple[int, int], Committed] = {}
         self._checksums: weakref.WeakKeyDictionary[Slot, tuple[int, Checksums]] = weakref.WeakKeyDictionary()
         self._checksumming = False
-        self.states = [LaneState(level) for level in self.levels]
+        self.states = [LaneState(level, world_size) for level in self.levels]
         self.stopping = False
         self._lanes = [Lane(self, index) for index in range(len(self.levels))]
         for run in (*(lane.run for lane in self._lanes), self._run_checksums):
@@ -69,8 +70,8 @@ class Persister:
         with self.changed:
             self.changed.notify_all()
 
-    def set_force(self, force: bool) -> None:
-        """Whether the newest whole capture is to be persisted at every level, due or not."""
+    def set_force(self, force: int) -> None:
+        """How many of the newest whole captures are to be persisted at every level, due or not."""
         with self.changed:
             self._force = force
             self.changed.notify_all()
@@ -160,7 +161,7 @@ class Persister:
         chosen = slot_for(self.states, index, statuses, force=self._force, named=self.named)
         if chosen is not None:
             return SlotWork(slots[chosen], statuses[chosen])
-        queued = next_queued(state, force=self._force, named=self.named)
+        queued = next_queued(state, force=bool(self._force), named=self.named)
         if queued is None and lane.owed is not None and not lane.owed.waits_for & self._steps_to_copy(index):
             return lane.owed
         return queued
@@ -196,10 +197,10 @@ class Persister:
         wanted_by = [
             index
             for index in range(len(self.states))
-            if takes(self.states, index, status, force=self._force, named=self.named)
+            if takes(self.states, index, status, force=bool(self._force), named=self.named)
         ]
-        if not wanted_by:
-            return True
+        if not wanted_by or self.states[wanted_by[0]].world_size > 1:
+            return not wanted_by
         # Newer ones were tried meanwhile: this one is left out, but for what retention asks for.
         step = status.step or 0
         newest_tried = max(self.states[wanted_by[0]].tried, default=0)
@@ -256,13 +257,17 @@ class Persister:
                     return
                 slots = self._slots()
                 statuses = [slot.status() for slot in slots]
-                newest = newest_whole(statuses)
-                idle = newest is None or not self._force or self.checksums_of(slots[newest]) is not None
+                # With several ranks the newest that all have may be an older one.
+                bare = [
+                    index
+                    for index, status in enumerate(statuses)
+                    if status.phase is SlotPhase.WHOLE and self.checksums_of(slots[index]) is None
+                ]
                 # A level that writes the capture computes them anyway.
-                if idle or any(lane.is_busy for lane in self._lanes):
+                if not bare or not self._force or any(lane.is_busy for lane in self._lanes):
                     self.changed.wait(0.5)
                     continue
-            assert newest is not None
+            newest = max(bare, key=lambda index: statuses[index].sequence)
             try:
                 faults.point("keeper.persist.checksum")
                 checksums = Checksums.of(slots[newest].image[: statuses[newest].image_bytes])

@@ -1,6 +1,5 @@
 """The keeper's main loop: connections, deaths and time on one thread; memory and storage on others."""
 
-import contextlib
 import logging
 import os
 import selectors
@@ -9,18 +8,17 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Any
 
 from lazysnap import faults
 from lazysnap.arena import Check, Slot, SlotPhase, Word
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable, LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
+from lazysnap.keeper.holdings import Holdings
 from lazysnap.keeper.machine import START_GRACE_S, Event, Phase, next_phase
 from lazysnap.keeper.memory import SlotPool
 from lazysnap.keeper.messages import Connection, Message
 from lazysnap.keeper.persist import Persister
-from lazysnap.shard.manifest import CaptureMeta
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +58,10 @@ class Keeper:
         self._pool = SlotPool(self._slot_made, self._slot_dropped)
         self._frozen = FrozenPool(lambda digest: self._emit({"type": "frozen_dropped", "digest": digest}))
         self._frozen_asked: deque[tuple[Connection, Message]] = deque()
-        self._persister = self._make_persister(())
         self._levels: tuple[PersistentLevel, ...] = ()
+        self._world_size = 1
+        self._persister = self._make_persister()
+        self._holdings = Holdings(self._pool, self._frozen, lambda slot: self._persister.checksums_of(slot))
         self._max_bytes: int | None = None
         self._wanted: tuple[int, int, int] | None = None
         self._settled: tuple[int, int, int] | None = None
@@ -70,8 +70,8 @@ class Keeper:
         self._terminated = False
         threading.Thread(target=self._provide_memory, name="memory", daemon=True).start()
 
-    def _make_persister(self, levels: tuple[PersistentLevel, ...]) -> Persister:
-        return Persister(levels, self._pool.all, self._emit, self._frozen.get)
+    def _make_persister(self) -> Persister:
+        return Persister(self._levels, self._pool.all, self._emit, self._frozen.get, self._world_size)
 
     # ---------------------------------------------------------------- main loop
 
@@ -112,7 +112,10 @@ class Keeper:
         self._deadline = time.monotonic() + limit
         if before is Phase.LINGERING and self._phase is Phase.DRAINING:
             self._persister.try_again()  # a level that was away when the trainer died may be back
-        self._persister.set_force(self._phase in (Phase.LINGERING, Phase.DRAINING))
+        # Of several ranks that died the newest capture that all have may be an older one: each writes what it has.
+        many = self._world_size > 1 and Phase.LINGERING in (before, self._phase)
+        force = len(self._pool.all()) if many else 1
+        self._persister.set_force(force if self._phase in (Phase.LINGERING, Phase.DRAINING) else 0)
 
     # ---------------------------------------------------------------- connections
 
@@ -163,6 +166,8 @@ class Keeper:
         kind = message["type"]
         if kind == "hello":
             self._hello(connection, message)
+        elif kind == "look":
+            self._holdings.show(connection)
         elif connection is self._trainer:
             handler = getattr(self, f"_on_{kind}", None)
             if handler is None:
@@ -182,9 +187,11 @@ class Keeper:
         self._trainer, self._trainer_since = connection, time.time()
         self._watch(connection)
         faults.set_peer(connection.peer_pid)
-        if levels != self._levels:
+        world_size = int(message["world_size"])
+        if (levels, world_size) != (self._levels, self._world_size):
             self._persister.stop()
-            self._levels, self._persister = levels, self._make_persister(levels)
+            self._levels, self._world_size = levels, world_size
+            self._persister = self._make_persister()
         self._settled = None
         self._go(Event.HELLO)
         connection.send({"type": "welcome", "pid": os.getpid()})
@@ -290,37 +297,16 @@ class Keeper:
         self._persister.release(str(message["name"]), str(message["run_id"]))
 
     def _on_inventory(self, message: Message, fds: tuple[int, ...]) -> None:
-        entries: list[dict[str, Any]] = []
-        for number, slot in self._pool.items():
-            status = slot.status()
-            if status.phase is not SlotPhase.WHOLE:
-                continue
-            with contextlib.suppress(LazySnapError):  # unreadable metadata: nothing that could be restored
-                meta = CaptureMeta.from_bytes(slot.read_meta())
-                checksums = self._persister.checksums_of(slot)
-                entries.append(
-                    {
-                        "slot": number,
-                        "step": meta.step,
-                        "run_id": meta.run_id,
-                        "run_started_ns": meta.run_started_ns,
-                        "sequence": status.sequence,
-                        "frozen": meta.frozen and meta.frozen.digest,
-                        "block_bytes": checksums.block_bytes if checksums else 0,
-                        "blocks": list(checksums.blocks) if checksums else None,
-                    }
-                )
         assert self._trainer is not None
-        reply = {"type": "inventory", "id": message["id"], "entries": entries, "frozen": self._frozen.digests()}
-        self._trainer.send(reply)
+        self._trainer.send({"type": "inventory", "id": message["id"], **self._holdings.told()})
 
     def _on_drain(self, message: Message, fds: tuple[int, ...]) -> None:
         self._drain_request = int(message["id"])
-        self._persister.set_force(True)
+        self._persister.set_force(1)
 
     def _reply_drained(self) -> None:
         request, self._drain_request = self._drain_request, None
-        self._persister.set_force(False)
+        self._persister.set_force(0)
         self._emit({"type": "drained", "id": request, "ok": self._persister.is_durable_everywhere()})
 
     def _on_goodbye(self, message: Message, fds: tuple[int, ...]) -> None:

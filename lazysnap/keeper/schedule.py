@@ -4,6 +4,9 @@ One level reads the slots, the *head*: the fastest one that did not fail at its 
 of a faster one. A level in front of the head, which failed, tries each new capture from its slot as well: that is how
 it recovers by itself. Every level takes the newest first; what it has not begun when a newer one is ready is left out,
 but for what its retention asks for by step or by name.
+
+With several ranks nothing is left out, and everything goes in order: which steps a level has must not depend on how
+busy one rank is, or no snapshot might be complete there. Back-pressure holds the captures instead.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,7 +14,6 @@ from dataclasses import dataclass, field
 
 from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.machine import newest_whole
 from lazysnap.policy import is_due, is_wanted
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import Manifest
@@ -33,6 +35,7 @@ class LaneState:
     """How far one level has come. Changed under the persister's lock."""
 
     level: PersistentLevel
+    world_size: int = 1
     tried: set[int] = field(default_factory=set)
     """Sequence numbers of captures that were tried there, with whatever result."""
     durable: int | None = None
@@ -51,6 +54,10 @@ class LaneState:
             self.tried = set(sorted(self.tried)[-128:])
 
 
+def _is_due(lane: LaneState, step: int) -> bool:
+    return is_due(lane.level, step, lane.durable, lane.world_size)
+
+
 def head(lanes: Sequence[LaneState]) -> int:
     """The index of the fastest level that works; the last one if none does."""
     return next((index for index, lane in enumerate(lanes) if not lane.failing), len(lanes) - 1)
@@ -62,26 +69,27 @@ def takes(lanes: Sequence[LaneState], index: int, status: SlotStatus, *, force: 
     if status.step is None or status.sequence in lane.tried or index > head(lanes):
         return False
     # The fastest level takes what any level wants: the others copy from it. A later one, standing in, keeps its pace.
-    return index == 0 or force or status.sequence in named or is_due(lane.level, status.step, lane.durable)
+    return index == 0 or force or status.sequence in named or _is_due(lane, status.step)
 
 
 def slot_for(
-    lanes: Sequence[LaneState], index: int, statuses: Sequence[SlotStatus], *, force: bool, named: Collection[int]
+    lanes: Sequence[LaneState], index: int, statuses: Sequence[SlotStatus], *, force: int, named: Collection[int]
 ) -> int | None:
-    """Which slot level ``index`` writes next: pinned ones, newest first; with ``force`` the newest whole one."""
+    """Which slot level ``index`` writes next: pinned ones, newest first; then the ``force`` newest whole ones."""
     pinned = [
         number
         for number, status in enumerate(statuses)
         if status.pinned
         and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
-        and takes(lanes, index, status, force=force, named=named)
+        and takes(lanes, index, status, force=bool(force), named=named)
     ]
     if pinned:
-        return max(pinned, key=lambda number: statuses[number].sequence)
-    newest = newest_whole(statuses)
-    if force and newest is not None and takes(lanes, index, statuses[newest], force=force, named=named):
-        return newest
-    return None
+        first = min if lanes[index].world_size > 1 else max
+        return first(pinned, key=lambda number: statuses[number].sequence)
+    whole = [number for number, status in enumerate(statuses) if status.phase is SlotPhase.WHOLE]
+    whole.sort(key=lambda number: statuses[number].sequence)
+    forced = whole[-force:] if force else []
+    return next((number for number in forced if takes(lanes, index, statuses[number], force=True, named=named)), None)
 
 
 def is_asked_for(lanes: Sequence[LaneState], step: int, sequence: int, named: Collection[int]) -> bool:
@@ -96,18 +104,19 @@ def enqueue(lane: LaneState, item: Committed, named: Collection[int]) -> list[Co
     dropped = [
         known
         for known in lane.queue
-        if known.sequence < item.sequence
+        if lane.world_size == 1
+        and known.sequence < item.sequence
         and known.sequence not in named
         and not is_wanted(lane.level, known.entry.step)
     ]
     lane.queue = [*(known for known in lane.queue if known not in dropped), item]
-    return [known for known in dropped if is_due(lane.level, known.entry.step, lane.durable)]
+    return [known for known in dropped if _is_due(lane, known.entry.step)]
 
 
 def next_queued(lane: LaneState, *, force: bool, named: Collection[int]) -> Committed | None:
     """What to copy next from a faster level, newest first."""
-    for item in reversed(lane.queue):
-        if force or item.sequence in named or is_due(lane.level, item.entry.step, lane.durable):
+    for item in lane.queue if lane.world_size > 1 else reversed(lane.queue):
+        if force or item.sequence in named or _is_due(lane, item.entry.step):
             return item
     return None
 

@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lazysnap import faults
@@ -27,78 +28,168 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_AHEAD = 2
+"""Persisted steps that one rank may be ahead of another."""
+
 
 def is_complete(entries: Iterable[Entry]) -> bool:
-    """Whether all ranks of the world that one of them names are there."""
-    ranks: dict[int, set[int]] = defaultdict(set)
+    """Whether all ranks of one snapshot are there: those of one world, and of one start of it."""
+    ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
     for entry in entries:
-        ranks[entry.world_size].add(entry.rank)
-    return any(len(found) == world_size for world_size, found in ranks.items())
+        ranks[entry.generation or "", entry.world_size].add(entry.rank)
+    return any(len(found) == world_size for (_, world_size), found in ranks.items())
+
+
+@dataclass(frozen=True)
+class Whose:
+    """The snapshots of one run, and which of their files are looked after here: those of all ranks, or one's share."""
+
+    run_id: str
+    share: tuple[int, int] | None
+    """This rank and the number of ranks there are now."""
+
+    def owns(self, entry: Entry) -> bool:
+        """Whether the entry is to be looked after here. What more ranks have left falls to those that there are now."""
+        return self.share is None or is_of(entry.rank, self.share)
+
+
+def is_of(rank: int, share: tuple[int, int]) -> bool:
+    """Whether the files of ``rank``, in whatever world, fall to the one of ``share`` (rank, number of ranks)."""
+    return rank % share[1] == share[0]
+
+
+@dataclass(frozen=True, order=True)
+class _Snapshot:
+    """What the shards of one snapshot have in common, besides the run. Newer ones are greater."""
+
+    step: int
+    generation: str
+    world_size: int
+
+
+class _Found:
+    """The snapshots of one run at a level, and what of them is to be looked after here."""
+
+    def __init__(self, inventory: Inventory, whose: Whose) -> None:
+        self._entries: dict[_Snapshot, list[Entry]] = defaultdict(list)
+        self.whose = whose
+        for entry in inventory.entries:
+            if entry.run_id == whose.run_id:
+                self._entries[_Snapshot(entry.step, entry.generation or "", entry.world_size)].append(entry)
+        images = {image.digest for image in inventory.frozen if image.run_id == whose.run_id}
+        self.complete = {
+            one
+            for one, entries in self._entries.items()
+            if is_complete(entry for entry in entries if entry.frozen is None or entry.frozen in images)
+        }
+        self.halves = set(self._entries) - self.complete
+        newest: dict[int, _Snapshot] = {}
+        for one in sorted(self.complete):
+            newest[one.step] = one
+        self.newest = newest
+        """Of each step the complete snapshot that was taken last: a resumed run passes a step again."""
+
+    def mine(self, one: _Snapshot) -> list[Entry]:
+        """The entries that are to be looked after here."""
+        return [entry for entry in self._entries[one] if self.whose.owns(entry)]
+
+    def named_steps(self) -> set[int]:
+        """Steps that have a name."""
+        return {one.step for one, entries in self._entries.items() if any(entry.names for entry in entries)}
+
+    def is_passed(self, one: _Snapshot) -> bool:
+        """Whether all other ranks went on from that snapshot, so that they read their shards back and left them."""
+        if self.whose.share is None:
+            return True  # all shards are read back here
+        later = {
+            entry.rank
+            for other, entries in self._entries.items()
+            if other.step > one.step and (other.generation, other.world_size) == (one.generation, one.world_size)
+            for entry in entries
+        }
+        return later | {entry.rank for entry in self.mine(one)} >= set(range(one.world_size))
+
+    def forget(self, one: _Snapshot) -> None:
+        """What is looked after here was deleted."""
+        self._entries[one] = [entry for entry in self._entries[one] if not self.whose.owns(entry)]
+
+    def references(self) -> set[str | None]:
+        """The immutable tensors that are still referred to."""
+        return {entry.frozen for entries in self._entries.values() for entry in entries}
 
 
 def retain(
-    store: "SnapshotStore",
-    level: PersistentLevel,
-    run_id: str,
-    protect: frozenset[int],
-    beat: Callable[[], None],
+    store: "SnapshotStore", level: PersistentLevel, whose: Whose, protect: frozenset[int], beat: Callable[[], None]
 ) -> list[int]:
     """See ``SnapshotStore.retain``."""
     inventory = store.inventory()
-    found: dict[int, list[Entry]] = defaultdict(list)
-    for entry in inventory.entries:
-        if entry.run_id == run_id:
-            found[entry.step].append(entry)
-    images = {image.digest for image in inventory.frozen if image.run_id == run_id}
-    complete = [
-        step
-        for step, entries in sorted(found.items())
-        if is_complete(entry for entry in entries if entry.frozen is None or entry.frozen in images)
-    ]
-    sound, damaged = _sound_steps(store, level, {step: found[step] for step in complete}, beat)
+    found = _Found(inventory, whose)
+    sound, damaged = _sound_steps(store, level, found, beat)
+    safe = found.named_steps() | protect
+    old = set(expired(sorted(found.newest), level, sound=sound, protected=safe))
+    going = {one for one in found.complete if one.step in old}
+    passed = {one for one in found.complete if one != found.newest[one.step] and one.step in sound}
+    going |= {one for one in passed | _worthless(found, sound, level) if one.step not in safe}
     gone = []
-    named = {step for step, entries in found.items() if any(entry.names for entry in entries)}
-    going = expired(complete, level, sound=sound, protected=named | protect)
-    # What never became complete is garbage once something newer is safe.
-    halves = [step for step in found if step not in complete and sound and step < max(sound)]
-    for step in sorted({*going, *halves} - named):
-        places = [ShardPlace(store.storage, entry.location, entry.rank, entry.world_size) for entry in found[step]]
-        if any(store.storage.is_leased(place.shard_path) for place in places):
+    for one in sorted(going):
+        mine = found.mine(one)
+        places = [ShardPlace(store.storage, entry.location, entry.rank, entry.world_size) for entry in mine]
+        if not mine or any(store.storage.is_leased(place.shard_path) for place in places):
             continue  # a restore reads it; the next time
         for place in places:
             beat()
             place.delete()
-        if step in going:
-            gone.append(step)
-        del found[step]
-    _delete_unreferenced(store.storage, inventory, run_id, {e.frozen for entries in found.values() for e in entries})
-    if damaged and max(damaged) == max(complete):
+        if one in found.complete:
+            gone.append(one.step)
+        found.forget(one)
+    _delete_unreferenced(store.storage, inventory, whose.run_id, found.references())
+    if damaged and max(damaged) == max(found.newest):
         raise ShardCorrupt(f"{store.url}: the newest snapshot was read back damaged: {damaged[max(damaged)]}")
     return gone
 
 
+def _worthless(found: _Found, sound: list[int], level: PersistentLevel) -> set[_Snapshot]:
+    """Snapshots that are not complete here and need not stay.
+
+    With one rank: what is older than something safe. With several, others may be behind: a rank is at most two
+    persisted steps ahead of another (docs/architecture.md), and a local disk shows the steps of its own node only.
+    """
+    alone = {one for one in found.halves if one.world_size == 1 and sound and one.step < max(sound)}
+    many = sorted((one for one in found.halves if one.world_size > 1), key=lambda one: (one.generation, one.step))
+    behind = {one for one in many if sound and one.step < min(sound)}
+    return alone | behind | set(many[: -(level.keep_last + _AHEAD)])
+
+
 def _sound_steps(
-    store: "SnapshotStore", level: PersistentLevel, complete: dict[int, list[Entry]], beat: Callable[[], None]
+    store: "SnapshotStore", level: PersistentLevel, found: _Found, beat: Callable[[], None]
 ) -> tuple[list[int], dict[int, str]]:
-    """The newest ``keep_last`` complete steps that were, or are now, read back whole; newer ones that are damaged."""
+    """The newest ``keep_last`` complete steps that were, or are now, read back whole; newer ones that are damaged.
+
+    With several ranks each reads its own shard back, and takes the manifest away if that is damaged; a step counts
+    when all the others have gone on from it.
+    """
     read_back = not store.storage.checks_writes if level.verify is None else level.verify
     sound: list[int] = []
     damaged: dict[int, str] = {}
-    for step in sorted(complete, reverse=True):
+    for step, one in sorted(found.newest.items(), reverse=True):
         if len(sound) == level.keep_last:
             break
-        try:
-            if read_back:
-                for entry in complete[step]:
+        for entry in found.mine(one):
+            is_shard = False
+            try:
+                if read_back:
                     store.check_frozen(entry, beat)
-            for entry in complete[step]:
-                if read_back and not store.is_sound(entry):
-                    store.verify_entry(entry, beat)
-        except (FormatError, FileNotFoundError) as error:
-            logger.warning("%s: step %d does not count, and nothing is deleted for it: %s", store.url, step, error)
-            damaged[step] = str(error)
-            continue
-        sound.append(step)
+                    is_shard = True
+                    if not store.is_sound(entry):
+                        store.verify_entry(entry, beat)
+            except (FormatError, FileNotFoundError) as error:
+                logger.warning("%s: step %d does not count, and nothing is deleted for it: %s", store.url, step, error)
+                damaged[step] = str(error)
+                # Immutable tensors may be written again; a shard is not.
+                if is_shard and one.world_size > 1 and found.whose.share is not None:
+                    store.place(entry).withdraw()
+        if step not in damaged and (one.world_size == 1 or not read_back or found.is_passed(one)):
+            sound.append(step)
     return sound, damaged
 
 
@@ -120,7 +211,7 @@ def left_names(names: Sequence[str]) -> list[str]:
     return [] if any(parse_keep_file_name(name) is None for name in names) else list(names)
 
 
-def sweep(storage: Storage, rank: int | None, world_size: int | None) -> list[str]:
+def sweep(storage: Storage, share: tuple[int, int] | None) -> list[str]:
     """See ``SnapshotStore.sweep``."""
     gone = []
     for directory in storage.list():
@@ -133,7 +224,7 @@ def sweep(storage: Storage, rank: int | None, world_size: int | None) -> list[st
             if parsed is None:
                 continue
             of_rank, of_world, suffix = parsed
-            if rank is not None and not is_frozen and (of_rank, of_world) != (rank, world_size):
+            if share is not None and not is_frozen and not is_of(of_rank, share):
                 continue
             shard, manifest = shard_name(of_rank, of_world), manifest_name(of_rank, of_world)
             is_temporary = name.startswith(f".{shard if suffix != 'json' else manifest}{TEMP_MARK}")

@@ -54,6 +54,10 @@ class ShardPlace:
         faults.point("level.store.deleted")
         self.storage.delete_directory(self.directory)
 
+    def withdraw(self) -> None:
+        """Take the commit back: what is there is damaged. The next sweep takes the rest."""
+        self.storage.delete(self.manifest_path)
+
     def delete_or_leave(self, *, shard_only: bool = False) -> None:
         """Delete, or leave it for the next sweep."""
         try:

@@ -31,7 +31,8 @@ from lazysnap.levels.images import Images
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.names import names_in
-from lazysnap.levels.retention import retain, sweep
+from lazysnap.levels.once import write_once
+from lazysnap.levels.retention import Whose, retain, sweep
 from lazysnap.levels.shards import ShardPlace, read_blocks, write_shard
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, level_error
@@ -111,8 +112,8 @@ class SnapshotStore:
         """Write and commit one shard; where it is now, and its manifest.
 
         Durable: on return, shard and manifest survive a power cut. A committed shard is never written over, also not by
-        another writer at the same moment: another name is used, and an older one of the same run goes after the commit,
-        if the new one is read back whole (``beat`` is called for every block of it).
+        another writer at the same moment: another name is used, and an older one of the same run goes after the commit
+        (with several ranks: by ``retain``), if the new one is read back whole (``beat`` is called for its blocks).
         Raises: LevelError, and nothing of the shard is left or visible; CaptureAborted likewise; ShardCorrupt, if what
         was read has not the ``expected`` digest (``Checksums.whole``).
         """
@@ -131,7 +132,8 @@ class SnapshotStore:
                 # Nothing after the commit may fail the snapshot.
                 faults.point("level.store.committed")
                 entry = self._entry(meta, directory)
-                if previous:
+                if previous and meta.world_size == 1:
+                    # Of several ranks, others still need the older one: retention sees when all have the newer.
                     self._replace(previous, entry, beat)
                 return entry, manifest
         raise LevelUnavailable(f"{self.url}: step {meta.step}: other writers took every name; does the job run twice?")
@@ -154,19 +156,18 @@ class SnapshotStore:
     ) -> Manifest:
         """Write and commit the image of a run's immutable tensors, unless it is there already; a damaged one goes.
 
-        ``beat`` is called for every block of one that is read back.
-        Raises: ShardCorrupt, if what was read has not that digest; LevelError; CaptureAborted.
+        Where another rank is writing the same one, its end is waited for. Blocks: at most some minutes; ``beat`` is
+        called meanwhile. Raises: ShardCorrupt, if what was read has not that digest; LevelError; CaptureAborted.
         """
         place = ShardPlace(self.storage, frozen_directory_name(meta.run_id, digest), meta.rank, meta.world_size)
+
+        def write() -> Manifest:
+            manifest = write_shard(place, meta, source, expected=digest)
+            self._images.written(place)
+            return manifest
+
         with self._naming(f"writing the immutable tensors {digest}"):
-            committed = self._images.make_room(place, digest, beat)
-            if committed is None:
-                with contextlib.suppress(NameTaken):
-                    committed = write_shard(place, meta, source, expected=digest)
-                    self._images.written(place)
-            if committed is None:
-                raise LevelUnavailable(f"{place.where}: another writer is at it; it is tried again with the next")
-            return committed
+            return write_once(place, lambda: self._images.make_room(place, digest, beat), write, beat)
 
     def has_frozen(self, run_id: str, digest: str, beat: Callable[[], None] | None = None) -> bool:
         """Whether the image of a run's immutable tensors is committed and whole. Blocks: the first time reads it."""
@@ -281,7 +282,7 @@ class SnapshotStore:
     def _entry(self, meta: CaptureMeta, directory: str) -> Entry:
         facts = (meta.run_id, meta.run_started_ns, meta.step, meta.rank, meta.world_size)
         digest = None if meta.frozen is None else meta.frozen.digest
-        return Entry(self.url, self.speed, *facts, directory, digest, meta.generation)
+        return Entry(self.url, self.speed, *facts, directory, digest, generation=meta.generation)
 
     def _check_place(self, manifest: Manifest, directory: str, name: str, frozen: tuple[str, str] | None) -> None:
         meta = manifest.meta
@@ -296,18 +297,15 @@ class SnapshotStore:
 
     # ---------------------------------------------------------------- reading
 
-    def _place(self, entry: Entry | FrozenEntry) -> ShardPlace:
+    def place(self, entry: Entry | FrozenEntry) -> ShardPlace:
+        """Where the files of an entry are."""
         rank, world_size = (0, 1) if isinstance(entry, FrozenEntry) else (entry.rank, entry.world_size)
         return ShardPlace(self.storage, entry.location, rank, world_size)
 
-    def read_manifest(self, entry: Entry) -> Manifest:
-        """The manifest of one entry. Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
-        return self._place(entry).read_manifest()
-
-    def read_frozen_manifest(self, entry: FrozenEntry) -> Manifest:
-        """The manifest of an image of immutable tensors. Raises: as ``read_manifest``."""
-        manifest = self._place(entry).read_manifest()
-        if manifest.checksums.whole != entry.digest:
+    def read_manifest(self, entry: Entry | FrozenEntry) -> Manifest:
+        """What is written beside a shard or an image. Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
+        manifest = self.place(entry).read_manifest()
+        if isinstance(entry, FrozenEntry) and manifest.checksums.whole != entry.digest:
             raise ShardCorrupt(f"{self.url}/{entry.location}: holds {manifest.checksums.whole}")
         return manifest
 
@@ -325,11 +323,11 @@ class SnapshotStore:
         """
         if len(out) != manifest.size_bytes:
             raise ShardCorrupt(f"{self.url}/{entry.location}: {manifest.size_bytes} bytes into {len(out)}")
-        read_blocks(self._place(entry), manifest, lambda offset, length: out[offset : offset + length], beat)
+        read_blocks(self.place(entry), manifest, lambda offset, length: out[offset : offset + length], beat)
 
     def verify_entry(self, entry: Entry | FrozenEntry, beat: Callable[[], None] | None = None) -> Manifest:
         """Read every byte of a shard and compare; its manifest. Raises: as ``read_image``."""
-        place = self._place(entry)
+        place = self.place(entry)
         manifest = place.read_manifest()
         read_blocks(place, manifest, lambda offset, length: map_anonymous(length), beat)
         head = map_anonymous(manifest.header_bytes)
@@ -340,7 +338,7 @@ class SnapshotStore:
 
     def is_sound(self, entry: Entry) -> bool:
         """Whether this store read the snapshot back, or the place checked every part, since it was committed."""
-        path = self._place(entry).manifest_path
+        path = self.place(entry).manifest_path
         created_ns, seen = self._sound.get(path, (None, None))
         # What the last inventory saw: a manifest with the same stamp need not be read again each time.
         stamp = self._known[path][0] if path in self._known else None
@@ -377,21 +375,24 @@ class SnapshotStore:
         run_id: str,
         protect: frozenset[int] = frozenset(),
         beat: Callable[[], None] | None = None,
+        share: tuple[int, int] | None = None,
     ) -> list[int]:
         """Delete what ``level`` need not keep of this run's complete snapshots; the steps that went.
 
         Counts only snapshots that are complete and were read back whole. Steps in ``protect`` stay (another level has
         still to copy them), and so does what has a name or is being read by a restore.
+        With ``share`` (rank, number of ranks) only that rank's files are read back and deleted: each does its own.
         Crash-safe: the manifest goes first, so that a half-deleted snapshot is garbage, not a snapshot.
         Raises: ShardCorrupt, if the newest one was read back damaged; nothing is deleted on its account.
         """
         with self._naming("deleting old snapshots"):
-            return retain(self, level, run_id, protect, beat or (lambda: None))
+            return retain(self, level, Whose(run_id, share), protect, beat or (lambda: None))
 
     def sweep(self, rank: int | None, world_size: int | None) -> list[str]:
         """Remove what dead writers of this rank (``None``: of all) left: temporary files, shards without a manifest.
 
-        What a living writer works on stays, whoever it is. What went is returned.
+        Also what falls to it of ranks that are no more. What a living writer works on stays, whoever it is.
+        What went is returned.
         """
         with self._naming("sweeping"):
-            return sweep(self.storage, rank, world_size)
+            return sweep(self.storage, None if rank is None or world_size is None else (rank, world_size))

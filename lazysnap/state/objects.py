@@ -11,6 +11,35 @@ from lazysnap.state.rng import collect_rng, restore_rng
 _RNG = "rng"
 
 
+def unwrapped(value: Any) -> Any:
+    """What stands in the wrappers of DDP and ``torch.compile``: names in a snapshot know nothing of them."""
+    while isinstance(value, torch.nn.Module):
+        inner = getattr(value, "_orig_mod", None)
+        if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+            inner = value.module
+        if not isinstance(inner, torch.nn.Module):
+            break
+        value = inner
+    return value
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the parts that wrappers add."""
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part != "_orig_mod")
+
+
+def is_local_sgd(module: object) -> bool:
+    """Whether DDP lets the ranks drift apart between averages of their weights."""
+    hooks = [getattr(hook[0], "__name__", "") for hook in getattr(module, "_comm_hooks", [])]
+    return "post_localSGD_hook" in hooks
+
+
+def _is_synchronised(module: torch.nn.Module) -> bool:
+    """Whether the gradients of all ranks are averaged at every step, so that parameters stay equal."""
+    module = getattr(module, "_orig_mod", module)
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel) and not is_local_sgd(module)
+
+
 class ObjectState:
     """A ``StateSource`` over ``{"model": model, "optimizer": optimizer, "scheduler": …}``.
 
@@ -34,7 +63,7 @@ class ObjectState:
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``."""
         state = {
-            name: dict(value) if isinstance(value, dict) else value.state_dict()
+            name: dict(value) if isinstance(value, dict) else unwrapped(value).state_dict()
             for name, value in self._objects.items()
         }
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what gets restored.
@@ -56,13 +85,32 @@ class ObjectState:
             if isinstance(value, torch.nn.Module):
                 yield from (parameter for parameter in value.parameters() if not parameter.requires_grad)
 
+    def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """See ``StateSource.replicated_parameters``: the trained ones in ``DistributedDataParallel``."""
+        for value in self._objects.values():
+            if isinstance(value, torch.nn.Module) and _is_synchronised(value):
+                yield from (parameter for parameter in value.parameters() if parameter.requires_grad)
+
+    def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
+        """See ``StateSource.optimizer_parameters``."""
+        return {
+            name: [parameter for group in value.param_groups for parameter in group["params"]]
+            for name, value in self._objects.items()
+            if isinstance(value, torch.optim.Optimizer)
+        }
+
+    def parameter_names(self) -> Mapping[int, str]:
+        """See ``StateSource.parameter_names``."""
+        modules = [value for value in self._objects.values() if isinstance(value, torch.nn.Module)]
+        return {id(tensor): plain_name(name) for module in modules for name, tensor in module.named_parameters()}
+
     def expected(self) -> Mapping[str, torch.Tensor]:
         """See ``StateSource.expected``: all tensors of the modules."""
         return {
             f"{name}.{key}": tensor
             for name, value in self._objects.items()
             if isinstance(value, torch.nn.Module)
-            for key, tensor in value.state_dict().items()
+            for key, tensor in unwrapped(value).state_dict().items()
             if isinstance(tensor, torch.Tensor)
         }
 
@@ -79,5 +127,5 @@ class ObjectState:
                 value.clear()
                 value.update(state[name])
             else:
-                value.load_state_dict(state[name])
+                unwrapped(value).load_state_dict(state[name])
         restore_rng(state[_RNG])

@@ -74,3 +74,8 @@ def box_of(target: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if held is None:
         return (0,) * target.dim(), tuple(target.shape)
     return held.offsets, tuple(held.local.shape)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor in this rank's memory. Hot: no autograd, no collective."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor

@@ -37,6 +37,20 @@ class StateSource(Protocol):
         """
         ...
 
+    def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """Parameters that all ranks keep equal (DDP): with several ranks they, and what optimizers hold for them, are
+        captured in shares. Sharded parameters (DTensors) say so themselves. Returning nothing is always right.
+        """
+        ...
+
+    def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
+        """By the path of each optimizer's state in ``collect()``: its parameters, in the order of its numbers."""
+        ...
+
+    def parameter_names(self) -> Mapping[int, str]:
+        """By ``id`` of a live parameter: its name in the model, without the wrappers of DDP and ``torch.compile``."""
+        ...
+
     def expected(self) -> Mapping[str, torch.Tensor]:
         """Live tensors, by their name in a shard, that a snapshot must hold with equal shape and dtype."""
         ...

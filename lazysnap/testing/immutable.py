@@ -53,7 +53,7 @@ class ImmutableContract(Place):
         (image,) = store.inventory().frozen
         assert (image.run_id, image.digest) == (RUN, base.digest)
         out = memoryview(bytearray(len(base.image)))
-        store.read_image(image, store.read_frozen_manifest(image), out)
+        store.read_image(image, store.read_manifest(image), out)
         assert out == base.image
         assert len(everything(store.storage)) == 6
         assert [list(plan.frozen) for plan in candidates([store.inventory()])] == [[base.digest]] * 2

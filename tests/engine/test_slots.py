@@ -1,12 +1,13 @@
 """The newest whole snapshot and what persistence reads are never overwritten, whatever happens in which order."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.arena import SlotPhase, SlotStatus
-from lazysnap.engine.slots import choose_slot, slots_needed
+from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed
 
 
 def status(phase, sequence, pinned=False):
@@ -30,10 +31,104 @@ def test_a_pinned_a_busy_and_the_newest_whole_slot_are_never_chosen(seed):
         assert not allowed
     else:
         assert slots[index] in allowed
-        assert slots[index].sequence == min(s.sequence for s in allowed)
+        # What is not whole is worth nothing and goes first; then the oldest.
+        first = [s for s in allowed if s.phase is not SlotPhase.WHOLE] or allowed
+        assert slots[index].sequence == min(s.sequence for s in first)
 
 
 def test_two_slots_without_persistence_and_three_with():
     assert slots_needed(SnapshotConfig()) == 2
     assert slots_needed(SnapshotConfig(levels=(PersistentLevel("/x"),))) == 3
     assert slots_needed(SnapshotConfig(memory=MemoryLevel(slots=5))) == 5
+
+
+def test_several_ranks_keep_the_one_that_all_have():
+    """At every step two whole ones stay, else one; with local SGD as many as fit between two averagings."""
+    stored = (PersistentLevel("/x"),)
+    assert slots_needed(SnapshotConfig(levels=stored), 8) == 4
+    assert slots_needed(SnapshotConfig(every_n_steps=2, levels=stored), 8) == 3
+    assert slots_needed(SnapshotConfig(averaging_period=5, levels=stored), 8) == 7
+    assert slots_needed(SnapshotConfig(averaging_period=5, every_n_steps=5, levels=stored), 8) == 3
+    assert slots_needed(SnapshotConfig(memory=MemoryLevel(slots=2)), 8) == 3
+    assert slots_needed(SnapshotConfig(memory=MemoryLevel(slots=6)), 8) == 6
+
+
+def test_as_many_of_the_newest_whole_ones_as_are_to_be_kept_are_left_alone():
+    slots = [status(SlotPhase.WHOLE, 7), status(SlotPhase.WHOLE, 8), status(SlotPhase.WHOLE, 6)]
+
+    assert choose_slot(slots, [True] * 3, kept=2) == 2
+    assert choose_slot(slots, [True] * 3, kept=3) is None
+    assert choose_slot([*slots[:2], status(SlotPhase.VOID, 9)], [True] * 3, kept=2) == 2
+
+
+WAYS = [(1, None, 2), (1, None, 5), (3, None, 3), (1, 4, 3), (2, 5, 2), (4, 4, 4)]
+
+
+@pytest.mark.parametrize(("every", "period", "ranks"), WAYS)
+@pytest.mark.parametrize("seed", range(20))
+def test_at_every_moment_of_any_run_some_step_is_whole_on_all_ranks(every, period, ranks, seed):
+    """Ranks in any order that gradients, averagings and gates allow; storage lets go of slots when it likes."""
+    chance = random.Random(seed)
+    config = SnapshotConfig(every_n_steps=every, averaging_period=period, levels=(PersistentLevel("/x"),))
+    machines = [Machine(config, ranks, chance) for _ in range(ranks)]
+    runs = [machine.run(machines) for machine in machines]
+    last = None
+    for _ in range(3000):
+        next(chance.choice(runs))
+        common = max(set.intersection(*(machine.whole() for machine in machines)), default=None)
+        if last is not None:
+            assert common is not None
+            assert common >= last
+            # One interval, and the step in flight; with local SGD what fits between two averagings.
+            assert max(machine.step for machine in machines) - common <= every + (period or 1)
+        last = common
+    assert last > 20
+
+
+class Machine:
+    """One rank as a state machine: each act of it ends with a yield."""
+
+    def __init__(self, config, ranks, chance):
+        self.config = config
+        self.kept = kept_whole(config, ranks)
+        self.slots = [status(SlotPhase.EMPTY, 0) for _ in range(slots_needed(config, ranks))]
+        self.chance = chance
+        self.step = self.sent = self.averaged = 0
+        self.writing = None
+
+    def whole(self):
+        return {slot.step for slot in self.slots if slot.phase is SlotPhase.WHOLE}
+
+    def run(self, all_ranks):
+        every, period = self.config.every_n_steps, self.config.averaging_period
+        while True:
+            self.sent += 1
+            while period is None and min(rank.sent for rank in all_ranks) < self.sent:
+                yield self.beside()
+            yield self.beside()
+            self.finish()  # the gate
+            yield
+            self.step += 1
+            if period is not None and self.step % period == 0:
+                self.averaged = self.step
+                while min(rank.averaged for rank in all_ranks) < self.step:
+                    yield self.beside()
+            if self.step % every == 0:
+                while (index := choose_slot(self.slots, [True] * len(self.slots), self.kept)) is None:
+                    yield self.beside()
+                pinned = self.chance.random() < 0.5
+                self.slots[index], self.writing = status(SlotPhase.CAPTURING, self.step, pinned), index
+            yield self.beside()
+
+    def beside(self):
+        """What copier and keeper do meanwhile, at times of their own."""
+        if self.chance.random() < 0.3:
+            self.finish()
+        if self.chance.random() < 0.3:
+            index = self.chance.randrange(len(self.slots))
+            self.slots[index] = replace(self.slots[index], pinned=False)
+
+    def finish(self):
+        if self.writing is not None:
+            self.slots[self.writing] = replace(self.slots[self.writing], phase=SlotPhase.WHOLE)
+            self.writing = None

@@ -53,6 +53,18 @@ def test_forced_persistence_takes_the_newest_whole_capture_once():
     assert choose(state, 0, statuses, force=True) is None
 
 
+def test_of_several_ranks_that_died_each_writes_all_that_is_whole_in_order():
+    state = [LaneState(PersistentLevel("/0", every_n_steps=100), world_size=2)]
+    statuses = [slot(3), slot(6), slot(7, SlotPhase.VOID), slot(5)]
+
+    written = []
+    while (chosen := choose(state, 0, statuses, force=4)) is not None:
+        written.append(statuses[chosen].sequence)
+        state[0].note_tried(written[-1])
+
+    assert written == [3, 5, 6]
+
+
 def test_slower_levels_leave_the_slots_to_the_fastest_that_works():
     state = lanes(1, 1, 1)
     statuses = [slot(3, pinned=True)]

@@ -313,7 +313,7 @@ def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / shard).write_bytes(b"not in a snapshot's directory")
 
-    gone = store.sweep(0, 1)
+    gone = store.sweep(0, 2)
 
     assert len(gone) == 2
     assert len(files(tmp_path)) == len(kept) + 2

@@ -16,7 +16,7 @@ def read():
     inventory = store.inventory()
     assert inventory.problems == ()
     (entry,), (base,) = inventory.entries, inventory.frozen
-    manifest, of_base = store.read_manifest(entry), store.read_frozen_manifest(base)
+    manifest, of_base = store.read_manifest(entry), store.read_manifest(base)
     image, data = memoryview(bytearray(manifest.size_bytes)), memoryview(bytearray(of_base.size_bytes))
     store.read_image(entry, manifest, image)
     store.read_image(base, of_base, data)

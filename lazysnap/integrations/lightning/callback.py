@@ -14,6 +14,7 @@ from lazysnap.integrations.lightning.latest import Latest
 from lazysnap.integrations.lightning.patches import Patches
 from lazysnap.integrations.lightning.settings import check_arguments, default_url, make_config
 from lazysnap.integrations.lightning.state import LightningState
+from lazysnap.integrations.lightning.strategies import check_optimizers, check_strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -83,24 +84,24 @@ class LazySnapshotCallback(Callback):
     # ---------------------------------------------------------------- hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Prepare one run of the trainer. Raises: ConfigError, for more than one process."""
+        """Prepare one run of the trainer. Raises: ConfigError, for a strategy that cannot be captured."""
         self._leave()
-        if trainer.world_size > 1 and not trainer.fast_dev_run:
-            raise ConfigError(
-                f"LazySnapshotCallback: {trainer.world_size} processes are not supported yet; use "
-                "Trainer(devices=1, num_nodes=1), or take the callback out and use ModelCheckpoint"
-            )
+        if not trainer.fast_dev_run:
+            check_strategy(trainer)
         self._state = LightningState(trainer)
         latest = Latest(trainer, self._state, lambda: self._engine_for(trainer))
         wrap = self._wrapper(trainer)
         wrap(trainer._checkpoint_connector, "resume_start", latest.resume_start)
+        wrap(trainer.strategy, "load_model_state_dict", latest.load_model)
         if stage == "fit" and not trainer.fast_dev_run:
             wrap(trainer._checkpoint_connector, "restore_training_state", latest.restore_training_state)
+            wrap(trainer._checkpoint_connector, "restore_optimizers_and_schedulers", latest.load_optimizers)
             self._hook_loops(trainer, wrap)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
+            check_optimizers(trainer)
             self._state.start()
             self._seen_step = trainer.global_step
             self._engine_for(trainer).prepare()

@@ -3,12 +3,15 @@
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lazysnap.engine.restore import Snapshot
 from lazysnap.errors import JobBusy, SnapshotNotFound
 from lazysnap.integrations.lightning.framework import neighbour
+from lazysnap.integrations.lightning.loops import WorldChange
 from lazysnap.integrations.lightning.state import LightningState
+from lazysnap.integrations.lightning.strategies import is_sharded, load_model, load_optimizers
 from lazysnap.levels.redaction import shown
 
 logger = logging.getLogger(__name__)
@@ -49,12 +52,18 @@ class Latest:
         if snapshot is None:
             self._miss(is_fit)
             return
-        checkpoint = self._state.admit(snapshot.state)
+        checkpoint = self._state.admit(snapshot.state, self._change(snapshot) if is_fit else None)
         connector._loaded_checkpoint = neighbour(connector, "_pl_migrate_checkpoint")(checkpoint, LATEST)
         connector._ckpt_path = LATEST
         if is_fit:
             self._checkpoint = dict(connector._loaded_checkpoint)
             self._engine().resume(snapshot)
+
+    def _change(self, snapshot: Snapshot) -> WorldChange | None:
+        engine, now = self._engine(), self._trainer.world_size
+        if snapshot.world_size == now:
+            return None
+        return WorldChange(snapshot.world_size, now, partial(engine.part_ways, snapshot))
 
     def _fetch_to_read(self) -> Snapshot | None:
         """As the engine's ``fetch``; what a running training keeps in memory is its own, what is on storage is not."""
@@ -79,6 +88,23 @@ class Latest:
             connector.restore_model()
             connector.restore_callbacks()
         original()
+
+    def load_model(self, original: Callable[..., None], checkpoint: Any, *, strict: bool = True) -> None:
+        """In place of the strategy's: a sharded one would expect that its own files were read before."""
+        if is_sharded(self._trainer.strategy) and self._is_ours():
+            load_model(self._trainer.strategy, checkpoint, strict=strict)
+        else:
+            original(checkpoint, strict=strict)
+
+    def load_optimizers(self, original: Callable[[], None]) -> None:
+        """In place of the connector's ``restore_optimizers_and_schedulers``."""
+        connector = self._trainer._checkpoint_connector
+        if is_sharded(self._trainer.strategy) and self._is_ours() and connector._loaded_checkpoint:
+            load_optimizers(self._state.optimizers(), connector._loaded_checkpoint)
+        original()
+
+    def _is_ours(self) -> bool:
+        return bool(self._trainer._checkpoint_connector._ckpt_path == LATEST)
 
     def _miss(self, is_fit: bool) -> None:
         where = ", ".join(shown(level.url) for level in self._engine().config.levels) or "memory"

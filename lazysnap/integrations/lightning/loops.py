@@ -1,7 +1,39 @@
 """The counters and flags of Lightning's loops, as they are at a boundary, and as a restart puts them back."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class WorldChange:
+    """A snapshot of ``before`` ranks goes on with ``after``."""
+
+    before: int
+    after: int
+    part_ways: Callable[[], None]
+    """Gives every rank random numbers of its own."""
+
+    def batches(self, count: int) -> int:
+        """How many batches each rank has to pass over to get behind the same samples."""
+        return count * self.before // self.after
+
+
+def scale_batches(fit_loop_state: dict[str, Any], own: dict[str, Any], change: WorldChange) -> None:
+    """Count the batches of the present epoch as the new ranks would; those of epochs before stay as they were.
+
+    What a loader says of itself is of its old rank: the samples are passed over one by one instead.
+    """
+    position = own["position"]
+    if position is None:
+        return
+    current = fit_loop_state["epoch_loop.batch_progress"]["current"]
+    for name, count in current.items():
+        current[name] = change.batches(count)
+    for name in ("trained", "given"):
+        position[name] = change.batches(position[name])
+    position.update(loader=None, ahead=None, restarts=[])
 
 
 def is_between_epochs(fit_loop: Any) -> bool:

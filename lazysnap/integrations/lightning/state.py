@@ -20,11 +20,13 @@ import torch
 from lazysnap.errors import StateMismatch
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.loaders import LoaderPosition
-from lazysnap.integrations.lightning.loops import collect_loops, restore_loops
+from lazysnap.integrations.lightning.loops import WorldChange, collect_loops, restore_loops, scale_batches
 from lazysnap.integrations.lightning.metrics import collect_metrics, restore_metrics
 from lazysnap.integrations.lightning.parts import ModuleExtras, collect_callbacks, restore_callbacks
+from lazysnap.integrations.lightning.strategies import own_state, replicated
 from lazysnap.integrations.lightning.streams import RandomStreams
 from lazysnap.integrations.lightning.workers import running_workers, start_workers
+from lazysnap.state.objects import plain_name
 from lazysnap.state.scalars import pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class LightningState:
         self.position = LoaderPosition(self._streams)
         self._extras: dict[str, ModuleExtras] | None = None
         self._landing: dict[str, Any] | None = None
+        self._change: WorldChange | None = None
         self.is_collecting = False
         self._warned_slow = False
 
@@ -54,7 +57,8 @@ class LightningState:
         started = time.perf_counter()
         self.is_collecting = True
         try:
-            state: dict[str, Any] = dict(trainer._checkpoint_connector.dump_checkpoint(False))
+            with own_state(trainer.strategy, _inner):
+                state: dict[str, Any] = dict(trainer._checkpoint_connector.dump_checkpoint(False))
         finally:
             self.is_collecting = False
         self._note_time(time.perf_counter() - started)
@@ -92,6 +96,26 @@ class LightningState:
         module = self._trainer.lightning_module
         return (parameter for parameter in module.parameters() if not parameter.requires_grad)
 
+    def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """See ``StateSource.replicated_parameters``: the trained ones of DDP."""
+        if not replicated(self._trainer.strategy):
+            return ()
+        module = self._trainer.lightning_module
+        return (parameter for parameter in module.parameters() if parameter.requires_grad)
+
+    def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
+        """See ``StateSource.optimizer_parameters``."""
+        return {
+            f"optimizer_states.{number}": [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
+            for number, optimizer in enumerate(self.optimizers())
+        }
+
+    def parameter_names(self) -> Mapping[int, str]:
+        """See ``StateSource.parameter_names``."""
+        return {id(item): plain_name(name) for name, item in self._trainer.lightning_module.named_parameters()}
+
     def expected(self) -> Mapping[str, torch.Tensor]:
         """See ``StateSource.expected``. Empty where the program itself decides what a checkpoint holds."""
         module = self._trainer.lightning_module
@@ -112,8 +136,8 @@ class LightningState:
 
     # ---------------------------------------------------------------- restart
 
-    def admit(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Take a collected state in, and return the part of it that Lightning restores.
+    def admit(self, state: dict[str, Any], change: WorldChange | None = None) -> dict[str, Any]:
+        """Take a collected state in, and return the part of it that Lightning restores; ``change``: of other ranks.
 
         Raises: StateMismatch, if it was not collected by this class.
         """
@@ -122,6 +146,9 @@ class LightningState:
                 "the snapshot was not taken by LazySnapshotCallback (it has no state of Lightning's loops); restore it "
                 "with the loop that took it, or use another directory"
             )
+        if change is not None:
+            scale_batches(state["loops"]["fit_loop"], state[KEY], change)
+        self._change = change
         checkpoint = {name: value for name, value in state.items() if name != KEY}
         checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
         self._landing = {**state[KEY], "fit_loop": state["loops"]["fit_loop"]}
@@ -180,7 +207,10 @@ class LightningState:
             if name in landing["modules"]:
                 extras.restore(landing["modules"][name])
         self._start_validation_workers(landing["validation_workers"])
-        self._streams.restore(landing["streams"])
+        if self._change is None:
+            self._streams.restore(landing["streams"])
+        else:
+            self._change.part_ways()
 
     def _validation_loaders(self) -> list[Any]:
         combined = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader

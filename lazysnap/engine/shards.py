@@ -1,0 +1,104 @@
+"""Opening the shards of a snapshot for reading, wherever they are: mapped slots of this node, files of a level."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+
+from lazysnap.engine.assembly import OpenShard
+from lazysnap.engine.reading import LevelReader
+from lazysnap.engine.restore import MEMORY
+from lazysnap.errors import ShardCorrupt
+from lazysnap.keeper.events import MemoryHoldings
+from lazysnap.levels.redaction import shown
+from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
+from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import Layout
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference
+
+Failure = Callable[[Exception], Exception]
+
+
+class ShardOpener:
+    """What is opened stays open, and leased against deletion, until ``stack`` ends. Not thread-safe."""
+
+    def __init__(
+        self, levels: Mapping[str, LevelReader], visit: Callable[[int], MemoryHoldings], stack: contextlib.ExitStack
+    ) -> None:
+        self._levels = levels
+        self._visit = visit
+        self._stack = stack
+        self._opened: dict[Entry | FrozenEntry, OpenShard] = {}
+
+    def open(self, entry: Entry, failure: Failure) -> OpenShard:
+        """The shard of one entry; ``failure`` makes the error that a later read raises. Blocks.
+
+        Raises: ShardCorrupt, LevelError, FileNotFoundError.
+        """
+        if entry not in self._opened:
+            where = f"step {entry.step} of rank {entry.rank} at {shown(entry.level)}"
+            if entry.level == MEMORY:
+                shard = self._memory(entry, where)
+            else:
+                shard = self._levels[entry.level].open(entry, where, self._stack)
+            expected = (entry.run_id, entry.step, entry.rank, entry.world_size, entry.generation)
+            meta = shard.meta
+            if (meta.run_id, meta.step, meta.rank, meta.world_size, meta.generation) != expected:
+                raise ShardCorrupt(f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}")
+            self._opened[entry] = _failing_as(shard, failure)
+        return self._opened[entry]
+
+    def _memory(self, entry: Entry, where: str) -> OpenShard:
+        number, sequence = map(int, entry.location.split("/"))
+        item = next((one for one in self._visit(number).entries if one.sequence == sequence), None)
+        if item is None:
+            raise ShardCorrupt(f"{where}: it is not there any more")
+        meta = CaptureMeta.from_bytes(item.slot.read_meta(), where)
+        image = item.slot.image[: item.slot.status().image_bytes]
+        if item.checksums is not None:
+            item.checksums.verify(image, where)
+        return _mapped(image, meta, where)
+
+    def open_frozen(self, wanted: FrozenReference, plan: RestartPlan, rank: int) -> OpenShard:
+        """The immutable tensors that rank ``rank`` refers to, from the fastest place where they verify. Blocks.
+
+        Raises: ShardCorrupt, if there is none.
+        """
+        reasons = []
+        for entry in plan.frozen.get(wanted.digest, ()):
+            where = f"immutable tensors at {shown(entry.level)}"
+            try:
+                shard = self._opened.get(entry) or self._frozen(entry, wanted, where)
+            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+                reasons.append(str(error))
+                continue
+            self._opened[entry] = shard
+            return OpenShard(rank, shard.layout, shard.meta, shard.read_into, shard.where)
+        raise ShardCorrupt(f"the immutable tensors {wanted.digest} are nowhere whole: {'; '.join(reasons)}")
+
+    def _frozen(self, entry: FrozenEntry, wanted: FrozenReference, where: str) -> OpenShard:
+        if entry.level != MEMORY:
+            return self._levels[entry.level].open_frozen(entry, where, self._stack)
+        number, digest = entry.location.split("/")
+        slot = self._visit(int(number)).frozen.get(digest)
+        if slot is None:
+            raise ShardCorrupt(f"{where}: not there any more")
+        image = slot.image[: slot.status().image_bytes]
+        if Checksums.of(image).whole != wanted.digest:
+            raise ShardCorrupt(f"{where}: damaged")
+        return _mapped(image, CaptureMeta.from_bytes(slot.read_meta(), where), where)
+
+
+def _mapped(image: memoryview, meta: CaptureMeta, where: str) -> OpenShard:
+    def read_into(offset: int, out: memoryview) -> None:
+        out[:] = image[offset : offset + len(out)]
+
+    return OpenShard(meta.rank, Layout.parse(image, len(image), where), meta, read_into, where)
+
+
+def _failing_as(shard: OpenShard, failure: Failure) -> OpenShard:
+    def read_into(offset: int, out: memoryview) -> None:
+        try:
+            shard.read_into(offset, out)
+        except Exception as error:
+            raise failure(error) from error
+
+    return OpenShard(shard.rank, shard.layout, shard.meta, read_into, shard.where)

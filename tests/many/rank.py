@@ -1,0 +1,225 @@
+"""One rank of a small training over gloo that resumes from "latest"; started as a process, killed by the tests.
+
+usage: rank.py SETTINGS_JSON     (kind, rank, world, meeting, directory, steps, journal, result, every, levels)
+
+``kind``: ddp, fsdp (FSDP2), hsdp, tp (FSDP2 x TP), local (local SGD), plain; beat: no training at all. Without
+``rank``, rank and world are those of a launcher. ``by_rank`` holds what differs. The journal gets one line per event,
+each a single append.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.dcp import SnapshotReader
+from lazysnap.engine.world import World
+
+WIDTH = 24
+
+
+class Net(torch.nn.Module):
+    """Odd sizes, a buffer that changes in forward; ``base``: something that is not trained."""
+
+    def __init__(self, *, base: bool = False) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(WIDTH, 20_000).requires_grad_(False) if base else None
+        self.embed = torch.nn.Embedding(37, WIDTH)
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+        self.first = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.second = torch.nn.Linear(4 * WIDTH, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, 37, bias=False)
+        self.scale = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(tokens)) * self.scale.sum()
+        if self.base is not None:
+            hidden = hidden + self.base(hidden)[:, :WIDTH]
+        return self.head(hidden + self.second(torch.relu(self.first(hidden))))
+
+
+def build(kind: str, world: int, settings: dict) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = Net(base=settings.get("base", False))
+    if kind in ("ddp", "local"):
+        # Unless parameters may be unused, DDP changes its buckets after the first step: with more than two ranks
+        # gradients are then added up in another order right after a start than later on, and no two runs are equal.
+        model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
+        if kind == "local" and settings["period"] > 2:
+            alone = [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
+            model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=0), post_localSGD_hook)
+        return model
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        return fully_shard(model, mesh=mesh["dp"])
+    if kind == "hsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replica", "shard")))
+    if kind == "fsdp":
+        for part in (model.first, model.second):
+            fully_shard(part)
+        return fully_shard(model)
+    return model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def average(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+
+
+def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of parameters and optimizer state as a whole, whatever the mesh; collective for DTensors."""
+    total = hashlib.sha256()
+    for parameter in model.parameters():
+        total.update(whole(parameter.detach()).contiguous().numpy().tobytes())
+    for state in optimizer.state_dict()["state"].values():
+        for key in sorted(state):
+            total.update(whole(torch.as_tensor(state[key])).contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def load_by_dcp(url: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """As a user of stock torch would, who knows nothing of an engine. The step."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    reader = SnapshotReader(url)
+    dcp.load(state, storage_reader=reader)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return reader.step
+
+
+def beat(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
+    """Rank 1 works until the ranks have told each other ten times that it does."""
+    world = World(timeout_s)
+
+    def work() -> int:
+        while rank == 1 and world.exchanges < 10:
+            time.sleep(0.01)
+        return rank and world.exchanges
+
+    write("told", world.exchange_after("working", work))
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    if "rank" not in settings:
+        settings.update(rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]), meeting=None)
+    settings.update(settings.get("by_rank", {}).get(str(settings["rank"]), {}))
+    kind, rank, world = settings["kind"], settings["rank"], settings["world"]
+    torch.set_num_threads(1)
+    journal = os.open(settings["journal"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(*words: object) -> None:
+        os.write(journal, (" ".join(map(str, [rank, *words])) + "\n").encode())
+
+    write("pid", os.getpid())
+    write("up", 0, time.monotonic())
+
+    if world > 1 or kind != "plain":
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{settings['meeting']}" if settings["meeting"] else "env://",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=settings.get("timeout_s", 30)),
+        )
+    if settings.get("absent"):
+        threading.Event().wait()
+    if kind == "beat":
+        beat(rank, settings["collective_timeout_s"], write)
+        os._exit(0)
+    model = build(kind, world, settings)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    if settings.get("dcp"):
+        write("loaded", load_by_dcp(settings["dcp"], model, optimizer), digest(model, optimizer))
+        os._exit(0)
+    every = settings.get("every", 1)
+    levels = tuple(PersistentLevel(**level) for level in settings["levels"])
+    config = SnapshotConfig(
+        every_n_steps=every,
+        levels=levels,
+        memory=MemoryLevel(linger_s=settings.get("linger_s", 30.0)),
+        averaging_period=settings.get("period"),
+        collective_timeout_s=settings.get("collective_timeout_s", 30.0),
+    )
+    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": {"rank": rank}})
+    snapshot = engine.restore(settings.get("which", "latest"))
+    start = snapshot.step if snapshot else 0
+    write("resumed", start, snapshot.level if snapshot else "nothing", digest(model, optimizer))
+    write("exchanges", engine._world.exchanges)
+    if settings.get("look"):
+        write("draw", torch.rand((), dtype=torch.float64).item())
+        engine.abandon()
+        os._exit(0)
+    write("keeper", start, engine._client._connection.peer_pid)
+    engine.prepare()
+    engine.wait_ready(timeout_s=30)
+    for step in range(start + 1, settings["steps"] + 1):
+        # The same data whatever the world: each rank takes its part of the global batch.
+        generator = torch.Generator().manual_seed(step)
+        # Ranks of one tensor-parallel group work on the same part.
+        part, parts = (rank // 2, world // 2) if kind == "tp" else (rank, world)
+        tokens = torch.randint(0, 37, (8,), generator=generator)[part::parts]
+        # Ranks that train apart may do so by a hook, too: see build().
+        apart = model.no_sync() if kind == "local" and settings["period"] == 2 else contextlib.nullcontext()
+        with apart:
+            loss = torch.nn.functional.cross_entropy(model(tokens), tokens) + torch.rand(()) * 0
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind == "local" and step % settings["period"] == 0:
+            average(model)
+        time.sleep(settings.get("lag_s", 0.0))  # a rank that is slower than the others
+        write("trained", step, time.monotonic())
+        if settings.get("silent"):
+            continue
+        if engine.boundary(step):
+            write("begun", step)
+        else:
+            write("skipped", step)
+            engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
+        engine.gate()
+        write("gated", step)
+        write("collectives", engine._world.exchanges)
+        if settings.get("die_at") == step and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            write("died", step, time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+        if settings.get("stop_at") == step:
+            write("stopped", step, digest(model, optimizer), torch.rand((), dtype=torch.float64).item())
+            if settings.get("wait_durable"):
+                write("durable", step, engine.wait(step, until="durable", timeout_s=20))
+            engine.abandon()
+            os._exit(9)
+    engine.close()
+    with open(f"{settings['result']}.{rank}", "w") as result:
+        result.write(digest(model, optimizer))
+    if dist.is_initialized():
+        sys.stdout.flush()
+        dist.barrier()
+        os._exit(0)  # gloo's own tear-down aborts or hangs now and then, with or without snapshots
+
+
+if __name__ == "__main__":
+    main()

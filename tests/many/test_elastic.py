@@ -1,0 +1,49 @@
+"""A worker dies under torchrun: the agent starts all again, the keepers stayed, training goes on from memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import keepers
+from jobs import HERE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_torchrun_restarts_a_killed_worker_and_training_goes_on_from_memory(make_job, capsys):
+    job = make_job(levels=[])
+    job.runs = 1
+    job.place.mkdir(parents=True)
+    names = ("journal", "result")
+    settings = {"kind": "ddp", "steps": 8, "levels": [], "linger_s": 200, "by_rank": {"1": {"die_at": 5}}}
+    settings |= {name: str(job.place / name) for name in names}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "2", str(HERE / "rank.py"), json.dumps(settings)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "LAZYSNAP_JOB_ID": str(job.root),
+        # Else the restarted workers of several nodes meet at the addresses of the dead ones.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    events = (job.place / "journal").read_text().splitlines()
+    words = [line.split() for line in events]
+    assert [line[2:4] for line in words if line[1] == "resumed"] == [["0", "nothing"]] * 2 + [["5", "memory"]] * 2
+    [died] = [float(line[3]) for line in words if line[1] == "died"]
+    again = [float(line[3]) for line in words if line[1:3] == ["trained", "6"]]
+    assert len(again) == 2
+    before, after = [{line[3] for line in words if line[1:3] == ["keeper", step]} for step in ("0", "5")]
+    assert before == after
+    assert len(before) == 2
+    assert keepers(job) == []
+    with capsys.disabled():
+        up = max(float(line[3]) for line in words if line[1] == "up")
+        print(
+            f"\nelastic: training again {max(again) - died:.1f} s after the kill, {max(again) - up:.1f} s after imports"
+        )

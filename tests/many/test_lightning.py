@@ -1,0 +1,130 @@
+"""Lightning with several ranks: killed, started again, and equal bit for bit to a fit that was never killed."""
+
+import json
+import socket
+
+import pytest
+from jobs import HERE, PRELOADED, Zygote
+
+STRATEGIES = ("ddp", "fsdp2")
+BATCH, SAMPLES = 3, 48
+TIMEOUT_S = 100
+
+
+@pytest.fixture(scope="module")
+def lightning_zygote():
+    zygote = Zygote([*PRELOADED, "lightning.pytorch", "lazysnap.integrations.lightning"])
+    yield zygote
+    zygote.close()
+
+
+class Fit:
+    """One training in a directory of its own; each ``run`` is a start of all its ranks."""
+
+    def __init__(self, zygote, root, *, levels):
+        self.zygote, self.root, self.runs = zygote, root, 0
+        self.levels = [str(root / "level")] if levels else []
+
+    @property
+    def place(self):
+        return self.root / f"run{self.runs}"
+
+    def run(self, strategy, world, **settings):
+        self.runs += 1
+        self.place.mkdir(parents=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"strategy": strategy, "world": world, "place": str(self.place), "levels": self.levels}
+        common |= {"directory": str(self.root), "port": port, **settings}
+        own = [{}] if strategy == "ddp_fork" else [{"rank": rank} for rank in range(world)]
+        waiting = [
+            self.zygote.start(
+                [str(HERE / "lightning_rank.py"), json.dumps(common | each)],
+                {"LAZYSNAP_JOB_ID": str(self.root)},
+                self.place / f"output.{number}",
+            )
+            for number, each in enumerate(own)
+        ]
+        return [answer.get(timeout=TIMEOUT_S) for answer in waiting]
+
+    def output(self):
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.place.glob("output.*")))
+
+    def logs(self):
+        return [path.read_text() for path in sorted(self.place.glob("log.*"))]
+
+    def results(self):
+        return [path.read_text() for path in sorted(self.place.glob("result.*"))]
+
+    def trace(self, rank):
+        """Step, samples, loss of every batch."""
+        return [json.loads(line) for line in (self.place / f"trace.{rank}").read_text().splitlines()]
+
+
+@pytest.fixture
+def make_fit(lightning_zygote, tmp_path, end_keepers):
+    fits = []
+
+    def make(name, *, levels=False):
+        fits.append(Fit(lightning_zygote, tmp_path / name, levels=levels))
+        return fits[-1]
+
+    yield make
+    for fit in fits:
+        end_keepers(fit)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_killed_it_goes_on_from_memory_and_without_memory_from_storage(make_fit, end_keepers, strategy):
+    whole, cut = make_fit("whole"), make_fit("cut", levels=True)
+    assert whole.run(strategy, 2) == [0, 0], whole.output()
+    assert 0 not in cut.run(strategy, 2, die_at={"0": 5, "1": 5}), cut.output()
+    assert 0 not in cut.run(strategy, 2, die_at={"1": 11}), cut.output()
+
+    assert ["from memory" in log for log in cut.logs()] == [True, True], cut.logs()
+    end_keepers(cut)
+    assert cut.run(strategy, 2) == [0, 0], cut.output()
+
+    assert [f"from {cut.levels[0]}" in log for log in cut.logs()] == [True, True], cut.logs()
+    assert cut.results() == whole.results()
+    for rank in range(2):
+        again = cut.trace(rank)
+        assert again == whole.trace(rank)[-len(again) :]
+
+
+@pytest.mark.timeout(300)
+def test_with_fewer_ranks_it_passes_over_the_samples_that_were_trained(make_fit, end_keepers):
+    """The sampler of Lightning gives each rank every n-th sample of one order."""
+    fit = make_fit("fit", levels=True)
+    assert 0 not in fit.run("ddp", 4, die_at=dict.fromkeys("0123", 2)), fit.output()
+    trained = [number for rank in range(4) for _, numbers, _ in fit.trace(rank) for number in numbers]
+    assert len(trained) == 2 * 4 * BATCH
+
+    assert fit.run("ddp", 2, epochs=1) == [0, 0], fit.output()
+
+    for log in fit.logs():
+        assert "resumed step 2 from memory" in log
+        assert "taken with 4 ranks, there are 2 now" in log
+    trained += [number for rank in range(2) for _, numbers, _ in fit.trace(rank) for number in numbers]
+    assert sorted(trained) == list(range(SAMPLES))
+    assert [step for step, _, _ in fit.trace(0)] == [2, 3, 4, 5]
+
+
+@pytest.mark.timeout(300)
+def test_lightnings_own_launcher_starts_the_ranks(make_fit):
+    whole, cut = make_fit("whole"), make_fit("cut")
+    assert whole.run("ddp_fork", 2) == [0], whole.output()
+    assert cut.run("ddp_fork", 2, die_at={"0": 9, "1": 9}) != [0], cut.output()
+    assert cut.run("ddp_fork", 2) == [0], cut.output()
+    assert ["from memory" in log for log in cut.logs()] == [True, True], cut.logs()
+    assert cut.results() == whole.results()
+
+
+@pytest.mark.timeout(120)
+def test_an_optimizer_that_shards_its_state_itself_is_refused_before_anything_is_trained(make_fit):
+    fit = make_fit("fit")
+    assert 0 not in fit.run("zero", 2), fit.output()
+    assert "ConfigError: LazySnapshotCallback: " in fit.output()
+    assert not list(fit.place.glob("trace.*"))

@@ -1,0 +1,45 @@
+"""Another number of ranks, another mesh, another strategy: weights and optimizer come back bit for bit."""
+
+import pytest
+
+STEP = 3
+
+
+@pytest.mark.parametrize(
+    ("taken", "world", "others"),
+    [
+        ("fsdp", 4, [("fsdp", 2), ("ddp", 2), ("plain", 1)]),
+        ("ddp", 2, [("fsdp", 4), ("plain", 1)]),
+        ("tp", 4, [("fsdp", 2), ("hsdp", 4)]),
+    ],
+)
+@pytest.mark.parametrize("place", ["memory", "storage"])
+def test_a_snapshot_fits_any_other_world(job, end_keepers, taken, world, others, place):
+    job.run(taken, world, stop_at=STEP, wait_durable=place == "storage")
+    stopped = {line[3] for line in job.events("stopped")}
+    assert len(stopped) == 1, job.output()
+    if place == "storage":
+        end_keepers(job)
+
+    for kind, ranks in others:
+        assert set(job.run(kind, ranks, look=True)) == {0}, job.output()
+        resumed = job.events("resumed")
+        assert len(resumed) == ranks
+        assert {line[2] for line in resumed} == {str(STEP)}, job.output()
+        assert {line[3] == "memory" for line in resumed} == {place == "memory"}
+        assert {line[4] for line in resumed} == stopped, (kind, ranks)
+        # What is of each rank alone cannot be continued by another number of them: each is told, and draws its own.
+        if ranks != world:
+            assert job.output().count(f"taken with {world} ranks, there are {ranks} now") == ranks
+            assert len({line[2] for line in job.events("draw")}) == ranks
+        assert ("not continued exactly" in job.output()) == (ranks != world)
+
+
+@pytest.mark.parametrize(("taken", "kind", "ranks"), [("ddp", "fsdp", 3), ("fsdp", "plain", 1), ("fsdp", "ddp", 2)])
+def test_stock_torch_loads_what_several_ranks_took(job, taken, kind, ranks):
+    job.run(taken, 2, stop_at=STEP, wait_durable=True)
+    stopped = {line[3] for line in job.events("stopped")}
+
+    assert set(job.run(kind, ranks, dcp=job.levels[0]["url"])) == {0}, job.output()
+
+    assert [line[2:] for line in job.events("loaded")] == [[str(STEP), *stopped]] * ranks

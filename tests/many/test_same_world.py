@@ -1,0 +1,65 @@
+"""Several ranks that die together and start again with the same world: all resume the same step, bit for bit."""
+
+import pytest
+from safetensors import safe_open
+
+from lazysnap.levels import open_store
+
+
+@pytest.mark.parametrize(("kind", "place"), [("ddp", "memory"), ("ddp", "storage"), ("fsdp", "storage")])
+def test_ranks_resume_as_if_nothing_had_happened(make_job, end_keepers, kind, place):
+    whole, broken = make_job("whole", levels=[]), make_job("broken")
+    assert set(whole.run(kind, 2)) == {0}, whole.output()
+
+    assert set(broken.run(kind, 2, stop_at=4, wait_durable=True)) == {9}, broken.output()
+    stopped = broken.events("stopped")
+    if place == "storage":
+        end_keepers(broken)
+    assert set(broken.run(kind, 2)) == {0}, broken.output()
+
+    level = "memory" if place == "memory" else broken.levels[0]["url"]
+    resumed = broken.events("resumed")
+    assert [tuple(line[2:4]) for line in resumed] == [("4", level)] * 2, broken.output()
+    assert {line[4] for line in resumed} == {line[3] for line in stopped}
+    assert broken.results() == whole.results()
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "tp"])
+def test_ranks_of_a_mesh_find_their_own_state_random_numbers_included(make_job, kind):
+    job = make_job(levels=[])
+    assert set(job.run(kind, 4, stop_at=4)) == {9}, job.output()
+    stopped = job.events("stopped")
+
+    assert set(job.run(kind, 4, look=True)) == {0}, job.output()
+
+    assert [line[2:] for line in job.events("resumed")] == [["4", "memory", line[3]] for line in stopped]
+    assert [line[2] for line in job.events("draw")] == [line[4] for line in stopped]
+    assert "not continued" not in job.output()
+
+
+def test_snapshots_need_no_collective(job):
+    """None on the group of this package, and none of its own on that of the training: it does not know that one."""
+    assert set(job.run("ddp", 2)) == {0}, job.output()
+
+    for rank in ("0", "1"):
+        counts = [int(line[2]) for line in job.events("collectives") if line[0] == rank]
+        assert len(counts) == 8
+        # The first boundary plans together; from then on nothing is exchanged.
+        assert len(set(counts)) == 1, counts
+
+
+def test_each_rank_captures_its_share(job):
+    """Replicated state stands once in the shards of a node, whatever the number of its ranks, in equal shares."""
+    job.run("ddp", 2, stop_at=2, wait_durable=True)
+
+    store = open_store(job.levels[0]["url"])
+    shared = []
+    for entry in store.inventory().entries:
+        meta = store.read_manifest(entry).meta
+        common = {name for name, facts in meta.tensors.items() if facts.get("scope") == "full"}
+        with safe_open(job.root / "level" / store.place(entry).shard_path, "pt") as shard:
+            shared.append(sum(shard.get_tensor(name).nbytes for name in common))
+    parameters = 37 * 24 + 2 * 24 + (24 + 1) * 96 + (96 + 1) * 24 + 24 * 37 + 3
+    assert len(shared) == 2
+    assert sum(shared) == 3 * 4 * parameters  # and two moments of each, in float32
+    assert max(shared) < 1.05 * min(shared)
