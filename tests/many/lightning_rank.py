@@ -83,6 +83,16 @@ class DieAt(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Ready(pl.Callback):
+    """So few steps are over before there is memory to capture into, and again when the optimizer has its state."""
+
+    def __init__(self, lazy: LazySnapshotCallback) -> None:
+        self.lazy = lazy
+
+    def on_train_batch_start(self, *_: object) -> None:
+        assert self.lazy.engine.wait_ready(60)
+
+
 class Ending(pl.Callback):
     """Writes down what a rank ended with, and where it logs."""
 
@@ -128,12 +138,13 @@ def main() -> None:
         memory=MemoryLevel(linger_s=200),
         collective_timeout_s=20,
     )
+    lazy = LazySnapshotCallback(config=config)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world,
         strategy=make_strategy(settings["strategy"], world),
         max_epochs=settings.get("epochs", 2),
-        callbacks=[DieAt(settings.get("die_at", {})), Ending(place), LazySnapshotCallback(config=config)],
+        callbacks=[Ready(lazy), DieAt(settings.get("die_at", {})), Ending(place), lazy],
         default_root_dir=settings["directory"],
         logger=False,
         enable_checkpointing=False,

@@ -1,7 +1,7 @@
 """All ranks restore one snapshot or none: damage, deaths and silence of one of them are met by all."""
 
 import pytest
-from conftest import visits
+from rank_keepers import visits
 
 from lazysnap.levels import open_store
 
@@ -68,7 +68,7 @@ def test_a_rank_that_is_silent_at_the_restart_ends_it_at_the_deadline_with_one_c
     codes = job.run("ddp", 2, faults={1: "engine.restart.ask:1:hang"}, collective_timeout_s=1.0)
 
     assert codes[0] == 1
-    assert "WaitTimeout: rank 0 of 2, what there is: the other ranks did not answer within 1 s" in job.output()
+    assert "WaitTimeout: rank 0 of 2, what is in memory: the other ranks did not answer within 1 s" in job.output()
     assert "is a rank dead" in job.output()
 
 

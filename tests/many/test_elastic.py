@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import keepers
 from jobs import HERE
+from rank_keepers import keepers
 
 
 @pytest.mark.slow
