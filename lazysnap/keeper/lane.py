@@ -16,6 +16,7 @@ from lazysnap.keeper.slot_source import SlotSource
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.pace import Pace
+from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import FileSource, MemorySource, PacedSource
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference, frozen_directory_name, shard_name
@@ -69,6 +70,7 @@ class Lane:
         self._persister = persister
         self._index = index
         self._level = persister.levels[index]
+        self._where = shown(self._level.url)
         self._pace = Pace(self._level.max_bytes_per_s)
         self._store: SnapshotStore | None = None
         self._attempt: Attempt[Any] | None = None
@@ -102,7 +104,7 @@ class Lane:
             try:
                 self._do(work)
             except Exception:  # the rim of the thread: a bug here must not end persistence
-                logger.exception("%s", self._level.url)
+                logger.exception("%s", self._where)
             finally:
                 with persister.changed:
                     self.slot = self.copying = self._attempt = None
@@ -154,8 +156,8 @@ class Lane:
     def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
         self._hanging = [attempt for attempt in self._hanging if attempt.is_running]
         if len(self._hanging) >= _MAX_HANGING:
-            raise LevelHangs(f"{self._level.url}: {what}: {len(self._hanging)} earlier operations still hang there")
-        attempt = self._attempt = Attempt(work, f"{self._level.url}: {what}")
+            raise LevelHangs(f"{self._where}: {what}: {len(self._hanging)} earlier operations still hang there")
+        attempt = self._attempt = Attempt(work, f"{self._where}: {what}")
         try:
             return attempt.result(self._level.timeout_s)
         except LevelHangs:
@@ -198,7 +200,7 @@ class Lane:
             store = open_store(level.url, speed=self._index + 1, options=level.storage_options)
             gone = store.sweep(meta.rank, meta.world_size)
             if gone:
-                logger.info("%s: removed what dead runs left: %s", level.url, ", ".join(gone))
+                logger.info("%s: removed what dead runs left: %s", shown(level.url), ", ".join(gone))
             self._store = store
         return self._store
 
@@ -235,7 +237,7 @@ class Lane:
         directory = frozen_directory_name(meta.run_id, frozen.digest)
         image = next((one for one in origin.inventory().frozen if one.location == directory), None)
         if image is None:
-            raise LevelUnavailable(f"{origin.url}: the immutable tensors {frozen.digest} are not there any more")
+            raise LevelUnavailable(f"{shown(origin.url)}: the immutable tensors {frozen.digest} are not there any more")
         own = origin.read_manifest(image).meta
         with FileSource(origin.storage, f"{directory}/{shard_name(0, 1)}", frozen.size_bytes) as source:
             store.write_frozen(own, PacedSource(source, self._pace, beat), frozen.digest, beat)
@@ -246,9 +248,9 @@ class Lane:
         faults.point("keeper.persist.committed")
         with self._persister.changed:
             self._persister.committed(item)
-        level, step, size = self._level.url, item.entry.step, item.manifest.size_bytes
-        logger.info("step %d committed to %s: %d bytes in %.2f s", step, level, size, seconds)
-        event = {"type": "durable", "level": level, "step": step, "bytes": size, "seconds": seconds}
+        step, size = item.entry.step, item.manifest.size_bytes
+        logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, size, seconds)
+        event = {"type": "durable", "level": self._level.url, "step": step, "bytes": size, "seconds": seconds}
         self._persister.emit({**event, "run_id": item.entry.run_id, "sequence": item.sequence})
 
     def _failed(self, step: int, sequence: int, error: Exception) -> None:
@@ -256,7 +258,7 @@ class Lane:
             self._persister.failed(self._index, sequence)
         if not isinstance(error, LazySnapError):
             self._store = None  # credentials may have expired, a mount gone stale: the next try opens everything anew
-        logger.warning("step %d is not persisted at %s: %s", step, self._level.url, error)
+        logger.warning("step %d is not persisted at %s: %s", step, self._where, error)
         self._persister.emit({"type": "level_failed", "level": self._level.url, "step": step, "text": str(error)})
 
     def _retain(self, item: Committed) -> None:
@@ -274,7 +276,7 @@ class Lane:
                 lambda beat: store.retain(self._level, item.entry.run_id, protect, beat, share),
             )
         except (LazySnapError, OSError) as error:
-            logger.warning("%s: old snapshots stay for now: %s", self._level.url, error)
+            logger.warning("%s: old snapshots stay for now: %s", self._where, error)
             if isinstance(error, FormatError):
                 event = {"type": "level_failed", "level": self._level.url, "step": item.entry.step, "text": str(error)}
                 self._persister.emit(event)
@@ -294,7 +296,7 @@ class Lane:
                 self._within_deadline(f"naming a snapshot {work.name!r}", apply)
                 return
             except Exception as error:  # noqa: BLE001  the rim to storage packages
-                logger.warning("%s: the name %r: %s", self._level.url, work.name, error)
+                logger.warning("%s: the name %r: %s", self._where, work.name, error)
                 if not attempts_left:
                     event = {"type": "name_failed", "level": self._level.url, "name": work.name}
                     self._persister.emit({**event, "text": str(error)})
