@@ -152,7 +152,7 @@ def test_an_image_of_an_object_store_without_stamps_is_looked_at_by_size_and_man
     write_base(store)
     with_base(1).write(store)
     (image,) = store.inventory().frozen
-    place = store._place(image)
+    place = store.place(image)
     whole = {path: store.storage.get(path) for path in (place.shard_path, place.manifest_path)}
     for path, data in whole.items():
         for bad in (data[:-1], None):
@@ -198,7 +198,7 @@ def test_damage_that_retention_finds_is_known_before_the_next_snapshot(url):
     """Also if no stamp tells of it."""
     images, store = Images(), open_store(url)
     (image,) = store.inventory().frozen
-    place = store._place(image)
+    place = store.place(image)
     assert images.problem(place, BASE.digest, None) == ""
     flip(image_at(url) / SHARD)
     stamps = images._seen[place.directory, Purpose.WRITING][0]
