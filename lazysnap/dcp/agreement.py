@@ -17,8 +17,8 @@ class Identity:
     run_started_ns: int
     run_id: str
     step: int
-    world_size: int
     generation: str
+    world_size: int
 
     @classmethod
     def of(cls, plan: LoadPlan) -> "Identity":
@@ -37,7 +37,7 @@ class Identity:
 def identity_of(plan: RestartPlan) -> Identity:
     """Of a snapshot that was found."""
     generation = plan.sources[0][0].generation or ""
-    return Identity(plan.run_started_ns, plan.run_id, plan.step, plan.world_size, generation)
+    return Identity(plan.run_started_ns, plan.run_id, plan.step, generation, plan.world_size)
 
 
 def noted(plan: LoadPlan, identity: Identity) -> LoadPlan:

@@ -143,7 +143,7 @@ class SnapshotFinder:
         meta = manifest.meta
         facts = (meta.run_id, meta.run_started_ns, meta.step, meta.rank, meta.world_size)
         digest = None if meta.frozen is None else meta.frozen.digest
-        entry = Entry(self._store.url, self._store.speed, *facts, directory, digest, meta.generation)
+        entry = Entry(self._store.url, self._store.speed, *facts, directory, digest, generation=meta.generation)
         return replace(entry, names=step.names[directory])
 
     def _explain(self, step: int, entries: Sequence[Entry], images: Sequence[FrozenEntry]) -> None:

@@ -6,6 +6,7 @@ usage: trainer.py JOB_ID CONFIG_JSON     (CONFIG_JSON: levels, linger_s, max_byt
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 
@@ -17,6 +18,8 @@ from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 
 TIMEOUT_S = 60.0
+# A shell starts what runs in the background with this signal ignored, and so all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def content(run_id, step, size_bytes):
