@@ -27,6 +27,9 @@ class EventLog:
         self.statistics = statistics
         self._noted: set[str] = set()
         self._newest: dict[str, int] = {}
+        self.durable_at_loss: dict[str, int] = {}
+        """By level: the newest durable step when the last keeper was lost. What its successor made durable since then
+        has not the names that the dead one was told."""
 
     def note_once(self, topic: str, message: str, *values: Any) -> None:
         """Warn, unless there was a warning on ``topic`` already that nothing has ended."""
@@ -55,6 +58,7 @@ class EventLog:
                 logger.warning("%s: the name %r is not as asked for: %s", shown(event.level), event.name, event.text)
             elif isinstance(event, KeeperLost):
                 self.statistics.keepers_lost += 1
+                self.durable_at_loss = dict(self.statistics.last_durable_step)
                 self.note_once("keeper", "the keeper is gone, a new one is being started: %s", event.text)
             elif isinstance(event, KeeperReady):
                 self._noted.discard("keeper")

@@ -302,7 +302,7 @@ class Recorder:
         lost = self._log.statistics.keepers_lost
         if lost != self._keepers_lost and self._client.slots():
             self._keepers_lost = lost
-            durable = self._log.statistics.last_durable_step
+            durable = self._log.durable_at_loss
             self.names.say_again(
                 self.meta.run_id, min((durable.get(level.url, -1) for level in self._config.levels), default=-1)
             )
