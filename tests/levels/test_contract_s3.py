@@ -1,5 +1,6 @@
 """The published suites over S3: a real server on loopback, which takes its time."""
 
+import os
 import uuid
 
 import pytest
@@ -36,4 +37,4 @@ class TestS3(S3, StorageContract, StoreContract):
 
 
 class TestS3Breaks(S3, BreakageContract):
-    every = 20
+    every = int(os.environ.get("LAZYSNAP_TEST_EVERY", "20"))
