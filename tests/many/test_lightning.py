@@ -1,8 +1,11 @@
 """Lightning with several ranks: killed, started again, and equal bit for bit to a fit that was never killed."""
 
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 
 import pytest
 from jobs import HERE, PRELOADED, Zygote
@@ -30,7 +33,15 @@ class Fit:
     def place(self):
         return self.root / f"run{self.runs}"
 
-    def run(self, strategy, world, **settings):
+    def _launch(self, settings):
+        """A program of its own, which starts the other ranks itself."""
+        command = [sys.executable, str(HERE / "lightning_rank.py"), json.dumps(settings)]
+        environment = {**os.environ, "LAZYSNAP_JOB_ID": str(self.root), "OMP_NUM_THREADS": "1"}
+        with (self.place / "output.0").open("w") as output:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+            return subprocess.run(command, env=environment, timeout=TIMEOUT_S, check=False, **streams).returncode
+
+    def run(self, strategy, world, *, is_launcher=False, **settings):
         self.runs += 1
         self.place.mkdir(parents=True)
         with socket.socket() as free:
@@ -38,6 +49,8 @@ class Fit:
             port = free.getsockname()[1]
         common = {"strategy": strategy, "world": world, "place": str(self.place), "levels": self.levels}
         common |= {"directory": str(self.root), "port": port, **settings}
+        if is_launcher:
+            return [self._launch(common)]
         own = [{}] if strategy == "ddp_fork" else [{"rank": rank} for rank in range(world)]
         waiting = [
             self.zygote.start(
@@ -122,6 +135,18 @@ def test_lightnings_own_launcher_starts_the_ranks(make_fit):
     assert whole.run("ddp_fork", 2) == [0], whole.output()
     assert cut.run("ddp_fork", 2, die_at={"0": 9, "1": 9}) != [0], cut.output()
     assert cut.run("ddp_fork", 2) == [0], cut.output()
+    assert ["from memory" in log for log in cut.logs()] == [True, True], cut.logs()
+    assert cut.results() == whole.results()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_a_program_whose_ranks_lightning_starts_goes_on_as_well(make_fit, strategy):
+    whole, cut = make_fit("whole"), make_fit("cut")
+    assert whole.run("ddp", 2) == [0, 0], whole.output()
+    assert cut.run(strategy, 2, is_launcher=True, die_at={"0": 9, "1": 9}) != [0], cut.output()
+    assert cut.run(strategy, 2, is_launcher=True) == [0], cut.output()
     assert ["from memory" in log for log in cut.logs()] == [True, True], cut.logs()
     assert cut.results() == whole.results()
 
