@@ -1,5 +1,6 @@
-"""The published suites of storages and stores, run by pytest in the guest, over the NFS mount."""
+"""The published suites, run by pytest in the guest, over the NFS mount."""
 
+import os
 import pathlib
 import re
 import sys
@@ -9,17 +10,34 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE_S = 1200  # two minutes on an idle machine; ten times that on a busy one are no fault
 # Objects of several blocks, which take seconds each here, are in test_nfs.py.
-CHOSEN = "(TestStorage or TestStore) and not 1677 and not 3355"
+CONTRACT = "(TestStorage or TestStore) and not 1677 and not 3355"
+EVERY = int(os.environ.get("LAZYSNAP_TEST_EVERY", "20"))
+
+
+@pytest.fixture
+def passed(lab, place):
+    """Runs some of the suites; how many tests passed."""
+
+    def run(chosen, deadline_s=DEADLINE_S):
+        command = (
+            f"cd /run && PYTHONPATH={ROOT} LAZYSNAP_TEST_URL={place.hard} LAZYSNAP_TEST_EVERY={EVERY}"
+            f" {sys.executable} -m pytest -q -W error -p no:cacheprovider --rootdir=/run --basetemp=/run/tmp"
+            f" --pyargs lazysnap.testing.any_url -k '{chosen}'"
+        )
+        output = lab.guest.start("sh", command).result(deadline_s)
+        (count,) = re.findall(r"^(\d+) passed, .*deselected in ", output, re.MULTILINE)
+        assert list(place.host.iterdir()) == []
+        return int(count)
+
+    return run
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
-def test_nfs_keeps_the_contract_of_a_storage(lab, place):
-    run = (
-        f"cd /run && PYTHONPATH={ROOT} LAZYSNAP_TEST_URL={place.hard} {sys.executable} -m pytest -q -W error"
-        f" -p no:cacheprovider --rootdir=/run --basetemp=/run/tmp --pyargs lazysnap.testing.any_url -k '{CHOSEN}'"
-    )
-    output = lab.guest.start("sh", run).result(DEADLINE_S)
+def test_nfs_keeps_the_contract_of_a_storage(passed):
+    assert passed(CONTRACT) > 90
 
-    (passed,) = re.findall(r"^(\d+) passed, .*deselected in ", output, re.MULTILINE)
-    assert int(passed) > 90
-    assert list(place.host.iterdir()) == []
+
+@pytest.mark.timeout(DEADLINE_S + 3 * DEADLINE_S // EVERY + 60)
+def test_snapshots_on_nfs_outlast_a_failure_of_its_operations(passed):
+    """``LAZYSNAP_TEST_EVERY=1`` breaks every one of them."""
+    assert passed("TestBreakage", DEADLINE_S + 3 * DEADLINE_S // EVERY) > 70
