@@ -17,8 +17,8 @@ import torch
 
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.assembly import Assembly, OpenShard
 from lazysnap.engine.names import check_name
+from lazysnap.engine.part import BadShard, PartReader
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.restore import LISTINGS, MEMORY, Snapshot, Vanished
 from lazysnap.engine.shards import ShardOpener
@@ -35,7 +35,6 @@ from lazysnap.state.source import StateSource
 logger = logging.getLogger("lazysnap.engine")
 
 LATEST = "latest"
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class _Search:
         self._node = told.world.place.node
         levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(told.config.levels)}
         self._levels = levels
-        self._opener = ShardOpener(levels, self._visit, stack)
+        self._parts = PartReader(told.source, told.world, ShardOpener(levels, self._visit, stack))
         self._visits: dict[int, MemoryHoldings] = {}
         self._gone = False
         self.problems: list[str] = []
@@ -252,14 +251,8 @@ class _Search:
         while True:
             chosen = self._choose(plan, own, bad)
             try:
-                shards = self._open(plan, chosen, bad)
-                assembly = Assembly(shards, own)
-                where = f"step {plan.step}"
-                expected = self._told.source.expected()
-                check_facts(assembly, expected, where)
-                meta = next(shard.meta for shard in shards if shard.rank == own and shard.meta.step == plan.step)
-                return assembly.state(meta, self._target(expected)), sorted({entry.level for entry in chosen.values()})
-            except _BadShard as error:
+                return self._parts.read(plan, chosen)
+            except BadShard as error:
                 bad.add(error.entry)
                 self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)
                 where = f"step {plan.step} of rank {error.entry.rank} at {shown(error.entry.level)}"
@@ -275,65 +268,6 @@ class _Search:
         if own not in chosen:
             raise ShardCorrupt(f"the shard of rank {own} is nowhere whole within reach of {self._node.split('/')[0]}")
         return chosen
-
-    def _open(self, plan: RestartPlan, chosen: dict[int, Entry], bad: set[Entry]) -> list[OpenShard]:
-        shards = []
-        for entry in chosen.values():
-            try:
-                opened = self._opener.open(entry, lambda error, entry=entry: _BadShard(entry, error))  # type: ignore[misc]
-                shards.append(opened)
-                if opened.meta.frozen is not None:
-                    shards.append(self._opener.open_frozen(opened.meta.frozen, plan, entry.rank))
-            except _BadShard:
-                raise
-            except Exception as error:
-                raise _BadShard(entry, error) from error
-        return shards
-
-    def _target(self, expected: Any) -> Any:
-        """The live tensor that a name of the state is to fill: a parameter, or for optimizer state its parameter."""
-        prefixes = [
-            (f"{path}.state.", parameters) for path, parameters in self._told.source.optimizer_parameters().items()
-        ]
-
-        def target(name: str) -> torch.Tensor | None:
-            if name in expected:
-                return expected[name]  # type: ignore[no-any-return]
-            for prefix, parameters in prefixes:
-                number = name.removeprefix(prefix).split(".", 1)[0]
-                if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
-                    return parameters[int(number)]
-            return None
-
-        return target
-
-
-class _BadShard(ShardCorrupt):
-    """A source of one shard that turned out to be no good."""
-
-    def __init__(self, entry: Entry, error: Exception) -> None:
-        super().__init__(str(error))
-        self.entry = entry
-
-
-def check_facts(assembly: Assembly, expected: Any, where: str) -> None:
-    """Compare a snapshot with the live model. Raises: StateMismatch, naming the first tensors that differ."""
-    held = assembly.facts()
-    differences = []
-    for name, tensor in expected.items():
-        if name not in held:
-            differences.append(f"{name}: not in the snapshot")
-        elif held[name] != (tensor.dtype, tuple(tensor.shape)):
-            dtype, shape = held[name]
-            differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
-    prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
-    differences += [f"{name}: not in the model" for name in held if name.startswith(prefixes) and name not in expected]
-    if differences:
-        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise StateMismatch(
-            f"{where} is of another model: {'; '.join(differences[:_SHOWN])}{more}. Nothing was loaded. Use the model "
-            'it was taken from, another directory, or start fresh without "latest"'
-        )
 
 
 def part_ways(snapshot: Snapshot, world: World) -> None:
