@@ -11,7 +11,6 @@ import random
 import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -22,6 +21,7 @@ from lazysnap.engine.part import BadShard, PartReader
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.restore import LISTINGS, MEMORY, Snapshot, Vanished
 from lazysnap.engine.shards import ShardOpener
+from lazysnap.engine.survey import Survey, fields_of, inventory_of
 from lazysnap.engine.world import World
 from lazysnap.errors import JobBusy, LazySnapError, ShardCorrupt, SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
@@ -90,6 +90,7 @@ class _Search:
         self._node = told.world.place.node
         levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(told.config.levels)}
         self._levels = levels
+        self._survey = Survey(told.world, levels)
         self._parts = PartReader(told.source, told.world, ShardOpener(levels, self._visit, stack))
         self._visits: dict[int, MemoryHoldings] = {}
         self._gone = False
@@ -107,21 +108,15 @@ class _Search:
                 mine = self._memories()
             except JobBusy as error:
                 refusal = str(error)
-            return [refusal, [_as_json(inventory) for inventory in mine]]
-
-        def look() -> list[Any]:
-            mine = [_as_json(inventory) for inventory in self._stored()]
-            faults.point("engine.restart.told")
-            return mine
+            return [refusal, [fields_of(inventory) for inventory in mine]]
 
         told = self._world.exchange_after("what is in memory", remember)
         busy = [text for text, _ in told if text]
         if busy:
             raise JobBusy(busy[0])
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
-        stored = self._world.exchange_after("what is on storage", look)
-        found = [_from_json(item) for _, listed in told for item in listed]
-        found += [_from_json(item) for listed in stored for item in listed]
+        found = [inventory_of(item) for _, listed in told for item in listed]
+        found += self._survey.look(self.problems)
         self.problems += [problem for inventory in found for problem in inventory.problems]
         return found
 
@@ -179,26 +174,6 @@ class _Search:
                 self._stack.callback(visit.close)
                 self._visits[number] = visit.holdings
         return self._visits[number]
-
-    def _stored(self) -> list[Inventory]:
-        """Levels that are the same place for all are listed by one rank, local paths by one of each node."""
-        place = self._world.place
-        mine = []
-        for url, level in self._levels.items():
-            is_local = urlsplit(url).scheme in ("", "file", "local")
-            if place.local_rank == 0 if is_local else place.rank == 0:
-                level.begin_inventory()
-                mine.append((url, level, self._node if is_local else None))
-        found = []
-        for url, level, node in mine:
-            try:
-                listed = level.inventory()
-            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-                self.problems.append(f"{shown(url)} passed over: {error}")
-                continue
-            entries = tuple(dataclasses.replace(entry, node=node) for entry in listed.entries)
-            found.append(dataclasses.replace(listed, entries=entries))
-        return found
 
     # ---------------------------------------------------------------- one snapshot
 
@@ -258,11 +233,14 @@ class _Search:
                 where = f"step {plan.step} of rank {error.entry.rank} at {shown(error.entry.level)}"
                 self.problems.append(f"{where}: {error}")
 
+    def _is_near(self, entry: Entry) -> bool:
+        return entry.node in (None, self._node) or entry.node in self._survey.reach
+
     def _choose(self, plan: RestartPlan, own: int, bad: set[Entry]) -> dict[int, Entry]:
         """Per rank of the snapshot the fastest source that this one can reach."""
         chosen = {}
         for rank, offers in enumerate(plan.sources):
-            entry = next((e for e in offers if e not in bad and e.node in (None, self._node)), None)
+            entry = next((e for e in offers if e not in bad and self._is_near(e)), None)
             if entry is not None:
                 chosen[rank] = entry
         if own not in chosen:
@@ -289,16 +267,3 @@ def part_ways(snapshot: Snapshot, world: World) -> None:
         import numpy
 
         numpy.random.seed(seed & 0xFFFFFFFF)
-
-
-def _as_json(inventory: Inventory) -> dict[str, Any]:
-    return dataclasses.asdict(inventory)
-
-
-def _from_json(fields: dict[str, Any]) -> Inventory:
-    return Inventory(
-        fields["level"],
-        tuple(Entry(**{**item, "names": tuple(item["names"])}) for item in fields["entries"]),
-        tuple(FrozenEntry(**item) for item in fields["frozen"]),
-        tuple(fields["problems"]),
-    )
