@@ -70,6 +70,22 @@ def replica_owner(name: str, replicas: int) -> int:
     return sum(name.encode("utf-8", "surrogatepass")) % replicas if replicas > 1 else 0
 
 
+def padding(sizes: Sequence[int], cost: int) -> int:
+    """To what length all answers of ranks are brought, when all get all; what is longer is told apart at ``cost`` each.
+
+    The one with the least bytes in sum: a single long answer is not paid for by every rank.
+    """
+    best, least = 0, None
+    beyond, count = sum(sizes), len(sizes)
+    taken = 0
+    for number, size in enumerate(sorted(sizes), start=1):
+        taken += size
+        total = count * size + (beyond - taken) - (count - number) * size + (count - number) * cost
+        if least is None or total < least:
+            best, least = size, total
+    return best
+
+
 def failure_domains(nodes: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
     """The ranks of each node, which live and die together."""
     found: dict[str, list[int]] = {}

@@ -9,6 +9,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.engine.assembly import OpenShard
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.listing import Listing
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.verified import VerifiedReader
@@ -58,6 +59,14 @@ class LevelReader:
             self.begin_inventory()
         assert self._listing is not None
         return self._listing.result(self._level.timeout_s)
+
+    def names(self, *, marked: bool) -> Listing:
+        """What the level has by its name alone. Blocks, raises: as ``inventory``."""
+        return self._attempt(f"listing {shown(self.url)}", lambda beat: self._open().listing(marked=marked))
+
+    def look(self, listing: Listing, share: tuple[int, int]) -> Inventory:
+        """What a share of that offers. Blocks, raises: as ``inventory``."""
+        return self._attempt(f"looking at {shown(self.url)}", lambda beat: self._open().inventory(listing, share))
 
     def read(self, entry: Entry) -> tuple[memoryview, CaptureMeta]:
         """A shard, every block verified. Blocks: as long as blocks arrive. Raises: as ``inventory``; ShardCorrupt."""

@@ -11,17 +11,17 @@ import random
 import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.assembly import Assembly, OpenShard
 from lazysnap.engine.names import check_name
+from lazysnap.engine.part import BadShard, PartReader
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.restore import LISTINGS, MEMORY, Snapshot, Vanished
 from lazysnap.engine.shards import ShardOpener
+from lazysnap.engine.survey import Survey, fields_of, inventory_of
 from lazysnap.engine.world import World
 from lazysnap.errors import JobBusy, LazySnapError, ShardCorrupt, SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
@@ -35,7 +35,6 @@ from lazysnap.state.source import StateSource
 logger = logging.getLogger("lazysnap.engine")
 
 LATEST = "latest"
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,8 @@ class _Search:
         self._node = told.world.place.node
         levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(told.config.levels)}
         self._levels = levels
-        self._opener = ShardOpener(levels, self._visit, stack)
+        self._survey = Survey(told.world, levels)
+        self._parts = PartReader(told.source, told.world, ShardOpener(levels, self._visit, stack))
         self._visits: dict[int, MemoryHoldings] = {}
         self._gone = False
         self.problems: list[str] = []
@@ -108,21 +108,15 @@ class _Search:
                 mine = self._memories()
             except JobBusy as error:
                 refusal = str(error)
-            return [refusal, [_as_json(inventory) for inventory in mine]]
-
-        def look() -> list[Any]:
-            mine = [_as_json(inventory) for inventory in self._stored()]
-            faults.point("engine.restart.told")
-            return mine
+            return [refusal, [fields_of(inventory) for inventory in mine]]
 
         told = self._world.exchange_after("what is in memory", remember)
         busy = [text for text, _ in told if text]
         if busy:
             raise JobBusy(busy[0])
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
-        stored = self._world.exchange_after("what is on storage", look)
-        found = [_from_json(item) for _, listed in told for item in listed]
-        found += [_from_json(item) for listed in stored for item in listed]
+        found = [inventory_of(item) for _, listed in told for item in listed]
+        found += self._survey.look(self.problems)
         self.problems += [problem for inventory in found for problem in inventory.problems]
         return found
 
@@ -181,26 +175,6 @@ class _Search:
                 self._visits[number] = visit.holdings
         return self._visits[number]
 
-    def _stored(self) -> list[Inventory]:
-        """Levels that are the same place for all are listed by one rank, local paths by one of each node."""
-        place = self._world.place
-        mine = []
-        for url, level in self._levels.items():
-            is_local = urlsplit(url).scheme in ("", "file", "local")
-            if place.local_rank == 0 if is_local else place.rank == 0:
-                level.begin_inventory()
-                mine.append((url, level, self._node if is_local else None))
-        found = []
-        for url, level, node in mine:
-            try:
-                listed = level.inventory()
-            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-                self.problems.append(f"{shown(url)} passed over: {error}")
-                continue
-            entries = tuple(dataclasses.replace(entry, node=node) for entry in listed.entries)
-            found.append(dataclasses.replace(listed, entries=entries))
-        return found
-
     # ---------------------------------------------------------------- one snapshot
 
     def attempt(self, plan: RestartPlan, *, is_last_try: bool) -> Snapshot | None:
@@ -252,88 +226,26 @@ class _Search:
         while True:
             chosen = self._choose(plan, own, bad)
             try:
-                shards = self._open(plan, chosen, bad)
-                assembly = Assembly(shards, own)
-                where = f"step {plan.step}"
-                expected = self._told.source.expected()
-                check_facts(assembly, expected, where)
-                meta = next(shard.meta for shard in shards if shard.rank == own and shard.meta.step == plan.step)
-                return assembly.state(meta, self._target(expected)), sorted({entry.level for entry in chosen.values()})
-            except _BadShard as error:
+                return self._parts.read(plan, chosen)
+            except BadShard as error:
                 bad.add(error.entry)
                 self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)
                 where = f"step {plan.step} of rank {error.entry.rank} at {shown(error.entry.level)}"
                 self.problems.append(f"{where}: {error}")
 
+    def _is_near(self, entry: Entry) -> bool:
+        return entry.node in (None, self._node) or entry.node in self._survey.reach
+
     def _choose(self, plan: RestartPlan, own: int, bad: set[Entry]) -> dict[int, Entry]:
         """Per rank of the snapshot the fastest source that this one can reach."""
         chosen = {}
         for rank, offers in enumerate(plan.sources):
-            entry = next((e for e in offers if e not in bad and e.node in (None, self._node)), None)
+            entry = next((e for e in offers if e not in bad and self._is_near(e)), None)
             if entry is not None:
                 chosen[rank] = entry
         if own not in chosen:
             raise ShardCorrupt(f"the shard of rank {own} is nowhere whole within reach of {self._node.split('/')[0]}")
         return chosen
-
-    def _open(self, plan: RestartPlan, chosen: dict[int, Entry], bad: set[Entry]) -> list[OpenShard]:
-        shards = []
-        for entry in chosen.values():
-            try:
-                opened = self._opener.open(entry, lambda error, entry=entry: _BadShard(entry, error))  # type: ignore[misc]
-                shards.append(opened)
-                if opened.meta.frozen is not None:
-                    shards.append(self._opener.open_frozen(opened.meta.frozen, plan, entry.rank))
-            except _BadShard:
-                raise
-            except Exception as error:
-                raise _BadShard(entry, error) from error
-        return shards
-
-    def _target(self, expected: Any) -> Any:
-        """The live tensor that a name of the state is to fill: a parameter, or for optimizer state its parameter."""
-        prefixes = [
-            (f"{path}.state.", parameters) for path, parameters in self._told.source.optimizer_parameters().items()
-        ]
-
-        def target(name: str) -> torch.Tensor | None:
-            if name in expected:
-                return expected[name]  # type: ignore[no-any-return]
-            for prefix, parameters in prefixes:
-                number = name.removeprefix(prefix).split(".", 1)[0]
-                if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
-                    return parameters[int(number)]
-            return None
-
-        return target
-
-
-class _BadShard(ShardCorrupt):
-    """A source of one shard that turned out to be no good."""
-
-    def __init__(self, entry: Entry, error: Exception) -> None:
-        super().__init__(str(error))
-        self.entry = entry
-
-
-def check_facts(assembly: Assembly, expected: Any, where: str) -> None:
-    """Compare a snapshot with the live model. Raises: StateMismatch, naming the first tensors that differ."""
-    held = assembly.facts()
-    differences = []
-    for name, tensor in expected.items():
-        if name not in held:
-            differences.append(f"{name}: not in the snapshot")
-        elif held[name] != (tensor.dtype, tuple(tensor.shape)):
-            dtype, shape = held[name]
-            differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
-    prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
-    differences += [f"{name}: not in the model" for name in held if name.startswith(prefixes) and name not in expected]
-    if differences:
-        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise StateMismatch(
-            f"{where} is of another model: {'; '.join(differences[:_SHOWN])}{more}. Nothing was loaded. Use the model "
-            'it was taken from, another directory, or start fresh without "latest"'
-        )
 
 
 def part_ways(snapshot: Snapshot, world: World) -> None:
@@ -355,16 +267,3 @@ def part_ways(snapshot: Snapshot, world: World) -> None:
         import numpy
 
         numpy.random.seed(seed & 0xFFFFFFFF)
-
-
-def _as_json(inventory: Inventory) -> dict[str, Any]:
-    return dataclasses.asdict(inventory)
-
-
-def _from_json(fields: dict[str, Any]) -> Inventory:
-    return Inventory(
-        fields["level"],
-        tuple(Entry(**{**item, "names": tuple(item["names"])}) for item in fields["entries"]),
-        tuple(FrozenEntry(**item) for item in fields["frozen"]),
-        tuple(fields["problems"]),
-    )

@@ -21,11 +21,13 @@ from lazysnap.capture.plan import Key
 from lazysnap.engine.partition import Partition
 from lazysnap.errors import WaitTimeout
 from lazysnap.state.walk import Walk
-from lazysnap.topology import Place, places
+from lazysnap.topology import Place, padding, places
 
 logger = logging.getLogger("lazysnap.engine")
 
 _BEAT_S = 2.0
+_BROADCAST_BYTES = 1 << 16
+"""How many bytes in all a broadcast of its own may save or cost."""
 
 
 def node_name() -> str:
@@ -101,14 +103,10 @@ class World:
         try:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-            longest = int(max(int(size) for size in sizes))
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(data)] = data
-            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(texts, padded, group=self._group)
+            texts = self._gather(data, [int(size) for size in sizes])
         except (RuntimeError, ValueError) as error:  # ValueError: the program destroyed all groups
             raise self._missing(what, error) from error
-        told = [json.loads(bytes(text[: int(size)].numpy().tobytes())) for text, size in zip(texts, sizes, strict=True)]
+        told = [json.loads(text) for text in texts]
         others = {rank: theirs for rank, (theirs, _) in enumerate(told) if theirs != what}
         if others:
             raise WaitTimeout(
@@ -116,6 +114,23 @@ class World:
                 "or restore, take snapshots and close in the same order. Snapshots are as they were"
             )
         return [item for _, item in told]
+
+    def _gather(self, data: torch.Tensor, sizes: list[int]) -> list[bytes]:
+        """Every rank's bytes. One length for all would cost the longest one times the number of ranks, on each."""
+        length = max(1, padding(sizes, _BROADCAST_BYTES))
+        padded = torch.zeros(length, dtype=torch.uint8)
+        padded[: len(data)] = data[:length]
+        found = [torch.zeros(length, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(found, padded, group=self._group)
+        texts = []
+        for rank, size in enumerate(sizes):
+            text = found[rank][:size].numpy().tobytes()
+            if size > length:
+                rest = data[length:].clone() if rank == self.rank else torch.zeros(size - length, dtype=torch.uint8)
+                dist.broadcast(rest, rank, group=self._group)
+                text += rest.numpy().tobytes()
+            texts.append(text)
+        return texts
 
     def exchange_after(self, what: str, work: Callable[[], Any]) -> list[Any]:
         """Every rank's result of ``work`` (plain JSON), when all have theirs. Collective. Blocks: as long as they work.

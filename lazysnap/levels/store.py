@@ -28,9 +28,9 @@ from lazysnap.errors import (
     ShardCorrupt,
 )
 from lazysnap.levels.images import Images
+from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.names import names_in
 from lazysnap.levels.once import write_once
 from lazysnap.levels.retention import Whose, retain, sweep
 from lazysnap.levels.shards import ShardPlace, read_blocks, write_shard
@@ -49,7 +49,6 @@ from lazysnap.shard.manifest import (
     parse_directory_name,
     parse_frozen_directory_name,
     parse_keep_file_name,
-    parse_rank_name,
     shard_name,
 )
 
@@ -218,46 +217,43 @@ class SnapshotStore:
 
     # ---------------------------------------------------------------- looking
 
-    def inventory(self) -> Inventory:
+    def listing(self, *, marked: bool = False) -> Listing:
+        """What is here by its name alone; see ``levels.listing``. Raises: LevelUnavailable."""
+        return list_names(self.storage, marked=marked)
+
+    def inventory(self, listing: Listing | None = None, share: tuple[int, int] | None = None) -> Inventory:
         """What can be restored from here, and what cannot and why. Nothing found there makes it raise.
 
+        With a ``listing`` nothing is listed again, with ``share`` (number, of how many) only that part is looked at.
         Raises: LevelUnavailable, if the level does not answer.
         """
+        listing = self.listing() if listing is None else listing
         entries: list[Entry] = []
         images: list[FrozenEntry] = []
-        problems: list[str] = []
+        problems = list(listing.problems)
         seen: set[str] = set()
-        for directory in self.storage.list():
-            frozen = parse_frozen_directory_name(directory)
-            if frozen is None and parse_directory_name(directory) is None:
-                continue
-            try:
-                names = self.storage.list(directory)
-            except LevelError as error:
-                problems.append(str(error))
-                continue
-            given = names_in(self.storage, directory, names, problems)
-            for name in names:
-                parsed = parse_rank_name(name)
-                if parsed is None or parsed[2] != "json":
-                    continue
-                seen.add(f"{directory}/{name}")
+        for directory in listing.directories:
+            frozen = parse_frozen_directory_name(directory.name)
+            for name in directory.manifests(share):
+                seen.add(f"{directory.name}/{name}")
                 try:
-                    entry = self._look_at(directory, name, frozen)
+                    entry = self._look_at(directory.name, name, frozen)
                 except FileNotFoundError as error:
-                    problems.append(f"{self.url}/{directory}: a manifest without its shard: {error.filename or error}")
+                    lost = error.filename or error
+                    problems.append(f"{self.url}/{directory.name}: a manifest without its shard: {lost}")
                 except (FormatError, LevelError) as error:
                     # One file that cannot be read says nothing about the others.
                     problems.append(str(error))
                 else:
                     if frozen is None:
-                        mine = tuple(name for name, run_id in given if run_id in (None, entry.run_id))
+                        mine = tuple(name for name, run_id in directory.given if run_id in (None, entry.run_id))
                         entries.append(replace(entry, names=mine))
                     else:
-                        images.append(FrozenEntry(self.url, self.speed, *frozen, directory))
-        for known in (self._known, self._sound):
-            for path in known.keys() - seen:
-                known.pop(path, None)  # a run may write millions
+                        images.append(FrozenEntry(self.url, self.speed, *frozen, directory.name))
+        if share is None:
+            for known in (self._known, self._sound):
+                for path in known.keys() - seen:
+                    known.pop(path, None)  # a run may write millions
         return Inventory(self.url, tuple(entries), tuple(images), tuple(problems))
 
     def _look_at(self, directory: str, name: str, frozen: tuple[str, str] | None) -> Entry:

@@ -80,6 +80,61 @@ def overlaps(pieces: Sequence[Piece], offsets: Extent, shape: Extent) -> Iterato
             )
 
 
+class Cover:
+    """How much of one wanted box the pieces seen so far fill. Pieces that overlap are not counted twice."""
+
+    def __init__(self, offsets: Extent, shape: Extent) -> None:
+        self._box = (offsets, shape)
+        self._needed = volume(shape)
+        self._parts: dict[tuple[Extent, Extent], None] = {}
+        self._seen = 0
+        self.is_whole = self._needed == 0
+
+    def add(self, piece: Piece) -> None:
+        """A piece is there."""
+        for overlap in overlaps([piece], *self._box) if not self.is_whole else ():
+            part = (tuple(p.start for p in overlap.target), tuple(p.stop - p.start for p in overlap.target))
+            if part not in self._parts:
+                self._parts[part] = None
+                self._seen += volume(part[1])
+                # Only now worth the look at how they lie.
+                self.is_whole = self._seen >= self._needed and self._filled() == self._needed
+
+    def gap(self, axis: int) -> int:
+        """Where along a dimension of the tensor the first hole may be."""
+        at = 0
+        for start, size in sorted((offsets[axis], shape[axis]) for offsets, shape in self._parts):
+            if start > at:
+                break
+            at = max(at, start + size)
+        return self._box[0][axis] + at
+
+    def _filled(self) -> int:
+        """Elements in parts that do not overlap."""
+        chosen = apart([Piece(0, "", *part) for part in self._parts])
+        return sum(volume(piece.shape) for piece in chosen)
+
+
+def apart(boxes: Sequence[Piece]) -> list[Piece]:
+    """Those of ``boxes`` that overlap none taken before them, along the dimension that is cut most."""
+    axis = _most_cut(boxes)
+    if axis is None:
+        return list(boxes[:1])
+    taken: list[Piece] = []
+    reaching: list[Piece] = []
+    for piece in sorted(boxes, key=lambda piece: piece.offsets[axis]):
+        reaching = [other for other in reaching if other.offsets[axis] + other.shape[axis] > piece.offsets[axis]]
+        if not any(overlaps(reaching, piece.offsets, piece.shape)):
+            taken.append(piece)
+            reaching.append(piece)
+    return taken
+
+
+def _most_cut(boxes: Sequence[Piece]) -> int | None:
+    dims = range(len(boxes[0].offsets)) if boxes else range(0)
+    return max(dims, key=lambda d: len({piece.offsets[d] for piece in boxes}), default=None)
+
+
 def check_coverage(name: str, pieces: Sequence[Piece], whole: Extent) -> None:
     """See to it that the boxes fill the tensor without overlap. Raises: ShardCorrupt, saying what is missing.
 

@@ -31,6 +31,7 @@ TensorSink = Callable[[torch.Tensor, tuple[Any, ...]], str]
 TensorSource = Callable[[str], torch.Tensor]
 
 _EXACT_INT = 1 << 53
+_NO_TENSOR = torch.empty(0)
 _FACTORIES: dict[str, Any] = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 _LENIENT_TEXT = 200
@@ -251,6 +252,18 @@ def decode(encoded: Any, *, tensor: TensorSource) -> Any:
         if isinstance(error, (ShardCorrupt, UnsupportedState)):
             raise
         raise ShardCorrupt(f"the small state is no valid encoding: {type(error).__name__}: {error}") from error
+
+
+def tensor_names(encoded: Any) -> list[str]:
+    """The names of all tensors in an encoding. Raises: as ``decode``."""
+    names: list[str] = []
+
+    def note(name: str) -> torch.Tensor:
+        names.append(name)
+        return _NO_TENSOR
+
+    decode(encoded, tensor=note)
+    return names
 
 
 class _Decoder:

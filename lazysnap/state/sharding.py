@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lazysnap.errors import UnsupportedState
+from lazysnap.shard.pieces import volume
 from lazysnap.topology import replica_owner
 
 
@@ -46,14 +47,26 @@ def held_part(tensor: torch.Tensor, name: str) -> Held | None:
 
 
 def _is_owner(name: str, tensor: DTensor, coordinate: Sequence[int]) -> bool:
-    """Along replicated mesh dimensions exactly one rank captures: a pure function of the name."""
+    return tuple(coordinate) == _owner(name, tensor, coordinate)
+
+
+def _owner(name: str, tensor: DTensor, coordinate: Sequence[int]) -> tuple[int, ...]:
+    """Along replicated mesh dimensions exactly one rank captures: a pure function of the name. Where it sits."""
     mesh = tensor.device_mesh
     replicated = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
-    replicas, index = 1, 0
-    for dim in replicated:
-        index = index * mesh.size(dim) + coordinate[dim]
-        replicas *= mesh.size(dim)
-    return replica_owner(name, replicas) == index
+    number = replica_owner(name, volume([mesh.size(dim) for dim in replicated]))
+    found = list(coordinate)
+    for dim in reversed(replicated):
+        number, found[dim] = divmod(number, mesh.size(dim))
+    return tuple(found)
+
+
+def owner_of(target: Any, name: str) -> int | None:
+    """The rank that captures what this one holds of a DTensor called ``name``; ``None`` for others, or outside."""
+    coordinate = target.device_mesh.get_coordinate() if isinstance(target, DTensor) else None
+    if coordinate is None:
+        return None
+    return int(target.device_mesh.mesh[_owner(name, target, coordinate)])
 
 
 def like(target: DTensor, local: torch.Tensor) -> DTensor:

@@ -1,0 +1,140 @@
+"""What the levels hold, looked at by all ranks together: each reads its share of the manifests, once.
+
+Names come first. A URL is listed by one rank of all, a path by one of each node: nodes that see the same directories,
+inode and times included, are at one place and share the work; a disk that only one node sees is shared by its ranks.
+"""
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from lazysnap import faults
+from lazysnap.engine.reading import LevelReader
+from lazysnap.engine.world import World
+from lazysnap.levels.listing import Listing
+from lazysnap.levels.redaction import shown
+from lazysnap.resolver import Entry, FrozenEntry, Inventory
+from lazysnap.topology import Place
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where shards are, and which ranks see it."""
+
+    url: str
+    label: str | None
+    """``None``: all do."""
+    listing: Listing
+    members: tuple[int, ...]
+
+
+class Survey:
+    """One rank's part of the work."""
+
+    def __init__(self, world: World, levels: Mapping[str, LevelReader]) -> None:
+        self._world = world
+        self._levels = levels
+        self.reach: set[str] = set()
+        """Labels of the places that only some ranks see, this one among them."""
+
+    def look(self, problems: list[str]) -> list[Inventory]:
+        """What all ranks found, the same list on each; what this one could not is added to ``problems``. Collective."""
+        told = self._world.exchange_after("what is on storage", lambda: self._names(problems))
+        sites = sites_of(told, self._world.places)
+        found = self._world.exchange_after("what of it is whole", lambda: self._mine(sites, problems))
+        return merged([inventory_of(item) for listed in found for item in listed])
+
+    def _names(self, problems: list[str]) -> list[Any]:
+        place = self._world.place
+        mine = []
+        for url, level in self._levels.items():
+            if place.rank == 0 or (place.local_rank == 0 and is_path(url)):
+                try:
+                    mine.append([url, level.names(marked=is_path(url)).to_fields()])
+                except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+                    problems.append(f"{shown(url)} passed over: {error}")
+        return mine
+
+    def _mine(self, sites: list[Site], problems: list[str]) -> list[Any]:
+        rank = self._world.rank
+        found = []
+        for site in sites:
+            if rank not in site.members:
+                continue
+            if site.label is not None:
+                self.reach.add(site.label)
+            share = (site.members.index(rank), len(site.members))
+            # What the listing met is told once.
+            listing = site.listing if share[0] == 0 else dataclasses.replace(site.listing, problems=())
+            try:
+                inventory = self._levels[site.url].look(listing, share)
+            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+                problems.append(f"{shown(site.url)} passed over: {error}")
+                continue
+            entries = tuple(dataclasses.replace(entry, node=site.label) for entry in inventory.entries)
+            found.append(fields_of(dataclasses.replace(inventory, entries=entries)))
+        faults.point("engine.restart.told")
+        return found
+
+
+def is_path(url: str) -> bool:
+    """Whether what is there may be another place on another node."""
+    return urlsplit(url).scheme in ("", "file", "local")
+
+
+def sites_of(told: list[Any], places: list[Place]) -> list[Site]:
+    """The places there are, from what each rank listed: ``[url, listing]``. Pure."""
+    seen: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, listed in enumerate(told):
+        for url, fields in listed:
+            seen[url, json.dumps(fields)].append(rank)
+    of_node: dict[str, list[int]] = defaultdict(list)
+    for place in places:
+        of_node[place.node].append(place.rank)
+    sites = []
+    for (url, fields), listers in seen.items():
+        nodes = dict.fromkeys(places[rank].node for rank in listers) if is_path(url) else of_node
+        label = None if len(nodes) == len(of_node) else f"{url} of rank {listers[0]}"
+        members = tuple(sorted(rank for node in nodes for rank in of_node[node]))
+        sites.append(Site(url, label, Listing.from_fields(json.loads(fields)), members))
+    return sites
+
+
+def merged(inventories: list[Inventory]) -> list[Inventory]:
+    """One of each level."""
+    by_level: dict[str, list[Inventory]] = defaultdict(list)
+    for inventory in inventories:
+        by_level[inventory.level].append(inventory)
+    return [
+        Inventory(
+            level,
+            tuple(entry for one in found for entry in one.entries),
+            tuple(image for one in found for image in one.frozen),
+            tuple(problem for one in found for problem in one.problems),
+        )
+        for level, found in by_level.items()
+    ]
+
+
+def fields_of(inventory: Inventory) -> dict[str, Any]:
+    """As plain values."""
+    return {
+        "level": inventory.level,
+        "entries": [vars(entry) for entry in inventory.entries],
+        "frozen": [vars(image) for image in inventory.frozen],
+        "problems": inventory.problems,
+    }
+
+
+def inventory_of(fields: dict[str, Any]) -> Inventory:
+    """From parsed JSON."""
+    return Inventory(
+        fields["level"],
+        tuple(Entry(**{**item, "names": tuple(item["names"])}) for item in fields["entries"]),
+        tuple(FrozenEntry(**item) for item in fields["frozen"]),
+        tuple(fields["problems"]),
+    )
