@@ -87,6 +87,7 @@ class Assembly:
         self._own: dict[str, _Stored] = {}
         self._wholes: dict[str, _Whole] = {}
         self._aliases: dict[str, str] = {}
+        self._made: dict[tuple[str, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
         for shard in shards:
             self._add(shard, is_own=shard.rank == own)
         for name, whole in self._wholes.items():
@@ -131,15 +132,28 @@ class Assembly:
 
     def _tensor(self, name: str, target: "torch.Tensor | None") -> torch.Tensor:
         stored_name = self._aliases.get(name, name)
-        if stored_name in self._own:
-            whole = self._own[stored_name].read()
-            return _shard_of(whole, target) if isinstance(target, DTensor) else whole
-        if stored_name not in self._wholes:
+        if stored_name not in self._own and stored_name not in self._wholes:
             raise ShardCorrupt(f"no shard has the tensor {name!r}")
-        found = self._wholes[stored_name]
-        if isinstance(target, DTensor) and tuple(target.shape) == found.shape:
-            return like(target, self._box(found, *box_of(target)))
-        return self._box(found, (0,) * len(found.shape), found.shape)
+        shape = self._shape(stored_name)
+        if not isinstance(target, DTensor) or tuple(target.shape) != shape:
+            return self._part(stored_name, (0,) * len(shape), shape)
+        return like(target, self._part(stored_name, *box_of(target)))
+
+    def _shape(self, stored_name: str) -> tuple[int, ...]:
+        own = self._own.get(stored_name)
+        return self._wholes[stored_name].shape if own is None else own.facts[1]
+
+    def _part(self, stored_name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """A box of a tensor; asked for again, by the name of one that was tied to it, the same one."""
+        key = stored_name, offsets, shape
+        if key not in self._made:
+            own = self._own.get(stored_name)
+            self._made[key] = (
+                self._box(self._wholes[stored_name], offsets, shape)
+                if own is None
+                else _box_of_one(own.read(), offsets, shape)
+            )
+        return self._made[key]
 
     @staticmethod
     def _box(whole: _Whole, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -156,9 +170,7 @@ class Assembly:
         return out
 
 
-def _shard_of(whole: torch.Tensor, target: DTensor) -> torch.Tensor:
-    if tuple(whole.shape) != tuple(target.shape):
+def _box_of_one(whole: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    if tuple(whole.shape) == shape:
         return whole
-    offsets, shape = box_of(target)
-    box = tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
-    return like(target, whole[box].clone())
+    return whole[tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))].clone()

@@ -11,6 +11,7 @@ from lazysnap import faults
 from lazysnap.arena import SlotPhase
 from lazysnap.capture.checks import discard
 from lazysnap.capture.gate import OptimizerGates
+from lazysnap.capture.plan import check_kinds
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.collector import collector_paused
@@ -102,8 +103,9 @@ class SnapshotEngine:
         """``fetch``, then load into the live objects and continue that run. ``None``: nothing there, start fresh.
 
         ``which``: ``"latest"``, a step, or a name that ``keep`` gave. Blocks; collective with several ranks.
-        Raises: as ``fetch``; what ``load_state_dict`` raises.
+        Raises: as ``fetch``; UnsupportedState, as ``prepare``; what ``load_state_dict`` raises.
         """
+        check_kinds(self._source.expected().items())
         snapshot = self.fetch(which)
         if snapshot is None:
             logger.info("no snapshot found: starting fresh")
@@ -146,8 +148,10 @@ class SnapshotEngine:
         """Start the keeper and let it make room in the background, so that the first capture does not stall.
 
         Does not block. Optional: the first ``boundary`` does it otherwise, and captures begin some steps later.
+        Raises: UnsupportedState, for a tensor of the model that no snapshot can hold.
         """
         if not self._prepared:
+            check_kinds(self._source.expected().items())
             # Only once: from then on the client counts which steps are durable, and this would make it forget them.
             self._prepared = True
             self._client.adopt_run(self._recorder.meta.run_id, self._recorder.meta.run_started_ns)

@@ -12,6 +12,7 @@ from lazysnap.errors import ShardCorrupt, StateMismatch
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.state.codec import decode
+from lazysnap.state.modules import check_loadable, held_names, is_uninitialised
 
 _SHOWN = 5
 
@@ -51,22 +52,34 @@ def check_apart(images: Sequence[Image], where: str) -> None:
 
 def check_fits(images: Sequence[Image], expected: Mapping[str, torch.Tensor], where: str) -> None:
     """Compare a snapshot with the live model. Raises: StateMismatch, naming the first tensors that differ."""
-    differences = []
-    for name, tensor in expected.items():
+    facts = {}
+    for name in (name for image in images for name in image.names()):
         found = _find(images, name)
-        if found is None:
-            differences.append(f"{name}: not in the snapshot")
-            continue
+        assert found is not None
         _, spec, _, logical = found
         try:
-            dtype, shape = logical_facts(_dtype(spec), spec.shape, logical)
+            facts[name] = logical_facts(_dtype(spec), spec.shape, logical)
         except ValueError as error:
             raise ShardCorrupt(f"tensor {name}: {error}") from error
-        if dtype != tensor.dtype or shape != tuple(tensor.shape):
+    compare(facts, expected, where)
+
+
+def compare(
+    held: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], expected: Mapping[str, torch.Tensor], where: str
+) -> None:
+    """Compare dtypes and shapes in a snapshot with the live model's. Raises: StateMismatch, naming what differs."""
+    check_loadable(expected, where)
+    names = held_names(expected, held)
+    differences = []
+    for name, tensor in expected.items():
+        if name not in names:
+            differences.append(f"{name}: not in the snapshot")
+        elif not is_uninitialised(tensor) and held[names[name]] != (tensor.dtype, tuple(tensor.shape)):
+            dtype, shape = held[names[name]]
             differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
     prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
-    held = [name for image in images for name in image.names()]
-    differences += [f"{name}: not in the model" for name in held if name.startswith(prefixes) and name not in expected]
+    known = set(names.values())
+    differences += [f"{name}: not in the model" for name in held if name.startswith(prefixes) and name not in known]
     if differences:
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise StateMismatch(
@@ -78,20 +91,24 @@ def check_fits(images: Sequence[Image], expected: Mapping[str, torch.Tensor], wh
 def decode_state(images: Sequence[Image]) -> dict[str, Any]:
     """Build the state that the first image tells of, with tensors from all.
 
-    Every tensor is cloned: loaders keep what they are given, and the images are not theirs.
-    Raises: ShardCorrupt, FormatError.
+    Every tensor is cloned: loaders keep what they are given, and the images are not theirs. What was tied is one
+    tensor again. Raises: ShardCorrupt, FormatError.
     """
+    made: dict[tuple[int, str], torch.Tensor] = {}
 
     def tensor(name: str) -> torch.Tensor:
         found = _find(images, name)
         if found is None:
             raise ShardCorrupt(f"the shard has no tensor {name!r}, nor have the immutable tensors")
         image, spec, offset, logical = found
-        copy = view_of(image.data, offset, _dtype(spec), spec.shape).clone()
-        try:
-            return logical_form(copy, logical)
-        except ValueError as error:
-            raise ShardCorrupt(f"tensor {name}: {error}") from error
+        key = id(image), spec.name
+        if key not in made:
+            copy = view_of(image.data, offset, _dtype(spec), spec.shape).clone()
+            try:
+                made[key] = logical_form(copy, logical)
+            except ValueError as error:
+                raise ShardCorrupt(f"tensor {name}: {error}") from error
+        return made[key]
 
     state = decode(images[0].meta.state, tensor=tensor)
     if not isinstance(state, dict):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.events import EventLog
@@ -32,7 +33,7 @@ def fetch(  # noqa: PLR0913  one call, from one place
 ) -> Snapshot | None:
     """See ``SnapshotEngine.fetch``; without a client, from storage alone. Blocks.
 
-    ``of_many`` reads what several ranks captured, if the best snapshot is such a one.
+    ``of_many`` reads what several ranks captured, if the best snapshot is such a one, and into live DTensors.
     """
     started = time.perf_counter()
     step = which if isinstance(which, int) else None
@@ -54,7 +55,7 @@ def fetch(  # noqa: PLR0913  one call, from one place
     for tries_left in reversed(range(LISTINGS)):
         reader.list_again()
         plans = reader.plans(step=step, name=name)
-        if plans and plans[0].world_size > 1:
+        if plans and (plans[0].world_size > 1 or any(isinstance(tensor, DTensor) for tensor in expected.values())):
             return of_many()
         with contextlib.suppress(Vanished):  # retention, or prune, went on meanwhile
             snapshot = reader.read(plans, expected, is_last_try=not tries_left)

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import random
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ import torch
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.assembly import Assembly, OpenShard
+from lazysnap.engine.image import compare
 from lazysnap.engine.names import check_name
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.restore import LISTINGS, MEMORY, Snapshot, Vanished
@@ -30,12 +32,12 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.visit import Visit, keepers_here
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, RestartPlan, candidates
+from lazysnap.state.modules import held_names
 from lazysnap.state.source import StateSource
 
 logger = logging.getLogger("lazysnap.engine")
 
 LATEST = "latest"
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -256,9 +258,12 @@ class _Search:
                 assembly = Assembly(shards, own)
                 where = f"step {plan.step}"
                 expected = self._told.source.expected()
-                check_facts(assembly, expected, where)
+                held = assembly.facts()
+                compare(held, expected, where)
                 meta = next(shard.meta for shard in shards if shard.rank == own and shard.meta.step == plan.step)
-                return assembly.state(meta, self._target(expected)), sorted({entry.level for entry in chosen.values()})
+                return assembly.state(meta, self._target(expected, held)), sorted(
+                    {entry.level for entry in chosen.values()}
+                )
             except _BadShard as error:
                 bad.add(error.entry)
                 self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)
@@ -290,15 +295,16 @@ class _Search:
                 raise _BadShard(entry, error) from error
         return shards
 
-    def _target(self, expected: Any) -> Any:
+    def _target(self, expected: Mapping[str, torch.Tensor], held: Iterable[str]) -> Any:
         """The live tensor that a name of the state is to fill: a parameter, or for optimizer state its parameter."""
+        live = {there: expected[name] for name, there in held_names(expected, held).items()}
         prefixes = [
             (f"{path}.state.", parameters) for path, parameters in self._told.source.optimizer_parameters().items()
         ]
 
         def target(name: str) -> torch.Tensor | None:
-            if name in expected:
-                return expected[name]  # type: ignore[no-any-return]
+            if name in live:
+                return live[name]
             for prefix, parameters in prefixes:
                 number = name.removeprefix(prefix).split(".", 1)[0]
                 if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
@@ -314,26 +320,6 @@ class _BadShard(ShardCorrupt):
     def __init__(self, entry: Entry, error: Exception) -> None:
         super().__init__(str(error))
         self.entry = entry
-
-
-def check_facts(assembly: Assembly, expected: Any, where: str) -> None:
-    """Compare a snapshot with the live model. Raises: StateMismatch, naming the first tensors that differ."""
-    held = assembly.facts()
-    differences = []
-    for name, tensor in expected.items():
-        if name not in held:
-            differences.append(f"{name}: not in the snapshot")
-        elif held[name] != (tensor.dtype, tuple(tensor.shape)):
-            dtype, shape = held[name]
-            differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
-    prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
-    differences += [f"{name}: not in the model" for name in held if name.startswith(prefixes) and name not in expected]
-    if differences:
-        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise StateMismatch(
-            f"{where} is of another model: {'; '.join(differences[:_SHOWN])}{more}. Nothing was loaded. Use the model "
-            'it was taken from, another directory, or start fresh without "latest"'
-        )
 
 
 def part_ways(snapshot: Snapshot, world: World) -> None:
