@@ -31,6 +31,8 @@ _STORED_AS: dict[torch.dtype, torch.dtype] = {
     torch.complex32: torch.float16,
     torch.float8_e4m3fnuz: torch.uint8,
     torch.float8_e5m2fnuz: torch.uint8,
+    # safetensors has names for these, which older readers of it do not know; nor do older releases of torch.
+    **{getattr(torch, name): torch.uint8 for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)},
 }
 _LOGICAL = {str(dtype).removeprefix("torch."): dtype for dtype in _STORED_AS}
 

@@ -5,12 +5,13 @@ with at least one dimension, and what the source names besides. Everything else 
 before control returns, since it may change at any time (docs/architecture.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lazysnap.arena import Slot
@@ -19,6 +20,7 @@ from lazysnap.capture.frozen import FrozenSet
 from lazysnap.errors import UnsupportedState
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.state.codec import path_text
+from lazysnap.state.modules import is_uninitialised
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
@@ -30,6 +32,12 @@ _NOTHING = torch.empty(0)
 def key_of(tensor: torch.Tensor) -> Key:
     """What memory of which device a plain tensor stands in."""
     return tensor.data_ptr(), tensor.numel() * tensor.element_size(), str(tensor.device)
+
+
+def storage_of(tensor: torch.Tensor) -> tuple[int, str]:
+    """Whose memory a tensor, or this rank's part of it, is a view of."""
+    local = local_of(tensor)
+    return local.untyped_storage().data_ptr(), str(local.device)
 
 
 @dataclass(frozen=True)
@@ -162,14 +170,15 @@ def optimizer_signature(source: StateSource) -> object:
 
 def lazy_keys(source: StateSource) -> set[Key]:
     """Which memory only changes behind the gate."""
-    keys = {key_of(local_of(tensor)) for tensor in source.lazy_tensors()}
+    tensors = list(source.lazy_tensors())
     for optimizer in source.optimizers():
         for group in optimizer.param_groups:
-            keys.update(key_of(local_of(parameter)) for parameter in group["params"])
+            tensors += group["params"]
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                tensors = (item for item in state.values() if isinstance(item, torch.Tensor) and item.dim())
-                keys.update(key_of(local_of(tensor)) for tensor in tensors)
+                tensors += [item for item in state.values() if isinstance(item, torch.Tensor) and item.dim()]
+    # An optimizer may hold what is no part of the state, and so was not checked.
+    keys = {key_of(local_of(tensor)) for tensor in tensors if not is_uninitialised(tensor) and not _problem(tensor)}
     return {key for key in keys if key[0] and key[1]}
 
 
@@ -177,21 +186,59 @@ def _is_wrapper(tensor: Any) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
-def _check(tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
-    problem = None
+def _problem(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be captured, whatever becomes of it; ``None`` if it can."""
+    if tensor.is_nested:
+        return "a nested tensor"
     if tensor.layout is not torch.strided:
-        problem = f"a tensor with layout {tensor.layout}"
-    elif tensor.device.type == "meta":
-        problem = "a tensor on the meta device, which has no values"
-    elif tensor.is_quantized or not is_storable(tensor.dtype):
-        problem = f"a tensor of dtype {tensor.dtype}"
-    elif _is_wrapper(tensor):
-        problem = f"a tensor of the subclass {type(tensor).__qualname__}"
-    if problem:
-        raise UnsupportedState(
-            f"{path_text(path)}: {problem} cannot be captured yet; keep it out of the "
-            "state, or convert it in state_dict()"
-        )
+        return f"a tensor with layout {tensor.layout}"
+    if tensor.is_quantized or not is_storable(tensor.dtype):
+        return f"a tensor of dtype {tensor.dtype}"
+    if isinstance(tensor, DTensor) or is_uninitialised(tensor) or tensor.device.type == "meta":
+        return None
+    if _is_wrapper(tensor) or not _has_memory(tensor):
+        # What it shows is worked out of tensors inside it.
+        return f"a tensor of the subclass {type(tensor).__qualname__}, which has no memory of its own,"
+    return None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def check_kinds(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Before anything is trained: raises UnsupportedState for a live tensor that no snapshot can hold."""
+    for name, tensor in named:
+        problem = _problem(tensor)
+        if problem:
+            raise _unsupported(name, problem)
+
+
+def _unsupported(where: str, problem: str) -> UnsupportedState:
+    return UnsupportedState(
+        f"{where}: {problem} cannot be captured yet; keep it out of the state, or convert it in state_dict()"
+    )
+
+
+def check_walk(walk: Walk) -> None:
+    """Raises: UnsupportedState, naming a tensor of the state that cannot be captured."""
+    for tensor, path in zip(walk.tensors, walk.paths, strict=True):
+        problem = _problem(tensor)
+        if is_uninitialised(tensor):
+            raise UnsupportedState(
+                f"{path_text(path)}: a parameter of a lazy module that has seen no batch yet has no values; run one "
+                "batch through the model before the first snapshot"
+            )
+        if tensor.device.type == "meta":
+            raise UnsupportedState(
+                f"{path_text(path)}: a tensor on the meta device has no values; give the model memory before the first "
+                "snapshot, with model.to_empty(device=...), and initialise it"
+            )
+        if problem:
+            raise _unsupported(path_text(path), problem)
 
 
 def make_plan(
@@ -201,12 +248,12 @@ def make_plan(
 
     Raises: UnsupportedState, naming a tensor that cannot be captured.
     """
+    check_walk(walk)
     lazy = lazy_keys(source) if lazy is None else lazy
     apart = frozen.all_names() if frozen is not None else frozenset()
     primaries: dict[object, int] = {}
     facts = []
-    for index, (tensor, path) in enumerate(zip(walk.tensors, walk.paths, strict=True)):
-        _check(tensor, path)
+    for index, tensor in enumerate(walk.tensors):
         key = key_of(tensor)
         if walk.names[index] in apart:
             facts.append((False, index))

@@ -6,33 +6,34 @@ added until nothing is missing: of thousands a rank opens the few that hold what
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.dtypes import DTYPES, logical_facts, logical_form
+from lazysnap.engine.filling import Wanted, bytes_of, new_tensor
+from lazysnap.engine.fitting import Facts
 from lazysnap.errors import ShardCorrupt
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.pieces import Cover, Extent, Piece, distinct, extent_of, overlaps, volume
-from lazysnap.state.codec import decode
+from lazysnap.state.codec import decode, tensor_names
 from lazysnap.state.sharding import box_of, like
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpenShard:
     """One image that can be read: a slot that is mapped, or a file."""
 
     rank: int
     layout: Layout
     meta: CaptureMeta
-    read_into: Callable[[int, memoryview], None]
-    """Fills a buffer from an offset; verified. Raises: ShardCorrupt, LevelError."""
+    fill: Callable[[Sequence[Wanted]], None]
+    """Fills all that is wanted; verified. Raises: ShardCorrupt, LevelError."""
     where: str
 
 
@@ -48,26 +49,50 @@ class _Stored:
     logical: str | None
 
     @cached_property
-    def facts(self) -> tuple[torch.dtype, tuple[int, ...]]:
+    def facts(self) -> Facts:
         """Dtype and shape as the program knows them. Raises: ShardCorrupt."""
         try:
             return logical_facts(self.dtype, self.shape, self.logical)
         except ValueError as error:
             raise ShardCorrupt(f"{self.shard.where}: tensor {self.name}: {error}") from error
 
-    def read(self, rows: slice | None = None) -> torch.Tensor:
-        """The tensor, or some rows of its first dimension, in memory of its own."""
-        shape, offset = self.shape, self.offset
-        if rows is not None:
-            width = volume(shape[1:]) * self.dtype.itemsize
-            shape, offset = (rows.stop - rows.start, *shape[1:]), offset + rows.start * width
-        size = volume(shape) * self.dtype.itemsize
-        if not size:
-            return logical_form(torch.empty(shape, dtype=self.dtype), self.logical)
-        buffer = map_anonymous(size)
-        self.shard.read_into(offset, buffer)
-        stored = torch.frombuffer(buffer, dtype=torch.uint8).view(self.dtype).view(shape)
-        return logical_form(stored, self.logical)
+    def rows(self, rows: slice | None) -> tuple[int, tuple[int, ...]]:
+        """Where some rows of the first dimension are (``None``: all), and their shape."""
+        if rows is None:
+            return self.offset, self.shape
+        width = volume(self.shape[1:]) * self.dtype.itemsize
+        return self.offset + rows.start * width, (rows.stop - rows.start, *self.shape[1:])
+
+
+class _Order:
+    """What is to be read, from all shards together, and what is to be done with it afterwards."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[OpenShard, list[Wanted]] = defaultdict(list)
+        self._after: list[Callable[[], object]] = []
+
+    def into(self, stored: _Stored, rows: slice | None, out: torch.Tensor) -> None:
+        """Read into a contiguous tensor, whose dtype stands in the shard as it is."""
+        offset, _ = stored.rows(rows)
+        if out.numel():
+            self._wanted[stored.shard].append(Wanted(offset, bytes_of(out)))
+
+    def new(self, stored: _Stored, rows: slice | None = None) -> torch.Tensor:
+        """Read into memory of its own."""
+        made = new_tensor(stored.rows(rows)[1], stored.dtype)
+        self.into(stored, rows, made)
+        return logical_form(made, stored.logical)
+
+    def after(self, work: Callable[[], object]) -> None:
+        """When all is read."""
+        self._after.append(work)
+
+    def carry_out(self) -> None:
+        """Blocks. Raises: what the shards raise."""
+        for shard, wanted in self._wanted.items():
+            shard.fill(wanted)
+        for work in self._after:
+            work()
 
 
 @dataclass
@@ -81,6 +106,13 @@ class _Whole:
     """By rank."""
 
 
+def _alone(stored: _Stored) -> _Whole:
+    """A tensor of one rank."""
+    dtype, shape = stored.facts
+    piece = Piece(stored.shard.rank, stored.name, (0,) * len(shape), shape)
+    return _Whole(shape, dtype, [piece], {piece.rank: stored})
+
+
 Box = Callable[[str, Extent], tuple[Extent, Extent]]
 """Offsets and shape of what is wanted of a tensor, from its name and its global shape."""
 
@@ -92,9 +124,10 @@ class Assembly:
         """``own``: the rank whose small state and rank-scoped tensors are wanted."""
         self._rank = own
         self._wanted_box = box
-        self._own: dict[str, _Stored] = {}
+        self._own: dict[str, _Whole] = {}
         self._wholes: dict[str, _Whole] = {}
         self._aliases: dict[str, str] = {}
+        self._made: dict[tuple[str, Extent, Extent], torch.Tensor] = {}
         self._covers: dict[str, Cover] = {}
         self._missing: dict[str, None] = {}
         self._asked: dict[str, set[str]] = defaultdict(set)
@@ -139,7 +172,9 @@ class Assembly:
             stored = _Stored(shard, spec.name, offset, DTYPES[spec.dtype], spec.shape, facts.get("dtype"))
             if "scope" not in facts:
                 if shard.rank == self._rank:
-                    self._own[spec.name] = stored
+                    if spec.name in self._own:
+                        raise ShardCorrupt(f"{shard.where}: tensor {spec.name!r} is in another image of the rank, too")
+                    self._own[spec.name] = _alone(stored)
                     self._look_again([spec.name])
                 continue
             dtype, shape = stored.facts
@@ -175,9 +210,9 @@ class Assembly:
         if cover.is_whole:
             self._missing.pop(name, None)
 
-    def facts(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def facts(self) -> dict[str, Facts]:
         """Dtype and global shape of every tensor, by its name and its further names."""
-        found = {name: stored.facts for name, stored in self._own.items()}
+        found: dict[str, Facts] = {name: (whole.dtype, whole.shape) for name, whole in self._own.items()}
         found.update({name: (whole.dtype, whole.shape) for name, whole in self._wholes.items()})
         found.update({alias: found[name] for alias, name in self._aliases.items() if name in found})
         return found
@@ -188,38 +223,47 @@ class Assembly:
         Tensors with a DTensor as their target become DTensors of the same placement; all others are whole.
         Blocks: reads. Raises: ShardCorrupt, LevelError, FileNotFoundError.
         """
-        state = decode(meta.state, tensor=lambda name: self._tensor(name, target(name)))
+        order = _Order()
+        found = {name: self._tensor(name, target(name), order) for name in tensor_names(meta.state)}
+        order.carry_out()
+        state = decode(meta.state, tensor=found.__getitem__)
         if not isinstance(state, dict):
             raise ShardCorrupt(f"the small state is {type(state).__name__}, expected a dict")
         return state
 
-    def _tensor(self, name: str, target: "torch.Tensor | None") -> torch.Tensor:
+    def _tensor(self, name: str, target: "torch.Tensor | None", order: _Order) -> torch.Tensor:
         stored_name = self._aliases.get(name, name)
-        if stored_name in self._own:
-            whole = self._own[stored_name].read()
-            return _shard_of(whole, target) if isinstance(target, DTensor) else whole
-        if stored_name not in self._wholes:
+        whole = self._own.get(stored_name) or self._wholes.get(stored_name)
+        if whole is None:
             if isinstance(target, DTensor) and is_empty_part(target):
                 return like(target, torch.empty(box_of(target)[1], dtype=target.dtype))
             raise ShardCorrupt(f"no shard has the tensor {name!r}")
-        found = self._wholes[stored_name]
-        box = wanted_box(target, found.shape)
-        filled = self._box(found, *box)
-        return like(target, filled) if is_part(target, found.shape) else filled
+        box = wanted_box(target, whole.shape)
+        key = (stored_name, *box)
+        if key not in self._made:  # else it was tied to another one: the same again
+            self._made[key] = _box(whole, *box, order)
+        found = self._made[key]
+        return like(target, found) if is_part(target, whole.shape) else found
 
-    @staticmethod
-    def _box(whole: _Whole, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        out = torch.empty(shape, dtype=whole.dtype)
-        for overlap in overlaps(distinct(whole.pieces), offsets, shape):
-            stored = whole.stored[overlap.piece.rank]
-            if not overlap.source:
-                out.copy_(stored.read())
-                continue
-            # Rows lie together in the file; what the other dimensions leave out is read and dropped.
-            rows, *rest = overlap.source
-            box = (slice(None), *rest)
-            out[overlap.target].copy_(stored.read(rows)[box])
-        return out
+
+def _box(whole: _Whole, offsets: Extent, shape: Extent, order: _Order) -> torch.Tensor:
+    out = new_tensor(shape, whole.dtype)
+    for overlap in overlaps(distinct(whole.pieces), offsets, shape):
+        stored = whole.stored[overlap.piece.rank]
+        rows, *rest = overlap.source or (None,)  # a tensor without dimensions has none
+        if stored.logical is None and stored.shape[1:] == shape[1:] == _lengths(rest):
+            # Rows lie together, in the file and here.
+            order.into(stored, rows, out[overlap.target] if overlap.target else out)
+            continue
+        # What the other dimensions leave out is read and dropped.
+        box = (slice(None), *rest) if overlap.source else ()
+        part = order.new(stored, rows)[box]
+        order.after(partial(out[overlap.target].copy_, part))
+    return out
+
+
+def _lengths(slices: Iterable[slice]) -> Extent:
+    return tuple(part.stop - part.start for part in slices)
 
 
 def is_part(target: Any, shape: Extent) -> TypeGuard[DTensor]:
@@ -235,11 +279,3 @@ def is_empty_part(target: Any) -> bool:
 def wanted_box(target: Any, shape: Extent) -> tuple[Extent, Extent]:
     """What a live tensor, or none, is to be given of a tensor of that global shape: offsets and shape."""
     return box_of(target) if is_part(target, shape) else ((0,) * len(shape), shape)
-
-
-def _shard_of(whole: torch.Tensor, target: DTensor) -> torch.Tensor:
-    if tuple(whole.shape) != tuple(target.shape):
-        return whole
-    offsets, shape = box_of(target)
-    box = tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
-    return like(target, whole[box].clone())

@@ -11,16 +11,16 @@ from lazysnap import faults
 from lazysnap.arena import SlotPhase
 from lazysnap.capture.checks import discard
 from lazysnap.capture.gate import OptimizerGates
+from lazysnap.capture.plan import check_kinds
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.collector import collector_paused
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.names import check_name
 from lazysnap.engine.recorder import Recorder
-from lazysnap.engine.restart import fetch
-from lazysnap.engine.restore import Snapshot
+from lazysnap.engine.restart import Restart, fetch, part_ways
+from lazysnap.engine.snapshot import Snapshot
 from lazysnap.engine.statistics import Statistics
-from lazysnap.engine.together import Together, fetch_together, part_ways
 from lazysnap.engine.world import World
 from lazysnap.errors import ConfigError, KeeperUnavailable, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
@@ -88,11 +88,7 @@ class SnapshotEngine:
         return self._fetch(which, self._client)
 
     def _fetch(self, which: int | str, client: KeeperClient | None) -> Snapshot | None:
-        together = Together(self.config, self._source, client, self._identity, self._world)
-        if not self._world.is_alone:
-            return fetch_together(which, together)
-        expected = self._source.expected()
-        return fetch(which, self.config, expected, client, self._events, lambda: fetch_together(which, together))
+        return fetch(which, Restart(self.config, self._source, client, self._identity, self._world))
 
     def fetch_stored(self) -> Snapshot | None:
         """As ``fetch``, from storage alone: also while another process of this job trains. Blocks. Collective, too."""
@@ -102,8 +98,9 @@ class SnapshotEngine:
         """``fetch``, then load into the live objects and continue that run. ``None``: nothing there, start fresh.
 
         ``which``: ``"latest"``, a step, or a name that ``keep`` gave. Blocks; collective with several ranks.
-        Raises: as ``fetch``; what ``load_state_dict`` raises.
+        Raises: as ``fetch``; UnsupportedState, as ``prepare``; what ``load_state_dict`` raises.
         """
+        check_kinds(self._source.expected().items())
         snapshot = self.fetch(which)
         if snapshot is None:
             logger.info("no snapshot found: starting fresh")
@@ -146,8 +143,10 @@ class SnapshotEngine:
         """Start the keeper and let it make room in the background, so that the first capture does not stall.
 
         Does not block. Optional: the first ``boundary`` does it otherwise, and captures begin some steps later.
+        Raises: UnsupportedState, for a tensor of the model that no snapshot can hold.
         """
         if not self._prepared:
+            check_kinds(self._source.expected().items())
             # Only once: from then on the client counts which steps are durable, and this would make it forget them.
             self._prepared = True
             self._client.adopt_run(self._recorder.meta.run_id, self._recorder.meta.run_started_ns)

@@ -53,11 +53,10 @@ class Holders:
         return largest.rank + (assembly.gap(name, axis) - largest.offsets[axis]) // largest.shape[axis]
 
 
-def fill(assembly: Assembly, holders: Holders, add: Callable[[int], object], where: str) -> None:
-    """Open shards (``add``) until nothing is missing. Raises: ShardCorrupt, if something is in none."""
+def complete(assembly: Assembly, holders: Holders, add: Callable[[int], object], where: str) -> None:
+    """Open shards (``add`` takes them, too) until nothing is missing. Raises: ShardCorrupt, if something is in none."""
     while assembly.missing:
         rank = holders.likeliest(assembly)
         if rank is None:
             raise ShardCorrupt(f"{where}: {next(iter(assembly.missing))}: a part of it is in no shard within reach")
-        holders.take(rank)
         add(rank)

@@ -1,23 +1,22 @@
 """One rank's part of one snapshot: shards are opened until nothing that it wants is missing, then it is read."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from lazysnap.engine.assembly import Assembly, OpenShard, is_empty_part, wanted_box
-from lazysnap.engine.holders import Holders, fill
+from lazysnap.engine.fitting import check_fits
+from lazysnap.engine.holders import Holders, complete
 from lazysnap.engine.shards import ShardOpener
 from lazysnap.engine.world import World
-from lazysnap.errors import ShardCorrupt, StateMismatch
+from lazysnap.errors import LazySnapError, ShardCorrupt
 from lazysnap.resolver import Entry, RestartPlan
-from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.state.codec import tensor_names
+from lazysnap.state.modules import held_names
 from lazysnap.state.sharding import owner_of
 from lazysnap.state.source import StateSource
-
-_SHOWN = 5
 
 Target = Callable[[str], "torch.Tensor | None"]
 
@@ -45,32 +44,43 @@ class PartReader:
         """
         own = self._world.rank % plan.world_size
         expected = self._source.expected()
-        target = target_of(self._source, expected)
+        where = f"step {plan.step}"
+        mine = self._open(plan, chosen[own])
+        meta = mine[0].meta
+        named = tensor_names(meta.state)
+        target = target_of(self._source, expected, named)
         assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape))
         holders = Holders(chosen, *self._nearby(plan), partial(self._owner, plan, target))
         levels = set()
 
-        def add(rank: int) -> CaptureMeta:
-            shards = self._open(plan, chosen[rank])
-            for shard in shards:
-                assembly.add(shard)
+        def add(rank: int) -> None:
+            self._add(assembly, mine if rank == own else self._open(plan, chosen[rank]), chosen[rank])
             levels.add(chosen[rank].level)
-            return shards[0].meta
+            holders.take(rank)
 
-        meta = add(own)
-        holders.take(own)
-        named = tensor_names(meta.state)
+        add(own)
         assembly.want(name for name in named if not is_empty_part(target(name)))
         # Each shard is opened by some rank: what is wanted by none would else be lost without a word.
         for rank in range(self._world.rank, plan.world_size, self._world.size):
             if rank != own and rank in chosen:
                 add(rank)
-                holders.take(rank)
-        where = f"step {plan.step}"
-        check_facts(assembly, named, expected, where)
-        fill(assembly, holders, add, where)
-        check_facts(assembly, named, expected, where)
-        return assembly.state(meta, target), sorted(levels)
+        check_fits(dict.fromkeys(named) | assembly.facts(), expected, where)
+        complete(assembly, holders, add, where)
+        check_fits(dict.fromkeys(named) | assembly.facts(), expected, where)
+        try:
+            return assembly.state(meta, target), sorted(levels)
+        except BadShard:
+            raise
+        except LazySnapError as error:
+            raise BadShard(chosen[own], error) from error
+
+    @staticmethod
+    def _add(assembly: Assembly, shards: Iterable[OpenShard], entry: Entry) -> None:
+        try:
+            for shard in shards:
+                assembly.add(shard)
+        except ShardCorrupt as error:
+            raise BadShard(entry, error) from error
 
     def _nearby(self, plan: RestartPlan) -> tuple[int, list[int]]:
         """The rank of the snapshot whose part is most like this one's, and those of its node."""
@@ -95,13 +105,14 @@ class PartReader:
             raise BadShard(entry, error) from error
 
 
-def target_of(source: StateSource, expected: Mapping[str, torch.Tensor]) -> Target:
+def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: Iterable[str]) -> Target:
     """The live tensor that a name of the state is to fill: a parameter, or for optimizer state its parameter."""
+    live = {there: expected[name] for name, there in held_names(expected, held).items()}
     prefixes = [(f"{path}.state.", parameters) for path, parameters in source.optimizer_parameters().items()]
 
     def target(name: str) -> torch.Tensor | None:
-        if name in expected:
-            return expected[name]
+        if name in live:
+            return live[name]
         for prefix, parameters in prefixes:
             number = name.removeprefix(prefix).split(".", 1)[0]
             if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
@@ -109,28 +120,3 @@ def target_of(source: StateSource, expected: Mapping[str, torch.Tensor]) -> Targ
         return None
 
     return target
-
-
-def check_facts(assembly: Assembly, named: Collection[str], expected: Mapping[str, torch.Tensor], where: str) -> None:
-    """Compare a snapshot, whose small state names ``named``, with the live model, as far as its shards are open.
-
-    Raises: StateMismatch, naming the first tensors that differ.
-    """
-    facts = assembly.facts()
-    held = {*named, *facts}
-    differences = []
-    for name, tensor in expected.items():
-        if name not in held:
-            differences.append(f"{name}: not in the snapshot")
-        elif name in facts and facts[name] != (tensor.dtype, tuple(tensor.shape)):
-            dtype, shape = facts[name]
-            differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
-    prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
-    beyond = (name for name in dict.fromkeys([*facts, *named]) if name.startswith(prefixes) and name not in expected)
-    differences += [f"{name}: not in the model" for name in beyond]
-    if differences:
-        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise StateMismatch(
-            f"{where} is of another model: {'; '.join(differences[:_SHOWN])}{more}. Nothing was loaded. Use the model "
-            'it was taken from, another directory, or start fresh without "latest"'
-        )

@@ -1,12 +1,14 @@
 """A level as a restart reads it: whatever hangs there is passed over after the level's deadline."""
 
 import contextlib
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from lazysnap.config import PersistentLevel
 from lazysnap.engine.assembly import OpenShard
+from lazysnap.engine.filling import Wanted, fill
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.listing import Listing
@@ -15,7 +17,6 @@ from lazysnap.levels.redaction import shown
 from lazysnap.levels.verified import VerifiedReader
 from lazysnap.resolver import Entry, FrozenEntry, Inventory
 from lazysnap.shard.layout import Layout
-from lazysnap.shard.manifest import CaptureMeta, Manifest
 
 _Beat = Callable[[], None]
 _Result = TypeVar("_Result")
@@ -29,7 +30,6 @@ class LevelReader:
         self._speed = speed
         self._store: SnapshotStore | None = None
         self._opening = threading.Lock()
-        self._listing: Attempt[Inventory] | None = None
 
     @property
     def url(self) -> str:
@@ -46,20 +46,6 @@ class LevelReader:
         """Start to open the level: packages are imported, sessions made. Does not block."""
         Attempt(lambda beat: self._open(), f"opening {shown(self.url)}")
 
-    def begin_inventory(self) -> None:
-        """Start to list the level, as it is from now on. Does not block."""
-        self._listing = Attempt(lambda beat: self._open().inventory(), f"listing {shown(self.url)}")
-
-    def inventory(self) -> Inventory:
-        """What the level offers. Blocks: at most ``timeout_s`` from ``begin_inventory`` on.
-
-        Raises: LevelHangs; whatever the storage's package raises.
-        """
-        if self._listing is None:
-            self.begin_inventory()
-        assert self._listing is not None
-        return self._listing.result(self._level.timeout_s)
-
     def names(self, *, marked: bool) -> Listing:
         """What the level has by its name alone. Blocks, raises: as ``inventory``."""
         return self._attempt(f"listing {shown(self.url)}", lambda beat: self._open().listing(marked=marked))
@@ -67,28 +53,6 @@ class LevelReader:
     def look(self, listing: Listing, share: tuple[int, int]) -> Inventory:
         """What a share of that offers. Blocks, raises: as ``inventory``."""
         return self._attempt(f"looking at {shown(self.url)}", lambda beat: self._open().inventory(listing, share))
-
-    def read(self, entry: Entry) -> tuple[memoryview, CaptureMeta]:
-        """A shard, every block verified. Blocks: as long as blocks arrive. Raises: as ``inventory``; ShardCorrupt."""
-
-        def work(beat: _Beat) -> tuple[memoryview, CaptureMeta]:
-            store = self._open()
-            manifest = store.read_manifest(entry)
-            beat()
-            return self._fill(manifest, lambda out: store.read_image(entry, manifest, out, beat))
-
-        return Attempt(work, f"reading step {entry.step} at {shown(self.url)}").result(self._level.timeout_s)
-
-    def read_frozen(self, entry: FrozenEntry) -> tuple[memoryview, CaptureMeta]:
-        """Immutable tensors, every block verified and their digest compared; see ``read``."""
-
-        def work(beat: _Beat) -> tuple[memoryview, CaptureMeta]:
-            store = self._open()
-            manifest = store.read_manifest(entry)
-            beat()
-            return self._fill(manifest, lambda out: store.read_image(entry, manifest, out, beat))
-
-        return Attempt(work, f"reading immutable tensors at {shown(self.url)}").result(self._level.timeout_s)
 
     def open(self, entry: Entry, where: str, stack: contextlib.ExitStack) -> OpenShard:
         """A shard to read ranges of, verified block by block, and leased until ``stack`` ends. Raises: as ``read``."""
@@ -109,16 +73,28 @@ class LevelReader:
         reader, layout = self._attempt(f"opening {where}", work)
         stack.callback(reader.close)
 
-        def read_into(offset: int, out: memoryview) -> None:
-            out[:] = self._attempt(f"reading {where}", lambda beat: reader.read(offset, len(out)))
+        def read(wanted: Sequence[Wanted]) -> None:
+            self._attempt(f"reading {where}", lambda beat: _fill(reader, wanted, beat))
 
-        return OpenShard(rank, layout, reader.manifest.meta, read_into, where)
+        return OpenShard(rank, layout, reader.manifest.meta, read, where)
 
     def _attempt(self, what: str, work: Callable[[_Beat], _Result]) -> _Result:
         return Attempt(work, what).result(self._level.timeout_s)
 
-    @staticmethod
-    def _fill(manifest: Manifest, read: Callable[[memoryview], None]) -> tuple[memoryview, CaptureMeta]:
-        image = map_anonymous(manifest.size_bytes)
-        read(image)
-        return image, manifest.meta
+
+def _fill(reader: VerifiedReader, wanted: Sequence[Wanted], beat: _Beat) -> None:
+    rooms: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    block_bytes = reader.manifest.checksums.block_bytes
+    for _ in range(reader.parallel):
+        rooms.put(map_anonymous(min(block_bytes, reader.manifest.size_bytes)))
+
+    @contextlib.contextmanager
+    def block(index: int) -> Iterator[memoryview]:
+        room = rooms.get_nowait()
+        try:
+            beat()
+            yield reader.read_block(index, room)
+        finally:
+            rooms.put(room)
+
+    fill(wanted, block_bytes, block, reader.parallel)

@@ -1,13 +1,15 @@
 """What happens at a boundary: the state is walked, planned, given a slot, and its capture begun."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch.distributed.tensor import DTensor
 
 from lazysnap import faults
 from lazysnap.arena import Check, Slot, SlotPhase, Word, capacity_fits
 from lazysnap.capture.checks import CHECKS_LOCK
 from lazysnap.capture.job import CaptureJob, CapturePhase
-from lazysnap.capture.plan import CapturePlan, Key, lazy_keys, make_plan, optimizer_signature
+from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature, storage_of
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.estimate import estimate_image_bytes
@@ -21,6 +23,7 @@ from lazysnap.engine.world import World
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.policy import is_due, is_wanted
 from lazysnap.state.rewalk import StateWalker
+from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
@@ -55,6 +58,8 @@ class Recorder:
         self._world: World | None = None
         self._partition: Partition | None = None
         self._lazy: set[Key] = set()
+        self._asked: tuple[list[str], bool] = ([], False)
+        """Whether there are DTensors among the tensors of these names."""
         self._plan: CapturePlan | None = None
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
@@ -126,9 +131,10 @@ class Recorder:
         holds = self.frozen.look()
         if holds and self._plan is not None and not self.frozen.is_whole():
             return self._skip_frozen()
-        walked = self._mine(self._walker.walk(self._source.collect()))
+        everything = self._walker.walk(self._source.collect())
+        walked = self._mine(everything)
+        plan = self._planned(walked, everything, holds=holds)
         self.encoded_once = True
-        plan = self._planned(walked, holds=holds)
         is_whole = self.frozen.is_whole()
         meta = self.meta.write(step, plan, walked, self.frozen.reference())
         slots = self._usable(plan, len(meta))
@@ -145,13 +151,20 @@ class Recorder:
     def _mine(self, walked: Walk) -> Walk:
         """What this rank captures of the state; worked out anew when its structure changed."""
         if self._world is None:
-            return walked
+            return self._plain(walked)
         if self._partition is None or not self._partition.holds_for(walked):
             # Between two averagings of local SGD no rank's parameters are those of another, in whatever wrapper.
+            check_walk(walked)
             alike = [] if self._config.averaging_period is not None else list(self._source.replicated_parameters())
             self._partition = self._world.settle(walked, replicated_keys(alike, self._source.optimizers()))
             self._lazy = self._partition.lazy_keys(walked, lazy_keys(self._source))
         return self._partition.apply(walked)
+
+    def _plain(self, walked: Walk) -> Walk:
+        """One rank alone holds all of every DTensor (a mesh of one)."""
+        if walked.names is not self._asked[0]:
+            self._asked = walked.names, any(isinstance(tensor, DTensor) for tensor in walked.tensors)
+        return replace(walked, tensors=list(map(local_of, walked.tensors))) if self._asked[1] else walked
 
     def _start(self, job: CaptureJob, meta: bytes, *, pin: bool) -> None:
         slot, step, size = job.slot, job.step, job.plan.layout.size_bytes
@@ -182,7 +195,7 @@ class Recorder:
     def _skip_frozen(self) -> bool:
         return self.skip("immutable tensors are being captured")
 
-    def _planned(self, walked: Walk, *, holds: bool) -> CapturePlan:
+    def _planned(self, walked: Walk, everything: Walk, *, holds: bool) -> CapturePlan:
         if self._plan is not None:
             cause = self._plan.mismatch(walked, optimizer_signature(self._source))
             if holds and cause is None:
@@ -190,7 +203,8 @@ class Recorder:
             cause = cause or "tensors taken for immutable are not"
             self._log.statistics.replans += 1
             self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
-        self._name_parameters()
+        check_walk(everything)
+        self._name_parameters(everything)
         frozen = self.frozen.settle(walked)
         if self._partition is None:
             self._plan = make_plan(walked, self._source, frozen)
@@ -200,13 +214,25 @@ class Recorder:
             plan.logical[name] = {**plan.logical.get(name, {}), **facts}
         return plan
 
-    def _name_parameters(self) -> None:
+    def _name_parameters(self, everything: Walk) -> None:
         names = self._source.parameter_names()
-        found = {
-            path: [names.get(id(parameter), "") for parameter in parameters]
-            for path, parameters in self._source.optimizer_parameters().items()
-        }
+        optimizers = self._source.optimizer_parameters()
+        found = {path: [names.get(id(one), "") for one in parameters] for path, parameters in optimizers.items()}
         self.meta.parameters = {path: listed for path, listed in found.items() if all(listed)} or None
+        if all(all(listed) for listed in found.values()):
+            return
+        held = {storage_of(tensor) for tensor in everything.tensors}
+        for path, listed in found.items():
+            pairs = zip(listed, optimizers[path], strict=True)
+            lost = sum(not name and one.numel() > 0 and storage_of(one) not in held for name, one in pairs)
+            if lost:
+                self._log.note_once(
+                    f"lost {path}",
+                    "%d parameters of %s are in no part of the state: a restart has their optimizer state, not their "
+                    "values; give the engine the module that they belong to",
+                    lost,
+                    path,
+                )
 
     def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
         """Slots that the capture fits; asks for others where it does not."""

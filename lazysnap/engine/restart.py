@@ -1,68 +1,300 @@
-"""Finding what a restart goes on from: the keeper asked, every level listed, the freshest that verifies read."""
+"""One restart for all ranks: what every node's memory and every level hold is told to all, all try the same snapshots.
+
+One rank alone is the same with nobody to tell.
+
+Every rank restores the same one or none. A snapshot that one rank cannot read whole is passed over by all of them; a
+rank that is silent ends the restart at a deadline, and nothing was changed anywhere (docs/architecture.md).
+"""
 
 import contextlib
 import dataclasses
 import logging
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from lazysnap import faults
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.events import EventLog
 from lazysnap.engine.names import check_name
+from lazysnap.engine.part import BadShard, PartReader
 from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.restore import LISTINGS, Snapshot, SnapshotReader, Vanished
-from lazysnap.errors import KeeperUnavailable, SnapshotNotFound
+from lazysnap.engine.shards import ShardOpener
+from lazysnap.engine.snapshot import MEMORY, Snapshot
+from lazysnap.engine.survey import Survey, fields_of, inventory_of
+from lazysnap.engine.world import World
+from lazysnap.errors import JobBusy, LazySnapError, ShardCorrupt, SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import MemoryHoldings
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.visit import Visit, keepers_here
+from lazysnap.levels.redaction import shown
+from lazysnap.resolver import Entry, FrozenEntry, Inventory, RestartPlan, candidates
+from lazysnap.state.source import StateSource
 
 logger = logging.getLogger("lazysnap.engine")
 
 LATEST = "latest"
+_LISTINGS = 3
+"""How often levels are listed until nothing vanishes between listing and reading."""
 
 
-def fetch(  # noqa: PLR0913  one call, from one place
-    which: int | str,
-    config: SnapshotConfig,
-    expected: Mapping[str, torch.Tensor],
-    client: KeeperClient | None,
-    log: EventLog,
-    of_many: Callable[[], Snapshot | None],
-) -> Snapshot | None:
-    """See ``SnapshotEngine.fetch``; without a client, from storage alone. Blocks.
+class Vanished(Exception):
+    """A snapshot that was listed is not there any more."""
 
-    ``of_many`` reads what several ranks captured, if the best snapshot is such a one.
+
+@dataclass(frozen=True)
+class Restart:
+    """What a restart needs."""
+
+    config: SnapshotConfig
+    source: StateSource
+    client: KeeperClient | None
+    identity: JobIdentity
+    world: World
+
+
+def fetch(which: int | str, told: Restart) -> Snapshot | None:
+    """See ``SnapshotEngine.fetch``. Collective. Blocks.
+
+    Raises: StateMismatch on all ranks, if one of them cannot take the freshest snapshot; WaitTimeout.
     """
     started = time.perf_counter()
     step = which if isinstance(which, int) else None
     name = None if which == LATEST or step is not None else str(which)
     if name is not None:
         check_name(name)
-    levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(config.levels)}
-    for level in levels.values():
-        level.begin_open()
-    memory = MemoryHoldings()
-    if client is not None:
+    with contextlib.ExitStack() as stack:
+        search = _Search(told, stack)
+        snapshot = None
+        for tries_left in reversed(range(_LISTINGS)):
+            search.problems = []
+            inventories = search.inventories()
+            plans = candidates(inventories, step=step, name=name)
+            with contextlib.suppress(Vanished):  # on all ranks
+                tried = (search.attempt(plan, is_last_try=not tries_left) for plan in plans)
+                snapshot = next((found for found in tried if found is not None), None)
+                break
+        for problem in search.problems:
+            logger.warning("%s", problem)
+        if snapshot is not None:
+            return dataclasses.replace(snapshot, seconds=time.perf_counter() - started, skipped=tuple(search.problems))
+        if which != LATEST:
+            held = sorted({plan.step for plan in candidates(inventories)})
+            what = f"called {name!r}" if name is not None else f"of step {step}"
+            raise SnapshotNotFound(f"no whole snapshot {what}; there are {held or 'none'}")
+    return None
+
+
+class _Search:
+    """One restart on one rank."""
+
+    def __init__(self, told: Restart, stack: contextlib.ExitStack) -> None:
+        self._told = told
+        self._world = told.world
+        self._stack = stack
+        self._node = told.world.place.node
+        levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(told.config.levels)}
+        self._levels = levels
+        for level in levels.values():
+            level.begin_open()
+        self._survey = Survey(told.world, levels)
+        self._parts = PartReader(told.source, told.world, ShardOpener(levels, self._visit, stack))
+        self._visits: dict[int, MemoryHoldings] = {}
+        self._gone = False
+        self.problems: list[str] = []
+
+    # ---------------------------------------------------------------- what there is
+
+    def inventories(self) -> list[Inventory]:
+        """What all ranks found, the same list on every rank. Collective."""
+        faults.point("engine.restart.ask")
+
+        def remember() -> list[Any]:
+            refusal, mine = "", []
+            try:
+                mine = self._memories()
+            except JobBusy as error:
+                refusal = str(error)
+            return [refusal, [fields_of(inventory) for inventory in mine]]
+
+        told = self._world.exchange_after("what is in memory", remember)
+        busy = [text for text, _ in told if text]
+        if busy:
+            raise JobBusy(busy[0])
+        # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
+        memories = [inventory_of(item) for _, listed in told for item in listed]
+        stored = self._survey.look(self.problems)
+        found = [*_serving_all(memories, stored), *stored]
+        self.problems += [problem for inventory in found for problem in inventory.problems]
+        return found
+
+    def _memories(self) -> list[Inventory]:
+        """What this rank's keeper holds, and on the first rank of a node what is left of ranks that are no more."""
+        client, place = self._told.client, self._world.place
+        if client is None:
+            return []
+        found = []
         try:
-            client.connect(config.keeper_timeout_s)
-            memory = client.inventory(config.keeper_timeout_s)
-        except KeeperUnavailable as error:
-            log.note_once("keeper", "no snapshot in memory can be used: %s", error)
-    # Not before: the keeper of the last run may have been writing, and deleting, until this one took its place.
-    reader = SnapshotReader(levels, memory)
-    for tries_left in reversed(range(LISTINGS)):
-        reader.list_again()
-        plans = reader.plans(step=step, name=name)
-        if plans and plans[0].world_size > 1:
-            return of_many()
-        with contextlib.suppress(Vanished):  # retention, or prune, went on meanwhile
-            snapshot = reader.read(plans, expected, is_last_try=not tries_left)
-            break
-    for problem in reader.problems:
-        logger.warning("%s", problem)
-    if snapshot is None and which != LATEST:
-        held = sorted({plan.step for plan in reader.plans()})
-        what = f"called {name!r}" if name is not None else f"of step {step}"
-        raise SnapshotNotFound(f"no whole snapshot {what}; there are {held or 'none'}")
-    return snapshot and dataclasses.replace(snapshot, seconds=time.perf_counter() - started)
+            client.connect(self._told.config.keeper_timeout_s)
+            self._visits[place.local_rank] = client.inventory(self._told.config.keeper_timeout_s)
+            found.append(place.local_rank)
+        except JobBusy:
+            raise
+        except LazySnapError as error:
+            self.problems.append(f"no snapshot in this rank's memory can be used: {error}")
+        if place.local_rank == 0:
+            found += [number for number in keepers_here(self._told.identity) if number >= place.local_world_size]
+        return [self._memory(number) for number in found]
+
+    def _memory(self, number: int) -> Inventory:
+        holdings = self._visit(number)
+        entries = tuple(
+            Entry(
+                MEMORY,
+                0,
+                item.run_id,
+                item.run_started_ns,
+                item.step,
+                item.rank,
+                item.world_size,
+                f"{number}/{item.sequence}",
+                item.frozen,
+                node=self._node,
+                generation=item.generation,
+            )
+            for item in holdings.entries
+        )
+        images = tuple(FrozenEntry(MEMORY, 0, "", str(digest), f"{number}/{digest}") for digest in holdings.frozen)
+        return Inventory(f"{MEMORY} of local rank {number} of {self._node}", entries, images)
+
+    def _visit(self, number: int) -> MemoryHoldings:
+        """What the keeper of a local rank of this node holds; asked once."""
+        if number not in self._visits:
+            identity = dataclasses.replace(self._told.identity, local_rank=number)
+            try:
+                visit = Visit(identity, self._told.config.keeper_timeout_s)
+            except LazySnapError as error:
+                self.problems.append(str(error))
+                self._visits[number] = MemoryHoldings()
+            else:
+                self._stack.callback(visit.close)
+                self._visits[number] = visit.holdings
+        return self._visits[number]
+
+    # ---------------------------------------------------------------- one snapshot
+
+    def attempt(self, plan: RestartPlan, *, is_last_try: bool) -> Snapshot | None:
+        """Read this rank's part of a snapshot; ``None`` on all ranks, if one of them could not. Collective.
+
+        Raises: StateMismatch; Vanished, if it is not the last try. Each on all ranks.
+        """
+        state: dict[str, Any] = {}
+        used: list[str] = []
+        self._gone = False
+
+        def read() -> list[Any]:
+            mismatch = failure = ""
+            try:
+                found, levels = self._read(plan, self._world.rank % plan.world_size)
+                state.update(found)
+                used.extend(levels)
+            except StateMismatch as error:
+                mismatch = str(error)
+            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+                by_rank = "" if self._world.is_alone else f"rank {self._world.rank}: "
+                failure = f"step {plan.step} passed over: {by_rank}{error}"
+            faults.point("engine.restart.read")
+            return [mismatch, failure, self._gone]
+
+        told = self._world.exchange_after(f"reading step {plan.step}", read)
+        failures = [text for _, text, _ in told if text]
+        if failures:
+            self.problems += failures
+            if any(gone for _, _, gone in told) and not is_last_try:
+                raise Vanished(f"step {plan.step}")
+            return None
+        mismatches = [text for text, _, _ in told if text]
+        if mismatches:
+            raise StateMismatch(mismatches[0])
+        level = max(used, key=lambda url: -1 if url == MEMORY else list(self._levels).index(url))
+        return Snapshot(
+            state,
+            plan.step,
+            plan.run_id,
+            plan.run_started_ns,
+            level,
+            seconds=0.0,
+            world_size=plan.world_size,
+            generation=plan.sources[0][0].generation,
+        )
+
+    def _read(self, plan: RestartPlan, own: int) -> tuple[dict[str, Any], list[str]]:
+        bad: set[Entry] = set()
+        while True:
+            chosen = self._choose(plan, own, bad)
+            try:
+                return self._parts.read(plan, chosen)
+            except BadShard as error:
+                bad.add(error.entry)
+                self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)
+                of_rank = f" of rank {error.entry.rank}" if plan.world_size > 1 else ""
+                self.problems.append(f"step {plan.step}{of_rank} at {shown(error.entry.level)} passed over: {error}")
+
+    def _is_near(self, entry: Entry) -> bool:
+        return entry.node in (None, self._node) or entry.node in self._survey.reach
+
+    def _choose(self, plan: RestartPlan, own: int, bad: set[Entry]) -> dict[int, Entry]:
+        """Per rank of the snapshot the fastest source that this one can reach."""
+        chosen = {}
+        for rank, offers in enumerate(plan.sources):
+            entry = next((e for e in offers if e not in bad and self._is_near(e)), None)
+            if entry is not None:
+                chosen[rank] = entry
+        if own not in chosen:
+            within = "" if self._world.is_alone else f" within reach of {self._node.split('/')[0]}"
+            raise ShardCorrupt(f"the shard of rank {own} is nowhere whole{within}")
+        return chosen
+
+
+def _serving_all(memories: list[Inventory], stored: list[Inventory]) -> list[Inventory]:
+    """Immutable tensors in memory serve every run that refers to them, in memory or on storage."""
+    entries = [entry for inventory in (*memories, *stored) for entry in inventory.entries]
+    runs: dict[str | None, set[str]] = defaultdict(set)
+    for entry in entries:
+        runs[entry.frozen].add(entry.run_id)
+    return [
+        dataclasses.replace(
+            inventory,
+            frozen=tuple(
+                dataclasses.replace(image, run_id=run_id)
+                for image in inventory.frozen
+                for run_id in sorted(runs[image.digest])
+            ),
+        )
+        for inventory in memories
+    ]
+
+
+def part_ways(snapshot: Snapshot, world: World) -> None:
+    """After a restart with another number of ranks: every rank draws random numbers of its own from here on.
+
+    What each rank had drawn cannot be continued by another number of them; equal numbers on two ranks would be worse.
+    """
+    logger.warning(
+        "step %d was taken with %d ranks, there are %d now: weights and optimizer are exact; random numbers and the "
+        "position in the data are not continued exactly",
+        snapshot.step,
+        snapshot.world_size,
+        world.size,
+    )
+    seed = (int(snapshot.run_id, 16) ^ (snapshot.step << 20) ^ (world.size << 10) ^ world.rank) & ((1 << 63) - 1)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(seed & 0xFFFFFFFF)

@@ -1,20 +1,26 @@
 """Opening the shards of a snapshot for reading, wherever they are: mapped slots of this node, files of a level."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from lazysnap.engine.assembly import OpenShard
+from lazysnap.engine.filling import Wanted, fill
 from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.restore import MEMORY
+from lazysnap.engine.snapshot import MEMORY
 from lazysnap.errors import ShardCorrupt
 from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
-from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 
 Failure = Callable[[Exception], Exception]
+
+_THREADS = min(4, os.cpu_count() or 1)
+"""For memory: either of comparing and copying is as fast as a core."""
 
 
 class ShardOpener:
@@ -53,9 +59,7 @@ class ShardOpener:
             raise ShardCorrupt(f"{where}: it is not there any more")
         meta = CaptureMeta.from_bytes(item.slot.read_meta(), where)
         image = item.slot.image[: item.slot.status().image_bytes]
-        if item.checksums is not None:
-            item.checksums.verify(image, where)
-        return _mapped(image, meta, where)
+        return _mapped(image, meta, item.checksums, where)
 
     def open_frozen(self, wanted: FrozenReference, plan: RestartPlan, rank: int) -> OpenShard:
         """The immutable tensors that rank ``rank`` refers to, from the fastest place where they verify. Blocks.
@@ -71,7 +75,7 @@ class ShardOpener:
                 reasons.append(str(error))
                 continue
             self._opened[entry] = shard
-            return OpenShard(rank, shard.layout, shard.meta, shard.read_into, shard.where)
+            return replace(shard, rank=rank)
         raise ShardCorrupt(f"the immutable tensors {wanted.digest} are nowhere whole: {'; '.join(reasons)}")
 
     def _frozen(self, entry: FrozenEntry, wanted: FrozenReference, where: str) -> OpenShard:
@@ -82,23 +86,45 @@ class ShardOpener:
         if slot is None:
             raise ShardCorrupt(f"{where}: not there any more")
         image = slot.image[: slot.status().image_bytes]
-        if Checksums.of(image).whole != wanted.digest:
-            raise ShardCorrupt(f"{where}: damaged")
-        return _mapped(image, CaptureMeta.from_bytes(slot.read_meta(), where), where)
+        found = Checksums.of(image)
+        if (found.whole, len(image)) != (wanted.digest, wanted.size_bytes):
+            raise ShardCorrupt(f"{where}: their checksum is {found.whole}, expected {wanted.digest}")
+        return _mapped(image, CaptureMeta.from_bytes(slot.read_meta(), where), None, where)
 
 
-def _mapped(image: memoryview, meta: CaptureMeta, where: str) -> OpenShard:
-    def read_into(offset: int, out: memoryview) -> None:
-        out[:] = image[offset : offset + len(out)]
+def _mapped(image: memoryview, meta: CaptureMeta, checksums: Checksums | None, where: str) -> OpenShard:
+    """Without checksums nothing can be compared: the keeper has not come to it yet, or it was done before."""
+    block_bytes = BLOCK_BYTES if checksums is None else checksums.block_bytes
 
-    return OpenShard(meta.rank, Layout.parse(image, len(image), where), meta, read_into, where)
+    @contextlib.contextmanager
+    def block(index: int) -> Iterator[memoryview]:
+        data = image[index * block_bytes : (index + 1) * block_bytes]
+        if checksums is not None:
+            checksums.verify_block(index, data, where)
+        yield data
+
+    if checksums is not None and checksums.size_bytes != len(image):
+        raise ShardCorrupt(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
+    for index in range(-(-min(_header_bytes(image), len(image)) // block_bytes)):
+        with block(index):  # damage is the reason, whatever the header looks like
+            pass
+    layout = Layout.parse(image, len(image), where)
+
+    def read(wanted: Sequence[Wanted]) -> None:
+        fill(wanted, block_bytes, block, _THREADS)
+
+    return OpenShard(meta.rank, layout, meta, read, where)
+
+
+def _header_bytes(image: memoryview) -> int:
+    return 8 + int.from_bytes(image[:8], "little")
 
 
 def _failing_as(shard: OpenShard, failure: Failure) -> OpenShard:
-    def read_into(offset: int, out: memoryview) -> None:
+    def read(wanted: Sequence[Wanted]) -> None:
         try:
-            shard.read_into(offset, out)
+            shard.fill(wanted)
         except Exception as error:
             raise failure(error) from error
 
-    return OpenShard(shard.rank, shard.layout, shard.meta, read_into, shard.where)
+    return replace(shard, fill=read)

@@ -19,6 +19,8 @@ class VerifiedReader:
     def __init__(self, place: ShardPlace, manifest: Manifest) -> None:
         """Raises: FileNotFoundError, LevelUnavailable."""
         self.where = place.where
+        self.parallel = place.storage.parallel_reads
+        """Blocks that are best read at a time."""
         self.manifest = manifest
         self._lock = threading.Lock()
         self._blocks: OrderedDict[int, memoryview] = OrderedDict()
@@ -40,6 +42,18 @@ class VerifiedReader:
         first = index * block
         last = min(-(-(offset + length) // block) * block, checksums.size_bytes)
         return self._fresh(first, last, offset + length)[offset - first : offset - first + length]
+
+    def read_block(self, index: int, room: memoryview) -> memoryview:
+        """One block, in ``room`` (page-aligned) or kept from before. Blocks, raises: as ``read``."""
+        checksums = self.manifest.checksums
+        start = index * checksums.block_bytes
+        data = room[: min(checksums.block_bytes, checksums.size_bytes - start)]
+        with self._lock:
+            if index in self._blocks:
+                return self._blocks[index][: len(data)]
+        self._reader.read_into(start, data)
+        checksums.verify_block(index, data, self.where)
+        return data
 
     def _fresh(self, first: int, last: int, end: int) -> memoryview:
         """Blocks from ``first`` to ``last``, compared; zeros from there to ``end``."""

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from lazysnap.errors import ConfigError, StateMismatch
+from lazysnap.state.modules import fitted
+from lazysnap.state.optimizers import check_groups, laid_out
 from lazysnap.state.rng import collect_rng, restore_rng
 
 _RNG = "rng"
@@ -115,7 +117,11 @@ class ObjectState:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """See ``StateSource.load``. Raises: StateMismatch, if a named object is not in the snapshot."""
+        """See ``StateSource.load``.
+
+        Raises: StateMismatch, before anything is loaded, if a named object is not in the snapshot, or an optimizer has
+        other parameter groups there.
+        """
         missing = [name for name in self._objects if name not in state]
         if missing:
             raise StateMismatch(
@@ -123,9 +129,17 @@ class ObjectState:
                 "name the objects as when it was taken"
             )
         for name, value in self._objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                check_groups(name, value, state[name])
+        for name, value in self._objects.items():
             if isinstance(value, dict):
                 value.clear()
                 value.update(state[name])
+            elif isinstance(value, torch.nn.Module):
+                module = unwrapped(value)
+                module.load_state_dict(fitted(module, state[name]))
+            elif isinstance(value, torch.optim.Optimizer):
+                value.load_state_dict(laid_out(value, state[name]))
             else:
-                unwrapped(value).load_state_dict(state[name])
+                value.load_state_dict(state[name])
         restore_rng(state[_RNG])

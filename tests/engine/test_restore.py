@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,11 +12,8 @@ from small_training import TIMEOUT_S, Training
 from tuning import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, latest_path
-from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.restore import SnapshotReader, Vanished
 from lazysnap.errors import SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.keeper.identity import JobIdentity
 
 MEMORY = MemoryLevel(linger_s=60)
@@ -190,20 +189,38 @@ def test_what_the_last_keeper_writes_until_it_ends_is_found(job, tmp_path):
     assert other.engine.restore("latest").step == 9
 
 
+RESTART = """
+import sys
+from small_training import Training
+from lazysnap import PersistentLevel, SnapshotConfig
+
+config = SnapshotConfig(job_id=sys.argv[1], levels=(PersistentLevel(sys.argv[2]),))
+snapshot = Training(config).engine.fetch("latest")
+print(snapshot.step, snapshot.skipped)
+"""
+
+
 def test_what_vanishes_between_listing_and_reading_is_looked_for_again(job, tmp_path):
-    saved(job, tmp_path / "run", steps=2)
-    saved(job, tmp_path / "later", steps=3)
-    level = PersistentLevel(str(tmp_path / "run"))
-    reader = SnapshotReader({level.url: LevelReader(level, 1)}, MemoryHoldings())
-    plans = reader.plans()
-    assert [plan.step for plan in plans] == [2, 1]
-    shutil.rmtree(tmp_path / "run")
-    shutil.copytree(tmp_path / "later", tmp_path / "run")
-    shutil.rmtree(shard(tmp_path / "run", 2).parent)
+    run, later = tmp_path / "run", tmp_path / "later"
+    saved(job, run, steps=2)
+    saved(job, later, steps=3)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", RESTART, f"{job.job_id}-vanish", str(run)],
+        env={**environment, "LAZYSNAP_FAULT": "engine.restart.told:1:stop"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        shutil.rmtree(run)
+        shutil.copytree(later, run)
+        shutil.rmtree(shard(run, 2).parent)
+        os.kill(process.pid, signal.SIGCONT)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait()
 
-    with pytest.raises(Vanished):
-        reader.read(plans, {}, is_last_try=False)
-    reader.list_again()
-
-    assert reader.read(reader.plans(), {}).step == 3
-    assert reader.problems == []
+    assert output == "3 ()\n"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lazysnap import LazySnapshotCallback
-from lazysnap.engine.restore import Snapshot
+from lazysnap.engine.snapshot import Snapshot
 from lazysnap.state.codec import decode
 from lazysnap.state.walk import walk
 

@@ -1,11 +1,17 @@
 """The objects that the golden bytes of each format version hold. Never edited: a new version gets new ones."""
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 
 import torch
 
 from lazysnap.capture.frozen import choose_frozen
 from lazysnap.capture.plan import make_plan, view_of
+from lazysnap.config import PersistentLevel
+from lazysnap.engine.assembly import Assembly, OpenShard
+from lazysnap.engine.reading import LevelReader
+from lazysnap.levels import open_store
 from lazysnap.levels.local import PAGE
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import (
@@ -17,6 +23,7 @@ from lazysnap.shard.manifest import (
     manifest_name,
     shard_name,
 )
+from lazysnap.state.codec import tensor_names
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
@@ -140,3 +147,23 @@ def make_2() -> dict[str, bytes]:
         files[f"{folder}/{shard_name(0, 1)}"] = bytes(data)
         files[f"{folder}/{manifest_name(0, 1)}"] = manifest.encode()
     return files
+
+
+@contextlib.contextmanager
+def opened(folder: pathlib.Path) -> Iterator[list[OpenShard]]:
+    """The shard of the one snapshot in a folder, and the immutable tensors beside it."""
+    inventory = open_store(str(folder)).inventory()
+    assert inventory.problems == ()
+    reader = LevelReader(PersistentLevel(str(folder)), 1)
+    with contextlib.ExitStack() as stack:
+        shards = [reader.open(entry, "golden", stack) for entry in inventory.entries]
+        yield [*shards, *(reader.open_frozen(image, "golden", stack) for image in inventory.frozen)]
+
+
+def assembled(*shards: OpenShard) -> Assembly:
+    """Ready to be read."""
+    made = Assembly(0, lambda name, shape: ((0,) * len(shape), shape))
+    for shard in shards:
+        made.add(shard)
+    made.want(tensor_names(shards[0].meta.state))
+    return made

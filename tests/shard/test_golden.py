@@ -5,19 +5,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lazysnap.engine.image import Image, decode_state
-from lazysnap.levels import open_store
 from lazysnap.shard.manifest import Manifest
 
 
 def test_the_golden_snapshot_is_read_back_value_by_value():
-    store = open_store(str(golden.FOLDER))
-    (entry,) = store.inventory().entries
-    manifest = store.read_manifest(entry)
-    image = memoryview(bytearray(manifest.size_bytes))
-    store.read_image(entry, manifest, image)
-
-    got = decode_state([Image.parse(image, manifest.meta, "golden")])
+    with golden.opened(golden.FOLDER) as [shard]:
+        got = golden.assembled(shard).state(shard.meta, lambda name: None)
 
     want = golden.state()
     assert got["small"] == want["small"]

@@ -5,26 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lazysnap.engine.image import Image, check_apart, decode_state
 from lazysnap.errors import ShardCorrupt
-from lazysnap.levels import open_store
 from lazysnap.shard.manifest import Manifest
 
 
-def read():
-    store = open_store(str(golden.FOLDER_2))
-    inventory = store.inventory()
-    assert inventory.problems == ()
-    (entry,), (base,) = inventory.entries, inventory.frozen
-    manifest, of_base = store.read_manifest(entry), store.read_manifest(base)
-    image, data = memoryview(bytearray(manifest.size_bytes)), memoryview(bytearray(of_base.size_bytes))
-    store.read_image(entry, manifest, image)
-    store.read_image(base, of_base, data)
-    return [Image.parse(image, manifest.meta, "golden"), Image.parse(data, of_base.meta, "golden")]
-
-
 def test_the_golden_snapshot_is_read_back_value_by_value_from_both_files():
-    state = decode_state(read())
+    with golden.opened(golden.FOLDER_2) as [shard, base]:
+        state = golden.assembled(shard, base).state(shard.meta, lambda name: None)
 
     assert state["step"] == 7
     for name, tensor in golden.Base().state_dict().items():
@@ -62,15 +49,15 @@ def test_the_manifests_say_version_2_and_1():
 
 
 def test_a_tensor_in_both_files_is_refused():
-    shard, base = read()
-
-    check_apart([shard, base], "golden")
-    with pytest.raises(ShardCorrupt, match=r"golden: tensor 'model\.wide' is in the shard and"):
-        check_apart([shard, base, base], "golden")
+    with golden.opened(golden.FOLDER_2) as [shard, base]:
+        golden.assembled(shard, base)
+        with pytest.raises(ShardCorrupt, match=r"tensor 'model\.(tied|wide)' is in another image"):
+            golden.assembled(shard, base, base)
 
 
 def test_a_tensor_in_neither_file_is_refused():
-    shard, _ = read()
-
-    with pytest.raises(ShardCorrupt, match=r"no tensor 'model\.(tied|weight)'"):
-        decode_state([shard])
+    with golden.opened(golden.FOLDER_2) as [shard, _]:
+        alone = golden.assembled(shard)
+        assert list(alone.missing)
+        with pytest.raises(ShardCorrupt, match=r"no shard has the tensor 'model\.(tied|weight|wide)'"):
+            alone.state(shard.meta, lambda name: None)

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lazysnap.engine.restore import Snapshot
+from lazysnap.engine.snapshot import Snapshot
 from lazysnap.errors import JobBusy, SnapshotNotFound
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.loops import WorldChange
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import is_sharded, load_model, load_optimizers
 from lazysnap.levels.redaction import shown
+from lazysnap.state.modules import fitted
+from lazysnap.state.optimizers import check_groups, laid_out
 
 logger = logging.getLogger(__name__)
 
@@ -91,16 +93,28 @@ class Latest:
 
     def load_model(self, original: Callable[..., None], checkpoint: Any, *, strict: bool = True) -> None:
         """In place of the strategy's: a sharded one would expect that its own files were read before."""
+        if self._is_ours():
+            state = fitted(self._trainer.lightning_module, checkpoint["state_dict"])
+            checkpoint = {**checkpoint, "state_dict": state}
         if is_sharded(self._trainer.strategy) and self._is_ours():
             load_model(self._trainer.strategy, checkpoint, strict=strict)
         else:
             original(checkpoint, strict=strict)
 
     def load_optimizers(self, original: Callable[[], None]) -> None:
-        """In place of the connector's ``restore_optimizers_and_schedulers``."""
+        """In place of the connector's ``restore_optimizers_and_schedulers``.
+
+        Raises: StateMismatch, if an optimizer has other parameter groups than in the snapshot.
+        """
         connector = self._trainer._checkpoint_connector
-        if is_sharded(self._trainer.strategy) and self._is_ours() and connector._loaded_checkpoint:
-            load_optimizers(self._state.optimizers(), connector._loaded_checkpoint)
+        if self._is_ours() and connector._loaded_checkpoint:
+            optimizers, checkpoint = self._state.optimizers(), connector._loaded_checkpoint
+            states = list(zip(optimizers, checkpoint["optimizer_states"], strict=False))
+            for number, (optimizer, state) in enumerate(states):
+                check_groups(f"optimizer {number}", optimizer, state)
+            checkpoint["optimizer_states"] = [laid_out(optimizer, state) for optimizer, state in states]
+            if is_sharded(self._trainer.strategy):
+                load_optimizers(optimizers, checkpoint)
         original()
 
     def _is_ours(self) -> bool:

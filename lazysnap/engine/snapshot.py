@@ -1,0 +1,28 @@
+"""What a restart gives."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot read back. Its tensors are its own: nothing else writes to their memory."""
+
+    state: dict[str, Any] = field(repr=False)
+    """What ``StateSource.collect`` returned at that boundary."""
+    step: int
+    run_id: str
+    run_started_ns: int
+    level: str
+    """``memory`` or the URL of the level it was read from."""
+    seconds: float
+    """Time from the question to the answer."""
+    skipped: tuple[str, ...] = ()
+    """Why newer snapshots, or faster levels, were passed over."""
+    world_size: int = 1
+    """Ranks of the training that it was taken from; with another number of ranks now, what is of each rank alone
+    (generators, position in the data) could not be continued exactly."""
+    generation: str | None = None
+    """With several ranks: which start of theirs took it."""

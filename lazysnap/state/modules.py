@@ -1,0 +1,102 @@
+"""A module's state put back: whatever ``torch.compile`` did to names, into whatever memory the live module has."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from lazysnap.errors import StateMismatch
+
+_COMPILED = "_orig_mod"
+
+
+def is_uninitialised(tensor: torch.Tensor) -> bool:
+    """Whether its module waits for a first batch to tell the shape (``LazyLinear``)."""
+    return bool(is_lazy(tensor))
+
+
+def _canonical(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
+
+
+def held_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
+    """By name of a live tensor: its name in a snapshot, also where only one of them stood in ``torch.compile``.
+
+    What the snapshot has not is left out.
+    """
+    known = set(held)
+    plain: dict[str, list[str]] = {}
+    for name in known:
+        plain.setdefault(_canonical(name), []).append(name)
+    found = {}
+    for name in wanted:
+        others = plain.get(_canonical(name), [])
+        if name in known:
+            found[name] = name
+        elif len(others) == 1:
+            found[name] = others[0]
+    return found
+
+
+def check_loadable(expected: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raises: StateMismatch, if live tensors have no memory that values could be loaded into."""
+    empty = [name for name, tensor in expected.items() if tensor.device.type == "meta"]
+    if empty:
+        raise StateMismatch(
+            f"{where} cannot be loaded: {len(empty)} tensors of the live model ({empty[0]}, …) are on the meta device. "
+            "Nothing was loaded. Give the model memory first, with model.to_empty(device=...), then restore"
+        )
+
+
+def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[str, Any]":
+    """``saved`` as ``module.load_state_dict`` takes it. Tensors of the module that are expanded are filled here.
+
+    Raises: StateMismatch, for values that differ where the live tensor has only one; nothing was changed then.
+    """
+    live = _live(module)
+    names = held_names(live, saved)
+    taken = {held: name for name, held in names.items()}
+    state = OrderedDict((taken.get(name, name), value) for name, value in saved.items())
+    # The versions of the modules' own formats: without them some take the state for one of an old torch.
+    state._metadata = getattr(live, "_metadata", OrderedDict())  # type: ignore[attr-defined]
+    expanded = {name: tensor for name, tensor in live.items() if name in names and _is_expanded(tensor)}
+    for name, tensor in expanded.items():
+        _check_expanded(name, tensor, state[name])
+    with torch.no_grad():
+        for name, tensor in expanded.items():
+            once = _once(tensor)
+            tensor[once].copy_(state[name][once])
+            # load_state_dict copies it onto itself, which torch allows; onto anything else it does not.
+            state[name] = tensor
+    return state
+
+
+def _live(module: torch.nn.Module) -> Mapping[str, Any]:
+    try:
+        return module.state_dict(keep_vars=True)
+    except TypeError:  # a program's own, with other parameters
+        return module.state_dict()
+
+
+def _is_expanded(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or is_uninitialised(value) or value.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def _once(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The part of an expanded tensor that has each place in memory once."""
+    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+
+
+def _check_expanded(name: str, tensor: torch.Tensor, value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
+        return  # load_state_dict says what is wrong
+    whole, repeated = value.contiguous(), value[_once(tensor)].expand_as(value).contiguous()
+    if not torch.equal(whole.view(torch.uint8), repeated.view(torch.uint8)):
+        raise StateMismatch(
+            f"{name}: the live tensor is expanded (strides {list(tensor.stride())}), and the values in the snapshot "
+            "differ where it has one place. Nothing was loaded. Make it a tensor of its own first, with .contiguous()"
+        )

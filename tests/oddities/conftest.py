@@ -1,0 +1,82 @@
+"""Trainings are forked from a process that has torch already; see tests/faults/zygote.py."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+from lazysnap import SnapshotConfig
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import try_connect
+
+HERE = pathlib.Path(__file__).parent
+PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "lazysnap.engine.engine")
+
+
+class Zygote:
+    def __init__(self):
+        path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE.parent / "faults" / "zygote.py"), *PRELOADED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)},
+        )
+
+    def run(self, args, env, output):
+        """The exit status; blocks."""
+        request = {"id": 0, "args": args, "env": env, "output": str(output)}
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())["status"]
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(60)
+        self.process.stdout.close()
+
+
+class Trainings:
+    """The starts of one job."""
+
+    def __init__(self, zygote, root):
+        self.zygote = zygote
+        self.root = root
+        self.job_id = uuid.uuid4().hex
+
+    def run(self, case, steps, *, death=None, restarted=0, engine=True):
+        """What a start wrote down at its end; if it died as it was to, the text that it put out until then."""
+        result, output = self.root / "result", self.root / "output"
+        result.unlink(missing_ok=True)
+        place = str(self.root / "snapshots") if engine else "-"
+        args = [str(HERE / "odd_trainer.py"), case, place, str(steps), str(result), *([death] if death else [])]
+        env = {"LAZYSNAP_JOB_ID": self.job_id, "RESTARTED": str(restarted or "")}
+        status = self.zygote.run(args, env, output)
+        assert status == (-signal.SIGKILL if death else 0), output.read_text()[-4000:]
+        return output.read_text() if death else json.loads(result.read_text())
+
+    def close(self):
+        connection = try_connect(JobIdentity.from_config(SnapshotConfig(job_id=self.job_id)))
+        if connection is not None:
+            pid = connection.peer_pid
+            connection.close()
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture
+def trainings(zygote, tmp_path):
+    trainings = Trainings(zygote, tmp_path)
+    yield trainings
+    trainings.close()
