@@ -22,11 +22,14 @@ def check_fits(held: Mapping[str, Facts | None], expected: Mapping[str, torch.Te
     names = held_names(expected, held)
     differences = []
     for name, tensor in expected.items():
-        facts = held.get(names.get(name, name))
         if name not in names:
             differences.append(f"{name}: not in the snapshot")
-        elif facts not in (None, (tensor.dtype, tuple(tensor.shape))) and not is_uninitialised(tensor):
-            dtype, shape = facts
+            continue
+        facts = held[names[name]]
+        if facts is None or is_uninitialised(tensor):
+            continue
+        dtype, shape = facts
+        if (dtype, shape) != (tensor.dtype, tuple(tensor.shape)):
             differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
     prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
     known = set(names.values())
