@@ -38,11 +38,11 @@ class Place:
         self.url = url
         self.options: dict[str, Any] | None = None
         self.environment: dict[str, str] = {}
-        self._directory = directory
+        self.directory = directory
 
     def run(self, worker: str, arguments: list[str], timeout_s: float) -> list[dict[str, Any]]:
         """The JSON lines that a worker writes. Raises: RuntimeError, with what it said; TimeoutError."""
-        out = self._directory / f"{worker}.jsonl"
+        out = self.directory / f"{worker}.jsonl"
         out.unlink(missing_ok=True)
         command = [str(HERE / f"{worker}.py"), self.name, f"{self.url}/{worker}", "--out", str(out), *arguments]
         if self.options is not None:
@@ -75,7 +75,7 @@ class GuestPlace(Place):
         self._guest = guest
 
     def _execute(self, command: list[str], timeout_s: float) -> None:
-        log = self._directory / "guest.log"
+        log = self.directory / "guest.log"
         inner = f"PYTHONPATH={ROOT} exec {shlex.join([sys.executable, *command])} > {shlex.quote(str(log))} 2>&1"
         try:
             # Not ``run``: its patience is that of a test.

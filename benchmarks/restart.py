@@ -188,6 +188,7 @@ def plain(job: Job) -> None:
         SAVERS[job.method](job, training)
         say("saved", bytes=training.state_bytes())
         return
+    _barrier(job)  # nobody waits for the others while the clock runs
     start = time.monotonic()
     LOADERS[job.method](job, training)
     say("loaded", seconds=time.monotonic() - start)

@@ -133,7 +133,7 @@ def measure(runner: Runner, args: argparse.Namespace, world_size: int) -> list[d
     for number in range(args.rounds):
         turned = methods[number % len(methods) :] + methods[: number % len(methods)]
         for method in turned:
-            for directory in args.forget:
+            for directory in (*args.forget, *([] if "://" in args.url else [Path(args.url)])):
                 forget(directory)
             ranks = runner.run("load", method, world_size)
             taken[method].append(phases(ranks))
