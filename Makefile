@@ -4,6 +4,7 @@
 #   make test    lint, types, import layers, tests
 #   make bench   what a snapshot stalls and costs (BENCH="--params 100m --threads 2" for the large one)
 #   make levels  rates of memory, disk, NFS and S3 beside their raw limits, losses at a sudden death (LEVELS="--size-mb 64")
+#   make scale   cost with many ranks: counted with 2 to 8, simulated up to 16,384 (SCALE="--simulated 8,512")
 #   make lint    lint, types, import layers
 #   make format  let ruff format the code
 #
@@ -24,7 +25,7 @@ LEVELS ?=
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
-.PHONY: help demo test lint format bench levels clean
+.PHONY: help demo test lint format bench levels scale clean
 
 help:
 	@sed -n '2,11s/^# \{0,1\}//p' Makefile
@@ -50,6 +51,9 @@ bench: $(VENV)/.dev
 
 levels: $(VENV)/.dev
 	$(BIN)/python benchmarks/levels.py $(LEVELS)
+
+scale: $(VENV)/.dev
+	$(BIN)/python benchmarks/scale.py $(SCALE)
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

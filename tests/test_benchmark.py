@@ -187,3 +187,19 @@ def test_the_benchmark_runs_end_to_end_on_a_tiny_model(tmp_path):
     assert [line["method"] for line in lines] == ["machine", "limits", *methods]
     assert not [line for line in lines if "error" in line]
     assert (tmp_path / "stall.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_cost_of_many_ranks_is_counted_and_simulated(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "scale.py"), "--counted", "2", "--steps", "1", "--simulated", "8,16"]
+    result = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    counted = [line for line in lines if line["measure"] == "counted"]
+    assert [line["kind"] for line in counted] == ["ddp", "fsdp"]
+    for line in counted:
+        assert line["collectives"]["per_snapshot"] == 0 < line["collectives"]["planning"]
+        assert line["files_per_snapshot_and_rank"] == 2
+        # Together one copy: each half of it, and what is each rank's own.
+        assert max(line["shard_bytes"]) < 0.51 * line["bytes_per_snapshot"]
+    assert {line["ranks"] for line in lines if line["measure"] == "restart"} == {8, 16}

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazysnap.topology import failure_domains, places, replica_owner, share
+from lazysnap.topology import failure_domains, padding, places, replica_owner, share
 
 SIZES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 40)), max_size=30)
 
@@ -47,3 +47,15 @@ def test_replicas_take_turns():
 
     assert {owners.count(replica) > 50 for replica in range(4)} == {True}
     assert replica_owner("anything", 1) == 0
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.integers(0, 100))
+def test_no_other_padding_costs_less(sizes, cost):
+    def total(length):
+        return len(sizes) * length + sum(size - length + cost for size in sizes if size > length)
+
+    assert total(padding(sizes, cost)) == min(map(total, sizes))
+
+
+def test_a_single_long_answer_is_not_paid_for_by_every_rank():
+    assert padding([100] * 999 + [1_000_000], 1 << 16) == 100

@@ -76,6 +76,8 @@ class Job:
     root: pathlib.Path
     runs: int = 0
     levels: list[dict] | None = None
+    nodes: tuple[str, ...] = ()
+    """Names of machines that ranks take themselves to be on."""
 
     def __post_init__(self) -> None:
         if self.levels is None:

@@ -2,7 +2,7 @@
 
 usage: rank.py SETTINGS_JSON     (kind, rank, world, meeting, directory, steps, journal, result, every, levels)
 
-``kind``: ddp, fsdp (FSDP2), hsdp, tp (FSDP2 x TP), local (local SGD), plain; beat: no training at all. Without
+``kind``: ddp, fsdp (FSDP2), hsdp, tp (FSDP2 x TP), local (local SGD), plain; beat, talk: no training at all. Without
 ``rank``, rank and world are those of a launcher. ``by_rank`` holds what differs. The journal gets one line per event,
 each a single append.
 """
@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -122,11 +123,19 @@ def beat(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
     write("told", world.exchange_after("working", work))
 
 
+def talk(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
+    """Every rank says something of another length, one of them very much."""
+    told = World(timeout_s).exchange("talking", [rank, "é" * (300_000 if rank == 1 else rank)])
+    write("told", *(f"{number}:{len(text)}" for number, text in told))
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     if "rank" not in settings:
         settings.update(rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]), meeting=None)
     settings.update(settings.get("by_rank", {}).get(str(settings["rank"]), {}))
+    if "node" in settings:
+        socket.gethostname = lambda: settings["node"]
     kind, rank, world = settings["kind"], settings["rank"], settings["world"]
     torch.set_num_threads(1)
     journal = os.open(settings["journal"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -147,8 +156,8 @@ def main() -> None:
         )
     if settings.get("absent"):
         threading.Event().wait()
-    if kind == "beat":
-        beat(rank, settings["collective_timeout_s"], write)
+    if kind in ("beat", "talk"):
+        (beat if kind == "beat" else talk)(rank, settings["collective_timeout_s"], write)
         os._exit(0)
     model = build(kind, world, settings)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -15,11 +15,13 @@ from lazysnap.keeper.visit import Visit, keepers_here
 def keepers(job):
     identity = JobIdentity.from_config(SnapshotConfig(job_id=str(job.root)))
     found = []
-    for number in keepers_here(identity):
-        connection = try_connect(dataclasses.replace(identity, local_rank=number))
-        if connection is not None:
-            found.append(connection.peer_pid)
-            connection.close()
+    for node in (identity.node, *job.nodes):
+        here = dataclasses.replace(identity, node=node)
+        for number in keepers_here(here):
+            connection = try_connect(dataclasses.replace(here, local_rank=number))
+            if connection is not None:
+                found.append(connection.peer_pid)
+                connection.close()
     return found
 
 

@@ -102,3 +102,9 @@ def test_ranks_that_do_different_things_are_told_so_once_and_train_on(make_job):
     text = "rank 0 of 2 is at 'the first boundary', but {1: 'closing'}"
     assert job.output().count(f"step 1 is not captured: WaitTimeout: {text}") == 1
     assert len({line[2] for line in job.events("collectives")}) == 1
+
+
+def test_answers_of_any_length_come_to_all(job):
+    assert set(job.run("talk", 3, collective_timeout_s=20.0)) == {0}, job.output()
+
+    assert [line[2:] for line in job.events("told")] == [["0:0", "1:300000", "2:2"]] * 3

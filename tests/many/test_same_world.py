@@ -63,3 +63,20 @@ def test_each_rank_captures_its_share(job):
     assert len(shared) == 2
     assert sum(shared) == 3 * 4 * parameters  # and two moments of each, in float32
     assert max(shared) < 1.05 * min(shared)
+
+
+@pytest.mark.parametrize("place", ["memory", "storage"])
+def test_sharded_ranks_of_two_nodes_resume_without_each_others_keepers(make_job, end_keepers, place):
+    nodes = ("node-a", "node-b")
+    by_rank = {str(rank): {"node": nodes[rank // 2]} for rank in range(4)}
+    job = make_job(nodes=nodes, **({"levels": []} if place == "memory" else {}))
+    assert set(job.run("fsdp", 4, stop_at=3, by_rank=by_rank, wait_durable=place == "storage")) == {9}, job.output()
+    stopped = {line[3] for line in job.events("stopped")}
+    if place == "storage":
+        end_keepers(job)
+
+    assert set(job.run("fsdp", 4, look=True, by_rank=by_rank)) == {0}, job.output()
+
+    level = "memory" if place == "memory" else job.levels[0]["url"]
+    assert [line[2:4] for line in job.events("resumed")] == [["3", level]] * 4, job.output()
+    assert {line[4] for line in job.events("resumed")} == stopped

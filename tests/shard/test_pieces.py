@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazysnap.errors import ShardCorrupt
-from lazysnap.shard.pieces import Piece, check_coverage, extent_of, overlaps
+from lazysnap.shard.pieces import Cover, Piece, check_coverage, extent_of, overlaps
 
 
 def cuts(size, parts):
@@ -24,6 +24,7 @@ def grid(shape, parts):
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
 
+@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_any_cut_gives_any_other_cut(shape, data):
     parts = data.draw(st.tuples(*(st.integers(1, 4) for _ in shape)))
@@ -76,3 +77,44 @@ def test_replicas_count_once():
 def test_places_that_cannot_be_are_refused(facts):
     with pytest.raises(ShardCorrupt, match="there"):
         extent_of(facts, (4,), "there")
+
+
+def filled_by(pieces, wanted):
+    """Which elements of the wanted box are in some piece, counted one by one."""
+    seen = np.zeros(wanted.shape, dtype=bool)
+    for overlap in overlaps(pieces, wanted.offsets, wanted.shape):
+        seen[overlap.target] = True
+    return bool(seen.all())
+
+
+@settings(deadline=None)
+@given(SHAPES.filter(lambda shape: 0 not in shape), st.data())
+def test_a_box_is_whole_exactly_when_the_last_piece_of_it_came(shape, data):
+    parts, others = (data.draw(st.tuples(*(st.integers(1, 4) for _ in shape))) for _ in range(2))
+    pieces = data.draw(st.permutations(grid(shape, parts) * 2))  # replicas
+    wanted = data.draw(st.sampled_from(grid(shape, others)))
+    cover = Cover(wanted.offsets, wanted.shape)
+
+    for number, piece in enumerate(pieces, start=1):
+        cover.add(piece)
+        assert cover.is_whole == filled_by(pieces[:number], wanted)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(0, 9), st.integers(0, 4)), max_size=12))
+def test_pieces_that_overlap_never_make_a_box_whole_that_has_a_hole(boxes):
+    pieces = [Piece(rank, "x", (a, c), (b, d)) for rank, (a, b, c, d) in enumerate(boxes)]
+    wanted = Piece(-1, "x", (2, 3), (4, 5))
+    cover = Cover(wanted.offsets, wanted.shape)
+    for piece in pieces:
+        cover.add(piece)
+
+    assert not cover.is_whole or filled_by(pieces, wanted)
+
+
+def test_a_hole_is_found():
+    cover = Cover((10,), (10,))
+    for offset in (10, 12, 16):
+        cover.add(Piece(0, "x", (offset,), (2,)))
+
+    assert cover.gap(0) == 14

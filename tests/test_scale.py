@@ -1,0 +1,90 @@
+"""What one rank does at a restart does not grow with the number of ranks; counted, never timed."""
+
+from pathlib import Path
+
+import pytest
+
+from lazysnap.engine.assembly import Assembly, OpenShard
+from lazysnap.engine.holders import Holders, fill
+from lazysnap.errors import ShardCorrupt
+from lazysnap.resolver import Entry
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+RUN = "0" * 16
+MANY = 96
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import simulated
+
+    return simulated
+
+
+@pytest.mark.parametrize(("kind", "opened"), [("fsdp", 1), ("ddp", 9)])
+def test_a_rank_of_the_same_world_reads_as_much_whatever_their_number(simulated, kind, opened):
+    for ranks in (16, 128):
+        found = [simulated.resolve(kind, ranks, ranks, rank) for rank in (0, ranks // 2, ranks - 1)]
+
+        assert {one["survey_reads"] for one in found} == {simulated.KEPT}
+        assert {one["lists"] for one in found} == {1 + simulated.KEPT}
+        assert max(one["shards_opened"] for one in found) <= opened
+
+
+@pytest.mark.parametrize(("kind", "opened"), [("fsdp", 4), ("ddp", 12)])
+def test_a_rank_of_half_the_world_does_too(simulated, kind, opened):
+    for ranks in (16, 128):
+        found = [simulated.resolve(kind, ranks, ranks // 2, rank) for rank in (0, ranks // 4, ranks // 2 - 1)]
+
+        assert {one["survey_reads"] for one in found} == {2 * simulated.KEPT}
+        assert max(one["shards_opened"] for one in found) <= opened
+
+
+def shard(rank, rows):
+    """One rank's part of ``x``, which has a row for each rank, and a tensor of its own."""
+    specs = [TensorSpec("x", "F32", (len(rows), 2)), TensorSpec("own", "F32", (1,))]
+    layout = Layout.plan(specs)
+    facts = {"x": {"scope": "shard", "global_shape": [MANY, 2], "offsets": [rows[0], 0]}}
+    meta = CaptureMeta(RUN, 1, 1, rank, MANY, 1, tensors=facts)
+    return OpenShard(rank, layout, meta, lambda offset, out: None, f"rank {rank}")
+
+
+def opened(wanted, rows_of, *, lost=(), owner=lambda name: None):
+    """The ranks whose shards rank 0 opens for some rows of ``x``; ``rows_of`` gives each rank's."""
+    chosen = {n: Entry("x", 1, RUN, 1, 1, n, MANY, "d") for n in range(MANY) if n not in lost}
+    assembly = Assembly(0, lambda name, shape: ((wanted[0], 0), (len(wanted), 2)))
+    order = [0]
+    assembly.add(shard(0, rows_of(0)))
+    assembly.want(["x", "own"])
+    holders = Holders(chosen, 0, (), owner)
+    holders.take(0)
+
+    def add(rank):
+        order.append(rank)
+        assembly.add(shard(rank, rows_of(rank)))
+
+    fill(assembly, holders, add, "step 1")
+    return order
+
+
+def test_rows_in_the_order_of_the_ranks_are_found_at_once():
+    assert opened(range(50, 53), lambda rank: range(rank, rank + 1)) == [0, 50, 51, 52]
+
+
+def test_rows_in_any_other_order_are_found_in_the_end():
+    order = opened(range(1, 2), lambda rank: range(-rank % MANY, -rank % MANY + 1))
+
+    assert order[-1] == MANY - 1
+    assert len(set(order)) == len(order) <= MANY
+
+
+def test_the_rank_that_captures_it_now_is_asked_first():
+    assert opened(range(1, 2), lambda rank: range(-rank % MANY, -rank % MANY + 1), owner=lambda name: 95) == [0, 95]
+
+
+def test_a_row_that_is_nowhere_is_named():
+    with pytest.raises(ShardCorrupt, match="step 1: x: a part of it is in no shard within reach"):
+        opened(range(50, 53), lambda rank: range(rank, rank + 1), lost=[51])
