@@ -1,4 +1,4 @@
-"""Whatever the state is made of: killed for real, resumed from memory and from storage, it ends bit for bit the same."""
+"""Killed for real, resumed from memory and from storage: it ends as if not, whatever the state is made of."""
 
 import pytest
 from odd_cases import CASES
