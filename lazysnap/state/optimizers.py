@@ -35,7 +35,7 @@ def laid_out(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = saved.get("state")
-    if not isinstance(state, dict) or all(local_of(parameter).is_contiguous() for parameter in parameters):
+    if not isinstance(state, dict):
         return dict(saved)
     return {**saved, "state": {key: _laid_out(parameters, key, values) for key, values in state.items()}}
 
