@@ -36,7 +36,7 @@ WIDTH = 24
 
 
 class Net(torch.nn.Module):
-    """Odd sizes, a buffer that changes in forward; ``base``: what is not trained; ``tied``: the head to the embedding."""
+    """Odd sizes, a buffer that changes in forward; ``base``: what is not trained; ``tied``: head to embedding."""
 
     def __init__(self, *, base: bool = False, tied: bool = False) -> None:
         super().__init__()
