@@ -46,6 +46,8 @@ class Snapshot:
     (generators, position in the data) could not be continued exactly."""
     generation: str | None = None
     """With several ranks: which start of theirs took it."""
+    parameters: Mapping[str, Sequence[str]] | None = field(default=None, repr=False)
+    """By path of an optimizer in the state: the names of its parameters in its order, if they were known."""
 
 
 def memory_inventory(memory: MemoryHoldings, others: Sequence[Inventory] = ()) -> Inventory:
@@ -150,6 +152,7 @@ class SnapshotReader:
                     level=entry.level,
                     seconds=time.perf_counter() - started,
                     skipped=tuple(self.problems),
+                    parameters=images[0].meta.parameters,
                 )
         return None
 

@@ -96,6 +96,7 @@ class _Search:
         self._opener = ShardOpener(levels, self._visit, stack)
         self._visits: dict[int, MemoryHoldings] = {}
         self._gone = False
+        self._parameters: dict[str, list[str]] | None = None
         self.problems: list[str] = []
 
     # ---------------------------------------------------------------- what there is
@@ -247,6 +248,7 @@ class _Search:
             seconds=0.0,
             world_size=plan.world_size,
             generation=plan.sources[0][0].generation,
+            parameters=self._parameters,
         )
 
     def _read(self, plan: RestartPlan, own: int) -> tuple[dict[str, Any], list[str]]:
@@ -261,6 +263,7 @@ class _Search:
                 held = assembly.facts()
                 compare(held, expected, where)
                 meta = next(shard.meta for shard in shards if shard.rank == own and shard.meta.step == plan.step)
+                self._parameters = meta.parameters
                 return assembly.state(meta, self._target(expected, held)), sorted(
                     {entry.level for entry in chosen.values()}
                 )

@@ -82,6 +82,18 @@ def test_an_optimizer_with_other_groups_is_refused_by_name(tmp_path):
         fit(tmp_path, model=Grouped(1), max_epochs=3)
 
 
+class Turned(Grouped):
+    def configure_optimizers(self):
+        return torch.optim.SGD(list(self.net.parameters())[:: 1 if self.groups == 1 else -1], lr=0.1)
+
+
+def test_an_optimizer_with_its_parameters_in_another_order_is_refused_by_name(tmp_path):
+    fit(tmp_path, model=Turned(1))
+
+    with pytest.raises(StateMismatch, match=r"optimizer_states\.0: parameter 0 is net\.1\.bias"):
+        fit(tmp_path, model=Turned(2), max_epochs=3)
+
+
 class Sparse(Convolutional):
     def __init__(self):
         super().__init__()

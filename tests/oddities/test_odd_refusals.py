@@ -149,6 +149,23 @@ def test_an_optimizer_with_other_groups_is_named_and_nothing_is_loaded(engines, 
     assert not model[0].weight.any()
 
 
+def test_an_optimizer_with_its_parameters_in_another_order_is_named_and_nothing_is_loaded(engines):
+    """As many and as large as there: only the names tell."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    captured(engines, {"model": model, "adam": optimizer})
+    turned = torch.optim.AdamW([*model[1].parameters(), *model[0].parameters()])
+    with torch.no_grad():
+        model[0].weight.zero_()
+
+    with pytest.raises(StateMismatch, match=r"adam: parameter 0 is 1\.weight, in the snapshot it is 0\.weight"):
+        engines({"model": model, "adam": turned}).restore("latest")
+
+    assert not model[0].weight.any()
+
+
 def test_values_that_an_expanded_buffer_cannot_hold_are_refused(engines):
     model = torch.nn.Module()
     model.register_buffer("mask", torch.arange(3.0))
