@@ -10,7 +10,7 @@ from imagined import ImaginedStorage, Small, Whole
 
 from lazysnap.config import PersistentLevel
 from lazysnap.engine.assembly import Assembly, OpenShard
-from lazysnap.engine.holders import Holders, fill
+from lazysnap.engine.holders import Holders, complete
 from lazysnap.engine.survey import fields_of, inventory_of, merged, sites_of
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, Inventory, candidates
@@ -141,19 +141,18 @@ def open_part(kind: str, store: SnapshotStore, plan: Any, rank: int, ranks: int)
         manifest = store.read_manifest(chosen[number])
         layout, _ = imagined.capture(kind, number, taken, plan.step)
         parsed_layout = Layout.parse(layout.header, layout.size_bytes)
-        assembly.add(OpenShard(number, parsed_layout, manifest.meta, lambda offset, out: None, f"rank {number}"))
+        assembly.add(OpenShard(number, parsed_layout, manifest.meta, lambda wanted: None, f"rank {number}"))
         opened.append(number)
+        holders.take(number)
         return manifest.meta
 
     names = tensor_names(add(own).state)
-    holders.take(own)
     shapes = imagined.tensors()
     assembly.want(name for name in names if imagined.volume(imagined.box(kind, shapes[name], rank, ranks)[1]))
     for other in range(rank, taken, ranks):
         if other != own:
             add(other)
-            holders.take(other)
-    fill(assembly, holders, add, "imagined")
+    complete(assembly, holders, add, "imagined")
     return len(opened)
 
 

@@ -5,7 +5,7 @@ with at least one dimension, and what the source names besides. Everything else 
 before control returns, since it may change at any time (docs/architecture.md).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -242,10 +242,15 @@ def check_walk(walk: Walk) -> None:
 
 
 def make_plan(
-    walk: Walk, source: StateSource, frozen: FrozenSet | None = None, lazy: set[Key] | None = None
+    walk: Walk,
+    source: StateSource,
+    frozen: FrozenSet | None = None,
+    lazy: set[Key] | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> CapturePlan:
     """Work the plan out; tensors of ``frozen`` stand in an image of their own. ``lazy``: default ``lazy_keys``.
 
+    ``tied``: names that are not in ``walk``, each with one that is and stands for it.
     Raises: UnsupportedState, naming a tensor that cannot be captured.
     """
     check_walk(walk)
@@ -271,6 +276,7 @@ def make_plan(
             logical[name] = {"dtype": kept}
         specs.append(TensorSpec(name, DTYPE_NAMES[stored.dtype], tuple(stored.shape)))
     aliases = {walk.names[i]: walk.names[primary] for i, (_, primary) in enumerate(facts) if primary != i}
+    aliases.update({name: aliases.get(primary, primary) for name, primary in (tied or {}).items()})
     layout = Layout.plan(specs, aliases)
     place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
     records = []

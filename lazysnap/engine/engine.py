@@ -27,6 +27,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels.redaction import shown
 from lazysnap.state.objects import ObjectState
+from lazysnap.state.optimizers import check_order
 from lazysnap.state.source import StateSource
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class SnapshotEngine:
         if snapshot is None:
             logger.info("no snapshot found: starting fresh")
             return None
+        check_order(self._source, snapshot.parameters)
         self._source.load(snapshot.state)
         if snapshot.world_size != self._world.size:
             self.part_ways(snapshot)

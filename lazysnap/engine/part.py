@@ -1,6 +1,7 @@
 """One rank's part of one snapshot: shards are opened until nothing that it wants is missing, then it is read."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,17 @@ class BadShard(ShardCorrupt):
         self.entry = entry
 
 
+@dataclass(frozen=True)
+class Part:
+    """What was read."""
+
+    state: dict[str, Any]
+    levels: list[str]
+    """That were read from."""
+    parameters: dict[str, list[str]] | None
+    """See ``Snapshot``."""
+
+
 class PartReader:
     """Reads what this rank wants of snapshots."""
 
@@ -37,8 +49,8 @@ class PartReader:
         self._world = world
         self._opener = opener
 
-    def read(self, plan: RestartPlan, chosen: Mapping[int, Entry]) -> tuple[dict[str, Any], list[str]]:
-        """The state, and the levels that were read. ``chosen``: of the ranks within reach where each shard is.
+    def read(self, plan: RestartPlan, chosen: Mapping[int, Entry]) -> Part:
+        """``chosen``: of the ranks within reach where each shard is.
 
         Blocks. Raises: BadShard; ShardCorrupt, if a part is nowhere; StateMismatch.
         """
@@ -68,7 +80,7 @@ class PartReader:
         complete(assembly, holders, add, where)
         check_fits(dict.fromkeys(named) | assembly.facts(), expected, where)
         try:
-            return assembly.state(meta, target), sorted(levels)
+            return Part(assembly.state(meta, target), sorted(levels), meta.parameters)
         except BadShard:
             raise
         except LazySnapError as error:

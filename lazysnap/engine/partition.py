@@ -38,16 +38,22 @@ class Partition:
         """By name: ``scope``, ``global_shape``, ``offsets``, as in the manifest; nothing for what is rank-scoped."""
         parts: list[_Part] = []
         common: list[int] = []
+        self._tied: dict[int, int] = {}
+        first: dict[object, int] = {}
         for index, (tensor, name) in enumerate(zip(walk.tensors, walk.names, strict=True)):
             held = held_part(tensor, name)
-            if held is not None:
+            is_whole = held is None and key_of(tensor) not in replicated
+            primary = index if is_whole else first.setdefault(_identity(tensor, index), index)
+            if primary != index:
+                self._tied[index] = primary
+            elif held is not None:
                 if held.captured_here and (volume(held.local.shape) or not volume(held.global_shape)):
                     parts.append(_Part(index))
                     self.facts[name] = _facts("shard", held.global_shape, held.offsets)
-            elif key_of(tensor) in replicated:
-                common.append(index)
-            else:
+            elif is_whole:
                 parts.append(_Part(index))
+            else:
+                common.append(index)
         tensors = [walk.tensors[index] for index in common]
         named = [(walk.names[i], list(t.shape), str(t.dtype)) for i, t in zip(common, tensors, strict=True)]
         self.common = digest(json.dumps(named).encode())
@@ -62,10 +68,15 @@ class Partition:
         self._parts = sorted(parts, key=lambda part: part.index)
         self._names = [walk.names[part.index] for part in self._parts]
         self._paths = [walk.paths[part.index] for part in self._parts]
+        here = {part.index for part in self._parts}
+        self.aliases = {walk.names[i]: walk.names[primary] for i, primary in self._tied.items() if primary in here}
+        """Further names of what is captured here."""
 
     def holds_for(self, walk: Walk) -> bool:
         """Whether ``walk`` has the structure that this was made for; tensors are compared by the plan."""
-        return walk.names is self._of or walk.names == self._of
+        tensors = walk.tensors
+        same = (local_of(tensors[a]).data_ptr() == local_of(tensors[b]).data_ptr() for a, b in self._tied.items())
+        return (walk.names is self._of or walk.names == self._of) and all(same)
 
     def apply(self, walk: Walk) -> Walk:
         """The same state with the tensors that this rank captures; its text still names all of them. Hot."""
@@ -86,6 +97,12 @@ class Partition:
             for part, tensor in zip(self.apply(walk).tensors, whole, strict=True)
             if key_of(local_of(tensor)) in lazy
         }
+
+
+def _identity(tensor: torch.Tensor, index: int) -> object:
+    """The same for tied tensors; empty ones are tied to nothing."""
+    local = local_of(tensor)
+    return (key_of(local), local.shape, local.stride(), local.dtype, tensor.shape) if local.numel() else index
 
 
 def _facts(scope: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class Recorder:
         if self._partition is None:
             self._plan = make_plan(walked, self._source, frozen)
             return self._plan
-        plan = self._plan = make_plan(walked, self._source, frozen, self._lazy)
+        plan = self._plan = make_plan(walked, self._source, frozen, self._lazy, self._partition.aliases)
         for name, facts in self._partition.facts.items():
             plan.logical[name] = {**plan.logical.get(name, {}), **facts}
         return plan

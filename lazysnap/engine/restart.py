@@ -20,7 +20,7 @@ import torch
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.names import check_name
-from lazysnap.engine.part import BadShard, PartReader
+from lazysnap.engine.part import BadShard, Part, PartReader
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.shards import ShardOpener
 from lazysnap.engine.snapshot import MEMORY, Snapshot
@@ -192,16 +192,13 @@ class _Search:
 
         Raises: StateMismatch; Vanished, if it is not the last try. Each on all ranks.
         """
-        state: dict[str, Any] = {}
-        used: list[str] = []
+        parts: list[Part] = []
         self._gone = False
 
         def read() -> list[Any]:
             mismatch = failure = ""
             try:
-                found, levels = self._read(plan, self._world.rank % plan.world_size)
-                state.update(found)
-                used.extend(levels)
+                parts.append(self._read(plan, self._world.rank % plan.world_size))
             except StateMismatch as error:
                 mismatch = str(error)
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
@@ -220,9 +217,10 @@ class _Search:
         mismatches = [text for text, _, _ in told if text]
         if mismatches:
             raise StateMismatch(mismatches[0])
-        level = max(used, key=lambda url: -1 if url == MEMORY else list(self._levels).index(url))
+        [part] = parts
+        level = max(part.levels, key=lambda url: -1 if url == MEMORY else list(self._levels).index(url))
         return Snapshot(
-            state,
+            part.state,
             plan.step,
             plan.run_id,
             plan.run_started_ns,
@@ -230,9 +228,10 @@ class _Search:
             seconds=0.0,
             world_size=plan.world_size,
             generation=plan.sources[0][0].generation,
+            parameters=part.parameters,
         )
 
-    def _read(self, plan: RestartPlan, own: int) -> tuple[dict[str, Any], list[str]]:
+    def _read(self, plan: RestartPlan, own: int) -> Part:
         bad: set[Entry] = set()
         while True:
             chosen = self._choose(plan, own, bad)

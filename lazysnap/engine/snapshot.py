@@ -1,5 +1,6 @@
 """What a restart gives."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,3 +27,5 @@ class Snapshot:
     (generators, position in the data) could not be continued exactly."""
     generation: str | None = None
     """With several ranks: which start of theirs took it."""
+    parameters: Mapping[str, Sequence[str]] | None = field(default=None, repr=False)
+    """By path of an optimizer in the state: the names of its parameters in its order, if they were known."""

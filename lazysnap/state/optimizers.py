@@ -1,6 +1,6 @@
 """An optimizer's state put back: checked against its groups, laid out in memory as its parameters are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from lazysnap.errors import StateMismatch
 from lazysnap.state.sharding import like, local_of
+from lazysnap.state.source import StateSource
 
 
 def check_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -24,6 +25,25 @@ def check_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str
         )
 
 
+def check_order(source: StateSource, there: Mapping[str, Sequence[str]] | None) -> None:
+    """Raises: StateMismatch, if a live optimizer has as many parameters as in a snapshot, but in other places.
+
+    ``there``: names by optimizer. An optimizer's state knows its parameters by their number alone.
+    """
+    known = source.parameter_names()
+    for path, parameters in source.optimizer_parameters().items():
+        listed, here = (there or {}).get(path, ()), [known.get(id(parameter)) for parameter in parameters]
+        if len(listed) != len(here) or None in here:
+            continue
+        number = next((i for i, pair in enumerate(zip(listed, here, strict=True)) if pair[0] != pair[1]), None)
+        if number is not None:
+            raise StateMismatch(
+                f"{path}: parameter {number} is {here[number]}, in the snapshot it is {listed[number]}: it would get "
+                "the state of another one. Nothing of the optimizer was loaded. Give it its parameters in the order in "
+                "which it had them"
+            )
+
+
 def _groups(sizes: list[int]) -> str:
     return f"{len(sizes)} parameter group{'s' * (len(sizes) != 1)} of {', '.join(map(str, sizes)) or 0} parameters"
 
@@ -35,7 +55,7 @@ def laid_out(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = saved.get("state")
-    if not isinstance(state, dict) or all(local_of(parameter).is_contiguous() for parameter in parameters):
+    if not isinstance(state, dict):
         return dict(saved)
     return {**saved, "state": {key: _laid_out(parameters, key, values) for key, values in state.items()}}
 

@@ -37,9 +37,9 @@ WIDTH = 24
 
 
 class Net(torch.nn.Module):
-    """Odd sizes, a buffer that changes in forward; ``base``: something that is not trained."""
+    """Odd sizes, a buffer that changes in forward; ``base``: what is not trained; ``tied``: head to embedding."""
 
-    def __init__(self, *, base: bool = False) -> None:
+    def __init__(self, *, base: bool = False, tied: bool = False) -> None:
         super().__init__()
         self.base = torch.nn.Linear(WIDTH, 20_000).requires_grad_(False) if base else None
         self.embed = torch.nn.Embedding(37, WIDTH)
@@ -48,6 +48,8 @@ class Net(torch.nn.Module):
         self.second = torch.nn.Linear(4 * WIDTH, WIDTH)
         self.head = torch.nn.Linear(WIDTH, 37, bias=False)
         self.scale = torch.nn.Parameter(torch.ones(3))
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.embed(tokens)) * self.scale.sum()
@@ -58,7 +60,7 @@ class Net(torch.nn.Module):
 
 def build(kind: str, world: int, settings: dict) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = Net(base=settings.get("base", False))
+    model = Net(base=settings.get("base", False), tied=settings.get("tied", False))
     if kind in ("ddp", "local"):
         # Unless parameters may be unused, DDP changes its buckets after the first step: with more than two ranks
         # gradients are then added up in another order right after a start than later on, and no two runs are equal.

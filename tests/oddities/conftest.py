@@ -10,7 +10,7 @@ import uuid
 
 import pytest
 
-from lazysnap import SnapshotConfig
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 
@@ -61,11 +61,15 @@ class Trainings:
         return output.read_text() if death else json.loads(result.read_text())
 
     def close(self):
-        connection = try_connect(JobIdentity.from_config(SnapshotConfig(job_id=self.job_id)))
-        if connection is not None:
-            pid = connection.peer_pid
-            connection.close()
-            os.kill(pid, signal.SIGKILL)
+        end_keeper(self.job_id)
+
+
+def end_keeper(job_id):
+    connection = try_connect(JobIdentity.from_config(SnapshotConfig(job_id=job_id)))
+    if connection is not None:
+        pid = connection.peer_pid
+        connection.close()
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")
@@ -80,3 +84,21 @@ def trainings(zygote, tmp_path):
     trainings = Trainings(zygote, tmp_path)
     yield trainings
     trainings.close()
+
+
+@pytest.fixture
+def engines(tmp_path):
+    """Makes engines of one job, over ``tmp_path`` and memory; what is left of them goes at the end."""
+    made = []
+    job_id = uuid.uuid4().hex
+
+    def make(state, **settings):
+        levels = (PersistentLevel(str(tmp_path), every_n_steps=1),)
+        config = SnapshotConfig(levels=levels, job_id=job_id, memory=MemoryLevel(linger_s=60), **settings)
+        made.append(SnapshotEngine(config, state))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close(drain=False)
+    end_keeper(job_id)

@@ -11,6 +11,7 @@ import random
 import select
 import signal
 import sys
+import time
 
 import torch
 from odd_cases import CASES
@@ -19,7 +20,7 @@ from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngin
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
-TIMEOUT_S = 60
+TIMEOUT_S = 30
 
 
 def tensor_bytes(tensor):
@@ -74,8 +75,10 @@ def main():
     for step in range(resumed[0] + 1, int(steps) + 1):
         case.step(step)
         if engine is not None:
+            deadline = time.monotonic() + TIMEOUT_S
             while not engine.boundary(step):
                 assert engine.wait_ready(TIMEOUT_S)
+                assert time.monotonic() < deadline, engine.statistics().skipped
             if death:
                 die(engine, step, death[0])
     found, text = facts(case.state)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import is_sharded, load_model, load_optimizers
 from lazysnap.levels.redaction import shown
 from lazysnap.state.modules import fitted
-from lazysnap.state.optimizers import check_groups, laid_out
+from lazysnap.state.optimizers import check_groups, check_order, laid_out
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Latest:
         self._state = state
         self._engine = engine
         self._checkpoint: dict[str, Any] | None = None
+        self._parameters: Mapping[str, Sequence[str]] | None = None
 
     def resume_start(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
         """In place of the connector's ``resume_start``: any other path goes to the original.
@@ -55,6 +56,7 @@ class Latest:
             self._miss(is_fit)
             return
         checkpoint = self._state.admit(snapshot.state, self._change(snapshot) if is_fit else None)
+        self._parameters = snapshot.parameters
         connector._loaded_checkpoint = neighbour(connector, "_pl_migrate_checkpoint")(checkpoint, LATEST)
         connector._ckpt_path = LATEST
         if is_fit:
@@ -110,6 +112,7 @@ class Latest:
         if self._is_ours() and connector._loaded_checkpoint:
             optimizers, checkpoint = self._state.optimizers(), connector._loaded_checkpoint
             states = list(zip(optimizers, checkpoint["optimizer_states"], strict=False))
+            check_order(self._state, self._parameters)
             for number, (optimizer, state) in enumerate(states):
                 check_groups(f"optimizer {number}", optimizer, state)
             checkpoint["optimizer_states"] = [laid_out(optimizer, state) for optimizer, state in states]

@@ -1,0 +1,55 @@
+"""Tied weights of several ranks: stored once by all of them together, tied again in any other world."""
+
+import pytest
+
+from lazysnap.levels import open_store
+from lazysnap.shard.layout import Layout
+
+NAMES = {"model.embed.weight", "model.head.weight"}
+
+
+def stored(job):
+    """By rank: which of the tied names stand in the shard, and which are told to be another one."""
+    store = open_store(job.levels[0]["url"])
+    entries = store.inventory().entries
+    newest = max(entry.step for entry in entries)
+    found = {}
+    for entry in (entry for entry in entries if entry.step == newest):
+        manifest = store.read_manifest(entry)
+        path = job.root / "level" / store.place(entry).shard_path
+        layout = Layout.parse(path.read_bytes(), manifest.size_bytes)
+        names = {spec.name for spec in layout.specs}
+        found[entry.rank] = (NAMES & names, {name: manifest.meta.aliases.get(name) for name in NAMES - names})
+        assert set(manifest.meta.tensors) <= names
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_tied_weights_are_stored_once_and_come_back_tied(make_job, end_keepers, kind):
+    whole, broken = make_job("whole", levels=[]), make_job("broken")
+    assert set(whole.run(kind, 2, tied=True)) == {0}, whole.output()
+
+    assert set(broken.run(kind, 2, tied=True, stop_at=4, wait_durable=True)) == {9}, broken.output()
+    for names, others in stored(broken).values():
+        assert names <= {"model.embed.weight"}
+        if names:
+            assert others == {"model.head.weight": "model.embed.weight"}
+    assert any(names for names, _ in stored(broken).values())
+    end_keepers(broken)
+    assert set(broken.run(kind, 2, tied=True)) == {0}, broken.output()
+
+    assert [line[2] for line in broken.events("resumed")] == ["4", "4"]
+    assert broken.results() == whole.results()
+
+
+@pytest.mark.parametrize(("kind", "world", "other", "ranks"), [("hsdp", 4, "fsdp", 1), ("fsdp", 1, "ddp", 2)])
+def test_tied_weights_come_back_in_another_world(make_job, end_keepers, kind, world, other, ranks):
+    """A mesh of one rank is one of DTensors all the same."""
+    job = make_job()
+    assert set(job.run(kind, world, tied=True, stop_at=4, wait_durable=True)) == {9}, job.output()
+    [before] = {line[3] for line in job.events("stopped")}
+    end_keepers(job)
+
+    assert set(job.run(other, ranks, tied=True, look=True)) == {0}, job.output()
+
+    assert [line[2:] for line in job.events("resumed")] == [["4", job.levels[0]["url"], before]] * ranks

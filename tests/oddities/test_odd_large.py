@@ -1,0 +1,199 @@
+"""Beyond 4 GiB: offsets in a slot, in a file, in ranges that are read; over memory and files that are mostly holes."""
+
+import mmap
+import os
+import shutil
+
+import pytest
+import torch
+
+from lazysnap.arena import Slot
+from lazysnap.capture.copier import copy_eager
+from lazysnap.capture.job import CaptureJob
+from lazysnap.capture.plan import make_plan
+from lazysnap.dcp import SnapshotReader
+from lazysnap.engine.image import Image, check_fits, decode_state
+from lazysnap.engine.meta import MetaWriter
+from lazysnap.errors import ShardCorrupt
+from lazysnap.levels import open_store
+from lazysnap.levels.files import open_direct, pwrite_all
+from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.verified import VerifiedReader
+from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
+from lazysnap.shard.layout import Layout
+from lazysnap.shard.manifest import CaptureMeta, Manifest, directory_name, manifest_name, shard_name
+from lazysnap.state.objects import ObjectState
+from lazysnap.state.walk import walk
+
+GIB = 1 << 30
+LARGE = 4 * GIB + 4096 * 11
+
+
+def zeros(size_bytes, dtype):
+    """A tensor over memory that nobody touches: the kernel has one page of zeros for all of it."""
+    room = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return torch.frombuffer(room, dtype=dtype)
+
+
+class Large:
+    """A model with 4 GiB in its widest dtype, so that everything else comes behind it in the image."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.model = torch.nn.Module()
+        self.model.huge = torch.nn.Parameter(zeros(LARGE, torch.float64))
+        self.model.register_buffer("small", torch.randn(1000, 3, generator=generator))
+        self.model.register_buffer("turned", torch.randn(5, 7, generator=generator).t())
+        self.model.register_buffer("bytes", torch.arange(200, dtype=torch.uint8))
+        self.source = ObjectState({"model": self.model, "optimizer": torch.optim.SGD([self.model.huge], lr=0.1)})
+        self.walked = walk(self.source.collect())
+        self.plan = make_plan(self.walked, self.source)
+
+    def meta(self):
+        """Of a snapshot whose state is the small tensors alone."""
+        fields = MetaWriter.fresh()
+        state = {name: {"$": "tensor", "v": f"model.{name}"} for name in ("small", "turned", "bytes")}
+        return CaptureMeta(fields.run_id, fields.run_started_ns, 1, 0, 1, 0, state={"model": state})
+
+
+@pytest.fixture(scope="module")
+def large():
+    return Large()
+
+
+@pytest.fixture(scope="module")
+def slot(large):
+    """All but the 4 GiB of zeros captured; what nobody writes to takes no memory."""
+    slot = Slot.create(1 << 20, large.plan.layout.size_bytes)
+    slot.begin(1, sequence=1, image_bytes=large.plan.layout.size_bytes, meta=b"{}", pin=False)
+    job = CaptureJob(large.plan, slot, 1, large.walked.tensors)
+    slot.image[: len(large.plan.layout.header)] = large.plan.layout.header
+    copy_eager(job)
+    return slot
+
+
+def test_tensors_behind_4_gib_stand_where_the_header_says(large, slot):
+    layout = Layout.parse(slot.image[: large.plan.layout.size_bytes], large.plan.layout.size_bytes)
+
+    for name in ("small", "turned", "bytes"):
+        spec, offset = layout.find(f"model.{name}")
+        assert offset > 4 * GIB
+        wanted = getattr(large.model, name).contiguous().view(torch.uint8).numpy().tobytes()
+        assert bytes(slot.image[offset : offset + spec.nbytes]) == wanted
+
+
+def test_a_state_is_decoded_from_an_image_of_more_than_4_gib(large, slot):
+    image = Image.parse(slot.image[: large.plan.layout.size_bytes], large.meta(), "slot")
+
+    check_fits([image], {name: tensor for name, tensor in large.source.expected().items()}, "slot")
+    state = decode_state([image])
+
+    for name, found in state["model"].items():
+        assert torch.equal(found, getattr(large.model, name)), name
+
+
+@pytest.fixture(scope="module")
+def snapshot(large, slot, tmp_path_factory):
+    """The same as a file: its beginning and its end are written, directly, and all between is a hole."""
+    root = tmp_path_factory.mktemp("large")
+    size = large.plan.layout.size_bytes
+    place = root / directory_name(1)
+    place.mkdir()
+    path = place / shard_name(0, 1)
+    path.touch()
+    os.truncate(path, size)
+    ends = (0, (4 * GIB) // BLOCK_BYTES * BLOCK_BYTES)
+    hole = digest(bytes(BLOCK_BYTES))
+    blocks = [hole] * len(list(block_ranges(size)))
+    handle = open_direct(str(path), os.O_WRONLY)
+    for start in ends:
+        stop = min(start + BLOCK_BYTES, size)
+        room = map_anonymous(BLOCK_BYTES)
+        room[: stop - start] = slot.image[start:stop]
+        blocks[start // BLOCK_BYTES] = digest(room[: stop - start])
+        if handle >= 0:
+            pwrite_all(handle, start, room[: -(-(stop - start) // 4096) * 4096])
+        else:
+            with path.open("r+b") as file:
+                file.seek(start)
+                file.write(room[: stop - start])
+    if handle >= 0:
+        os.close(handle)
+    os.truncate(path, size)
+    manifest = Manifest(
+        large.meta(),
+        shard_name(0, 1),
+        len(large.plan.layout.header),
+        Checksums(size, BLOCK_BYTES, tuple(blocks)),
+        created_ns=1,
+    )
+    (place / manifest_name(0, 1)).write_bytes(manifest.encode())
+    assert path.stat().st_blocks * 512 < GIB, "the test would fill the disk"
+    yield root
+    shutil.rmtree(root)
+
+
+def test_ranges_behind_4_gib_are_read_and_compared(large, slot, snapshot):
+    store = open_store(str(snapshot))
+    [entry] = store.inventory().entries
+    manifest = store.read_manifest(entry)
+    layout = large.plan.layout
+
+    with VerifiedReader(store.place(entry), manifest) as reader:
+        for name in ("small", "turned", "bytes"):
+            spec, offset = layout.find(f"model.{name}")
+            assert reader.read(offset, spec.nbytes) == slot.image[offset : offset + spec.nbytes]
+        # Over the edge itself, more than one block.
+        edge = 4 * GIB - BLOCK_BYTES - 5
+        assert reader.read(edge, BLOCK_BYTES + 10) == slot.image[edge : edge + BLOCK_BYTES + 10]
+
+
+def test_a_flipped_byte_behind_4_gib_is_found_when_all_is_read(snapshot):
+    store = open_store(str(snapshot))
+    [entry] = store.inventory().entries
+    with open(snapshot / store.place(entry).shard_path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+        file.flush()
+        try:
+            # All blocks before it are as they should be.
+            with pytest.raises(ShardCorrupt, match=rf"block {4 * GIB // BLOCK_BYTES} \(bytes {4 * GIB} to"):
+                store.verify_entry(entry)
+        finally:
+            file.seek(-1, os.SEEK_END)
+            file.write(byte)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_reads_small_tensors_of_a_snapshot_of_more_than_4_gib(large, snapshot):
+    target = {"model": {"small": torch.zeros(1000, 3), "bytes": torch.zeros(200, dtype=torch.uint8)}}
+
+    torch.distributed.checkpoint.load(target, storage_reader=SnapshotReader(str(snapshot)), no_dist=True)
+
+    assert torch.equal(target["model"]["small"], large.model.small)
+    assert torch.equal(target["model"]["bytes"], large.model.bytes)
+
+
+def test_a_block_is_written_and_read_behind_4_gib_of_a_file(tmp_path):
+    """As the keeper does, but into a file that is only as long as it says."""
+    path = tmp_path / "file"
+    path.touch()
+    os.truncate(path, LARGE)
+    room = map_anonymous(4096 * 3)
+    room[:] = os.urandom(len(room))
+    handle = open_direct(str(path), os.O_WRONLY)
+    if handle < 0:
+        pytest.skip("no direct writes here")
+    pwrite_all(handle, 4 * GIB, room)
+    os.close(handle)
+
+    found = map_anonymous(4096 * 3 + 7)
+    storage = LocalStorage(str(tmp_path))
+    storage.read_into("file", 4 * GIB, found[: 4096 * 3])
+    storage.read_into("file", 4 * GIB - 1, found[:7])
+
+    assert found[1:7] == room[:6]
+    assert found[7 : 4096 * 3] == room[7:]

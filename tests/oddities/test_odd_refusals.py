@@ -1,0 +1,188 @@
+"""What cannot be captured or restored rightly is refused by name, before anything is trained or loaded."""
+
+import time
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from lazysnap.errors import StateMismatch, UnsupportedState
+
+TIMEOUT_S = 60
+
+
+class Wrapper(torch.Tensor):
+    """A tensor round another one, as quantized weights are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def opened(item):
+            return item.inner if isinstance(item, cls) else item
+
+        found = function(*pytree.tree_map(opened, args), **pytree.tree_map(opened, kwargs or {}))
+        return pytree.tree_map(lambda item: cls(item) if isinstance(item, torch.Tensor) else item, found)
+
+
+class Flattening(Wrapper):
+    """One that says what is in it, as torchao's do."""
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, outer_size, outer_stride):
+        return cls(inner["inner"])
+
+
+KINDS = {
+    "layout torch.sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "layout torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "dtype torch.qint8": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "dtype torch.int4": lambda: torch.zeros(3, dtype=torch.uint8).view(torch.int4),
+    "dtype torch.bits8": lambda: torch.zeros(3, dtype=torch.uint8).view(torch.bits8),
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "nested tensor": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "the subclass Wrapper": lambda: Wrapper(torch.ones(3)),
+    "the subclass Flattening": lambda: Flattening(torch.ones(3)),
+}  # fmt: skip
+
+
+def odd_model(kind):
+    model = torch.nn.Linear(2, 2)
+    tensor = KINDS[kind]()
+    if tensor.is_floating_point() and "quint" not in kind:
+        model.odd = torch.nn.Parameter(tensor)
+    else:
+        model.register_buffer("odd", tensor)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta|deprecated).*")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_that_no_snapshot_can_hold_is_refused_before_the_first_step(engines, kind):
+    model = odd_model(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    for call in (lambda engine: engine.restore("latest"), lambda engine: engine.prepare()):
+        with pytest.raises(UnsupportedState, match=rf"model\.odd: .*{kind}"):
+            call(engines({"model": model, "optimizer": optimizer}))
+    # Also where it is no part of a module, and the program did not ask before.
+    with pytest.raises(UnsupportedState, match=rf"values\.odd: .*{kind}"):
+        engines({"values": {"odd": KINDS[kind]()}}).boundary(1)
+
+
+def test_a_model_on_the_meta_device_is_refused_at_the_first_boundary(engines):
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+
+    engine = engines({"model": model})
+
+    assert engine.restore("latest") is None
+    engine.prepare()  # it may get its memory later
+    with pytest.raises(UnsupportedState, match=r"model\.weight.*meta device.*to_empty"):
+        engine.boundary(1)
+
+
+def test_a_lazy_module_that_saw_no_batch_is_refused_at_the_first_boundary(engines):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
+    engine = engines({"model": model, "optimizer": torch.optim.Adam(model.parameters())})
+    engine.prepare()
+
+    with pytest.raises(UnsupportedState, match=r"\['1\.weight'\].*no batch yet"):
+        engine.boundary(1)
+
+
+def captured(engines, state, step=1):
+    engine = engines(state)
+    assert engine.wait_ready(TIMEOUT_S)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not engine.boundary(step):
+        assert engine.wait_ready(TIMEOUT_S)
+        assert time.monotonic() < deadline
+    assert engine.close()
+
+
+def test_nothing_is_loaded_into_a_model_on_the_meta_device(engines):
+    captured(engines, {"model": torch.nn.Linear(2, 2)})
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    engine = engines({"model": model})
+
+    with pytest.raises(StateMismatch, match=r"model\.weight.*meta device.*to_empty"):
+        engine.restore("latest")
+
+    model.to_empty(device="cpu")
+    assert engine.restore("latest").step == 1
+
+
+def trained(groups=1):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.1)
+    if groups == 2:
+        optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.2})
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)])
+def test_an_optimizer_with_other_groups_is_named_and_nothing_is_loaded(engines, there, here):
+    model, optimizer = trained(there)
+    captured(engines, {"model": model, "adam": optimizer})
+    model, optimizer = trained(here)
+    with torch.no_grad():
+        model[0].weight.zero_()
+
+    with pytest.raises(StateMismatch, match=rf"adam: the snapshot has {there} parameter group.*add_param_group"):
+        engines({"model": model, "adam": optimizer}).restore("latest")
+
+    assert not model[0].weight.any()
+
+
+def test_an_optimizer_with_its_parameters_in_another_order_is_named_and_nothing_is_loaded(engines):
+    """As many and as large as there: only the names tell."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    captured(engines, {"model": model, "adam": optimizer})
+    turned = torch.optim.AdamW([*model[1].parameters(), *model[0].parameters()])
+    with torch.no_grad():
+        model[0].weight.zero_()
+
+    with pytest.raises(StateMismatch, match=r"adam: parameter 0 is 1\.weight, in the snapshot it is 0\.weight"):
+        engines({"model": model, "adam": turned}).restore("latest")
+
+    assert not model[0].weight.any()
+
+
+def test_values_that_an_expanded_buffer_cannot_hold_are_refused(engines):
+    model = torch.nn.Module()
+    model.register_buffer("mask", torch.arange(3.0))
+    model.register_buffer("other", torch.ones(2))
+    captured(engines, {"model": model})
+    model.mask, model.other = torch.zeros(1).expand(3), torch.zeros(2)
+
+    with pytest.raises(StateMismatch, match=r"mask: the live tensor is expanded"):
+        engines({"model": model}).restore("latest")
+
+    assert not model.other.any()
+
+
+def test_parameters_that_are_trained_and_in_no_part_of_the_state_are_told_of(engines, caplog):
+    model, loose = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.1)
+
+    captured(engines, {"model": model, "sgd": optimizer})
+
+    assert [record.message for record in caplog.records if "1 parameters of sgd are in no part" in record.message]
