@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lazysnap.engine.assembly import Assembly, OpenShard
-from lazysnap.engine.holders import Holders, fill
+from lazysnap.engine.holders import Holders, complete
 from lazysnap.errors import ShardCorrupt
 from lazysnap.resolver import Entry
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -49,7 +49,7 @@ def shard(rank, rows):
     layout = Layout.plan(specs)
     facts = {"x": {"scope": "shard", "global_shape": [MANY, 2], "offsets": [rows[0], 0]}}
     meta = CaptureMeta(RUN, 1, 1, rank, MANY, 1, tensors=facts)
-    return OpenShard(rank, layout, meta, lambda offset, out: None, f"rank {rank}")
+    return OpenShard(rank, layout, meta, lambda wanted: None, f"rank {rank}")
 
 
 def opened(wanted, rows_of, *, lost=(), owner=lambda name: None):
@@ -64,9 +64,10 @@ def opened(wanted, rows_of, *, lost=(), owner=lambda name: None):
 
     def add(rank):
         order.append(rank)
+        holders.take(rank)
         assembly.add(shard(rank, rows_of(rank)))
 
-    fill(assembly, holders, add, "step 1")
+    complete(assembly, holders, add, "step 1")
     return order
 
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 HERE = pathlib.Path(__file__).parent
@@ -141,7 +142,9 @@ class Server:
         self._process = None
 
     def ensure(self) -> None:
-        """Start it if a test left it dead."""
+        """Start it if a test left it dead, or it crashed by itself."""
+        if self._process is not None and self._process.poll() is not None:
+            self.kill()  # what is left of it
         if self._process is None:
             self.start()
 
@@ -169,6 +172,15 @@ class Call:
 
     def go(self) -> None:
         self._guest.send({"id": self._number, "go": True})
+
+    def result_of_any_length(self, meanwhile, deadline_s: float):
+        """As ``result``; ``meanwhile`` is called every few seconds."""
+        deadline = time.monotonic() + deadline_s
+        while self.answers.empty() and time.monotonic() < deadline:
+            meanwhile()
+            with contextlib.suppress(queue.Empty):
+                self.answers.put(self.answers.get(timeout=2))
+        return self.result(0.1)
 
     def result(self, deadline_s: float = DEADLINE_S):
         answer = self._next(deadline_s)
