@@ -102,10 +102,13 @@ class _Search:
         for level in levels.values():
             level.begin_open()
         self._survey = Survey(told.world, levels)
-        self._parts = PartReader(told.source, told.world, ShardOpener(levels, self._visit, stack))
+        self._parts = PartReader(told.source, told.world, ShardOpener(levels, self._visit, stack, self._passed_over))
         self._visits: dict[int, MemoryHoldings] = {}
         self._gone = False
         self.problems: list[str] = []
+
+    def _passed_over(self, problem: str) -> None:
+        self.problems.append(problem)
 
     # ---------------------------------------------------------------- what there is
 

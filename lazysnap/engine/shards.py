@@ -27,11 +27,18 @@ class ShardOpener:
     """What is opened stays open, and leased against deletion, until ``stack`` ends. Not thread-safe."""
 
     def __init__(
-        self, levels: Mapping[str, LevelReader], visit: Callable[[int], MemoryHoldings], stack: contextlib.ExitStack
+        self,
+        levels: Mapping[str, LevelReader],
+        visit: Callable[[int], MemoryHoldings],
+        stack: contextlib.ExitStack,
+        note: Callable[[str], None],
     ) -> None:
+        """``visit``: what the keeper of a local rank holds; ``note`` is told of what is passed over here."""
         self._levels = levels
         self._visit = visit
         self._stack = stack
+        self._note = note
+        self._refused: dict[FrozenEntry, str] = {}
         self._opened: dict[Entry | FrozenEntry, OpenShard] = {}
 
     def open(self, entry: Entry, failure: Failure) -> OpenShard:
@@ -66,17 +73,23 @@ class ShardOpener:
 
         Raises: ShardCorrupt, if there is none.
         """
-        reasons = []
-        for entry in plan.frozen.get(wanted.digest, ()):
-            where = f"immutable tensors at {shown(entry.level)}"
-            try:
-                shard = self._opened.get(entry) or self._frozen(entry, wanted, where)
-            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-                reasons.append(str(error))
+        entries = plan.frozen.get(wanted.digest, ())
+        for entry in entries:
+            where = f"immutable tensors {wanted.digest} at {shown(entry.level)}"
+            if entry in self._refused:
                 continue
-            self._opened[entry] = shard
-            return replace(shard, rank=rank)
-        raise ShardCorrupt(f"the immutable tensors {wanted.digest} are nowhere whole: {'; '.join(reasons)}")
+            try:
+                if entry not in self._opened:
+                    self._opened[entry] = self._frozen(entry, wanted, where)
+            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+                self._refused[entry] = str(error)
+                self._note(f"{where} passed over: {error}")
+                continue
+            return replace(self._opened[entry], rank=rank)
+        reasons = "; ".join(self._refused[entry] for entry in entries)
+        raise ShardCorrupt(
+            f"the immutable tensors {wanted.digest} are nowhere whole: {reasons or 'they are not there'}"
+        )
 
     def _frozen(self, entry: FrozenEntry, wanted: FrozenReference, where: str) -> OpenShard:
         if entry.level != MEMORY:
