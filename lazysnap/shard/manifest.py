@@ -34,7 +34,6 @@ _DIRECTORY = re.compile(r"step-(\d{8,})(?:\.([0-9a-f]{8}))?")
 _FROZEN_DIRECTORY = re.compile(r"frozen-([0-9a-f]{16})-([0-9a-f]{32})")
 _KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
-_RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.(safetensors|json)")
 
 
 def directory_name(step: int, run_id: str | None = None) -> str:
@@ -97,12 +96,6 @@ def shard_name(rank: int, world_size: int) -> str:
 def manifest_name(rank: int, world_size: int) -> str:
     """``rank-00003-of-00008.json``."""
     return Stem.of_rank(rank, world_size).manifest
-
-
-def parse_rank_name(name: str) -> tuple[int, int, str] | None:
-    """Rank, world size and suffix of a shard's or manifest's name, ``None`` for any other name."""
-    match = _RANK_FILE.fullmatch(name)
-    return (int(match[1]), int(match[2]), match[3]) if match else None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,14 @@
 """``aggregate="node"``: the ranks of a node in one file, written by the first of them, whoever dies meanwhile."""
 
+import os
+import time
+
 import pytest
 
 from lazysnap.levels import open_store
+from lazysnap.resolver import candidates
+
+NODE = ["node-00000-of-00001.json", "node-00000-of-00001.safetensors"]
 
 
 def node_level(root, name="level", **settings):
@@ -16,9 +22,7 @@ def job(make_job, tmp_path):
 
 def files(job, name="level"):
     """Names of all files at a level, by directory."""
-    return {
-        place.name: sorted(path.name for path in place.iterdir()) for place in (job.root.parent / name).iterdir()
-    }
+    return {place.name: sorted(path.name for path in place.iterdir()) for place in (job.root.parent / name).iterdir()}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -36,6 +40,216 @@ def test_ranks_resume_from_the_file_of_their_node_as_if_nothing_had_happened(mak
     assert {line[4] for line in resumed} == {line[3] for line in stopped}
     assert broken.results() == whole.results()
     # Two objects for each of the snapshots that are kept, whatever the number of ranks.
-    assert files(broken) == {
-        f"step-{step:08d}": ["node-00000-of-00001.json", "node-00000-of-00001.safetensors"] for step in (7, 8)
-    }
+    assert files(broken) == {f"step-{step:08d}": NODE for step in (7, 8)}
+
+
+@pytest.mark.parametrize(
+    ("taken", "world", "others"),
+    [("fsdp", 4, [("fsdp", 2), ("plain", 1)]), ("ddp", 2, [("fsdp", 4), ("ddp", 1)])],
+)
+def test_the_file_of_a_node_fits_any_other_world(job, end_keepers, taken, world, others):
+    job.run(taken, world, stop_at=3, wait_durable=True)
+    stopped = {line[3] for line in job.events("stopped")}
+    assert len(stopped) == 1, job.output()
+    end_keepers(job)
+
+    for kind, ranks in others:
+        assert set(job.run(kind, ranks, look=True)) == {0}, job.output()
+        assert [line[2:] for line in job.events("resumed")] == [["3", job.levels[0]["url"], *stopped]] * ranks
+    assert set(job.run("fsdp", 2, dcp=job.levels[0]["url"])) == {0}, job.output()
+    assert [line[2:] for line in job.events("loaded")] == [["3", *stopped]] * 2
+
+
+def resumed(job):
+    """The step that all ranks went on from."""
+    [step] = {int(line[2]) for line in job.events("resumed")}
+    return step
+
+
+def whole_there(url):
+    """Steps that are complete at a level, every byte read back; nothing half is there that a restart would see."""
+    store = open_store(url)
+    inventory = store.inventory()
+    assert inventory.problems == ()
+    plans = candidates([inventory])
+    for plan in plans:
+        for offers in plan.sources:
+            store.verify_entry(offers[0])
+    return [plan.step for plan in plans]
+
+
+LEAD = [
+    "keeper.node.gather:3",
+    "keeper.node.gathered:3",
+    "level.store.publish_shard:3",
+    "level.store.commit:3",
+    "level.store.committed:3",
+    "keeper.node.tell:3",
+    "keeper.node.told:3",
+    "level.store.uncommitted:1",
+    "level.store.deleted:1",
+]
+MEMBER = ["keeper.node.followed:3", "keeper.attached:1", "keeper.memory.make:2"]
+EVERYWHERE = [(0, point) for point in LEAD] + [(1, point) for point in MEMBER]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_shared_job):
+    known = {}
+
+    def ask(steps):
+        if steps not in known:
+            job = make_shared_job(f"undisturbed{steps}", levels=[])
+            assert set(job.run("ddp", 2, steps=steps)) == {0}, job.output()
+            known[steps] = job.results()
+        return known[steps]
+
+    return ask
+
+
+def test_a_rank_lost_with_its_keeper_anywhere_leaves_whole_snapshots(job, undisturbed):
+    """One training that loses the trainer and the keeper of a rank at one point after the other."""
+    url, held, steps = job.levels[0]["url"], 0, 200
+    for victim, point in EVERYWHERE:
+        codes = job.run("ddp", 2, steps=steps, faults={victim: f"{point}:kill-both"})
+        assert -9 in codes, (point, codes, job.output())
+        if job.events("resumed"):
+            assert resumed(job) >= held, (point, job.output())
+        held = max([held, *whole_there(url)])
+
+    assert set(job.run("ddp", 2, steps=steps)) == {0}, job.output()
+
+    assert resumed(job) >= held
+    assert job.results() == undisturbed(steps)
+    assert files(job) == {f"step-{step:08d}": NODE for step in (steps - 1, steps)}
+
+
+@pytest.mark.parametrize(("victim", "point"), EVERYWHERE[:-2])
+def test_a_keeper_that_is_killed_alone_costs_no_training(job, undisturbed, victim, point):
+    """Another one takes its place; what it had begun is done, or left out, and the next snapshots are made."""
+    assert set(job.run("ddp", 2, steps=40, faults={victim: f"{point}:kill"})) == {0}, job.output()
+
+    assert job.results() == undisturbed(40)
+    assert whole_there(job.levels[0]["url"])[0] == 40
+    assert files(job) == {f"step-{step:08d}": NODE for step in sorted(whole_there(job.levels[0]["url"]))}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("engine.gated:5", "capture.commit:5"), ("capture.commit:5", "engine.gated:5")]
+)
+def test_what_all_have_in_memory_goes_to_the_file_of_the_node_when_they_died(
+    make_job, tmp_path, end_keepers, first, second
+):
+    """The newest that each rank has is not the same: the newest that both have is written at once."""
+    job = make_job(levels=[node_level(tmp_path, every_n_steps=1000, timeout_s=600)])
+    codes = job.run("ddp", 2, faults={0: f"{first}:kill", 1: f"{second}:kill"})
+    assert codes == [-9, -9], job.output()
+    gated = [{int(line[2]) for line in job.events("gated") if line[0] == rank} for rank in "01"]
+    newest = max(gated[0] & gated[1])
+    deadline = time.monotonic() + 40
+    while max(whole_there(job.levels[0]["url"]), default=0) < newest:
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.05)
+    end_keepers(job)
+
+    assert set(job.run("ddp", 2, look=True)) == {0}, job.output()
+
+    assert resumed(job) >= newest
+    assert {line[3] for line in job.events("resumed")} == {job.levels[0]["url"]}
+
+
+def test_a_step_that_one_rank_left_out_is_left_out_at_the_level_and_the_next_goes_on(job):
+    assert set(job.run("ddp", 2, steps=9, by_rank={"1": {"every": 2}})) == {0}, job.output()
+
+    steps = whole_there(job.levels[0]["url"])
+    assert steps
+    assert all(step % 2 == 0 for step in steps)
+    assert "rank 1 of this node: it has not captured step" in job.output()
+
+
+def test_a_rank_that_does_not_aggregate_is_named(job):
+    levels = [{**job.levels[0], "aggregate": "rank"}]
+    assert set(job.run("ddp", 2, by_rank={"1": {"levels": levels}})) == {0}, job.output()
+
+    assert "rank 1 of this node: it has no such level" in job.output()
+
+
+def test_damage_in_the_part_of_one_rank_sends_all_to_the_snapshot_before(job, end_keepers):
+    job.run("ddp", 2, stop_at=4, wait_durable=True)
+    end_keepers(job)
+    store = open_store(job.levels[0]["url"])
+    newest, older = candidates([store.inventory()])[:2]
+    entry = newest.sources[1][0]
+    manifest = store.read_manifest(entry)
+    path = job.root.parent / "level" / store.place(entry).shard_path
+    layout = manifest.layout(path.read_bytes(), "place")
+    with open(path, "r+b") as file:
+        file.seek(layout.offsets[0])
+        byte = file.read(1)
+        file.seek(layout.offsets[0])
+        file.write(bytes([byte[0] ^ 1]))
+
+    assert set(job.run("ddp", 2, look=True)) == {0}, job.output()
+
+    assert resumed(job) == older.step < newest.step
+    assert "node-00000-of-00001.safetensors: block" in job.output()
+
+
+@pytest.mark.parametrize("first", ["rank", "node"])
+def test_a_slower_level_gets_the_file_of_the_node_from_a_faster_one(make_job, tmp_path, end_keepers, first):
+    fast = node_level(tmp_path, "fast", aggregate=first)
+    job = make_job(levels=[fast, node_level(tmp_path, "slow", every_n_steps=3, keep_last=3)])
+    assert set(job.run("ddp", 2, steps=10, stop_at=9, wait_durable=True)) == {9}, job.output()
+    stopped = {line[3] for line in job.events("stopped")}
+    deadline = time.monotonic() + 40
+    while whole_there(job.levels[1]["url"])[:1] != [9]:
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.05)
+    end_keepers(job)
+    assert all(names == NODE for names in files(job, "slow").values())
+    assert all((names == NODE) == (first == "node") for names in files(job, "fast").values())
+
+    assert set(job.run("ddp", 2, look=True, levels=job.levels[1:])) == {0}, job.output()
+
+    assert [line[2:] for line in job.events("resumed")] == [["9", job.levels[1]["url"], *stopped]] * 2
+
+
+def test_immutable_tensors_are_written_once_beside_the_files_of_nodes(job, end_keepers):
+    job.run("ddp", 2, stop_at=4, wait_durable=True, base=True)
+    stopped = {line[3] for line in job.events("stopped")}
+    end_keepers(job)
+    assert sorted(name.split("-")[0] for name in files(job)) == ["frozen", "step", "step"]
+
+    assert set(job.run("ddp", 2, look=True, base=True)) == {0}, job.output()
+
+    assert [line[2:] for line in job.events("resumed")] == [["4", job.levels[0]["url"], *stopped]] * 2
+
+
+def test_files_of_nodes_and_of_ranks_that_are_no_more_go(job, end_keepers):
+    """Whatever a level held before, and in whatever form: retention leaves nothing of it behind."""
+    alone = [{**job.levels[0], "aggregate": "rank"}]
+    for kind, world, levels, last in (("fsdp", 4, job.levels, 3), ("ddp", 2, alone, 6), ("ddp", 2, job.levels, 9)):
+        job.run(kind, world, stop_at=last, wait_durable=True, levels=levels, steps=20)
+        assert resumed(job) == last - 3, job.output()
+        end_keepers(job)
+    assert set(job.run("ddp", 2, steps=12)) == {0}, job.output()
+    assert files(job) == {f"step-{step:08d}": NODE for step in (11, 12)}
+
+    assert set(job.run("plain", 1, steps=15)) == {0}, job.output()
+
+    ranks = ["rank-00000-of-00001.json", "rank-00000-of-00001.safetensors"]
+    assert set(map(tuple, files(job).values())) == {tuple(ranks)}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a host name of its own needs root")
+def test_each_node_has_a_file_of_its_own_and_the_other_one_keeps_its_form_alone(job, end_keepers):
+    """Two ranks here, two there, one on a third machine: it has nobody to share a file with."""
+    hosts = {str(rank): {"host": f"machine{rank // 2}"} for rank in range(5)}
+    assert set(job.run("fsdp", 5, stop_at=4, wait_durable=True, by_rank=hosts)) == {9}, job.output()
+    stopped = {line[3] for line in job.events("stopped")}
+
+    stems = ["node-00000-of-00003", "node-00001-of-00003", "rank-00004-of-00005"]
+    assert files(job)["step-00000004"] == [f"{stem}.{suffix}" for stem in stems for suffix in ("json", "safetensors")]
+
+    assert set(job.run("fsdp", 3, look=True)) == {0}, job.output()
+    assert [line[2:] for line in job.events("resumed")] == [["4", job.levels[0]["url"], *stopped]] * 3
