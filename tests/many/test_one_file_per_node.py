@@ -242,14 +242,17 @@ def test_files_of_nodes_and_of_ranks_that_are_no_more_go(job, end_keepers):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a host name of its own needs root")
-def test_each_node_has_a_file_of_its_own_and_the_other_one_keeps_its_form_alone(job, end_keepers):
-    """Two ranks here, two there, one on a third machine: it has nobody to share a file with."""
-    hosts = {str(rank): {"host": f"machine{rank // 2}"} for rank in range(5)}
-    assert set(job.run("fsdp", 5, stop_at=4, wait_durable=True, by_rank=hosts)) == {9}, job.output()
+@pytest.mark.parametrize(
+    ("hosts", "stems"), [("aabb", "node-0-of-2 node-1-of-2"), ("abca", "node-0-of-3 rank-1 rank-2")]
+)
+def test_each_node_has_a_file_and_a_rank_that_is_alone_on_its_node_has_its_own(job, end_keepers, hosts, stems):
+    on = {str(rank): {"host": f"machine-{host}"} for rank, host in enumerate(hosts)}
+    assert set(job.run("fsdp", 4, stop_at=4, wait_durable=True, by_rank=on)) == {9}, job.output()
     stopped = {line[3] for line in job.events("stopped")}
 
-    stems = ["node-00000-of-00003", "node-00001-of-00003", "rank-00004-of-00005"]
-    assert files(job)["step-00000004"] == [f"{stem}.{suffix}" for stem in stems for suffix in ("json", "safetensors")]
-
-    assert set(job.run("fsdp", 3, look=True)) == {0}, job.output()
-    assert [line[2:] for line in job.events("resumed")] == [["4", job.levels[0]["url"], *stopped]] * 3
+    names = [file.split(".")[0] for file in files(job)["step-00000004"]]
+    expected = {"node-0-of-2": "node-00000-of-00002", "node-1-of-2": "node-00001-of-00002"}
+    expected |= {"node-0-of-3": "node-00000-of-00003", "rank-1": "rank-00001-of-00004", "rank-2": "rank-00002-of-00004"}
+    assert names == [expected[stem] for stem in stems.split() for _ in range(2)]
+    assert set(job.run("fsdp", 2, look=True)) == {0}, job.output()
+    assert [line[2:] for line in job.events("resumed")] == [["4", job.levels[0]["url"], *stopped]] * 2
