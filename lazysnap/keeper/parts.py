@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 64
+PASSED_S = 2.0
+"""How long the lead may take to come back to a capture."""
 
 
 @dataclass(frozen=True, order=True)
@@ -94,8 +96,12 @@ class News:
         return self._outcomes[url].get(key)
 
     def is_passed(self, url: str, key: CaptureKey) -> bool:
-        """Whether the lead, which goes in order, has done with a later one."""
-        return any(other > key for other in self._outcomes[url])
+        """Whether the lead, which goes in order, has done with a later one, and did not come back.
+
+        One that took a dead one's place may get to know its slots in another order.
+        """
+        later = [self._signs[url].get(other, 0.0) for other in self._outcomes[url] if other > key]
+        return bool(later) and time.monotonic() - min(later) > PASSED_S
 
     def last_sign(self, url: str, key: CaptureKey) -> float:
         """When the lead was last heard to be at it, or at an earlier one (``time.monotonic``)."""
