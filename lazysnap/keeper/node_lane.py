@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _ASK_S = 1.0
 _ANSWER_S = 2.0
+_PASSED_S = 2.0
+"""How long the lead may take to come back to a capture."""
 _GONE_TIMES = 3
 """So often in a row the lead's keeper must be found to be done, or gone, before nothing is expected of it any more."""
 
@@ -206,7 +208,7 @@ class FollowerLane(Lane):
         if told is not None:
             return told
         lead = f"rank {persister.team.ranks[0]}, which writes for this node,"
-        if persister.news.is_passed(url, key) and sequence not in persister.named:
+        if (persister.news.passed_s(url, key) or 0.0) > _PASSED_S and sequence not in persister.named:
             return Outcome(f"{lead} has left step {key.step} out")
         if self._gone >= _GONE_TIMES:
             return Outcome(f"{lead} has no step {key.step}, or its memory is lost")

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 64
-PASSED_S = 2.0
-"""How long the lead may take to come back to a capture."""
 
 
 @dataclass(frozen=True, order=True)
@@ -95,13 +93,13 @@ class News:
         """What became of it, if that was told."""
         return self._outcomes[url].get(key)
 
-    def is_passed(self, url: str, key: CaptureKey) -> bool:
-        """Whether the lead, which goes in order, has done with a later one, and did not come back.
+    def passed_s(self, url: str, key: CaptureKey) -> float | None:
+        """How long ago the lead, which goes in order, was done with a later one; ``None``: it was not.
 
-        One that took a dead one's place may get to know its slots in another order.
+        One that took a dead one's place may get to know its slots in another order, and come back.
         """
         later = [self._signs[url].get(other, 0.0) for other in self._outcomes[url] if other > key]
-        return bool(later) and time.monotonic() - min(later) > PASSED_S
+        return time.monotonic() - min(later) if later else None
 
     def last_sign(self, url: str, key: CaptureKey) -> float:
         """When the lead was last heard to be at it, or at an earlier one (``time.monotonic``)."""
