@@ -74,7 +74,8 @@ class PersistentLevel:
     check each part itself on arrival (S3 does), so that reading back costs no transfer fees."""
     aggregate: Literal["rank", "node"] = field(default="rank", kw_only=True)
     """What one file holds: the shard of one rank, or those of all ranks of a node, which the first of them writes: two
-    objects per node and snapshot instead of two per rank. With one rank per node both are the same."""
+    objects per node and snapshot instead of two per rank. With one rank per node both are the same. Levels below one
+    with ``"node"`` must have it, too; below one with ``"rank"`` it is put together from the ranks' files."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, (str, os.PathLike)) or not os.fspath(self.url):

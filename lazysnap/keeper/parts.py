@@ -114,6 +114,12 @@ class News:
         self.hear_sign(url, key)
         _remember(self._outcomes[url], key, outcome)
 
+    def forget_failures(self) -> None:
+        """What failed may be tried again."""
+        for outcomes in self._outcomes.values():
+            for key in [key for key, outcome in outcomes.items() if outcome.text]:
+                del outcomes[key]
+
 
 def _remember(known: dict[CaptureKey, Any], key: CaptureKey, value: Any) -> None:
     known.pop(key, None)

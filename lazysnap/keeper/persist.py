@@ -87,6 +87,7 @@ class Persister:
     def try_again(self) -> None:
         """Forget failures: what is not durable at a level gets another chance there."""
         with self.changed:
+            self.news.forget_failures()
             newest = max(self._committed.values(), key=lambda item: item.sequence, default=None)
             for index, state in enumerate(self.states):
                 state.tried = {sequence for sequence in state.tried if sequence <= state.durable_sequence}

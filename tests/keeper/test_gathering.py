@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lazysnap.arena import Slot
+from lazysnap.arena import Slot, Word
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import LevelUnavailable
 from lazysnap.keeper.attach import attach
@@ -46,7 +46,7 @@ class Member:
     def adopt(self, step, *, whole=True):
         """Hand the keeper a slot with a capture of ``step``."""
         slot = Slot.create(4096, 4096)
-        slot.set_word(12, 1)
+        slot.set_word(Word.READY, 1)
         meta = CaptureMeta(RUN, 1, step, 1, 2, 3, generation=GENERATION)
         slot.begin(step, sequence=step, image_bytes=8, meta=meta.to_bytes(), pin=False)
         if whole:
@@ -137,6 +137,9 @@ def test_what_was_heard_is_kept_by_capture():
     assert news.passed_s("a", second) is None
     assert news.passed_s("b", first) is None
     assert news.last_sign("a", first) < news.last_sign("a", second)
+    news.hear_outcome("a", first, Outcome("the disk is full"))
+    news.forget_failures()
+    assert (news.outcome("a", first), news.outcome("a", second)) == (None, done)
     # Ranks that were started again are later, whatever the step.
     assert CaptureKey("00000000deadbef0", RUN, 1) > second
 

@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from rank_keepers import keepers
 
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
@@ -112,15 +113,17 @@ def undisturbed(make_shared_job):
     return ask
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_lost_with_its_keeper_anywhere_leaves_whole_snapshots(job, undisturbed, victim):
-    """One training that loses the trainer and the keeper of a rank at one point after the other."""
+@pytest.mark.parametrize(("victim", "and_memory"), [(0, False), (1, False), (0, True)])
+def test_a_rank_lost_with_its_keeper_anywhere_leaves_whole_snapshots(job, end_keepers, undisturbed, victim, and_memory):
+    """One training that loses the trainer and the keeper of a rank, or of all, at one point after the other."""
     url, held, steps = job.levels[0]["url"], 0, 200
     for point in EVERYWHERE[victim]:
         codes = job.run("ddp", 2, steps=steps, faults={victim: f"{point}:kill-both"})
         assert -9 in codes, (point, codes, job.output())
         if job.events("resumed"):
             assert resumed(job) >= held, (point, job.output())
+        if and_memory:
+            end_keepers(job)
         held = max([held, *whole_there(url)])
 
     assert set(job.run("ddp", 2, steps=steps)) == {0}, job.output()
@@ -155,20 +158,19 @@ def test_a_keeper_that_is_killed_alone_costs_at_most_a_snapshot_of_the_level(job
 @pytest.mark.parametrize(
     ("first", "second"), [("engine.gated:5", "capture.commit:5"), ("capture.commit:5", "engine.gated:5")]
 )
-def test_what_all_have_in_memory_goes_to_the_file_of_the_node_when_they_died(
-    make_job, tmp_path, end_keepers, first, second
-):
+def test_what_all_have_in_memory_goes_to_the_file_of_the_node_when_they_died(make_job, tmp_path, first, second):
     """The newest that each rank has is not the same: the newest that both have is written at once."""
     job = make_job(levels=[node_level(tmp_path, every_n_steps=1000, timeout_s=600)])
-    codes = job.run("ddp", 2, faults={0: f"{first}:kill", 1: f"{second}:kill"})
+    codes = job.run("ddp", 2, faults={0: f"{first}:kill", 1: f"{second}:kill"}, linger_s=5.0)
     assert codes == [-9, -9], job.output()
     gated = [{int(line[2]) for line in job.events("gated") if line[0] == rank} for rank in "01"]
     newest = max(gated[0] & gated[1])
-    deadline = time.monotonic() + 40
-    while max(complete_there(job.levels[0]["url"]), default=0) < newest:
+    # They leave when each knows that the other one has nothing more for it, long before a deadline.
+    deadline = time.monotonic() + 60
+    while keepers(job):
         assert time.monotonic() < deadline, job.output()
         time.sleep(0.05)
-    end_keepers(job)
+    assert complete_there(job.levels[0]["url"])[0] >= newest
 
     assert set(job.run("ddp", 2, look=True)) == {0}, job.output()
 
@@ -237,13 +239,15 @@ def test_a_slower_level_gets_the_file_of_the_node_from_a_faster_one(make_job, tm
     assert [line[2:] for line in job.events("resumed")] == [["9", job.levels[1]["url"], *stopped]] * 2
 
 
-def test_immutable_tensors_are_written_once_beside_the_files_of_nodes(job, end_keepers):
-    job.run("ddp", 2, stop_at=4, wait_durable=True, base=True)
+@pytest.mark.parametrize(("kind", "images"), [("ddp", 1), ("fsdp", 2)])
+def test_immutable_tensors_are_written_once_beside_the_files_of_nodes(job, end_keepers, kind, images):
+    """Those that all ranks hold alike once, and those that each holds a part of: the lead writes them all."""
+    assert set(job.run(kind, 2, stop_at=4, wait_durable=True, base=True)) == {9}, job.output()
     stopped = {line[3] for line in job.events("stopped")}
     end_keepers(job)
-    assert sorted(name.split("-")[0] for name in files(job)) == ["frozen", "step", "step"]
+    assert sorted(name.split("-")[0] for name in files(job)) == ["frozen"] * images + ["step", "step"]
 
-    assert set(job.run("ddp", 2, look=True, base=True)) == {0}, job.output()
+    assert set(job.run(kind, 2, look=True, base=True)) == {0}, job.output()
 
     assert [line[2:] for line in job.events("resumed")] == [["4", job.levels[0]["url"], *stopped]] * 2
 
