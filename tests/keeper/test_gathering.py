@@ -1,74 +1,16 @@
 """One keeper asks another for its part: what is answered, when, and how long it is waited for."""
 
-import contextlib
-import dataclasses
-import os
-import signal
-import time
-
 import pytest
+from node_jobs import GENERATION, RUN, Member
 
-from lazysnap.arena import Slot, Word
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import LevelUnavailable
-from lazysnap.keeper.attach import attach
-from lazysnap.keeper.gathering import Gathering
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import reach_keeper
 from lazysnap.keeper.parts import CaptureKey, News, Outcome
 from lazysnap.keeper.team import Team
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.stem import Stem
 from lazysnap.topology import places
-
-RUN, GENERATION = "0123456789abcdef", "00000000deadbeef"
-
-
-class Member:
-    """The keeper of the second rank of a node, with this process as its trainer."""
-
-    def __init__(self, root):
-        self.url = str(root / "level")
-        identity = JobIdentity.from_config(SnapshotConfig(job_id=str(root)))
-        self.teams = [
-            Team.of(places(["here", "here"]), rank, dataclasses.replace(identity, local_rank=rank)) for rank in (0, 1)
-        ]
-        self.identity = dataclasses.replace(identity, local_rank=1)
-        self.config = SnapshotConfig(levels=(PersistentLevel(self.url, aggregate="node", timeout_s=30),))
-        self.connection = None
-        self.slots = {}
-
-    def start(self):
-        self.connection, _ = attach(self.identity, self.config, self.teams[1])
-        return self
-
-    def adopt(self, step, *, whole=True):
-        """Hand the keeper a slot with a capture of ``step``."""
-        slot = Slot.create(4096, 4096)
-        slot.set_word(Word.READY, 1)
-        meta = CaptureMeta(RUN, 1, step, 1, 2, 3, generation=GENERATION)
-        slot.begin(step, sequence=step, image_bytes=8, meta=meta.to_bytes(), pin=False)
-        if whole:
-            slot.commit()
-        self.connection.send({"type": "adopt"}, (slot.fd,))
-        self.slots[step] = slot
-        return slot
-
-    def ask(self, step, *, timeout_s=20.0, is_alone=False):
-        """As the lead's keeper does; number of the capture that was offered."""
-        gathering = Gathering(self.teams[0], self.url, CaptureKey(GENERATION, RUN, step))
-        with contextlib.closing(gathering), contextlib.ExitStack() as stack:
-            found = gathering.offers(lambda: None, timeout_s, lambda: is_alone, stack)
-            return found[1].sequence
-
-    def close(self):
-        if self.connection is not None:
-            self.connection.close()
-        with contextlib.closing(reach_keeper(self.identity, time.monotonic() + 20)) as connection:
-            os.kill(connection.peer_pid, signal.SIGKILL)
-        for slot in self.slots.values():
-            slot.close()
 
 
 @pytest.fixture
