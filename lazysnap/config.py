@@ -1,5 +1,6 @@
 """Settings: frozen objects, checked when they are made."""
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -71,6 +72,10 @@ class PersistentLevel:
     verify: bool | None = field(default=None, kw_only=True)
     """Read every snapshot back after its commit and before older ones are deleted. ``None``: where the place does not
     check each part itself on arrival (S3 does), so that reading back costs no transfer fees."""
+    aggregate: Literal["rank", "node"] = field(default="rank", kw_only=True)
+    """What one file holds: the shard of one rank, or those of all ranks of a node, which the first of them writes: two
+    objects per node and snapshot instead of two per rank. With one rank per node both are the same. Levels below one
+    with ``"node"`` must have it, too; below one with ``"rank"`` it is put together from the ranks' files."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, (str, os.PathLike)) or not os.fspath(self.url):
@@ -85,6 +90,8 @@ class PersistentLevel:
             raise ConfigError("PersistentLevel.timeout_s must be more than 0 seconds")
         if self.verify not in (None, True, False):
             raise ConfigError(f"PersistentLevel.verify must be True, False or None, got {self.verify!r}")
+        if self.aggregate not in ("rank", "node"):
+            raise ConfigError(f'PersistentLevel.aggregate must be "rank" or "node", got {self.aggregate!r}')
         if self.storage_options is not None:
             object.__setattr__(self, "storage_options", _plain_options(self.storage_options))
 
@@ -161,6 +168,12 @@ class SnapshotConfig:
         if len(set(urls)) != len(urls):
             raise ConfigError(f"SnapshotConfig.levels names one place twice: {urls}")
         object.__setattr__(self, "levels", levels)
+        for faster, slower in itertools.pairwise(levels):
+            if (faster.aggregate, slower.aggregate) == ("node", "rank"):
+                raise ConfigError(
+                    f"SnapshotConfig.levels: {slower.url} copies files of {faster.url}, which hold all ranks of a "
+                    'node: set aggregate="node" there, too, or at neither'
+                )
         if not isinstance(self.memory, MemoryLevel):
             raise ConfigError(f"SnapshotConfig.memory must be a MemoryLevel, got {self.memory!r}")
         if self.on_busy not in ("skip", "wait"):

@@ -28,6 +28,8 @@ class Entry:
     """With several ranks, which start of theirs it is of: only shards of one generation are one snapshot."""
     names: tuple[str, ...] = ()
     """What the snapshot was called by ``keep``."""
+    file: str | None = None
+    """What the names of the file begin with that holds it with the other ranks of a node; ``None``: it has its own."""
 
 
 @dataclass(frozen=True)

@@ -119,3 +119,13 @@ def test_every_setting_says_what_it_is_in_the_source():
                 if isinstance(field, ast.AnnAssign):
                     documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                     assert documented, f"{node.name}.{field.target.id} has no docstring"
+
+
+def test_a_level_of_files_per_rank_below_one_of_files_per_node_is_refused():
+    node, rank = PersistentLevel("/a", aggregate="node"), PersistentLevel("/b")
+
+    assert SnapshotConfig(levels=(rank, node)).levels[1].aggregate == "node"
+    with pytest.raises(ConfigError, match=r'/b copies files of /a, .*: set aggregate="node" there, too'):
+        SnapshotConfig(levels=(node, rank))
+    with pytest.raises(ConfigError, match='must be "rank" or "node", got \'host\''):
+        PersistentLevel("/a", aggregate="host")

@@ -13,7 +13,7 @@ from lazysnap.cli.output import BAD, OK, Output
 from lazysnap.cli.places import LATEST, find, open_existing, open_place
 from lazysnap.cli.survey import beats
 from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, ShardCorrupt, SnapshotNotFound
-from lazysnap.levels.shards import ShardPlace
+from lazysnap.levels.shards import NodeCapture, ShardPlace
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.levels.verified import VerifiedReader, VerifiedSource
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan, candidates
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     started = time.perf_counter()
     done = []
     with noting_interrupts() as interrupt:
-        target.sweep(None, None)  # what an earlier copy left that was killed
+        target.sweep()  # what an earlier copy left that was killed
         there = target.inventory().entries
         for plan in plans:
             interrupt.check()
@@ -109,7 +109,9 @@ class _Work:
         self._target = target
         self._there = list(there)
         self._plan = plan
-        self._entries = [offers[0] for offers in plan.sources]
+        # One of the ranks of each file.
+        files = {offers[0].file or str(offers[0].rank): offers[0] for offers in reversed(plan.sources)}
+        self._entries = list(files.values())[::-1]
         self._copied = Copied(plan.step, plan.run_id)
         try:
             self._manifests = [source.read_manifest(entry) for entry in self._entries]
@@ -141,8 +143,8 @@ class _Work:
         self._copied.state, self._copied.problem = "bad", str(error)
 
     def _copy_image(self, image: FrozenEntry, manifest: Manifest, beat: Beat) -> None:
-        place = ShardPlace(self._source.storage, image.location, 0, 1)
-        there = ShardPlace(self._target.storage, image.location, 0, 1)
+        place = self._source.place(image)
+        there = self._target.place(image)
         here = FrozenEntry(self._target.url, self._target.speed, image.run_id, image.digest, image.location)
         if self._is_sound(here, manifest, beat):
             return
@@ -152,7 +154,7 @@ class _Work:
         self._read_back(here, manifest, beat)
 
     def _copy_shard(self, entry: Entry, manifest: Manifest, beat: Beat) -> None:
-        place = ShardPlace(self._source.storage, entry.location, entry.rank, entry.world_size)
+        place = self._source.place(entry)
         for other, found in self._same(entry):
             if found.meta == manifest.meta and self._is_sound(other, manifest, beat):
                 self._copied.location = other.location
@@ -164,7 +166,7 @@ class _Work:
         written: list[Entry] = []
 
         def write(meta: CaptureMeta, source: VerifiedSource) -> Manifest:
-            made, result = self._target.write_entry(meta, source)
+            made, result = self._target.write_entry(NodeCapture.of(manifest), source)
             written.append(made)
             return result
 

@@ -21,12 +21,8 @@ from lazysnap.levels.storage import ABANDONED_AFTER_S
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.policy import expired
 from lazysnap.resolver import FrozenEntry
-from lazysnap.shard.manifest import (
-    parse_directory_name,
-    parse_frozen_directory_name,
-    parse_keep_file_name,
-    parse_rank_name,
-)
+from lazysnap.shard.manifest import parse_directory_name, parse_frozen_directory_name, parse_keep_file_name
+from lazysnap.shard.stem import parse_file_name
 
 
 @dataclass
@@ -169,7 +165,7 @@ class _Planner:
                 break
             try:
                 self._check_images(steps[step])
-                shards = [pair for found in steps[step] for pair in found.shards]
+                shards = [pair for found in steps[step] for pair in found.files]
                 total = sum(manifest.size_bytes for _, manifest in shards)
                 with self._output.bar(f"reading back step {step}", total) as advance:
                     for entry, manifest in shards:
@@ -207,7 +203,7 @@ class _Planner:
         storage = self._store.storage
         images = []
         for image, manifest in self._seen.frozen:
-            place = ShardPlace(storage, image.location, 0, 1)
+            place = self._store.place(image)
             is_ours = image.run_id.startswith(self._run) and (image.run_id, image.digest) not in wanted
             is_old = time.time() - manifest.created_ns / 1e9 > ABANDONED_AFTER_S
             if is_ours and is_old and not any(map(storage.is_leased, (place.shard_path, place.manifest_path))):
@@ -222,17 +218,17 @@ class _Planner:
                 continue
             names = self._store.storage.list(directory)
             for name in names:
-                parsed = parse_rank_name(name.removeprefix(".").split(TEMP_MARK)[0])
+                parsed = parse_file_name(name.removeprefix(".").split(TEMP_MARK)[0])
                 is_temporary = name.startswith(".") and TEMP_MARK in name
                 is_uncommitted = name.removesuffix(".safetensors") + ".json" not in names
-                if parsed is not None and (is_temporary or (parsed[2] == "safetensors" and is_uncommitted)):
+                if parsed is not None and (is_temporary or (parsed[1] == "safetensors" and is_uncommitted)):
                     found.append(f"{directory}/{name}")
             found += [f"{directory}/{name}" for name in left_names(names)]
         return found
 
 
 def _places(store: SnapshotStore, found: Found) -> list[ShardPlace]:
-    return [ShardPlace(store.storage, entry.location, entry.rank, entry.world_size) for entry, _ in found.shards]
+    return [store.place(entry) for entry, _ in found.files]
 
 
 def _carry_out(store: SnapshotStore, plan: Plan, args: argparse.Namespace, output: Output) -> list[str]:
@@ -255,12 +251,12 @@ def _carry_out(store: SnapshotStore, plan: Plan, args: argparse.Namespace, outpu
         wanted = {(entry.run_id, entry.frozen) for entry in store.inventory().entries} if plan.images else set()
         for image, _ in plan.images:
             advance(1)
-            place = ShardPlace(store.storage, image.location, 0, 1)
+            place = store.place(image)
             leased = any(map(store.storage.is_leased, (place.shard_path, place.manifest_path)))
             if (image.run_id, image.digest) not in wanted and not leased:
                 place.delete()
                 gone.append(image.location)
-    return [*gone, *store.sweep(None, None)]
+    return [*gone, *store.sweep()]
 
 
 def _is_named(store: SnapshotStore, location: str) -> bool:

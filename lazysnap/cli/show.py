@@ -42,6 +42,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 def _facts(url: str, snapshot: SnapshotImages) -> dict[str, Any]:
     plan, first = snapshot.plan, snapshot.ranks[0]
+    files = {rank.images[0].reader.where: rank.images[0].manifest for rank in snapshot.ranks}
     frozen = {image.manifest.checksums.whole: image for rank in snapshot.ranks for image in rank.images[1:]}
     return {
         "url": url,
@@ -53,12 +54,12 @@ def _facts(url: str, snapshot: SnapshotImages) -> dict[str, Any]:
         "names": sorted({name for offers in plan.sources for name in offers[0].names}),
         "captured_ns": max(rank.meta.captured_ns for rank in snapshot.ranks),
         "created_ns": max(rank.images[0].manifest.created_ns for rank in snapshot.ranks),
-        "size_bytes": sum(rank.images[0].manifest.size_bytes for rank in snapshot.ranks),
+        "size_bytes": sum(manifest.size_bytes for manifest in files.values()),
         "frozen": [
             {"digest": digest, "location": plan.frozen[digest][0].location, "size_bytes": image.manifest.size_bytes}
             for digest, image in sorted(frozen.items())
         ],
-        "checksum": [rank.images[0].manifest.checksums.whole for rank in snapshot.ranks],
+        "checksum": [manifest.checksums.whole for manifest in files.values()],
         "packages": first.meta.packages,
     }
 

@@ -29,9 +29,14 @@ class Found:
         return sorted({name for entry, _ in self.shards for name in entry.names})
 
     @property
+    def files(self) -> list[tuple[Entry, Manifest]]:
+        """One of the ranks of each file."""
+        return list({manifest.file: (entry, manifest) for entry, manifest in reversed(self.shards)}.values())[::-1]
+
+    @property
     def size_bytes(self) -> int:
-        """Bytes of its shards."""
-        return sum(manifest.size_bytes for _, manifest in self.shards)
+        """Bytes of its files."""
+        return sum(manifest.size_bytes for _, manifest in self.files)
 
     @property
     def frozen(self) -> list[str]:

@@ -118,7 +118,7 @@ def _check(
 ) -> Verdict:
     fields = {"location": found.location, "step": found.step, "run_id": found.run_id, "names": found.names}
     verdict = Verdict(fields, found.size_bytes, GOOD if found.is_whole else INCOMPLETE)
-    for entry, manifest in found.shards:
+    for entry, manifest in found.files:
         try:
             problem = _check_one(store, entry, manifest, advance)
         except FileNotFoundError:

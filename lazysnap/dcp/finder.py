@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from lazysnap.errors import FormatError, LevelError, ShardCorrupt
 from lazysnap.levels import SnapshotStore
+from lazysnap.levels.shards import entries_of
 from lazysnap.levels.workers import Workers
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, RestartPlan, candidates
 from lazysnap.shard.manifest import (
@@ -19,8 +20,8 @@ from lazysnap.shard.manifest import (
     parse_directory_name,
     parse_frozen_directory_name,
     parse_keep_file_name,
-    parse_rank_name,
 )
+from lazysnap.shard.stem import Stem, parse_file_name
 
 THREADS = 8
 
@@ -38,21 +39,21 @@ def in_parallel(work: Callable[[Given], Result], items: Sequence[Given], threads
 class _Step:
     """The directories of one step, with the ranks' manifests in them."""
 
-    files: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """By directory: rank and world size of each manifest."""
+    files: dict[str, list[Stem]] = field(default_factory=dict)
+    """By directory: what the names of its manifests begin with."""
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def first(self) -> list[tuple[str, int, int]]:
+    def first(self) -> list[tuple[str, Stem]]:
         """The manifests to read at first: one, if they can only be of one snapshot; else all."""
-        worlds = {world for held in self.files.values() for _, world in held}
-        ranks = [rank for held in self.files.values() for rank, _ in held]
-        everything = [(directory, *file) for directory, held in self.files.items() for file in held]
-        is_plain = len(self.files) == 1 and len(worlds) == 1 and sorted(ranks) == list(range(*worlds))
+        everything = self.all()
+        worlds = {(stem.kind, stem.count) for _, stem in everything}
+        numbers = sorted(stem.index for _, stem in everything)
+        is_plain = len(self.files) == 1 and len(worlds) == 1 and numbers == list(range(everything[0][1].count))
         return everything[:1] if is_plain else everything
 
-    def all(self) -> list[tuple[str, int, int]]:
+    def all(self) -> list[tuple[str, Stem]]:
         """Every manifest."""
-        return [(directory, *file) for directory, held in self.files.items() for file in held]
+        return [(directory, stem) for directory, held in self.files.items() for stem in held]
 
 
 class SnapshotFinder:
@@ -79,7 +80,7 @@ class SnapshotFinder:
         for started, run_id, at in sorted(ranked, reverse=True):
             files = steps[at].all()
             self._read([(at, *file) for file in files])
-            entries = [entry for file in files if (entry := self._entry(steps[at], *file)) is not None]
+            entries = [entry for file in files for entry in self._entries(steps[at], *file)]
             entries = [entry for entry in entries if (entry.run_started_ns, entry.run_id) == (started, run_id)]
             plans = candidates([Inventory(self._store.url, tuple(entries), images)], name=name)
             if not plans:
@@ -88,9 +89,10 @@ class SnapshotFinder:
 
     def manifest(self, entry: Entry) -> Manifest:
         """The manifest of an entry of a plan that was just given."""
-        manifest = self._manifests[_path(entry.location, entry.rank, entry.world_size)]
+        place = self._store.place(entry)
+        manifest = self._manifests[place.manifest_path]
         assert manifest is not None
-        return manifest
+        return manifest.of(entry.rank, place.where)
 
     def _steps(self, listed: Sequence[str], step: int | None, name: str | None) -> dict[int, _Step]:
         """The steps that may be meant, with what their directories hold."""
@@ -99,8 +101,8 @@ class SnapshotFinder:
         found: dict[int, _Step] = defaultdict(_Step)
         contents = in_parallel(lambda place: self._store.storage.list(place[1]), places)
         for (at, directory), names in zip(places, contents, strict=True):
-            parsed = [parts for parts in map(parse_rank_name, names) if parts is not None]
-            held = [(rank, world) for rank, world, suffix in parsed if suffix == "json"]
+            parsed = [parts for parts in map(parse_file_name, names) if parts is not None]
+            held = [stem for stem, suffix in parsed if suffix == "json"]
             if held:
                 found[at].files[directory] = held
                 found[at].names[directory] = tuple(k for k in map(parse_keep_file_name, names) if k is not None)
@@ -108,20 +110,19 @@ class SnapshotFinder:
             return dict(found)
         return {at: item for at, item in found.items() if any(name in given for given in item.names.values())}
 
-    def _read(self, files: Sequence[tuple[int, str, int, int]]) -> None:
+    def _read(self, files: Sequence[tuple[int, str, Stem]]) -> None:
         """Read the manifests that were not read yet; one that cannot be used is noted."""
         wanted = [file for file in files if _path(*file[1:]) not in self._manifests]
 
-        def read(file: tuple[int, str, int, int]) -> "Manifest | str":
-            at, directory, rank, world = file
-            path = _path(directory, rank, world)
+        def read(file: tuple[int, str, Stem]) -> "Manifest | str":
+            at, directory, stem = file
+            path = _path(directory, stem)
             where = f"{self._store.url}/{path}"
             try:
                 manifest = Manifest.decode(self._store.storage.get(path), where)
-                if (manifest.meta.step, manifest.meta.rank, manifest.meta.world_size) != (at, rank, world):
+                if manifest.meta.step != at or manifest.file != stem.shard:
                     raise ShardCorrupt(
-                        f"{where}: holds step {manifest.meta.step} of rank {manifest.meta.rank} of "
-                        f"{manifest.meta.world_size}, its name says otherwise"
+                        f"{where}: holds step {manifest.meta.step} for {manifest.file}, its name says otherwise"
                     )
             except FileNotFoundError:
                 return f"{where}: deleted while it was looked for"
@@ -136,15 +137,13 @@ class SnapshotFinder:
             if not is_read:
                 self.problems.append(str(result))
 
-    def _entry(self, step: _Step, directory: str, rank: int, world: int) -> Entry | None:
-        manifest = self._manifests[_path(directory, rank, world)]
+    def _entries(self, step: _Step, directory: str, stem: Stem) -> list[Entry]:
+        """One for each rank in a file."""
+        manifest = self._manifests[_path(directory, stem)]
         if manifest is None:
-            return None
-        meta = manifest.meta
-        facts = (meta.run_id, meta.run_started_ns, meta.step, meta.rank, meta.world_size)
-        digest = None if meta.frozen is None else meta.frozen.digest
-        entry = Entry(self._store.url, self._store.speed, *facts, directory, digest, generation=meta.generation)
-        return replace(entry, names=step.names[directory])
+            return []
+        entries = entries_of(manifest, self._store.url, self._store.speed, directory)
+        return [replace(entry, names=step.names[directory]) for entry in entries]
 
     def _explain(self, step: int, entries: Sequence[Entry], images: Sequence[FrozenEntry]) -> None:
         """Note what an incomplete snapshot lacks."""
@@ -166,5 +165,5 @@ class SnapshotFinder:
                 )
 
 
-def _path(directory: str, rank: int, world_size: int) -> str:
-    return f"{directory}/{manifest_name(rank, world_size)}"
+def _path(directory: str, stem: Stem) -> str:
+    return f"{directory}/{stem.manifest}"

@@ -48,9 +48,9 @@ def open_shard(place: ShardPlace, manifest: Manifest) -> OpenShard:
         header = map_anonymous(length)
         place.storage.read_into(place.shard_path, 0, header)
     except FileNotFoundError as error:
-        lost = f"the shard of rank {place.rank} is lost"
+        lost = f"the shard of rank {manifest.meta.rank} is lost"
         raise ShardCorrupt(f"{place.where}: a manifest without its shard: {lost}") from error
-    return OpenShard(place, manifest, header, Layout.parse(header, size, place.where))
+    return OpenShard(place, manifest, header, manifest.layout(header, place.where))
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,13 +220,13 @@ def open_snapshot(
 
     def open_frozen(entry: FrozenEntry) -> OpenShard:
         manifest = store.read_manifest(entry)
-        return open_shard(ShardPlace(store.storage, entry.location, 0, 1), manifest)
+        return open_shard(store.place(entry), manifest)
 
     def open_own(pair: tuple[ShardPlace, Manifest]) -> OpenShard:
         return open_shard(*pair)
 
     entries = [offers[0] for offers in plan.sources]
-    places = [ShardPlace(store.storage, entry.location, entry.rank, entry.world_size) for entry in entries]
+    places = [store.place(entry) for entry in entries]
     shards = in_parallel(open_own, list(zip(places, manifests, strict=True)))
     frozen = dict(zip(images, in_parallel(open_frozen, list(images.values())), strict=True))
     held = [

@@ -25,6 +25,7 @@ from lazysnap.engine.world import World
 from lazysnap.errors import ConfigError, KeeperUnavailable, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.team import Team
 from lazysnap.levels.redaction import shown
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.optimizers import check_order
@@ -62,7 +63,8 @@ class SnapshotEngine:
         if not self._world.is_alone:
             identity = dataclasses.replace(identity, local_rank=self._world.place.local_rank)
         self._identity = identity
-        self._client = KeeperClient(identity, config, self._world.size)
+        team = None if self._world.is_alone else Team.of(self._world.places, self._world.rank, identity)
+        self._client = KeeperClient(identity, config, team)
         self._captures = Captures()
         self._gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
         self._lock = threading.RLock()

@@ -68,7 +68,7 @@ class LevelReader:
             manifest = store.read_manifest(entry)
             beat()
             reader = VerifiedReader(store.place(entry), manifest)
-            return reader, Layout.parse(reader.read(0, manifest.header_bytes), manifest.size_bytes, where)
+            return reader, manifest.layout(reader.read(0, manifest.header_bytes), where)
 
         reader, layout = self._attempt(f"opening {where}", work)
         stack.callback(reader.close)

@@ -35,7 +35,7 @@ class Image:
         reader = VerifiedReader(place, manifest)
         try:
             head = reader.read(0, manifest.header_bytes)
-            return cls(kind, reader, Layout.parse(head, manifest.size_bytes, place.where))
+            return cls(kind, reader, manifest.layout(head, place.where))
         except BaseException:
             reader.close()
             raise
@@ -117,13 +117,11 @@ class SnapshotImages:
             for offers in plan.sources:
                 entry = offers[0]
                 manifest = store.read_manifest(entry)
-                place = ShardPlace(store.storage, entry.location, entry.rank, entry.world_size)
-                images = [Image.open(SHARD, place, manifest)]
+                images = [Image.open(SHARD, store.place(entry), manifest)]
                 stack.callback(images[0].reader.close)
                 if entry.frozen is not None:
                     frozen = plan.frozen[entry.frozen][0]
-                    place = ShardPlace(store.storage, frozen.location, 0, 1)
-                    images.append(Image.open(FROZEN, place, store.read_manifest(frozen)))
+                    images.append(Image.open(FROZEN, store.place(frozen), store.read_manifest(frozen)))
                     stack.callback(images[1].reader.close)
                 self.ranks.append(RankImages(manifest.meta, tuple(images)))
             self._stack = stack.pop_all()

@@ -9,6 +9,7 @@ from lazysnap.errors import JobBusy, KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import reach_keeper
 from lazysnap.keeper.messages import Connection, Message
+from lazysnap.keeper.team import Team
 
 _BUSY_GRACE_S = 3.0
 """A trainer that was just killed may take a moment to be gone."""
@@ -17,7 +18,7 @@ _RETRY_S = 0.02
 Received = list[tuple[Message, tuple[int, ...]]]
 
 
-def attach(identity: JobIdentity, config: SnapshotConfig, world_size: int) -> tuple[Connection, Received]:
+def attach(identity: JobIdentity, config: SnapshotConfig, team: Team) -> tuple[Connection, Received]:
     """A connection as this job's trainer, starting a keeper if there is none, and what came with the welcome.
 
     Blocks: at most ``keeper_timeout_s``. Raises: JobBusy, if another trainer is attached; KeeperUnavailable.
@@ -26,7 +27,7 @@ def attach(identity: JobIdentity, config: SnapshotConfig, world_size: int) -> tu
     busy_until = time.monotonic() + _BUSY_GRACE_S
     while True:
         connection = reach_keeper(identity, deadline)
-        received = _say_hello(connection, config, world_size, deadline)
+        received = _say_hello(connection, config, team, deadline)
         reply = received[0][0] if received else None
         if reply is not None and reply["type"] == "welcome":
             faults.set_peer(int(reply["pid"]))
@@ -46,12 +47,12 @@ def attach(identity: JobIdentity, config: SnapshotConfig, world_size: int) -> tu
         time.sleep(_RETRY_S)
 
 
-def _say_hello(connection: Connection, config: SnapshotConfig, world_size: int, deadline: float) -> Received:
+def _say_hello(connection: Connection, config: SnapshotConfig, team: Team, deadline: float) -> Received:
     levels = [dataclasses.asdict(level) for level in config.levels]
     memory = config.memory
     try:
         wanted = {"levels": levels, "linger_s": memory.linger_s, "max_bytes": memory.max_bytes}
-        connection.send({"type": "hello", **wanted, "world_size": world_size})
+        connection.send({"type": "hello", **wanted, "team": vars(team)})
         connection.set_receive_timeout(max(0.1, deadline - time.monotonic()))
         return connection.receive() or []
     except OSError:

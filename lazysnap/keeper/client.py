@@ -29,6 +29,7 @@ from lazysnap.keeper.events import (
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.mapped import MappedImages, MappedSlots
 from lazysnap.keeper.messages import Connection, Message
+from lazysnap.keeper.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,10 @@ _live_clients: "weakref.WeakSet[KeeperClient]" = weakref.WeakSet()
 class KeeperClient:
     """Connection to this job's keeper. Thread-safe."""
 
-    def __init__(self, identity: JobIdentity, config: SnapshotConfig, world_size: int = 1) -> None:
+    def __init__(self, identity: JobIdentity, config: SnapshotConfig, team: Team | None = None) -> None:
         self._identity = identity
         self._config = config
-        self._world_size = world_size
+        self._team = team or Team()
         self._changed = threading.Condition()
         self._connection: Connection | None = None
         self._thread: threading.Thread | None = None
@@ -92,7 +93,7 @@ class KeeperClient:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                connection, received = attach(self._identity, self._config, self._world_size)
+                connection, received = attach(self._identity, self._config, self._team)
                 for message, fds in received:
                     self._take(message, fds)
                 self._adopt_orphans(connection)

@@ -4,22 +4,24 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotStatus
 from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, LevelHangs, LevelUnavailable
+from lazysnap.keeper.parts import Outcome
 from lazysnap.keeper.schedule import Committed
 from lazysnap.keeper.slot_source import SlotSource
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.pace import Pace
 from lazysnap.levels.redaction import shown
+from lazysnap.levels.shards import NodeCapture
 from lazysnap.levels.source import FileSource, MemorySource, PacedSource
 from lazysnap.resolver import Entry
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference, frozen_directory_name, shard_name
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference, frozen_directory_name
 
 if TYPE_CHECKING:
     from lazysnap.keeper.persist import Persister
@@ -60,7 +62,20 @@ class Retaining:
     """Steps that stayed."""
 
 
-Work = SlotWork | Committed | Naming | Retaining
+@dataclass(frozen=True)
+class Followed:
+    """What another keeper did, or did not do, for this one."""
+
+    work: SlotWork | Committed
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Something is to be done, by another keeper."""
+
+
+Work = SlotWork | Committed | Naming | Retaining | Followed | Waiting
 
 
 class Lane:
@@ -71,6 +86,7 @@ class Lane:
         self._index = index
         self._level = persister.levels[index]
         self._where = shown(self._level.url)
+        self._share = persister.team.share(self._level)
         self._pace = Pace(self._level.max_bytes_per_s)
         self._store: SnapshotStore | None = None
         self._attempt: Attempt[Any] | None = None
@@ -97,10 +113,13 @@ class Lane:
                 if persister.stopping:
                     return
                 work = persister.work_for(self._index)
-                if work is None:
+                if work is None or isinstance(work, Waiting):
                     persister.changed.wait(_IDLE_S)
-                    continue
-                self._take(work)
+                else:
+                    self._take(work)
+            if work is None or isinstance(work, Waiting):
+                self._idle(is_waiting=work is not None)
+                continue
             try:
                 self._do(work)
             except Exception:  # the rim of the thread: a bug here must not end persistence
@@ -111,6 +130,9 @@ class Lane:
                     self.is_busy = False
                     persister.changed.notify_all()
 
+    def _idle(self, *, is_waiting: bool) -> None:
+        """Nothing to do here now."""
+
     def _take(self, work: Work) -> None:
         self.is_busy = True
         if isinstance(work, Naming):
@@ -120,17 +142,19 @@ class Lane:
         elif isinstance(work, SlotWork):
             self.slot = work.slot
             self._persister.hold(work)
-        else:
+        elif isinstance(work, Committed):
             self.copying = work
             self._persister.states[self._index].queue.remove(work)
 
     def _do(self, work: Work) -> None:
         if isinstance(work, Naming):
             self._name(work)
-            return
-        if isinstance(work, Retaining):
+        elif isinstance(work, Retaining):
             self._retain(work.item)
-            return
+        elif isinstance(work, (SlotWork, Committed)):
+            self._bring(work)
+
+    def _bring(self, work: SlotWork | Committed) -> None:
         sequence = work.status.sequence if isinstance(work, SlotWork) else work.sequence
         step = work.status.step if isinstance(work, SlotWork) else work.entry.step
         started = time.monotonic()
@@ -171,38 +195,48 @@ class Lane:
     def _write(self, work: SlotWork, beat: Beat) -> Committed:
         faults.point("keeper.persist.begin")
         source = SlotSource(work.slot, work.status, beat)
-        store = self._opened(source.meta)
+        store = self._opened()
         with self._frozen(store, source.meta, beat):
             entry, manifest = store.write_entry(source.meta, PacedSource(source, self._pace, beat), beat=beat)
         return Committed(work.status.sequence, entry, manifest, self._index)
 
     def _copy(self, item: Committed, beat: Beat) -> Committed:
         faults.point("keeper.persist.cascade")
-        meta = item.manifest.meta
-        store = self._opened(meta)
+        whole = NodeCapture.of(item.manifest)
+        store = self._opened()
         origin = self._origin(item)
         path = f"{item.entry.location}/{item.manifest.file}"
         with (
-            self._frozen(store, meta, beat, item),
+            self._all_frozen(store, whole.members, beat, item),
             FileSource(origin.storage, path, item.manifest.size_bytes) as source,
         ):
             paced = PacedSource(source, self._pace, beat)
-            entry, manifest = store.write_entry(meta, paced, expected=item.manifest.checksums.whole, beat=beat)
+            entry, manifest = store.write_entry(whole, paced, expected=item.manifest.checksums.whole, beat=beat)
         return Committed(item.sequence, entry, manifest, self._index)
 
     def _origin(self, item: Committed) -> SnapshotStore:
         level = self._persister.levels[item.level]
         return open_store(level.url, options=level.storage_options)
 
-    def _opened(self, meta: CaptureMeta) -> SnapshotStore:
+    def _opened(self) -> SnapshotStore:
         if self._store is None:
             level = self._level
             store = open_store(level.url, speed=self._index + 1, options=level.storage_options)
-            gone = store.sweep(meta.rank, meta.world_size)
+            gone = store.sweep(self._share)
             if gone:
                 logger.info("%s: removed what dead runs left: %s", shown(level.url), ", ".join(gone))
             self._store = store
         return self._store
+
+    @contextlib.contextmanager
+    def _all_frozen(
+        self, store: SnapshotStore, metas: Sequence[CaptureMeta], beat: Beat, item: Committed | None = None
+    ) -> Iterator[None]:
+        """As ``_frozen`` for several ranks."""
+        with contextlib.ExitStack() as stack:
+            for meta in {meta.frozen: meta for meta in metas}.values():
+                stack.enter_context(self._frozen(store, meta, beat, item))
+            yield
 
     @contextlib.contextmanager
     def _frozen(
@@ -223,7 +257,7 @@ class Lane:
     ) -> None:
         if store.has_frozen(meta.run_id, frozen.digest, beat):
             return
-        slot = self._persister.frozen(frozen.digest)
+        slot = self._frozen_slot(frozen.digest)
         if slot is not None:
             own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of immutable tensors")
             held = MemorySource(slot.image, frozen.size_bytes)
@@ -239,8 +273,11 @@ class Lane:
         if image is None:
             raise LevelUnavailable(f"{shown(origin.url)}: the immutable tensors {frozen.digest} are not there any more")
         own = origin.read_manifest(image).meta
-        with FileSource(origin.storage, f"{directory}/{shard_name(0, 1)}", frozen.size_bytes) as source:
+        with FileSource(origin.storage, origin.place(image).shard_path, frozen.size_bytes) as source:
             store.write_frozen(own, PacedSource(source, self._pace, beat), frozen.digest, beat)
+
+    def _frozen_slot(self, digest: str) -> Slot | None:
+        return self._persister.frozen(digest)
 
     # ---------------------------------------------------------------- what comes after
 
@@ -267,13 +304,13 @@ class Lane:
         # Names are put in later, by this thread; until then no file says that a snapshot has one.
         with self._persister.changed:
             protect |= {naming.entry.step for naming in self.names if naming.entry is not None}
-        store, share = self._store, (item.entry.rank, item.entry.world_size)
+        store = self._store
         if store is None:
             return
         try:
             self._within_deadline(
                 "deleting old snapshots",
-                lambda beat: store.retain(self._level, item.entry.run_id, protect, beat, share),
+                lambda beat: store.retain(self._level, item.entry.run_id, protect, beat, self._share),
             )
         except (LazySnapError, OSError) as error:
             logger.warning("%s: old snapshots stay for now: %s", self._where, error)

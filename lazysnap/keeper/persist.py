@@ -12,21 +12,27 @@ from collections.abc import Callable, Sequence
 from lazysnap import faults
 from lazysnap.arena import Check, Slot, SlotPhase, SlotStatus, Word
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.lane import Lane, Naming, SlotWork, Work
+from lazysnap.keeper.lane import Naming, SlotWork, Work
 from lazysnap.keeper.machine import newest_whole
 from lazysnap.keeper.messages import Message
+from lazysnap.keeper.node_lane import FollowerLane, lane_for
+from lazysnap.keeper.parts import CaptureKey, News, meta_in, phase_counts
 from lazysnap.keeper.schedule import (
     Committed,
     LaneState,
     enqueue,
     is_asked_for,
     next_queued,
+    queued,
     slot_for,
+    slots_for,
     stale_pins,
     takes,
 )
+from lazysnap.keeper.team import Team
 from lazysnap.levels.redaction import shown
 from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.manifest import CaptureMeta
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +50,12 @@ class Persister:
         slots: Callable[[], list[Slot]],
         emit: Callable[[Message], None],
         frozen: Callable[[str], Slot | None] = lambda _: None,
-        world_size: int = 1,
+        team: Team | None = None,
     ) -> None:
         """``frozen`` gives the whole slot that holds the immutable tensors of a digest, if there is one."""
         self.levels = tuple(levels)
+        self.team = team or Team()
+        self.news = News()
         self.emit = emit
         self.frozen = frozen
         self.changed = threading.Condition()
@@ -57,9 +65,9 @@ class Persister:
         self._committed: dict[tuple[int, int], Committed] = {}
         self._checksums: weakref.WeakKeyDictionary[Slot, tuple[int, Checksums]] = weakref.WeakKeyDictionary()
         self._checksumming = False
-        self.states = [LaneState(level, world_size) for level in self.levels]
+        self.states = [LaneState(level, self.team.world_size) for level in self.levels]
         self.stopping = False
-        self._lanes = [Lane(self, index) for index in range(len(self.levels))]
+        self._lanes = [lane_for(self, index) for index in range(len(self.levels))]
         for run in (*(lane.run for lane in self._lanes), self._run_checksums):
             threading.Thread(target=run, name="lazysnap-persist", daemon=True).start()
 
@@ -79,6 +87,7 @@ class Persister:
     def try_again(self) -> None:
         """Forget failures: what is not durable at a level gets another chance there."""
         with self.changed:
+            self.news.forget_failures()
             newest = max(self._committed.values(), key=lambda item: item.sequence, default=None)
             for index, state in enumerate(self.states):
                 state.tried = {sequence for sequence in state.tried if sequence <= state.durable_sequence}
@@ -158,6 +167,8 @@ class Persister:
         self._settle_pins(self._slots())
         slots = self._offered()
         statuses = [slot.status() for slot in slots]
+        if isinstance(lane, FollowerLane):
+            return lane.followed(self.awaited(index, slots, statuses))
         chosen = slot_for(self.states, index, statuses, force=self._force, named=self.named)
         if chosen is not None:
             return SlotWork(slots[chosen], statuses[chosen])
@@ -165,6 +176,45 @@ class Persister:
         if queued is None and lane.owed is not None and not lane.owed.waits_for & self._steps_to_copy(index):
             return lane.owed
         return queued
+
+    def awaited(self, index: int, slots: list[Slot], statuses: list[SlotStatus]) -> list[SlotWork | Committed]:
+        """What level ``index`` is to have, if another keeper writes it there."""
+        numbers = slots_for(self.states, index, statuses, force=self._force, named=self.named)
+        items = queued(self.states[index], force=bool(self._force), named=self.named)
+        return [*(SlotWork(slots[number], statuses[number]) for number in numbers), *items]
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether what is whole is to be persisted, due or not."""
+        return bool(self._force)
+
+    def file_of(self, key: CaptureKey) -> Committed | None:
+        """Where a capture has a file of its own."""
+        for item in self._committed.values():
+            if item.entry.file is None and CaptureKey.of(item.manifest.meta) == key:
+                return item
+        return None
+
+    def slot_of(self, key: CaptureKey) -> tuple[Slot, CaptureMeta, int] | None:
+        """The slot that holds a capture, whole or filling, and the capture's number."""
+        for slot in self._offered():
+            status = slot.status()
+            if status.step != key.step or not phase_counts(status.phase):
+                continue
+            meta = meta_in(slot.read_meta)
+            if meta is not None and CaptureKey.of(meta) == key and slot.status().sequence == status.sequence:
+                return slot, meta, status.sequence
+        return None
+
+    def is_past(self, key: CaptureKey) -> bool:
+        """Whether a capture that no slot holds will not come any more: it was torn, or a later one has begun."""
+        for slot in self._slots():
+            status = slot.status()
+            meta = meta_in(slot.read_meta) if status.phase is not SlotPhase.EMPTY else None
+            is_lost = not phase_counts(status.phase) or bool(slot.word(Word.UNCHECKED) & Check.ORPHANED)
+            if meta is not None and (CaptureKey.of(meta) > key or (CaptureKey.of(meta) == key and is_lost)):
+                return True
+        return False
 
     def _offered(self) -> list[Slot]:
         """Slots that may be persisted: a capture whose trainer died before it was compared is for restarts alone."""
@@ -219,7 +269,7 @@ class Persister:
             del self._committed[next(iter(self._committed))]
         for name in sorted(self._named.get(item.sequence, ())):
             self._lanes[item.level].names.append(Naming(item.entry.run_id, name, item.entry))
-        for slot in self._slots():
+        for slot in self._slots() if item.entry.file is None else ():
             if slot.status().sequence == item.sequence:
                 self._checksums[slot] = (item.sequence, item.manifest.checksums)
         for index in range(item.level + 1, len(self.states)):

@@ -18,7 +18,9 @@ from lazysnap.keeper.holdings import Holdings
 from lazysnap.keeper.machine import START_GRACE_S, Event, Phase, next_phase
 from lazysnap.keeper.memory import SlotPool
 from lazysnap.keeper.messages import Connection, Message
+from lazysnap.keeper.parts import Desk
 from lazysnap.keeper.persist import Persister
+from lazysnap.keeper.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +61,9 @@ class Keeper:
         self._frozen = FrozenPool(lambda digest: self._emit({"type": "frozen_dropped", "digest": digest}))
         self._frozen_asked: deque[tuple[Connection, Message]] = deque()
         self._levels: tuple[PersistentLevel, ...] = ()
-        self._world_size = 1
+        self._team = Team()
         self._persister = self._make_persister()
+        self._desk = Desk(lambda: self._persister, self._may_capture)
         self._holdings = Holdings(self._pool, self._frozen, lambda slot: self._persister.checksums_of(slot))
         self._max_bytes: int | None = None
         self._wanted: tuple[int, int, int] | None = None
@@ -71,7 +74,7 @@ class Keeper:
         threading.Thread(target=self._provide_memory, name="memory", daemon=True).start()
 
     def _make_persister(self) -> Persister:
-        return Persister(self._levels, self._pool.all, self._emit, self._frozen.get, self._world_size)
+        return Persister(self._levels, self._pool.all, self._emit, self._frozen.get, self._team)
 
     # ---------------------------------------------------------------- main loop
 
@@ -94,6 +97,7 @@ class Keeper:
             self._terminated = False
             self._go(Event.TERMINATE)
         self._memory_wake.set()
+        self._desk.answer()
         self._frozen.sweep(self._pool.all(), is_attached=self._trainer is not None)
         if self._drain_request is not None and self._persister.is_drained():
             self._reply_drained()
@@ -101,6 +105,9 @@ class Keeper:
             self._go(Event.DRAINED)
         if self._phase is not Phase.ATTACHED and time.monotonic() > self._deadline:
             self._go(Event.TIME_UP)
+
+    def _may_capture(self) -> bool:
+        return self._phase in (Phase.WAITING, Phase.ATTACHED)
 
     def _go(self, event: Event) -> None:
         before, self._phase = self._phase, next_phase(self._phase, event)
@@ -113,7 +120,7 @@ class Keeper:
         if before is Phase.LINGERING and self._phase is Phase.DRAINING:
             self._persister.try_again()  # a level that was away when the trainer died may be back
         # Of several ranks that died the newest capture that all have may be an older one: each writes what it has.
-        many = self._world_size > 1 and Phase.LINGERING in (before, self._phase)
+        many = self._team.world_size > 1 and Phase.LINGERING in (before, self._phase)
         force = len(self._pool.all()) if many else 1
         self._persister.set_force(force if self._phase in (Phase.LINGERING, Phase.DRAINING) else 0)
 
@@ -168,6 +175,10 @@ class Keeper:
             self._hello(connection, message)
         elif kind == "look":
             self._holdings.show(connection)
+        elif kind == "is_done":
+            connection.send({"type": "done", "done": not self._may_capture() and self._persister.is_drained()})
+        elif kind in ("gather", "moving", "gathered"):
+            self._desk.take(connection, message)
         elif connection is self._trainer:
             handler = getattr(self, f"_on_{kind}", None)
             if handler is None:
@@ -187,10 +198,10 @@ class Keeper:
         self._trainer, self._trainer_since = connection, time.time()
         self._watch(connection)
         faults.set_peer(connection.peer_pid)
-        world_size = int(message["world_size"])
-        if (levels, world_size) != (self._levels, self._world_size):
+        team = Team.from_fields(message["team"])
+        if (levels, team) != (self._levels, self._team):
             self._persister.stop()
-            self._levels, self._world_size = levels, world_size
+            self._levels, self._team = levels, team
             self._persister = self._make_persister()
         self._settled = None
         self._go(Event.HELLO)

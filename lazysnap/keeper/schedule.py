@@ -72,10 +72,10 @@ def takes(lanes: Sequence[LaneState], index: int, status: SlotStatus, *, force: 
     return index == 0 or force or status.sequence in named or _is_due(lane, status.step)
 
 
-def slot_for(
+def slots_for(
     lanes: Sequence[LaneState], index: int, statuses: Sequence[SlotStatus], *, force: int, named: Collection[int]
-) -> int | None:
-    """Which slot level ``index`` writes next: pinned ones, newest first; then the ``force`` newest whole ones."""
+) -> list[int]:
+    """Which slots level ``index`` is to write, in order: pinned ones, newest first; then the ``force`` newest whole."""
     pinned = [
         number
         for number, status in enumerate(statuses)
@@ -83,13 +83,22 @@ def slot_for(
         and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
         and takes(lanes, index, status, force=bool(force), named=named)
     ]
-    if pinned:
-        first = min if lanes[index].world_size > 1 else max
-        return first(pinned, key=lambda number: statuses[number].sequence)
+    pinned.sort(key=lambda number: statuses[number].sequence, reverse=lanes[index].world_size == 1)
     whole = [number for number, status in enumerate(statuses) if status.phase is SlotPhase.WHOLE]
     whole.sort(key=lambda number: statuses[number].sequence)
-    forced = whole[-force:] if force else []
-    return next((number for number in forced if takes(lanes, index, statuses[number], force=True, named=named)), None)
+    forced = [
+        number
+        for number in (whole[-force:] if force else [])
+        if number not in pinned and takes(lanes, index, statuses[number], force=True, named=named)
+    ]
+    return pinned + forced
+
+
+def slot_for(
+    lanes: Sequence[LaneState], index: int, statuses: Sequence[SlotStatus], *, force: int, named: Collection[int]
+) -> int | None:
+    """Which slot level ``index`` writes next."""
+    return next(iter(slots_for(lanes, index, statuses, force=force, named=named)), None)
 
 
 def is_asked_for(lanes: Sequence[LaneState], step: int, sequence: int, named: Collection[int]) -> bool:
@@ -113,12 +122,15 @@ def enqueue(lane: LaneState, item: Committed, named: Collection[int]) -> list[Co
     return [known for known in dropped if _is_due(lane, known.entry.step)]
 
 
+def queued(lane: LaneState, *, force: bool, named: Collection[int]) -> list[Committed]:
+    """What to copy from a faster level, newest first."""
+    items = lane.queue if lane.world_size > 1 else reversed(lane.queue)
+    return [item for item in items if force or item.sequence in named or _is_due(lane, item.entry.step)]
+
+
 def next_queued(lane: LaneState, *, force: bool, named: Collection[int]) -> Committed | None:
-    """What to copy next from a faster level, newest first."""
-    for item in lane.queue if lane.world_size > 1 else reversed(lane.queue):
-        if force or item.sequence in named or _is_due(lane, item.entry.step):
-            return item
-    return None
+    """What to copy next."""
+    return next(iter(queued(lane, force=force, named=named)), None)
 
 
 def stale_pins(statuses: Sequence[SlotStatus]) -> list[int]:

@@ -3,7 +3,6 @@
 Small enough to be told to all ranks, who then look at the manifests together, each at its share.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,12 +10,8 @@ from typing import Any
 from lazysnap.errors import LevelError
 from lazysnap.levels.names import names_in
 from lazysnap.levels.storage import Storage
-from lazysnap.shard.manifest import (
-    manifest_name,
-    parse_directory_name,
-    parse_frozen_directory_name,
-    parse_rank_name,
-)
+from lazysnap.shard.manifest import parse_directory_name, parse_frozen_directory_name
+from lazysnap.shard.stem import Stem, parse_file_name
 
 
 @dataclass(frozen=True)
@@ -24,8 +19,8 @@ class Directory:
     """One snapshot's directory, or that of an image of immutable tensors."""
 
     name: str
-    ranges: tuple[tuple[int, int, int], ...]
-    """Manifests: number of ranks, first and last rank."""
+    ranges: tuple[tuple[str, int, int, int], ...]
+    """Manifests: ``rank`` or ``node``, number of them, first and last one."""
     odd: tuple[str, ...] = ()
     """Manifests with other names than this package gives."""
     given: tuple[tuple[str, str | None], ...] = ()
@@ -36,9 +31,9 @@ class Directory:
     def manifests(self, share: tuple[int, int] | None = None) -> Iterator[str]:
         """Names of the manifests; with ``share`` (number, of how many) every so-manieth of them."""
         part, parts = share or (0, 1)
-        for world_size, first, last in self.ranges:
-            for rank in range(first + (part - first) % parts, last + 1, parts):
-                yield manifest_name(rank, world_size)
+        for kind, count, first, last in self.ranges:
+            for index in range(first + (part - first) % parts, last + 1, parts):
+                yield Stem(kind, index, count).manifest
         if part == 0:
             yield from self.odd
 
@@ -60,7 +55,7 @@ class Listing:
         directories = (
             Directory(
                 item["name"],
-                tuple((world_size, first, last) for world_size, first, last in item["ranges"]),
+                tuple((kind, count, first, last) for kind, count, first, last in item["ranges"]),
                 tuple(item["odd"]),
                 tuple((name, run_id) for name, run_id in item["given"]),
             )
@@ -89,23 +84,22 @@ def list_names(storage: Storage, *, marked: bool = False) -> Listing:
     return Listing(tuple(directories), tuple(problems))
 
 
-def _ranges(files: list[str]) -> tuple[tuple[tuple[int, int, int], ...], tuple[str, ...]]:
-    ranks: dict[int, list[int]] = defaultdict(list)
+def _ranges(files: list[str]) -> tuple[tuple[tuple[str, int, int, int], ...], tuple[str, ...]]:
+    stems = []
     odd = []
     for file in files:
-        parsed = parse_rank_name(file)
-        if parsed is None or parsed[2] != "json":
+        parsed = parse_file_name(file)
+        if parsed is None or parsed[1] != "json":
             continue
-        rank, world_size, _ = parsed
-        if file == manifest_name(rank, world_size):
-            ranks[world_size].append(rank)
+        if file == parsed[0].manifest:
+            stems.append(parsed[0])
         else:
             odd.append(file)
-    found: list[tuple[int, int, int]] = []
-    for world_size, members in sorted(ranks.items()):
-        for rank in sorted(members):
-            if found and found[-1][0] == world_size and found[-1][2] == rank - 1:
-                found[-1] = (world_size, found[-1][1], rank)
-            else:
-                found.append((world_size, rank, rank))
+    found: list[tuple[str, int, int, int]] = []
+    for stem in sorted(stems, key=lambda stem: (stem.kind, stem.count, stem.index)):
+        kind, count, first, last = found[-1] if found else ("", 0, 0, 0)
+        if (kind, count, last + 1) == (stem.kind, stem.count, stem.index):
+            found[-1] = (kind, count, first, stem.index)
+        else:
+            found.append((stem.kind, stem.count, stem.index, stem.index))
     return tuple(found), tuple(odd)

@@ -10,18 +10,12 @@ from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import FormatError, ShardCorrupt
 from lazysnap.levels.files import TEMP_MARK
-from lazysnap.levels.shards import ShardPlace
+from lazysnap.levels.shards import place_of, stem_of
 from lazysnap.levels.storage import Storage
 from lazysnap.policy import expired
 from lazysnap.resolver import Entry, Inventory
-from lazysnap.shard.manifest import (
-    manifest_name,
-    parse_directory_name,
-    parse_frozen_directory_name,
-    parse_keep_file_name,
-    parse_rank_name,
-    shard_name,
-)
+from lazysnap.shard.manifest import parse_directory_name, parse_frozen_directory_name, parse_keep_file_name
+from lazysnap.shard.stem import Stem, parse_file_name
 
 if TYPE_CHECKING:
     from lazysnap.levels.store import SnapshotStore
@@ -41,21 +35,38 @@ def is_complete(entries: Iterable[Entry]) -> bool:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The files that one writer looks after, of whatever world: what more ranks, or nodes, have left falls to those
+    that there are now."""
+
+    ranks: frozenset[int]
+    world_size: int
+    node: int | None = None
+    """Whose files are looked after; ``None``: no node's, the first rank there does it."""
+    nodes: int = 1
+
+    @classmethod
+    def of_rank(cls, rank: int, world_size: int) -> "Share":
+        """Where nothing is known of nodes: theirs fall to the ranks as well."""
+        return cls(frozenset((rank,)), world_size, rank, world_size)
+
+    def has(self, stem: Stem) -> bool:
+        """Whether the files of this name fall to it."""
+        if stem.is_node:
+            return stem.index % self.nodes == self.node
+        return stem.index % self.world_size in self.ranks
+
+
+@dataclass(frozen=True)
 class Whose:
-    """The snapshots of one run, and which of their files are looked after here: those of all ranks, or one's share."""
+    """The snapshots of one run, and which of their files are looked after here: all, or a share."""
 
     run_id: str
-    share: tuple[int, int] | None
-    """This rank and the number of ranks there are now."""
+    share: Share | None
 
     def owns(self, entry: Entry) -> bool:
-        """Whether the entry is to be looked after here. What more ranks have left falls to those that there are now."""
-        return self.share is None or is_of(entry.rank, self.share)
-
-
-def is_of(rank: int, share: tuple[int, int]) -> bool:
-    """Whether the files of ``rank``, in whatever world, fall to the one of ``share`` (rank, number of ranks)."""
-    return rank % share[1] == share[0]
+        """Whether the entry is to be looked after here."""
+        return self.share is None or self.share.has(stem_of(entry))
 
 
 @dataclass(frozen=True, order=True)
@@ -90,7 +101,7 @@ class _Found:
         """Of each step the complete snapshot that was taken last: a resumed run passes a step again."""
 
     def mine(self, one: _Snapshot) -> list[Entry]:
-        """The entries that are to be looked after here."""
+        """The entries that are to be looked after here"""
         return [entry for entry in self._entries[one] if self.whose.owns(entry)]
 
     def named_steps(self) -> set[int]:
@@ -133,7 +144,7 @@ def retain(
     gone = []
     for one in sorted(going):
         mine = found.mine(one)
-        places = [ShardPlace(store.storage, entry.location, entry.rank, entry.world_size) for entry in mine]
+        places = list(dict.fromkeys(store.place(entry) for entry in mine))
         if not mine or any(store.storage.is_leased(place.shard_path) for place in places):
             continue  # a restore reads it; the next time
         for place in places:
@@ -174,14 +185,16 @@ def _sound_steps(
     for step, one in sorted(found.newest.items(), reverse=True):
         if len(sound) == level.keep_last:
             break
+        read: set[Stem] = set()
         for entry in found.mine(one):
             is_shard = False
             try:
                 if read_back:
                     store.check_frozen(entry, beat)
                     is_shard = True
-                    if not store.is_sound(entry):
+                    if stem_of(entry) not in read and not store.is_sound(entry):
                         store.verify_entry(entry, beat)
+                    read.add(stem_of(entry))
             except (FormatError, FileNotFoundError) as error:
                 logger.warning("%s: step %d does not count, and nothing is deleted for it: %s", store.url, step, error)
                 damaged[step] = str(error)
@@ -198,7 +211,7 @@ def _delete_unreferenced(storage: Storage, inventory: Inventory, run_id: str, wa
     if inventory.problems:
         return  # a manifest that cannot be read just now may refer to one
     for image in inventory.frozen:
-        place = ShardPlace(storage, image.location, 0, 1)
+        place = place_of(storage, image)
         if image.run_id != run_id or image.digest in wanted:
             continue
         if storage.is_leased(place.manifest_path) or storage.is_leased(place.shard_path):
@@ -211,7 +224,7 @@ def left_names(names: Sequence[str]) -> list[str]:
     return [] if any(parse_keep_file_name(name) is None for name in names) else list(names)
 
 
-def sweep(storage: Storage, share: tuple[int, int] | None) -> list[str]:
+def sweep(storage: Storage, share: Share | None) -> list[str]:
     """See ``SnapshotStore.sweep``."""
     gone = []
     for directory in storage.list():
@@ -220,15 +233,15 @@ def sweep(storage: Storage, share: tuple[int, int] | None) -> list[str]:
             continue
         names = storage.list(directory)
         for name in names:
-            parsed = parse_rank_name(name.removeprefix(".").split(TEMP_MARK)[0])
+            parsed = parse_file_name(name.removeprefix(".").split(TEMP_MARK)[0])
             if parsed is None:
                 continue
-            of_rank, of_world, suffix = parsed
-            if share is not None and not is_frozen and not is_of(of_rank, share):
+            stem, suffix = parsed
+            if share is not None and not is_frozen and not share.has(stem):
                 continue
-            shard, manifest = shard_name(of_rank, of_world), manifest_name(of_rank, of_world)
-            is_temporary = name.startswith(f".{shard if suffix != 'json' else manifest}{TEMP_MARK}")
-            is_uncommitted = name == shard and manifest not in names
+            manifest = stem.manifest
+            is_temporary = name.startswith(f".{stem.text}.{suffix}{TEMP_MARK}")
+            is_uncommitted = name == stem.shard and manifest not in names
             if not is_temporary and not is_uncommitted:
                 continue
             faults.point("level.store.sweep")

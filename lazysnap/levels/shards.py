@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lazysnap import faults
@@ -12,30 +12,55 @@ from lazysnap.levels.files import PAGE
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.workers import Workers
+from lazysnap.resolver import Entry, FrozenEntry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
-from lazysnap.shard.manifest import CaptureMeta, Manifest, manifest_name, shard_name
+from lazysnap.shard.manifest import CaptureMeta, Manifest, parse_directory_name, parse_frozen_directory_name
+from lazysnap.shard.stem import Stem
 
 logger = logging.getLogger(__name__)
+
+FROZEN_STEM = Stem.of_rank(0, 1)
+"""Of every image of immutable tensors."""
+
+
+@dataclass(frozen=True)
+class NodeCapture:
+    """The parts of one snapshot that go into one file."""
+
+    stem: Stem
+    members: tuple[CaptureMeta, ...]
+    """In the order of their ranks."""
+
+    @classmethod
+    def of_rank(cls, meta: CaptureMeta) -> "NodeCapture":
+        """One part, in a file of its own."""
+        return cls(Stem.of_rank(meta.rank, meta.world_size), (meta,))
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "NodeCapture":
+        """What a committed shard holds."""
+        stem = Stem.parse(manifest.file.removesuffix(".safetensors"))
+        assert stem is not None
+        return cls(stem, manifest.members or (manifest.meta,))
 
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where one rank's shard and manifest are, or will be."""
+    """Where the shard of one rank, or of a node, and its manifest are, or will be."""
 
     storage: Storage
     directory: str
-    rank: int
-    world_size: int
+    stem: Stem
 
     @property
     def shard_path(self) -> str:
         """The shard's path in the storage."""
-        return f"{self.directory}/{shard_name(self.rank, self.world_size)}"
+        return f"{self.directory}/{self.stem.shard}"
 
     @property
     def manifest_path(self) -> str:
         """The manifest's path in the storage."""
-        return f"{self.directory}/{manifest_name(self.rank, self.world_size)}"
+        return f"{self.directory}/{self.stem.manifest}"
 
     @property
     def where(self) -> str:
@@ -43,7 +68,7 @@ class ShardPlace:
         return f"{self.storage.url}/{self.shard_path}"
 
     def read_manifest(self) -> Manifest:
-        """Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
+        """Of a node's shard: as its first member sees it. Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
         return Manifest.decode(self.storage.get(self.manifest_path), f"{self.storage.url}/{self.manifest_path}")
 
     def delete(self) -> None:
@@ -74,8 +99,50 @@ class ShardPlace:
             self.storage.delete_directory(self.directory)
 
 
-def write_shard(place: ShardPlace, meta: CaptureMeta, source: BlockSource, *, expected: str | None = None) -> Manifest:
-    """Write and commit; on return both files are durable.
+def stem_of(entry: Entry | FrozenEntry) -> Stem:
+    """What the names of its files begin with."""
+    if isinstance(entry, FrozenEntry):
+        return FROZEN_STEM
+    stem = Stem.parse(entry.file) if entry.file is not None else Stem.of_rank(entry.rank, entry.world_size)
+    assert stem is not None
+    return stem
+
+
+def place_of(storage: Storage, entry: Entry | FrozenEntry) -> ShardPlace:
+    """Where the files of an entry are."""
+    return ShardPlace(storage, entry.location, stem_of(entry))
+
+
+def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> tuple[Entry, ...]:
+    """What a committed shard offers: one entry for each rank that it holds."""
+    whole = NodeCapture.of(manifest)
+    return tuple(entry_of(meta, level, speed, (directory, whole.stem)) for meta in whole.members)
+
+
+def entry_of(meta: CaptureMeta, level: str, speed: int, at: tuple[str, Stem]) -> Entry:
+    """The entry of one rank; ``at``: the directory, and what the names of its files begin with."""
+    directory, stem = at
+    facts = (meta.run_id, meta.run_started_ns, meta.step, meta.rank, meta.world_size)
+    digest = None if meta.frozen is None else meta.frozen.digest
+    file = stem.text if stem.is_node else None
+    return Entry(level, speed, *facts, directory, digest, generation=meta.generation, file=file)
+
+
+def check_place(manifest: Manifest, place: ShardPlace) -> None:
+    """Whether a manifest stands where it says. Raises: ShardCorrupt."""
+    meta, where = manifest.meta, f"{place.storage.url}/{place.manifest_path}"
+    frozen = parse_frozen_directory_name(place.directory)
+    if frozen is not None:
+        if (meta.run_id, manifest.checksums.whole) != frozen:
+            raise ShardCorrupt(f"{where}: holds {manifest.checksums.whole} of run {meta.run_id}, its name differs")
+    elif meta.step != parse_directory_name(place.directory) or manifest.file != place.stem.shard:
+        raise ShardCorrupt(f"{where}: holds step {meta.step} in {manifest.file}, its name says otherwise")
+
+
+def write_shard(
+    place: ShardPlace, metas: Sequence[CaptureMeta], source: BlockSource, *, expected: str | None = None
+) -> Manifest:
+    """Write and commit; on return both files are durable. ``metas``: of the rank, or of all that a node's shard holds.
 
     Raises: NameTaken, and what another writer has there is untouched; ShardCorrupt, if the bytes have not the
     ``expected`` digest; LevelError, CaptureAborted, OSError, and nothing is left or visible.
@@ -97,7 +164,8 @@ def write_shard(place: ShardPlace, meta: CaptureMeta, source: BlockSource, *, ex
             faults.point("level.store.publish_shard")
             writer.publish()
             is_published = True
-            manifest = Manifest(meta, shard_name(place.rank, place.world_size), header_bytes, checksums, time.time_ns())
+            members = tuple(metas) if place.stem.is_node else ()
+            manifest = Manifest(metas[0], place.stem.shard, header_bytes, checksums, time.time_ns(), members)
             faults.point("level.store.commit")
             place.storage.put(place.manifest_path, manifest.encode(), exclusive=True)
         except NameTaken:

@@ -32,12 +32,21 @@ from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.once import write_once
-from lazysnap.levels.retention import Whose, retain, sweep
-from lazysnap.levels.shards import ShardPlace, read_blocks, write_shard
+from lazysnap.levels.retention import Share, Whose, retain, sweep
+from lazysnap.levels.shards import (
+    FROZEN_STEM,
+    NodeCapture,
+    ShardPlace,
+    check_place,
+    entries_of,
+    entry_of,
+    place_of,
+    read_blocks,
+    write_shard,
+)
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, level_error
 from lazysnap.resolver import Entry, FrozenEntry, Inventory
-from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import (
     CaptureMeta,
     Manifest,
@@ -45,12 +54,10 @@ from lazysnap.shard.manifest import (
     frozen_directory_name,
     is_keep_name,
     keep_file_name,
-    manifest_name,
-    parse_directory_name,
     parse_frozen_directory_name,
     parse_keep_file_name,
-    shard_name,
 )
+from lazysnap.shard.stem import Stem, parse_file_name
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +95,8 @@ class SnapshotStore:
         self.storage = storage
         self.url = storage.url
         self.speed = speed
-        # By path of the manifest: its stamp when it was read, size of the shard, what it says.
-        self._known: dict[str, tuple[object, int, Entry]] = {}
+        # By path of the manifest: its stamp when it was read, size of the shard, what it holds.
+        self._known: dict[str, tuple[object, int, tuple[Entry, ...]]] = {}
         # By path of the manifest: ``created_ns`` and stamp of the snapshot that was read back whole.
         self._sound: dict[str, tuple[int, object]] = {}
         self._images = Images()
@@ -102,13 +109,13 @@ class SnapshotStore:
 
     def write_entry(
         self,
-        meta: CaptureMeta,
+        meta: CaptureMeta | NodeCapture,
         source: BlockSource,
         *,
         expected: str | None = None,
         beat: Callable[[], None] | None = None,
     ) -> tuple[Entry, Manifest]:
-        """Write and commit one shard; where it is now, and its manifest.
+        """Write and commit one shard; where it is now (of a node's: its first member), and its manifest.
 
         Durable: on return, shard and manifest survive a power cut. A committed shard is never written over, also not by
         another writer at the same moment: another name is used, and an older one of the same run goes after the commit
@@ -117,12 +124,16 @@ class SnapshotStore:
         was read has not the ``expected`` digest (``Checksums.whole``).
         """
         taken: set[str] = set()
+        whole = (
+            meta if isinstance(meta, NodeCapture) else NodeCapture(Stem.of_rank(meta.rank, meta.world_size), (meta,))
+        )
+        meta = whole.members[0]
         for _ in range(_NAME_ATTEMPTS):
             with self._naming(f"writing step {meta.step}"):
-                directory, previous = self._directory_for(meta, taken)
-                place = ShardPlace(self.storage, directory, meta.rank, meta.world_size)
+                directory, previous = self._directory_for(meta, whole.stem, taken)
+                place = ShardPlace(self.storage, directory, whole.stem)
                 try:
-                    manifest = write_shard(place, meta, source, expected=expected)
+                    manifest = write_shard(place, whole.members, source, expected=expected)
                 except NameTaken:
                     taken.add(directory)
                     continue
@@ -130,7 +141,7 @@ class SnapshotStore:
                     self._sound[place.manifest_path] = manifest.created_ns, None
                 # Nothing after the commit may fail the snapshot.
                 faults.point("level.store.committed")
-                entry = self._entry(meta, directory)
+                entry = entry_of(meta, self.url, self.speed, (directory, whole.stem))
                 if previous and meta.world_size == 1:
                     # Of several ranks, others still need the older one: retention sees when all have the newer.
                     self._replace(previous, entry, beat)
@@ -144,7 +155,7 @@ class SnapshotStore:
                 self.verify_entry(entry, beat)
                 self.check_frozen(entry, beat)
             for old in previous:
-                place = ShardPlace(self.storage, old, entry.rank, entry.world_size)
+                place = ShardPlace(self.storage, old, Stem.of_rank(entry.rank, entry.world_size))
                 if not self.storage.is_leased(place.shard_path):
                     place.delete_or_leave()
         except (LazySnapError, OSError) as error:
@@ -158,10 +169,10 @@ class SnapshotStore:
         Where another rank is writing the same one, its end is waited for. Blocks: at most some minutes; ``beat`` is
         called meanwhile. Raises: ShardCorrupt, if what was read has not that digest; LevelError; CaptureAborted.
         """
-        place = ShardPlace(self.storage, frozen_directory_name(meta.run_id, digest), meta.rank, meta.world_size)
+        place = ShardPlace(self.storage, frozen_directory_name(meta.run_id, digest), FROZEN_STEM)
 
         def write() -> Manifest:
-            manifest = write_shard(place, meta, source, expected=digest)
+            manifest = write_shard(place, (meta,), source, expected=digest)
             self._images.written(place)
             return manifest
 
@@ -170,18 +181,18 @@ class SnapshotStore:
 
     def has_frozen(self, run_id: str, digest: str, beat: Callable[[], None] | None = None) -> bool:
         """Whether the image of a run's immutable tensors is committed and whole. Blocks: the first time reads it."""
-        place = ShardPlace(self.storage, frozen_directory_name(run_id, digest), 0, 1)
+        place = ShardPlace(self.storage, frozen_directory_name(run_id, digest), FROZEN_STEM)
         return self._images.is_whole(place, digest, beat)
 
     def check_frozen(self, entry: Entry, beat: Callable[[], None] | None = None) -> None:
         """Read back the immutable tensors of a snapshot, if any, once. Raises: ShardCorrupt, FileNotFoundError."""
         if entry.frozen is not None:
-            place = ShardPlace(self.storage, frozen_directory_name(entry.run_id, entry.frozen), 0, 1)
+            place = ShardPlace(self.storage, frozen_directory_name(entry.run_id, entry.frozen), FROZEN_STEM)
             self._images.check(place, entry.frozen, beat)
 
     def frozen_lease(self, run_id: str, digest: str) -> contextlib.AbstractContextManager[None]:
         """While held, no retention takes the image for unreferenced: between its commit and that of a snapshot."""
-        return self.storage.lease(f"{frozen_directory_name(run_id, digest)}/{manifest_name(0, 1)}")
+        return self.storage.lease(f"{frozen_directory_name(run_id, digest)}/{FROZEN_STEM.manifest}")
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -192,11 +203,11 @@ class SnapshotStore:
         except OSError as error:
             raise level_error(self.url, what, error) from error
 
-    def _directory_for(self, meta: CaptureMeta, taken: set[str]) -> tuple[str, list[str]]:
+    def _directory_for(self, meta: CaptureMeta, stem: Stem, taken: set[str]) -> tuple[str, list[str]]:
         """Where to write, and where this shard of the run stands already: a resumed run passes a step again."""
         free, previous = None, []
         for number, name in enumerate(directory_names(meta)):
-            owner = self._run_of(f"{name}/{manifest_name(meta.rank, meta.world_size)}")
+            owner = self._run_of(f"{name}/{stem.manifest}")
             # A snapshot that was given a name stays until it is taken from it.
             if owner == meta.run_id and not any(map(parse_keep_file_name, self.storage.list(name))):
                 previous.append(name)
@@ -236,8 +247,10 @@ class SnapshotStore:
             frozen = parse_frozen_directory_name(directory.name)
             for name in directory.manifests(share):
                 seen.add(f"{directory.name}/{name}")
+                parsed = parse_file_name(name)
+                assert parsed is not None  # it was listed as such
                 try:
-                    entry = self._look_at(directory.name, name, frozen)
+                    found = self._look_at(directory.name, parsed[0])
                 except FileNotFoundError as error:
                     lost = error.filename or error
                     problems.append(f"{self.url}/{directory.name}: a manifest without its shard: {lost}")
@@ -246,8 +259,8 @@ class SnapshotStore:
                     problems.append(str(error))
                 else:
                     if frozen is None:
-                        mine = tuple(name for name, run_id in directory.given if run_id in (None, entry.run_id))
-                        entries.append(replace(entry, names=mine))
+                        mine = tuple(name for name, run_id in directory.given if run_id in (None, found[0].run_id))
+                        entries += [replace(entry, names=mine) for entry in found]
                     else:
                         images.append(FrozenEntry(self.url, self.speed, *frozen, directory.name))
         if share is None:
@@ -256,51 +269,40 @@ class SnapshotStore:
                     known.pop(path, None)  # a run may write millions
         return Inventory(self.url, tuple(entries), tuple(images), tuple(problems))
 
-    def _look_at(self, directory: str, name: str, frozen: tuple[str, str] | None) -> Entry:
+    def _look_at(self, directory: str, stem: Stem) -> tuple[Entry, ...]:
         """Check one manifest, and that its shard is there. Manifests that did not change are not read again.
 
         Raises: FormatError, LevelError, FileNotFoundError.
         """
-        path = f"{directory}/{name}"
+        path = f"{directory}/{stem.manifest}"
         stamp = self.storage.stamp(path)
         known = self._known.get(path)
         if known is None or stamp is None or known[0] != stamp:
             manifest = Manifest.decode(self.storage.get(path), f"{self.url}/{path}")
-            self._check_place(manifest, directory, name, frozen)
-            known = self._known[path] = (stamp, manifest.size_bytes, self._entry(manifest.meta, directory))
-        _, expected, entry = known
-        shard = f"{directory}/{shard_name(entry.rank, entry.world_size)}"
+            check_place(manifest, ShardPlace(self.storage, directory, stem))
+            entries = entries_of(manifest, self.url, self.speed, directory)
+            known = self._known[path] = (stamp, manifest.size_bytes, entries)
+        _, expected, entries = known
+        shard = f"{directory}/{stem.shard}"
         size = self.storage.size(shard)
         if size != expected:
             raise ShardCorrupt(f"{self.url}/{shard}: {size} bytes, the manifest says {expected}")
-        return entry
-
-    def _entry(self, meta: CaptureMeta, directory: str) -> Entry:
-        facts = (meta.run_id, meta.run_started_ns, meta.step, meta.rank, meta.world_size)
-        digest = None if meta.frozen is None else meta.frozen.digest
-        return Entry(self.url, self.speed, *facts, directory, digest, generation=meta.generation)
-
-    def _check_place(self, manifest: Manifest, directory: str, name: str, frozen: tuple[str, str] | None) -> None:
-        meta = manifest.meta
-        where = f"{self.url}/{directory}/{name}"
-        if frozen is not None:
-            if (meta.run_id, manifest.checksums.whole) != frozen:
-                raise ShardCorrupt(f"{where}: holds {manifest.checksums.whole} of run {meta.run_id}, its name differs")
-        elif meta.step != parse_directory_name(directory) or name != manifest_name(meta.rank, meta.world_size):
-            raise ShardCorrupt(
-                f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}, its name says otherwise"
-            )
+        return entries
 
     # ---------------------------------------------------------------- reading
 
     def place(self, entry: Entry | FrozenEntry) -> ShardPlace:
         """Where the files of an entry are."""
-        rank, world_size = (0, 1) if isinstance(entry, FrozenEntry) else (entry.rank, entry.world_size)
-        return ShardPlace(self.storage, entry.location, rank, world_size)
+        return place_of(self.storage, entry)
 
     def read_manifest(self, entry: Entry | FrozenEntry) -> Manifest:
-        """What is written beside a shard or an image. Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
+        """What is written beside a shard or an image, as the entry's rank sees it.
+
+        Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable.
+        """
         manifest = self.place(entry).read_manifest()
+        if isinstance(entry, Entry) and entry.file is not None:
+            return manifest.of(entry.rank, f"{self.url}/{entry.location}/{entry.file}")
         if isinstance(entry, FrozenEntry) and manifest.checksums.whole != entry.digest:
             raise ShardCorrupt(f"{self.url}/{entry.location}: holds {manifest.checksums.whole}")
         return manifest
@@ -328,7 +330,8 @@ class SnapshotStore:
         read_blocks(place, manifest, lambda offset, length: map_anonymous(length), beat)
         head = map_anonymous(manifest.header_bytes)
         self.storage.read_into(place.shard_path, 0, head)
-        Layout.parse(head, manifest.size_bytes, place.where)
+        for meta in manifest.members or (manifest.meta,):
+            manifest.of(meta.rank, place.where).layout(head, place.where)
         self._sound[place.manifest_path] = manifest.created_ns, None
         return manifest
 
@@ -371,24 +374,24 @@ class SnapshotStore:
         run_id: str,
         protect: frozenset[int] = frozenset(),
         beat: Callable[[], None] | None = None,
-        share: tuple[int, int] | None = None,
+        share: Share | None = None,
     ) -> list[int]:
         """Delete what ``level`` need not keep of this run's complete snapshots; the steps that went.
 
         Counts only snapshots that are complete and were read back whole. Steps in ``protect`` stay (another level has
         still to copy them), and so does what has a name or is being read by a restore.
-        With ``share`` (rank, number of ranks) only that rank's files are read back and deleted: each does its own.
+        With ``share`` only the files that fall to it are read back and deleted: each rank, or node, does its own.
         Crash-safe: the manifest goes first, so that a half-deleted snapshot is garbage, not a snapshot.
         Raises: ShardCorrupt, if the newest one was read back damaged; nothing is deleted on its account.
         """
         with self._naming("deleting old snapshots"):
             return retain(self, level, Whose(run_id, share), protect, beat or (lambda: None))
 
-    def sweep(self, rank: int | None, world_size: int | None) -> list[str]:
-        """Remove what dead writers of this rank (``None``: of all) left: temporary files, shards without a manifest.
+    def sweep(self, share: Share | None = None) -> list[str]:
+        """Remove what dead writers left of a share's files (``None``: of all): temporary ones, uncommitted shards.
 
         Also what falls to it of ranks that are no more. What a living writer works on stays, whoever it is.
         What went is returned.
         """
         with self._naming("sweeping"):
-            return sweep(self.storage, None if rank is None or world_size is None else (rank, world_size))
+            return sweep(self.storage, share)

@@ -1,1 +1,1 @@
-"""The shard format, version 1: one safetensors file and one JSON manifest per rank (docs/format.md)."""
+"""The shard format: one safetensors file and one JSON manifest per rank, or per node (docs/format.md)."""

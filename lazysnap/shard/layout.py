@@ -6,7 +6,7 @@ safetensors format demands, ordered by item size so that each one stays aligned 
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,10 @@ class TensorSpec:
         for size in self.shape:
             count *= size
         return count * ITEM_BITS[self.dtype] // 8
+
+    def renamed(self, name: str) -> "TensorSpec":
+        """The same under another name."""
+        return replace(self, name=name)
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,23 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lazysnap.errors import FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
+from lazysnap.shard.layout import Layout
+from lazysnap.shard.members import member_layout
+from lazysnap.shard.stem import Stem
 
 FORMAT = "lazysnap"
-FORMAT_VERSION = 2
-"""The newest version that is read. Written is the oldest that can say what is to be said: 2 with ``frozen``, else 1."""
+FORMAT_VERSION = 3
+"""The newest version that is read. Written is the oldest that can say what is to be said: 3 for the file of a node, 2
+with one of the keys below, else 1."""
 _SINCE_2 = ("frozen", "generation", "parameters")
 """Keys that are absent where they say nothing, and that version 1 does not have."""
+_SHARED = ("run_id", "run_started_ns", "step", "world_size", "generation")
+"""What the members of a node's file have in common."""
 _HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
 _MIDDLE = b'","manifest":'
 _TAIL = b"}\n"
@@ -28,7 +34,6 @@ _DIRECTORY = re.compile(r"step-(\d{8,})(?:\.([0-9a-f]{8}))?")
 _FROZEN_DIRECTORY = re.compile(r"frozen-([0-9a-f]{16})-([0-9a-f]{32})")
 _KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
-_RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.(safetensors|json)")
 
 
 def directory_name(step: int, run_id: str | None = None) -> str:
@@ -85,18 +90,12 @@ def parse_keep_file_name(file: str) -> str | None:
 
 def shard_name(rank: int, world_size: int) -> str:
     """``rank-00003-of-00008.safetensors``."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+    return Stem.of_rank(rank, world_size).shard
 
 
 def manifest_name(rank: int, world_size: int) -> str:
     """``rank-00003-of-00008.json``."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.json"
-
-
-def parse_rank_name(name: str) -> tuple[int, int, str] | None:
-    """Rank, world size and suffix of a shard's or manifest's name, ``None`` for any other name."""
-    match = _RANK_FILE.fullmatch(name)
-    return (int(match[1]), int(match[2]), match[3]) if match else None
+    return Stem.of_rank(rank, world_size).manifest
 
 
 @dataclass(frozen=True)
@@ -187,27 +186,46 @@ class CaptureMeta:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One rank's shard of one snapshot, as committed."""
+    """One shard of one snapshot, as committed: one rank's, or that of all ranks of a node."""
 
     meta: CaptureMeta
+    """Of a node's shard: of the member that is meant, by default the first."""
     file: str
     """Name of the shard file, beside the manifest."""
     header_bytes: int
     checksums: Checksums
     created_ns: int
+    members: tuple[CaptureMeta, ...] = ()
+    """The ranks in the shard of a node, in their order; empty for the shard of one rank."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the shard file."""
         return self.checksums.size_bytes
 
+    def of(self, rank: int, where: str) -> "Manifest":
+        """As seen by one of the ranks that it holds. Raises: ShardCorrupt, if it does not hold it."""
+        for meta in self.members or (self.meta,):
+            if meta.rank == rank:
+                return replace(self, meta=meta)
+        raise ShardCorrupt(f"{where}: does not hold rank {rank}")
+
+    def layout(self, head: "bytes | memoryview", where: str) -> Layout:
+        """Where the tensors of ``meta.rank`` lie in the file, under their own names, from the header at its start.
+
+        Raises: ShardCorrupt.
+        """
+        whole = Layout.parse(head, self.size_bytes, where)
+        return member_layout(whole, self.meta.rank, where) if self.members else whole
+
     def encode(self) -> bytes:
         """The bytes of the manifest file."""
+        version = 2 if any(vars(self.meta)[name] is not None for name in _SINCE_2) else 1
         body = _dump(
             {
                 "format": FORMAT,
-                "version": 2 if any(vars(self.meta)[name] is not None for name in _SINCE_2) else 1,
-                **self.meta.to_fields(),
+                "version": 3 if self.members else version,
+                **(_fields_of_members(self.members) if self.members else self.meta.to_fields()),
                 "created_ns": self.created_ns,
                 "shard": {
                     "file": self.file,
@@ -247,15 +265,41 @@ class Manifest:
             raise ShardCorrupt(f"{where}: {', '.join(_SINCE_2)} are keys of version 2, the manifest says {version}")
         shard, created_ns = fields.pop("shard", None), fields.pop("created_ns", None)
         _check_count("created_ns", created_ns, where)
-        meta = CaptureMeta.from_fields(fields, where)
+        members = _members(fields, where) if version == 3 else ()
+        meta = members[0] if members else CaptureMeta.from_fields(fields, where)
         if not isinstance(shard, dict) or set(shard) != {"file", "size_bytes", "header_bytes", "checksum"}:
             raise ShardCorrupt(f"{where}: bad shard entry {shard!r:.200}")
-        if shard["file"] != shard_name(meta.rank, meta.world_size):
+        stem = Stem.parse(str(shard["file"]).removesuffix(".safetensors"))
+        expected = Stem.of_rank(meta.rank, meta.world_size) if stem is None or not members else stem
+        if shard["file"] != expected.shard or (members and not expected.is_node):
             raise ShardCorrupt(f"{where}: unexpected shard name {shard['file']!r:.100}")
         _check_count("header_bytes", shard["header_bytes"], where)
         if not 8 <= shard["header_bytes"] <= _count(shard, "size_bytes", where):
             raise ShardCorrupt(f"{where}: a header of {shard['header_bytes']} bytes in {shard['size_bytes']}")
-        return cls(meta, shard["file"], shard["header_bytes"], _checksums(shard, where), created_ns)
+        return cls(meta, shard["file"], shard["header_bytes"], _checksums(shard, where), created_ns, members)
+
+
+def _fields_of_members(members: "tuple[CaptureMeta, ...]") -> dict[str, Any]:
+    fields = [meta.to_fields() for meta in members]
+    shared = {name: fields[0][name] for name in _SHARED if name in fields[0]}
+    own = [{name: value for name, value in one.items() if name not in _SHARED} for one in fields]
+    return {**shared, "members": own}
+
+
+def _members(fields: dict[str, Any], where: str) -> "tuple[CaptureMeta, ...]":
+    shared = {name: value for name, value in fields.items() if name in _SHARED}
+    listed = fields.get("members")
+    if set(fields) - {"members"} - set(shared) or not isinstance(listed, list) or not listed:
+        raise ShardCorrupt(f"{where}: version 3 holds {', '.join(_SHARED)} and members, got {sorted(fields)}")
+    members = []
+    for own in listed:
+        if not isinstance(own, dict) or set(own) & set(_SHARED):
+            raise ShardCorrupt(f"{where}: bad member {own!r:.200}")
+        members.append(CaptureMeta.from_fields({**shared, **own}, where))
+    ranks = [meta.rank for meta in members]
+    if ranks != sorted(set(ranks)):
+        raise ShardCorrupt(f"{where}: members must be in the order of their ranks, got {ranks}")
+    return tuple(members)
 
 
 def _damage(data: bytes, got: str) -> str:

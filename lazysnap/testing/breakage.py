@@ -14,6 +14,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.errors import FormatError, LazySnapError, LevelError, LevelHangs
 from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.pace import Pace
+from lazysnap.levels.retention import Share
 from lazysnap.levels.source import PacedSource
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
@@ -71,7 +72,7 @@ def _leave_rests(store: SnapshotStore, beat: Beat) -> None:
 
 
 def _sweep(store: SnapshotStore, beat: Beat) -> None:
-    store.sweep(0, 1)
+    store.sweep(Share.of_rank(0, 1))
 
 
 def _read(store: SnapshotStore, beat: Beat) -> None:
@@ -181,7 +182,7 @@ class BreakageContract(Place):
         Snapshot(9).write(store)
         store.retain(LAST, RUN)
         assert 9 in look(store).steps()
-        store.sweep(0, 1)
+        store.sweep(Share.of_rank(0, 1))
         if not is_silent:
             assert everything(store.storage) == _needed(store)
 

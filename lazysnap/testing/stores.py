@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrupt
+from lazysnap.levels.retention import Share
 from lazysnap.levels.source import MemorySource
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import candidates
@@ -81,7 +82,7 @@ class StoreContract(ImmutableContract):
         """And has no problem."""
         inventory = store.inventory()
         assert (inventory.entries, inventory.frozen, inventory.problems) == ((), (), ())
-        assert store.sweep(None, None) == []
+        assert store.sweep() == []
         assert store.retain(level(1), RUN) == []
 
     @pytest.mark.parametrize("at", ["wait", "finish"])
@@ -278,11 +279,11 @@ class StoreContract(ImmutableContract):
         snapshot = Snapshot(2, elements=BLOCK)
 
         def sweep() -> None:
-            swept.extend(make_store().sweep(0, 1))
+            swept.extend(make_store().sweep(Share.of_rank(0, 1)))
 
         for at in ("wait", "finish"):
             store.write(snapshot.meta, HookedSource(snapshot, at=at, action=sweep))
-            swept += make_store().sweep(None, None)
+            swept += make_store().sweep()
         assert swept == []
         assert set(look(store).steps()) == {1, 2}
         assert look(store).problems == ()
@@ -320,7 +321,7 @@ SnapshotStore(storage).write(snapshot.meta, HookedSource(snapshot, at="finish", 
         assert look(store).steps() == [1]
         assert look(store).problems == ()
         Snapshot(2).write(store)
-        store.sweep(0, 1)
+        store.sweep(Share.of_rank(0, 1))
         assert look(store).steps() == [1, 2]
         if self.notices_death:
             assert len(everything(store.storage)) == 4

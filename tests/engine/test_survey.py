@@ -9,7 +9,7 @@ URL, PATH = "s3://bucket/run", "/scratch/run"
 
 
 def listing(mark):
-    directory = {"name": "step-00000001", "ranges": [[4, 0, 3]], "odd": [], "given": [], "mark": mark}
+    directory = {"name": "step-00000001", "ranges": [["rank", 4, 0, 3]], "odd": [], "given": [], "mark": mark}
     return {"directories": [directory], "problems": []}
 
 

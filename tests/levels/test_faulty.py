@@ -12,6 +12,7 @@ from snapshots import mount
 from lazysnap.errors import LazySnapError, LevelFull, LevelUnavailable, NameTaken, ShardCorrupt
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.retention import Share
 from lazysnap.testing import (
     Act,
     BreakageContract,
@@ -270,5 +271,5 @@ def test_an_answer_that_is_lost_costs_no_snapshot(local, operation, how):
 
     assert look(store).steps() == expected
     assert look(store).problems == ()
-    store.sweep(0, 1)
+    store.sweep(Share.of_rank(0, 1))
     assert len(everything(local)) == 2 * len(expected)

@@ -16,6 +16,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.errors import LevelUnavailable, ShardCorrupt
 from lazysnap.levels.images import Images, Purpose
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.retention import Share
 from lazysnap.levels.store import SnapshotStore, open_store
 from lazysnap.resolver import candidates
 from lazysnap.shard.manifest import FrozenReference
@@ -285,7 +286,7 @@ def test_killed_at_any_point_of_a_replacement_there_is_no_image_or_a_whole_one(t
             images = [store.verify_entry(image) for image in store.inventory().frozen]
             assert images or not [entry for entry in store.inventory().entries if entry.step == 2], where
 
-        store.sweep(0, 1)
+        store.sweep(Share.of_rank(0, 1))
         write_base(store)
         with_base(3).write(store)
 

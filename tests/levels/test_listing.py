@@ -24,7 +24,10 @@ def store(tmp_path):
 def test_ranks_in_a_row_are_told_as_one(store):
     store.storage.delete(f"step-00000002/rank-00002-of-0000{WORLD}.json")
 
-    assert [directory.ranges for directory in store.listing().directories] == [((5, 0, 4),), ((5, 0, 1), (5, 3, 4))]
+    assert [directory.ranges for directory in store.listing().directories] == [
+        (("rank", 5, 0, 4),),
+        (("rank", 5, 0, 1), ("rank", 5, 3, 4)),
+    ]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
@@ -60,6 +63,7 @@ def test_what_went_between_listing_and_looking_is_said(store):
 
 
 def test_a_directory_of_two_worlds_names_all():
-    directory = Directory("step-00000001", ((2, 0, 1), (4, 1, 3)))
+    directory = Directory("step-00000001", (("rank", 2, 0, 1), ("node", 4, 1, 3)))
 
-    assert list(directory.manifests((1, 2))) == [f"rank-0000{r}-of-0000{w}.json" for r, w in ((1, 2), (1, 4), (3, 4))]
+    names = ["rank-00001-of-00002.json", "node-00001-of-00004.json", "node-00003-of-00004.json"]
+    assert list(directory.manifests((1, 2))) == names

@@ -18,6 +18,7 @@ from snapshots import Image, files, meta, mount, whole
 from lazysnap.errors import LevelFull, LevelUnavailable, NameTaken
 from lazysnap.levels import open_store
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.retention import Share
 
 HERE = pathlib.Path(__file__).parent
 SHARD = "step-00000001/shard"
@@ -407,7 +408,7 @@ def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk
 
     assert whole(store) == [1]
     assert store.inventory().problems == ()
-    store.sweep(0, 1)
+    store.sweep(Share.of_rank(0, 1))
     store.write(meta(2), Image(2))
     assert whole(store) == [1, 2]
 

@@ -10,6 +10,7 @@ from snapshots import RUN, Image, meta
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels import open_store
+from lazysnap.levels.retention import Share
 from lazysnap.resolver import candidates
 
 FIRST, SECOND = "0" * 15 + "1", "0" * 15 + "2"
@@ -30,7 +31,7 @@ class Place:
 
     def retain(self, rank, keep_last=1):
         level = PersistentLevel(str(self.path), keep_last=keep_last)
-        return self.stores[rank].retain(level, RUN, share=(rank, self.world_size))
+        return self.stores[rank].retain(level, RUN, share=Share.of_rank(rank, self.world_size))
 
     def held(self, rank):
         return sorted({entry.step for entry in self.stores[0].inventory().entries if entry.rank == rank})
@@ -147,7 +148,7 @@ def test_what_ranks_that_are_no_more_have_left_goes_with_the_rest(tmp_path, now)
     after = Place(tmp_path / "run", now)
     for step in (3, 4, 5):
         for rank in range(now):
-            after.stores[rank].sweep(rank, now)
+            after.stores[rank].sweep(Share.of_rank(rank, now))
             after.write(rank, step, generation=SECOND)
             after.retain(rank)
     for rank in range(now):

@@ -12,6 +12,7 @@ from s3_work import MIB, SHARD, SIZE, blocks, download, operations, pattern, thr
 
 from lazysnap.errors import LevelFull, LevelUnavailable, NameTaken
 from lazysnap.levels.lockless import claim_path
+from lazysnap.levels.retention import Share
 from lazysnap.levels.s3 import S3Storage
 from lazysnap.levels.store import SnapshotStore
 
@@ -369,7 +370,7 @@ def test_a_right_that_is_lacking_does_not_stop_the_sweep(s3_proxy, s3_server, s3
     storage.put(SHARD, b"left by the dead")
     s3_proxy.rule("uploads", fault_proxy.answer(403, "AccessDenied"))
 
-    assert SnapshotStore(storage).sweep(0, 1) == [SHARD]
+    assert SnapshotStore(storage).sweep(Share.of_rank(0, 1)) == [SHARD]
     assert "unfinished uploads cannot be listed (AccessDenied); let a lifecycle rule abort them" in caplog.text
 
 

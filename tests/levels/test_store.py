@@ -15,6 +15,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, LevelFull, LevelUnavailable, ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.retention import Share
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.testing import FaultPlan, FaultyStorage
 
@@ -294,7 +295,7 @@ def test_names_without_a_snapshot_go_with_the_next_sweep(store):
         if not name.startswith("keep-"):
             store.storage.delete(f"{directory}/{name}")
 
-    assert store.sweep(None, None) == [f"{directory}/keep-at-1"]
+    assert store.sweep() == [f"{directory}/keep-at-1"]
     assert store.storage.list(directory) == []
     assert [entry.names for entry in store.inventory().entries] == [("at-2",)]
 
@@ -313,7 +314,7 @@ def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / shard).write_bytes(b"not in a snapshot's directory")
 
-    gone = store.sweep(0, 2)
+    gone = store.sweep(Share.of_rank(0, 2))
 
     assert len(gone) == 2
     assert len(files(tmp_path)) == len(kept) + 2
@@ -363,7 +364,7 @@ def test_killed_at_any_point_of_a_write_or_a_deletion_what_was_committed_is_whol
             steps = whole(store)
 
             assert set(committed[-2:]) <= set(steps), f"{name}:{count}: {committed} were committed, {steps} are whole"
-            store.sweep(0, 1)
+            store.sweep(Share.of_rank(0, 1))
             store.retain(PersistentLevel(str(root), keep_last=2), RUN)
             assert [entry.step for entry in store.inventory().entries] == whole(store)
             assert not [path for path in files(root) if ".tmp-" in path]

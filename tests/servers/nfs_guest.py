@@ -19,6 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 from lazysnap.levels import open_store
 from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.retention import Share
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -252,7 +253,7 @@ def _die(talk: Conversation, hold) -> None:
 
 
 def sweep(talk: Conversation, url: str) -> list:
-    return _store(url).sweep(0, 1)
+    return _store(url).sweep(Share.of_rank(0, 1))
 
 
 def storage(talk: Conversation, url: str, method: str, *arguments):

@@ -11,6 +11,7 @@ from lazysnap.capture.plan import make_plan, view_of
 from lazysnap.config import PersistentLevel
 from lazysnap.engine.assembly import Assembly, OpenShard
 from lazysnap.engine.reading import LevelReader
+from lazysnap.keeper.node_source import NodeSource
 from lazysnap.levels import open_store
 from lazysnap.levels.local import PAGE
 from lazysnap.shard.checksum import Checksums
@@ -23,6 +24,7 @@ from lazysnap.shard.manifest import (
     manifest_name,
     shard_name,
 )
+from lazysnap.shard.stem import Stem
 from lazysnap.state.codec import tensor_names
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
@@ -167,3 +169,79 @@ def assembled(*shards: OpenShard) -> Assembly:
         made.add(shard)
     made.want(tensor_names(shards[0].meta.state))
     return made
+
+
+# ---------------------------------------------------------------- version 3: all ranks of a node in one file
+
+FOLDER_3 = pathlib.Path(__file__).parents[1] / "golden" / "v3"
+STEM_3 = Stem.of_node(1, 2)
+
+
+class Held:
+    """One rank's shard that is whole."""
+
+    def __init__(self, meta: CaptureMeta, image: bytes) -> None:
+        self.meta, self.size_bytes, self._image = meta, len(image), memoryview(image)
+
+    def wait(self, upto: int) -> None:
+        assert upto <= self.size_bytes
+
+    def view(self, offset: int, length: int) -> memoryview:
+        assert offset + length <= self.size_bytes
+        return self._image[offset : offset + length]
+
+    def finish(self) -> None:
+        pass
+
+
+def state_3(rank: int) -> dict:
+    """Ends on a page boundary for no rank; ties, other dtypes, and a tensor without bytes at the end."""
+    weight = torch.arange(6, dtype=torch.float32).reshape(2, 3) + rank
+    return {
+        "net": {"weight": weight, "tied": weight, "half": torch.tensor([1.5, rank], dtype=torch.bfloat16)},
+        "wide": torch.tensor([1 + 2j, rank - 3.5j], dtype=torch.complex128),
+        "mask": torch.tensor([True, rank == 2, True]),
+        "none": torch.empty(0, 5, dtype=torch.bool),
+        "loop": {"rank": rank, "text": "Grüße"},
+    }
+
+
+def held_3(rank: int) -> Held:
+    """The shard of one of the ranks 2, 3 and 4 of 5."""
+    walked = walk(state_3(rank))
+    plan = make_plan(walked, ObjectState({}))
+    image = bytearray(-(-plan.layout.size_bytes // PAGE) * PAGE)
+    image[: len(plan.layout.header)] = plan.layout.header
+    for index in plan.order:
+        record = plan.records[index]
+        if record.nbytes:
+            target = view_of(memoryview(image), record.offset, record.stored_dtype, record.stored_shape)
+            target.copy_(torch.view_as_real(t) if (t := walked.tensors[index]).is_complex() else t)
+    meta = CaptureMeta(
+        run_id="0123456789abcdef",
+        run_started_ns=1_700_000_000_000_000_000,
+        step=3000,
+        rank=rank,
+        world_size=5,
+        captured_ns=1_700_000_001_000_000_000 + rank,
+        tensors=plan.logical,
+        aliases=plan.aliases,
+        state=walked.skeleton,
+        packages={"lazysnap": "0.3.0"},
+        generation="00000000deadbeef",
+        parameters={"optimizer": ["net.weight"]} if rank == 2 else None,
+    )
+    return Held(meta, bytes(image[: plan.layout.size_bytes]))
+
+
+def make_3() -> dict[str, bytes]:
+    """The two files as this version writes them, by path."""
+    parts = [held_3(rank) for rank in (2, 3, 4)]
+    source = NodeSource(parts)
+    data = bytes(source.view(0, -(-source.size_bytes // PAGE) * PAGE)[: source.size_bytes])
+    checksums = Checksums.of(memoryview(data), BLOCK_BYTES)
+    metas = tuple(part.meta for part in parts)
+    header_bytes = 8 + int.from_bytes(data[:8], "little")
+    manifest = Manifest(metas[0], STEM_3.shard, header_bytes, checksums, 1_700_000_002_000_000_000, metas)
+    folder = directory_name(3000)
+    return {f"{folder}/{STEM_3.shard}": data, f"{folder}/{STEM_3.manifest}": manifest.encode()}

@@ -12,9 +12,9 @@ from lazysnap.shard.manifest import (
     CaptureMeta,
     Manifest,
     parse_directory_name,
-    parse_rank_name,
     shard_name,
 )
+from lazysnap.shard.stem import parse_file_name
 
 
 def shard(entries: object, data: bytes = b"", *, length: int | None = None) -> bytes:
@@ -164,8 +164,10 @@ def test_other_directories_are_not_snapshots(name):
     assert parse_directory_name(name) is None
 
 
+@pytest.mark.parametrize("kind", ["rank", "node"])
 @pytest.mark.parametrize(
-    "name", ["rank-0-of-1.json", "rank-00000-of-00001.json.tmp", ".rank-00000-of-00001.json", "rank-00000-of-00001.pt"]
+    "name",
+    ["{}-0-of-1.json", "{}-00000-of-00001.json.tmp", ".{}-00000-of-00001.json", "{}-00000-of-00001.pt"],
 )
-def test_other_files_are_not_shards(name):
-    assert parse_rank_name(name) is None
+def test_other_files_are_not_shards(name, kind):
+    assert parse_file_name(name.format(kind)) is None

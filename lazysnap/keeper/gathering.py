@@ -1,0 +1,185 @@
+"""The lead's end: asks the other keepers of its node for their parts of a capture, and tells them what became of it."""
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lazysnap.arena import Slot
+from lazysnap.errors import CaptureAborted, FormatError, KeeperUnavailable, LevelUnavailable
+from lazysnap.keeper.launch import connect_to
+from lazysnap.keeper.messages import Connection, Message
+from lazysnap.keeper.parts import CaptureKey, Outcome
+from lazysnap.keeper.team import Team
+
+_POLL_MS = 20
+_MOVING_S = 0.5
+_RETRY_S = 0.2
+_ALONE_S = 3.0
+"""How long a keeper that does not answer is waited for when no trainer is there to start another one."""
+_TELL_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What another keeper has: a slot that is mapped here, or where its file is."""
+
+    sequence: int
+    slot: Slot | None
+    url: str
+    location: str
+    rank: int
+    frozen: Slot | None
+    """Its immutable tensors, if it holds them in memory."""
+
+
+class Gathering:
+    """One capture at one level. ``beat`` and ``close`` may be called from several threads, the rest from one."""
+
+    def __init__(self, team: Team, url: str, key: CaptureKey) -> None:
+        self._team = team
+        self._fields = {"level": url, **key.fields()}
+        self._step = key.step
+        self._connections: dict[int, Connection] = {}
+        self._tried: dict[int, float] = {}
+        self._moved = time.monotonic()
+
+    def offers(
+        self, beat: Callable[[], None], timeout_s: float, is_alone: Callable[[], bool], stack: contextlib.ExitStack
+    ) -> Mapping[int, Offer]:
+        """What every other keeper of the node has, by local rank. ``is_alone``: whether this one has no trainer.
+
+        Blocks: at most ``timeout_s``. What is mapped is let go with ``stack``.
+        Raises: LevelUnavailable, if one of them has no such capture, or does not answer.
+        """
+        found: dict[int, Offer] = {}
+        started = time.monotonic()
+        while len(found) < len(self._team.addresses) - 1:
+            beat()
+            self.move()
+            waiting = {number for number in range(1, len(self._team.addresses)) if number not in found}
+            self._connect(waiting)
+            for number in self._readable(waiting):
+                offer = self._read(number, stack)
+                if offer is not None:
+                    found[number] = offer
+            waited_s = time.monotonic() - started
+            lost = waiting - self._connections.keys()
+            if waited_s > timeout_s or (lost and is_alone() and waited_s > _ALONE_S):
+                ranks = ", ".join(str(self._team.ranks[number]) for number in sorted(waiting - found.keys()))
+                raise LevelUnavailable(
+                    f"step {self._step} was not captured by rank {ranks} of this node within {waited_s:.0f} s: the "
+                    "file of a node holds all of its ranks"
+                )
+        return found
+
+    def _connect(self, numbers: set[int]) -> None:
+        for number in numbers - self._connections.keys():
+            if time.monotonic() - self._tried.get(number, 0.0) < _RETRY_S:
+                continue
+            self._tried[number] = time.monotonic()
+            connection = self._reach(number)
+            if connection is not None:
+                self._connections[number] = connection
+                self._send(number, {"type": "gather", **self._fields})
+
+    def _reach(self, number: int) -> Connection | None:
+        try:
+            return connect_to(self._team.addresses[number])
+        except (KeeperUnavailable, OSError):
+            return None
+
+    def _send(self, number: int, message: Message) -> bool:
+        connection = self._connections.get(number)
+        if connection is None:
+            return False
+        try:
+            connection.send(message)
+        except OSError:
+            self._drop(number)
+            return False
+        return True
+
+    def _drop(self, number: int) -> None:
+        connection = self._connections.pop(number, None)
+        if connection is not None:
+            connection.close()
+
+    def _readable(self, numbers: set[int]) -> list[int]:
+        poll = select.poll()
+        handles = {}
+        for number in numbers & self._connections.keys():
+            handles[self._connections[number].sock.fileno()] = number
+        for handle in handles:
+            poll.register(handle, select.POLLIN)
+        if not handles:
+            time.sleep(_POLL_MS / 1000)
+        return [handles[handle] for handle, _ in poll.poll(_POLL_MS)] if handles else []
+
+    def _read(self, number: int, stack: contextlib.ExitStack) -> Offer | None:
+        try:
+            received = self._connections[number].receive()
+        except (KeeperUnavailable, OSError):
+            received = None
+        if received is None:
+            self._drop(number)
+            return None
+        for message, fds in received:
+            slots = _attach(fds, stack)
+            if message["type"] == "no_part":
+                raise LevelUnavailable(f"rank {self._team.ranks[number]} of this node: {message['text']}")
+            frozen = slots.pop() if message["frozen"] else None
+            if message["url"] is None:
+                return Offer(int(message["sequence"]), slots[0], "", "", self._team.ranks[number], frozen)
+            place = (str(message["url"]), str(message["location"]), int(message["rank"]))
+            return Offer(0, None, *place, frozen)
+        return None
+
+    def move(self) -> None:
+        """Tell the others, now and then, that this goes on."""
+        if time.monotonic() - self._moved > _MOVING_S:
+            self._moved = time.monotonic()
+            for number in list(self._connections):
+                self._send(number, {"type": "moving", **self._fields})
+
+    def tell(self, outcome: Outcome) -> None:
+        """Tell all of them. Blocks: some moments, if one is gone; it may be replaced."""
+        message = {"type": "gathered", **self._fields, **outcome.fields()}
+        left = set(range(1, len(self._team.addresses)))
+        for attempt in range(_TELL_ATTEMPTS):
+            for number in sorted(left):
+                if number not in self._connections and (connection := self._reach(number)) is not None:
+                    self._connections[number] = connection
+                if self._send(number, message):
+                    left.discard(number)
+            if not left:
+                return
+            if attempt + 1 < _TELL_ATTEMPTS:
+                time.sleep(_RETRY_S)
+
+    def close(self) -> None:
+        """Let go of the connections; harmless twice."""
+        for number in list(self._connections):
+            self._drop(number)
+
+
+def _attach(fds: tuple[int, ...], stack: contextlib.ExitStack) -> list[Slot]:
+    slots = []
+    for index, fd in enumerate(fds):
+        try:
+            slots.append(Slot.attach(fd))
+        except FormatError:
+            for other in fds[index:]:
+                os.close(other)
+            raise
+        stack.callback(slots[-1].close)
+    return slots
+
+
+def check_offer(slot: Slot, sequence: int, key: CaptureKey) -> None:
+    """Whether a slot of another keeper still holds what was offered. Raises: CaptureAborted."""
+    status = slot.status()
+    if status.sequence != sequence or status.step != key.step:
+        raise CaptureAborted(f"the capture of step {key.step} was dropped by another rank of this node")

@@ -1,0 +1,270 @@
+"""Levels where one file holds all ranks of a node: the lane of the rank that writes it, and those of the others.
+
+The lead does what any level's lane does, but for where the bytes come from: it asks the other keepers of the node for
+their parts of the same capture (``keeper.gathering``). They pin what they are to have there, answer (``keeper.parts``),
+and wait for its word, with a deadline. No keeper depends on another one for longer than that.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from lazysnap import faults
+from lazysnap.arena import Slot
+from lazysnap.errors import CaptureAborted, KeeperUnavailable, LevelUnavailable
+from lazysnap.keeper.gathering import Gathering, Offer, check_offer
+from lazysnap.keeper.lane import Beat, Followed, Lane, SlotWork, Waiting, Work
+from lazysnap.keeper.launch import connect_to
+from lazysnap.keeper.node_source import FilePart, NodeSource, Part
+from lazysnap.keeper.parts import CaptureKey, Outcome, meta_in
+from lazysnap.keeper.schedule import Committed
+from lazysnap.keeper.slot_source import SlotSource
+from lazysnap.levels import open_store
+from lazysnap.levels.shards import NodeCapture
+from lazysnap.levels.source import PacedSource
+from lazysnap.levels.verified import VerifiedReader
+from lazysnap.resolver import Entry
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.stem import Stem
+
+if TYPE_CHECKING:
+    from lazysnap.keeper.persist import Persister
+
+_ASK_S = 1.0
+_ANSWER_S = 2.0
+_PASSED_S = 2.0
+"""How long the lead may take to come back to a capture."""
+_GONE_TIMES = 3
+"""So often in a row the lead's keeper must be found to be done, or gone, before nothing is expected of it any more."""
+
+
+def lane_for(persister: "Persister", index: int) -> Lane:
+    """The lane of one level."""
+    if not persister.team.gathers(persister.levels[index]):
+        return Lane(persister, index)
+    return LeadLane(persister, index) if persister.team.is_lead else FollowerLane(persister, index)
+
+
+class LeadLane(Lane):
+    """Writes for all ranks of the node."""
+
+    def __init__(self, persister: "Persister", index: int) -> None:
+        super().__init__(persister, index)
+        self._gathering: Gathering | None = None
+        self._lent: dict[str, Slot] = {}
+        """Immutable tensors of the other ranks."""
+
+    def _bring(self, work: SlotWork | Committed) -> None:
+        try:
+            super()._bring(work)
+        finally:
+            self._lent.clear()
+            if self._gathering is not None:
+                self._gathering.close()
+                self._gathering = None
+
+    def _write(self, work: SlotWork, beat: Beat) -> Committed:
+        faults.point("keeper.persist.begin")
+        own = SlotSource(work.slot, work.status, beat)
+        self._gathering = Gathering(self._persister.team, self._level.url, CaptureKey.of(own.meta))
+        try:
+            return self._write_node(work.status.sequence, own, beat)
+        except CaptureAborted:
+            self._told_dropped(own)
+            raise
+
+    def _told_dropped(self, own: SlotSource) -> None:
+        """Where it is this rank's own part that is gone, nothing comes after."""
+        try:
+            own.wait(0)
+        except CaptureAborted as error:
+            if self._gathering is not None:
+                self._gathering.tell(Outcome(str(error)))
+
+    def _copy(self, item: Committed, beat: Beat) -> Committed:
+        self._gathering = Gathering(self._persister.team, self._level.url, CaptureKey.of(item.manifest.meta))
+        if item.entry.file is not None:
+            return super()._copy(item, self._telling(beat))
+        faults.point("keeper.persist.cascade")
+        with VerifiedReader(self._origin(item).place(item.entry), item.manifest) as reader:
+            return self._write_node(item.sequence, FilePart(reader), beat, item)
+
+    def _telling(self, beat: Beat) -> Beat:
+        gathering = self._gathering
+        assert gathering is not None
+
+        def both() -> None:
+            beat()
+            gathering.move()
+
+        return both
+
+    def _write_node(self, sequence: int, own: Part, beat: Beat, item: Committed | None = None) -> Committed:
+        both = self._telling(beat)
+        with contextlib.ExitStack() as stack:
+            parts = [own, *self._others(own, beat, stack)]
+            parts.sort(key=lambda part: part.meta.rank)
+            faults.point("keeper.node.gathered")
+            source = NodeSource(parts)
+            store = self._opened()
+            team, metas = self._persister.team, tuple(part.meta for part in parts)
+            stack.enter_context(self._all_frozen(store, metas, both, item))
+            capture = NodeCapture(Stem.of_node(team.node, team.nodes), metas)
+            entry, manifest = store.write_entry(capture, PacedSource(source, self._pace, both), beat=both)
+            faults.point("keeper.node.written")
+        # The lead is the first of the node's ranks: the entry and the manifest are as it sees them.
+        return Committed(sequence, entry, manifest, self._index)
+
+    def _others(self, own: Part, beat: Beat, stack: contextlib.ExitStack) -> Iterator[Part]:
+        key = CaptureKey.of(own.meta)
+
+        def check() -> None:
+            beat()
+            own.wait(0)
+            if self._persister.stopping:
+                raise CaptureAborted(f"step {key.step}: a trainer with other levels came")
+
+        assert self._gathering is not None
+        faults.point("keeper.node.gather")
+        offers = self._gathering.offers(check, self._level.timeout_s, lambda: self._persister.is_forced, stack)
+        for offer in offers.values():
+            yield self._part(offer, key, self._telling(beat), stack)
+
+    def _part(self, offer: Offer, key: CaptureKey, beat: Beat, stack: contextlib.ExitStack) -> Part:
+        part: Part
+        if offer.slot is not None:
+            check_offer(offer.slot, offer.sequence, key)
+            part = SlotSource(offer.slot, offer.slot.status(), beat)
+        else:
+            part = FilePart(self._file(offer, key, stack))
+        if CaptureKey.of(part.meta) != key:
+            raise CaptureAborted(f"the capture of step {key.step} was dropped by another rank of this node")
+        if offer.frozen is not None and part.meta.frozen is not None:
+            self._lent[part.meta.frozen.digest] = offer.frozen
+        return part
+
+    def _file(self, offer: Offer, key: CaptureKey, stack: contextlib.ExitStack) -> VerifiedReader:
+        level = next((level for level in self._persister.levels if level.url == offer.url), None)
+        store = open_store(offer.url, options=None if level is None else level.storage_options)
+        at = Entry(offer.url, 0, key.run_id, 0, key.step, offer.rank, self._persister.team.world_size, offer.location)
+        return stack.enter_context(VerifiedReader(store.place(at), store.read_manifest(at)))
+
+    def _frozen_slot(self, digest: str) -> Slot | None:
+        return super()._frozen_slot(digest) or self._lent.get(digest)
+
+    # ---------------------------------------------------------------- what comes after
+
+    def _committed(self, item: Committed, seconds: float) -> None:
+        super()._committed(item, seconds)
+        assert self._gathering is not None
+        facts = (item.manifest.created_ns, item.manifest.header_bytes, item.manifest.checksums)
+        faults.point("keeper.node.tell")
+        self._gathering.tell(Outcome("", item.entry.location, item.entry.file or "", seconds, *facts))
+        faults.point("keeper.node.told")
+
+    def _failed(self, step: int, sequence: int, error: Exception) -> None:
+        super()._failed(step, sequence, error)
+        if self._gathering is not None:
+            self._gathering.tell(Outcome(str(error) or type(error).__name__))
+
+
+class FollowerLane(Lane):
+    """Has the lead write, and notes what it says."""
+
+    def __init__(self, persister: "Persister", index: int) -> None:
+        super().__init__(persister, index)
+        self._keys: dict[int, tuple[CaptureMeta, float]] = {}
+        """By the captures' numbers: what they are, and since when they are awaited."""
+        self._asked = 0.0
+        self._gone = 0
+
+    def followed(self, awaited: Sequence[SlotWork | Committed]) -> Work | None:
+        """The first of these of which it is known what became of it. Under the persister's lock."""
+        numbers = {_sequence(work) for work in awaited}
+        self._keys = {number: known for number, known in self._keys.items() if number in numbers}
+        for work in awaited:
+            meta, since = self._known(work)
+            if meta is None:
+                continue  # its capture begins right now
+            outcome = self._outcome(CaptureKey.of(meta), since, _sequence(work))
+            if outcome is not None:
+                return Followed(work, outcome)
+        return Waiting() if awaited else None
+
+    def _known(self, work: SlotWork | Committed) -> tuple[CaptureMeta | None, float]:
+        number = _sequence(work)
+        if number not in self._keys:
+            meta = work.manifest.meta if isinstance(work, Committed) else meta_in(work.slot.read_meta)
+            step = work.entry.step if isinstance(work, Committed) else work.status.step
+            if meta is None or meta.step != step:
+                return None, 0.0
+            self._keys[number] = meta, time.monotonic()
+        return self._keys[number]
+
+    def _outcome(self, key: CaptureKey, since: float, sequence: int) -> Outcome | None:
+        persister, url = self._persister, self._level.url
+        told = persister.news.outcome(url, key)
+        if told is not None:
+            return told
+        lead = f"rank {persister.team.ranks[0]}, which writes for this node,"
+        if (persister.news.passed_s(url, key) or 0.0) > _PASSED_S and sequence not in persister.named:
+            return Outcome(f"{lead} has left step {key.step} out")
+        if self._gone >= _GONE_TIMES:
+            return Outcome(f"{lead} has no step {key.step}, or its memory is lost")
+        if time.monotonic() - max(since, persister.news.last_sign(url, key)) > self._level.timeout_s:
+            return Outcome(f"{lead} was not heard of for {self._level.timeout_s:g} s")
+        return None
+
+    def _idle(self, *, is_waiting: bool) -> None:
+        """When no trainer is there: does the lead still come?"""
+        if not is_waiting or not self._persister.is_forced:
+            self._gone = 0
+        elif time.monotonic() - self._asked > _ASK_S:
+            self._asked = time.monotonic()
+            self._gone = self._gone + 1 if self._is_lead_done() else 0
+
+    def _is_lead_done(self) -> bool:
+        try:
+            connection = connect_to(self._persister.team.addresses[0])
+        except (KeeperUnavailable, OSError):
+            return False
+        if connection is None:
+            return True
+        with contextlib.closing(connection):
+            try:
+                connection.send({"type": "is_done"}, timeout_s=_ANSWER_S)
+                connection.set_receive_timeout(_ANSWER_S)
+                received = connection.receive() or []
+            except (KeeperUnavailable, OSError):
+                return False
+        return any(message.get("done") is True for message, _ in received)
+
+    def _take(self, work: Work) -> None:
+        super()._take(work)
+        if isinstance(work, Followed) and isinstance(work.work, Committed):
+            self._persister.states[self._index].queue.remove(work.work)
+
+    def _do(self, work: Work) -> None:
+        if isinstance(work, Followed):
+            self._note(work.work, work.outcome)
+        else:
+            super()._do(work)
+
+    def _note(self, work: SlotWork | Committed, outcome: Outcome) -> None:
+        meta, _ = self._keys[_sequence(work)]
+        if outcome.text or outcome.checksums is None:
+            self._failed(meta.step, _sequence(work), LevelUnavailable(outcome.text))
+            return
+        at = (self._level.url, self._index + 1, meta.run_id, meta.run_started_ns, meta.step, meta.rank)
+        frozen = None if meta.frozen is None else meta.frozen.digest
+        generation = meta.generation
+        entry = Entry(*at, meta.world_size, outcome.location, frozen, generation=generation, file=outcome.file)
+        facts = (f"{outcome.file}.safetensors", outcome.header_bytes, outcome.checksums, outcome.created_ns)
+        item = Committed(_sequence(work), entry, Manifest(meta, *facts), self._index)
+        faults.point("keeper.node.followed")
+        self._committed(item, outcome.seconds)
+
+
+def _sequence(work: SlotWork | Committed) -> int:
+    return work.status.sequence if isinstance(work, SlotWork) else work.sequence

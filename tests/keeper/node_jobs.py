@@ -1,0 +1,129 @@
+"""Two ranks of one node: the keeper of the second one is a process, whose trainer this process is."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+
+from keeper_jobs import until
+
+from lazysnap.arena import Slot, Word
+from lazysnap.config import PersistentLevel, SnapshotConfig
+from lazysnap.keeper.attach import attach
+from lazysnap.keeper.gathering import Gathering
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import reach_keeper
+from lazysnap.keeper.parts import CaptureKey
+from lazysnap.keeper.persist import Persister
+from lazysnap.keeper.team import Team
+from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference
+from lazysnap.topology import places
+
+RUN, GENERATION = "0123456789abcdef", "00000000deadbeef"
+SIZES = (5000, 300_001)
+
+
+def image_of(rank, step):
+    """The shard of one of the two ranks."""
+    layout = Layout.plan([TensorSpec("x", "U8", (SIZES[rank],))])
+    return layout.header + bytes([(step + 100 * rank) % 251]) * SIZES[rank]
+
+
+def capture(rank, step, *, whole=True, pin=False, frozen=None):
+    """A slot with a capture that is whole, or of which the header has landed."""
+    image = image_of(rank, step)
+    slot = Slot.create(1 << 16, len(image))
+    slot.set_word(Word.READY, 1)
+    meta = CaptureMeta(RUN, 1, step, rank, 2, 3, generation=GENERATION, frozen=frozen)
+    slot.begin(step, sequence=step, image_bytes=len(image), meta=meta.to_bytes(), pin=pin)
+    slot.image[: len(image)] = image
+    slot.advance(4096)
+    if whole:
+        slot.commit()
+    return slot
+
+
+def frozen_slot(content):
+    """Immutable tensors, and how a capture refers to them."""
+    layout = Layout.plan([TensorSpec("base", "U8", (len(content),))])
+    image = layout.header + content
+    slot = Slot.create(1 << 16, len(image))
+    slot.begin(0, sequence=1, image_bytes=len(image), meta=CaptureMeta(RUN, 1, 0, 0, 1, 3).to_bytes(), pin=False)
+    slot.image[: len(image)] = image
+    slot.commit()
+    return slot, FrozenReference(Checksums.of(memoryview(image)).whole, len(image))
+
+
+class Member:
+    """The second rank."""
+
+    def __init__(self, root, **settings):
+        self.url = str(root / "level")
+        identity = JobIdentity.from_config(SnapshotConfig(job_id=str(root)))
+        self.teams = [
+            Team.of(places(["here", "here"]), rank, dataclasses.replace(identity, local_rank=rank)) for rank in (0, 1)
+        ]
+        self.identity = dataclasses.replace(identity, local_rank=1)
+        self.level = PersistentLevel(self.url, **{"aggregate": "node", "timeout_s": 30, "every_n_steps": 1, **settings})
+        self.config = SnapshotConfig(levels=(self.level,))
+        self.connection = None
+        self.slots = {}
+        self.events = []
+
+    def start(self):
+        self.connection, _ = attach(self.identity, self.config, self.teams[1])
+        return self
+
+    def adopt(self, step, **settings):
+        """Hand the keeper a slot with a capture of ``step``."""
+        slot = self.slots[step] = capture(1, step, **settings)
+        self.connection.send({"type": "adopt"}, (slot.fd,))
+        return slot
+
+    def told(self, kind):
+        """Steps that the keeper told of so far."""
+        self.connection.set_receive_timeout(0.05)
+        for message, fds in self.connection.receive() or []:
+            self.events.append(message)
+            for fd in fds:
+                os.close(fd)
+        return [event["step"] for event in self.events if event["type"] == kind]
+
+    def ask(self, step, *, timeout_s=20.0, is_alone=False):
+        """As the lead's keeper does; number of the capture that was offered."""
+        gathering = Gathering(self.teams[0], self.url, CaptureKey(GENERATION, RUN, step))
+        with contextlib.closing(gathering), contextlib.ExitStack() as stack:
+            found = gathering.offers(lambda: None, timeout_s, lambda: is_alone, stack)
+            return found[1].sequence
+
+    def close(self):
+        if self.connection is not None:
+            self.connection.close()
+        with contextlib.closing(reach_keeper(self.identity, time.monotonic() + 20)) as connection:
+            os.kill(connection.peer_pid, signal.SIGKILL)
+        for slot in self.slots.values():
+            slot.close()
+
+
+class Lead:
+    """The first rank: what its keeper does about levels, in this process."""
+
+    def __init__(self, member):
+        self.slots, self.events, self.frozen = [], [], {}
+        found = (lambda: list(self.slots), self.events.append, self.frozen.get)
+        self.persister = Persister((member.level,), *found, member.teams[0])
+
+    def adopt(self, step, **settings):
+        self.slots.append(capture(0, step, **settings))
+        self.persister.wake()
+        return self.slots[-1]
+
+    def told(self, kind):
+        return [event["step"] for event in self.events if event["type"] == kind]
+
+    def close(self):
+        until(self.persister.is_drained)
+        self.persister.stop()

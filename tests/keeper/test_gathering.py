@@ -1,0 +1,109 @@
+"""One keeper asks another for its part: what is answered, when, and how long it is waited for."""
+
+import pytest
+from node_jobs import GENERATION, RUN, Member
+
+from lazysnap.config import PersistentLevel, SnapshotConfig
+from lazysnap.errors import LevelUnavailable
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.parts import CaptureKey, News, Outcome
+from lazysnap.keeper.team import Team
+from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.stem import Stem
+from lazysnap.topology import places
+
+
+@pytest.fixture
+def member(tmp_path):
+    member = Member(tmp_path)
+    yield member
+    member.close()
+
+
+def test_a_capture_is_offered_as_soon_as_it_has_begun(member):
+    member.start().adopt(5, whole=False)
+
+    assert member.ask(5) == 5
+
+
+def test_one_that_was_left_out_or_torn_is_refused_at_once(member):
+    member.start().adopt(5)
+    member.adopt(7).discard()
+    assert member.ask(5) == 5
+
+    for step in (4, 6, 7):
+        with pytest.raises(LevelUnavailable, match=f"rank 1 of this node: it has not captured step {step}"):
+            member.ask(step, timeout_s=300)
+
+
+def test_one_that_may_still_come_is_waited_for_until_the_deadline(member):
+    member.start().adopt(5)
+
+    with pytest.raises(LevelUnavailable, match="step 8 was not captured by rank 1 of this node within"):
+        member.ask(8, timeout_s=0.5)
+
+
+def test_when_the_trainer_is_dead_nothing_more_is_promised(member):
+    member.start().adopt(5)
+    assert member.ask(5) == 5
+    member.connection.close()
+    member.connection = None
+
+    with pytest.raises(LevelUnavailable, match="has not captured step 8"):
+        member.ask(8, timeout_s=300)
+    assert member.ask(5) == 5
+
+
+def test_a_keeper_that_is_not_there_is_waited_for_only_while_a_trainer_may_start_it(member):
+    with pytest.raises(LevelUnavailable, match="rank 1 of this node"):
+        member.ask(5, timeout_s=300, is_alone=True)
+    with pytest.raises(LevelUnavailable, match="rank 1 of this node"):
+        member.ask(5, timeout_s=0.2)
+    member.start()
+
+
+def test_what_was_heard_is_kept_by_capture():
+    news, sums = News(), Checksums.of(memoryview(b"12345678"))
+    first, second = (CaptureKey(GENERATION, RUN, step) for step in (5, 6))
+    done = Outcome("", "step-00000006", "node-00000-of-00001", 0.5, 7, 4096, sums)
+    assert Outcome.from_message({**done.fields(), "type": "gathered"}) == done
+    news.hear_sign("a", first)
+    assert news.last_sign("a", second) == news.last_sign("a", first) > 0
+    assert news.last_sign("b", first) == 0
+
+    news.hear_outcome("a", second, done)
+
+    assert (news.outcome("a", second), news.outcome("a", first), news.outcome("b", second)) == (done, None, None)
+    # The lead goes in order: it will hardly come back to the first. A sign about a later one says nothing of it.
+    assert news.passed_s("a", first) >= 0
+    assert news.passed_s("a", second) is None
+    assert news.passed_s("b", first) is None
+    assert news.last_sign("a", first) < news.last_sign("a", second)
+    news.hear_outcome("a", first, Outcome("the disk is full"))
+    news.forget_failures()
+    assert (news.outcome("a", first), news.outcome("a", second)) == (None, done)
+    # Ranks that were started again are later, whatever the step.
+    assert CaptureKey("00000000deadbef0", RUN, 1) > second
+
+
+def test_who_sits_where_travels_to_the_keeper_whole():
+    identity = JobIdentity.from_config(SnapshotConfig(job_id="job"))
+    found = [Team.of(places(["a", "b", "a", "b", "c"]), rank, identity) for rank in range(5)]
+
+    assert [team.ranks for team in found] == [(0, 2), (1, 3), (0, 2), (1, 3), (4,)]
+    assert [(team.node, team.nodes, team.is_lead) for team in found] == [
+        (0, 3, True),
+        (1, 3, True),
+        (0, 3, False),
+        (1, 3, False),
+        (2, 3, True),
+    ]
+    assert [Team.from_fields(vars(team)) for team in found] == found
+    node, rank = PersistentLevel("/a", aggregate="node"), PersistentLevel("/a")
+    assert [team.gathers(node) for team in found] == [True] * 4 + [False]
+    assert not any(team.gathers(rank) for team in found)
+    # Each file is looked after by exactly one rank that writes, also those of more nodes and ranks than there are now.
+    for level in (node, rank):
+        writers = [team.share(level) for team in found if team.is_lead or not team.gathers(level)]
+        for stem in [Stem.of_node(index, 9) for index in range(9)] + [Stem.of_rank(index, 16) for index in range(16)]:
+            assert sum(share.has(stem) for share in writers) == 1, (level, stem)
