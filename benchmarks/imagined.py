@@ -19,9 +19,9 @@ from lazysnap.shard.manifest import (
     directory_name,
     manifest_name,
     parse_directory_name,
-    parse_rank_name,
     shard_name,
 )
+from lazysnap.shard.stem import parse_file_name
 from lazysnap.topology import places, share
 
 RUN, GENERATION, STARTED = "00000000000000ab", "00000000000000cd", 1
@@ -173,10 +173,10 @@ class ImaginedStorage:
 
     def _manifest(self, path: str) -> Manifest:
         directory, name = path.split("/")
-        step, parsed = parse_directory_name(directory), parse_rank_name(name)
+        step, parsed = parse_directory_name(directory), parse_file_name(name)
         if step not in self.steps or parsed is None or path in self._gone:
             raise FileNotFoundError(path)
-        return self._of.manifest(parsed[0], parsed[1], step)
+        return self._of.manifest(parsed[0].index, parsed[0].count, step)
 
     def get(self, path: str) -> bytes:
         with self._making_up("get"):

@@ -248,7 +248,9 @@ class SnapshotStore:
             for name in directory.manifests(share):
                 seen.add(f"{directory.name}/{name}")
                 parsed = parse_file_name(name)
-                assert parsed is not None  # it was listed as such
+                if parsed is None or name != parsed[0].manifest:
+                    problems.append(f"{self.url}/{directory.name}/{name}: not a manifest's name")
+                    continue
                 try:
                     found = self._look_at(directory.name, parsed[0])
                 except FileNotFoundError as error:

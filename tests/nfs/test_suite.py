@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE_S = 1200  # two minutes on an idle machine; ten times that on a busy one are no fault
 # Objects of several blocks, which take seconds each here, are in test_nfs.py.
 CONTRACT = "(TestStorage or TestStore) and not 1677 and not 3355"
-EVERY = int(os.environ.get("LAZYSNAP_TEST_EVERY", "20"))
+EVERY = int(os.environ.get("LAZYSNAP_TEST_EVERY", "50"))
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def opened(folder: pathlib.Path) -> Iterator[list[OpenShard]]:
 
 def assembled(*shards: OpenShard) -> Assembly:
     """Ready to be read."""
-    made = Assembly(0, lambda name, shape: ((0,) * len(shape), shape))
+    made = Assembly(shards[0].rank, lambda name, shape: ((0,) * len(shape), shape))
     for shard in shards:
         made.add(shard)
     made.want(tensor_names(shards[0].meta.state))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lazysnap.engine.assembly import Assembly, OpenShard
 from lazysnap.errors import FormatError, ShardCorrupt
 from lazysnap.keeper.node_source import FilePart, NodeSource
 from lazysnap.levels import open_store
@@ -20,17 +19,6 @@ FOLDER = golden.FOLDER_3 / directory_name(3000)
 RANKS = (2, 3, 4)
 
 
-def opened(store, entry):
-    manifest = store.read_manifest(entry)
-    reader = VerifiedReader(store.place(entry), manifest)
-
-    def read_into(offset, out):
-        out[:] = reader.read(offset, len(out))
-
-    layout = manifest.layout(reader.read(0, manifest.header_bytes), "golden")
-    return OpenShard(entry.rank, layout, manifest.meta, read_into, "golden")
-
-
 def test_the_golden_file_is_read_back_value_by_value_rank_by_rank():
     store = open_store(str(golden.FOLDER_3))
     inventory = store.inventory()
@@ -39,9 +27,11 @@ def test_the_golden_file_is_read_back_value_by_value_rank_by_rank():
         (rank, 5, "node-00001-of-00002") for rank in RANKS
     ]
     for entry in inventory.entries:
-        shard = opened(store, entry)
-        state = Assembly([shard], entry.rank).state(shard.meta, lambda name: None)
-        expected = golden.state_3(entry.rank)
+        store.verify_entry(entry)
+    with golden.opened(golden.FOLDER_3) as shards:
+        states = [golden.assembled(shard).state(shard.meta, lambda name: None) for shard in shards]
+    for rank, state in zip(RANKS, states, strict=True):
+        expected = golden.state_3(rank)
         assert state["loop"] == expected["loop"]
         for found, wanted in [
             *((state["net"][name], tensor) for name, tensor in expected["net"].items()),
@@ -49,7 +39,6 @@ def test_the_golden_file_is_read_back_value_by_value_rank_by_rank():
         ]:
             assert found.dtype is wanted.dtype
             assert torch.equal(found, wanted)
-        store.verify_entry(entry)
 
 
 def test_the_same_ranks_give_the_golden_bytes():
@@ -100,20 +89,21 @@ def test_damage_in_one_rank_leaves_the_others_readable(tmp_path):
         (tmp_path / path).write_bytes(data)
     store = open_store(str(tmp_path))
     entries = store.inventory().entries
-    spans = {entry.rank: opened(store, entry).layout.find("wide") for entry in entries}
+    with golden.opened(tmp_path) as shards:
+        spans = {shard.rank: shard.layout.find("wide") for shard in shards}
     shard = tmp_path / store.place(entries[0]).shard_path
     data = bytearray(shard.read_bytes())
     data[spans[3][1]] ^= 1
     shard.write_bytes(data)
 
-    for entry in entries:
-        shard = opened(store, entry)
-        assembly = Assembly([shard], entry.rank)
-        if entry.rank != 3:
-            assembly.state(shard.meta, lambda name: None)
-            continue
-        with pytest.raises(ShardCorrupt, match=r"node-00001-of-00002\.safetensors: block"):
-            assembly.state(shard.meta, lambda name: None)
+    with golden.opened(tmp_path) as shards:
+        for shard in shards:
+            assembly = golden.assembled(shard)
+            if shard.rank != 3:
+                assembly.state(shard.meta, lambda name: None)
+                continue
+            with pytest.raises(ShardCorrupt, match=r"node-00001-of-00002\.safetensors: block"):
+                assembly.state(shard.meta, lambda name: None)
 
 
 def manifest_bytes(change) -> bytes:
