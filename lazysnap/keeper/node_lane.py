@@ -67,56 +67,51 @@ class LeadLane(Lane):
     def _write(self, work: SlotWork, beat: Beat) -> Committed:
         faults.point("keeper.persist.begin")
         own = SlotSource(work.slot, work.status, beat)
-        self._gathering = Gathering(self._persister.team, self._level.url, CaptureKey.of(own.meta))
+        gathering = self._gather(own.meta)
+        both = _telling(beat, gathering)
+        own = SlotSource(work.slot, work.status, both)
         try:
-            return self._write_node(work.status.sequence, own, beat)
+            return self._write_node(work.status.sequence, own, gathering, both)
         except CaptureAborted:
-            self._told_dropped(own)
+            _tell_if_dropped(own, gathering)
             raise
 
-    def _told_dropped(self, own: SlotSource) -> None:
-        """Where it is this rank's own part that is gone, nothing comes after."""
-        try:
-            own.wait(0)
-        except CaptureAborted as error:
-            if self._gathering is not None:
-                self._gathering.tell(Outcome(str(error)))
-
     def _copy(self, item: Committed, beat: Beat) -> Committed:
-        self._gathering = Gathering(self._persister.team, self._level.url, CaptureKey.of(item.manifest.meta))
+        gathering = self._gather(item.manifest.meta)
+        both = _telling(beat, gathering)
         if item.entry.file is not None:
-            return super()._copy(item, self._telling(beat))
+            return super()._copy(item, both)
         faults.point("keeper.persist.cascade")
         with VerifiedReader(self._origin(item).place(item.entry), item.manifest) as reader:
-            return self._write_node(item.sequence, FilePart(reader), beat, item)
+            try:
+                return self._write_node(item.sequence, FilePart(reader), gathering, both, item)
+            except CaptureAborted as error:
+                # There is no slot here that would be looked at again: left out, and said so.
+                raise LevelUnavailable(str(error)) from error
 
-    def _telling(self, beat: Beat) -> Beat:
-        gathering = self._gathering
-        assert gathering is not None
+    def _gather(self, meta: CaptureMeta) -> Gathering:
+        # The one in use is remembered to tell what became of it; an attempt that was left behind keeps to its own.
+        gathering = self._gathering = Gathering(self._persister.team, self._level.url, CaptureKey.of(meta))
+        return gathering
 
-        def both() -> None:
-            beat()
-            gathering.move()
-
-        return both
-
-    def _write_node(self, sequence: int, own: Part, beat: Beat, item: Committed | None = None) -> Committed:
-        both = self._telling(beat)
+    def _write_node(
+        self, sequence: int, own: Part, gathering: Gathering, beat: Beat, item: Committed | None = None
+    ) -> Committed:
         with contextlib.ExitStack() as stack:
-            parts = [own, *self._others(own, beat, stack)]
+            parts = [own, *self._others(own, gathering, beat, stack)]
             parts.sort(key=lambda part: part.meta.rank)
             faults.point("keeper.node.gathered")
             source = NodeSource(parts)
             store = self._opened()
             team, metas = self._persister.team, tuple(part.meta for part in parts)
-            stack.enter_context(self._all_frozen(store, metas, both, item))
+            stack.enter_context(self._all_frozen(store, metas, beat, item))
             capture = NodeCapture(Stem.of_node(team.node, team.nodes), metas)
-            entry, manifest = store.write_entry(capture, PacedSource(source, self._pace, both), beat=both)
+            entry, manifest = store.write_entry(capture, PacedSource(source, self._pace, beat), beat=beat)
             faults.point("keeper.node.written")
         # The lead is the first of the node's ranks: the entry and the manifest are as it sees them.
         return Committed(sequence, entry, manifest, self._index)
 
-    def _others(self, own: Part, beat: Beat, stack: contextlib.ExitStack) -> Iterator[Part]:
+    def _others(self, own: Part, gathering: Gathering, beat: Beat, stack: contextlib.ExitStack) -> Iterator[Part]:
         key = CaptureKey.of(own.meta)
 
         def check() -> None:
@@ -125,11 +120,10 @@ class LeadLane(Lane):
             if self._persister.stopping:
                 raise CaptureAborted(f"step {key.step}: a trainer with other levels came")
 
-        assert self._gathering is not None
         faults.point("keeper.node.gather")
-        offers = self._gathering.offers(check, self._level.timeout_s, lambda: self._persister.is_forced, stack)
+        offers = gathering.offers(check, self._level.timeout_s, lambda: self._persister.is_forced, stack)
         for offer in offers.values():
-            yield self._part(offer, key, self._telling(beat), stack)
+            yield self._part(offer, key, beat, stack)
 
     def _part(self, offer: Offer, key: CaptureKey, beat: Beat, stack: contextlib.ExitStack) -> Part:
         part: Part
@@ -167,6 +161,24 @@ class LeadLane(Lane):
         super()._failed(step, sequence, error)
         if self._gathering is not None:
             self._gathering.tell(Outcome(str(error) or type(error).__name__))
+
+
+def _telling(beat: Beat, gathering: Gathering) -> Beat:
+    """What moves here is told to the others, too."""
+
+    def both() -> None:
+        beat()
+        gathering.move()
+
+    return both
+
+
+def _tell_if_dropped(own: SlotSource, gathering: Gathering) -> None:
+    """Where it is the lead's own part that is gone, nothing comes after."""
+    try:
+        own.wait(0)
+    except CaptureAborted as error:
+        gathering.tell(Outcome(str(error)))
 
 
 class FollowerLane(Lane):
