@@ -16,6 +16,7 @@ from lazysnap.errors import CaptureAborted, KeeperUnavailable, LevelUnavailable
 from lazysnap.keeper.gathering import Gathering, Offer, check_offer
 from lazysnap.keeper.lane import Beat, Followed, Lane, SlotWork, Waiting, Work
 from lazysnap.keeper.launch import connect_to
+from lazysnap.keeper.messages import Message
 from lazysnap.keeper.node_source import FilePart, NodeSource, Part
 from lazysnap.keeper.parts import CaptureKey, Outcome, meta_in
 from lazysnap.keeper.schedule import Committed
@@ -154,13 +155,18 @@ class LeadLane(Lane):
         assert self._gathering is not None
         facts = (item.manifest.created_ns, item.manifest.header_bytes, item.manifest.checksums)
         faults.point("keeper.node.tell")
-        self._gathering.tell(Outcome("", item.entry.location, item.entry.file or "", seconds, *facts))
+        self._tell(self._gathering, Outcome("", item.entry.location, item.entry.file or "", seconds, *facts))
         faults.point("keeper.node.told")
 
     def _failed(self, step: int, sequence: int, error: Exception) -> None:
         super()._failed(step, sequence, error)
         if self._gathering is not None:
-            self._gathering.tell(Outcome(str(error) or type(error).__name__))
+            self._tell(self._gathering, Outcome(str(error) or type(error).__name__))
+
+    def _tell(self, gathering: Gathering, outcome: Outcome) -> None:
+        with self._persister.changed:  # for those that ask later
+            self._persister.news.hear_outcome(self._level.url, gathering.key, outcome)
+        gathering.tell(outcome)
 
 
 def _telling(beat: Beat, gathering: Gathering) -> Beat:
@@ -229,28 +235,39 @@ class FollowerLane(Lane):
         return None
 
     def _idle(self, *, is_waiting: bool) -> None:
-        """When no trainer is there: does the lead still come?"""
-        if not is_waiting or not self._persister.is_forced:
+        """Ask the lead about what was not heard of for a while: its word may have gone to a keeper that died."""
+        persister, now = self._persister, time.monotonic()
+        if not is_waiting:
             self._gone = 0
-        elif time.monotonic() - self._asked > _ASK_S:
-            self._asked = time.monotonic()
-            self._gone = self._gone + 1 if self._is_lead_done() else 0
+        if not is_waiting or now - self._asked < _ASK_S:
+            return
+        self._asked = now
+        with persister.changed:
+            keys = [CaptureKey.of(meta) for meta, since in self._keys.values() if now - since > _ASK_S]
+        answer = self._ask([key.fields() for key in keys]) if keys else {}
+        with persister.changed:
+            for told in answer.get("outcomes", ()):
+                persister.news.hear_outcome(self._level.url, CaptureKey.from_message(told), Outcome.from_message(told))
+            if answer.get("outcomes"):
+                persister.changed.notify_all()
+        # While there is a trainer, a keeper that is gone is replaced.
+        self._gone = self._gone + 1 if persister.is_forced and answer.get("done") is True else 0
 
-    def _is_lead_done(self) -> bool:
+    def _ask(self, keys: list[Message]) -> Message:
+        """What the lead's keeper says of these captures; empty, if it says nothing."""
         try:
             connection = connect_to(self._persister.team.addresses[0])
-        except (KeeperUnavailable, OSError):
-            return False
-        if connection is None:
-            return True
-        with contextlib.closing(connection):
-            try:
-                connection.send({"type": "is_done"}, timeout_s=_ANSWER_S)
+            if connection is None:
+                return {"done": True}
+            with contextlib.closing(connection):
+                connection.send({"type": "is_done", "level": self._level.url, "keys": keys}, timeout_s=_ANSWER_S)
                 connection.set_receive_timeout(_ANSWER_S)
-                received = connection.receive() or []
-            except (KeeperUnavailable, OSError):
-                return False
-        return any(message.get("done") is True for message, _ in received)
+                while (received := connection.receive()) is not None:
+                    for message, _ in received:
+                        return message
+        except (KeeperUnavailable, OSError):
+            pass
+        return {}
 
     def _take(self, work: Work) -> None:
         super()._take(work)
