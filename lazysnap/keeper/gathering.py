@@ -41,7 +41,7 @@ class Gathering:
     def __init__(self, team: Team, url: str, key: CaptureKey) -> None:
         self._team = team
         self._fields = {"level": url, **key.fields()}
-        self._step = key.step
+        self.key = key
         self._connections: dict[int, Connection] = {}
         self._tried: dict[int, float] = {}
         self._moved = time.monotonic()
@@ -70,7 +70,7 @@ class Gathering:
             if waited_s > timeout_s or (lost and is_alone() and waited_s > _ALONE_S):
                 ranks = ", ".join(str(self._team.ranks[number]) for number in sorted(waiting - found.keys()))
                 raise LevelUnavailable(
-                    f"step {self._step} was not captured by rank {ranks} of this node within {waited_s:.0f} s: the "
+                    f"step {self.key.step} was not captured by rank {ranks} of this node within {waited_s:.0f} s: the "
                     "file of a node holds all of its ranks"
                 )
         return found

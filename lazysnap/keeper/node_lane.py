@@ -16,6 +16,7 @@ from lazysnap.errors import CaptureAborted, KeeperUnavailable, LevelUnavailable
 from lazysnap.keeper.gathering import Gathering, Offer, check_offer
 from lazysnap.keeper.lane import Beat, Followed, Lane, SlotWork, Waiting, Work
 from lazysnap.keeper.launch import connect_to
+from lazysnap.keeper.messages import Message
 from lazysnap.keeper.node_source import FilePart, NodeSource, Part
 from lazysnap.keeper.parts import CaptureKey, Outcome, meta_in
 from lazysnap.keeper.schedule import Committed
@@ -67,56 +68,51 @@ class LeadLane(Lane):
     def _write(self, work: SlotWork, beat: Beat) -> Committed:
         faults.point("keeper.persist.begin")
         own = SlotSource(work.slot, work.status, beat)
-        self._gathering = Gathering(self._persister.team, self._level.url, CaptureKey.of(own.meta))
+        gathering = self._gather(own.meta)
+        both = _telling(beat, gathering)
+        own = SlotSource(work.slot, work.status, both)
         try:
-            return self._write_node(work.status.sequence, own, beat)
+            return self._write_node(work.status.sequence, own, gathering, both)
         except CaptureAborted:
-            self._told_dropped(own)
+            _tell_if_dropped(own, gathering)
             raise
 
-    def _told_dropped(self, own: SlotSource) -> None:
-        """Where it is this rank's own part that is gone, nothing comes after."""
-        try:
-            own.wait(0)
-        except CaptureAborted as error:
-            if self._gathering is not None:
-                self._gathering.tell(Outcome(str(error)))
-
     def _copy(self, item: Committed, beat: Beat) -> Committed:
-        self._gathering = Gathering(self._persister.team, self._level.url, CaptureKey.of(item.manifest.meta))
+        gathering = self._gather(item.manifest.meta)
+        both = _telling(beat, gathering)
         if item.entry.file is not None:
-            return super()._copy(item, self._telling(beat))
+            return super()._copy(item, both)
         faults.point("keeper.persist.cascade")
         with VerifiedReader(self._origin(item).place(item.entry), item.manifest) as reader:
-            return self._write_node(item.sequence, FilePart(reader), beat, item)
+            try:
+                return self._write_node(item.sequence, FilePart(reader), gathering, both, item)
+            except CaptureAborted as error:
+                # There is no slot here that would be looked at again: left out, and said so.
+                raise LevelUnavailable(str(error)) from error
 
-    def _telling(self, beat: Beat) -> Beat:
-        gathering = self._gathering
-        assert gathering is not None
+    def _gather(self, meta: CaptureMeta) -> Gathering:
+        # The one in use is remembered to tell what became of it; an attempt that was left behind keeps to its own.
+        gathering = self._gathering = Gathering(self._persister.team, self._level.url, CaptureKey.of(meta))
+        return gathering
 
-        def both() -> None:
-            beat()
-            gathering.move()
-
-        return both
-
-    def _write_node(self, sequence: int, own: Part, beat: Beat, item: Committed | None = None) -> Committed:
-        both = self._telling(beat)
+    def _write_node(
+        self, sequence: int, own: Part, gathering: Gathering, beat: Beat, item: Committed | None = None
+    ) -> Committed:
         with contextlib.ExitStack() as stack:
-            parts = [own, *self._others(own, beat, stack)]
+            parts = [own, *self._others(own, gathering, beat, stack)]
             parts.sort(key=lambda part: part.meta.rank)
             faults.point("keeper.node.gathered")
             source = NodeSource(parts)
             store = self._opened()
             team, metas = self._persister.team, tuple(part.meta for part in parts)
-            stack.enter_context(self._all_frozen(store, metas, both, item))
+            stack.enter_context(self._all_frozen(store, metas, beat, item))
             capture = NodeCapture(Stem.of_node(team.node, team.nodes), metas)
-            entry, manifest = store.write_entry(capture, PacedSource(source, self._pace, both), beat=both)
+            entry, manifest = store.write_entry(capture, PacedSource(source, self._pace, beat), beat=beat)
             faults.point("keeper.node.written")
         # The lead is the first of the node's ranks: the entry and the manifest are as it sees them.
         return Committed(sequence, entry, manifest, self._index)
 
-    def _others(self, own: Part, beat: Beat, stack: contextlib.ExitStack) -> Iterator[Part]:
+    def _others(self, own: Part, gathering: Gathering, beat: Beat, stack: contextlib.ExitStack) -> Iterator[Part]:
         key = CaptureKey.of(own.meta)
 
         def check() -> None:
@@ -125,11 +121,10 @@ class LeadLane(Lane):
             if self._persister.stopping:
                 raise CaptureAborted(f"step {key.step}: a trainer with other levels came")
 
-        assert self._gathering is not None
         faults.point("keeper.node.gather")
-        offers = self._gathering.offers(check, self._level.timeout_s, lambda: self._persister.is_forced, stack)
+        offers = gathering.offers(check, self._level.timeout_s, lambda: self._persister.is_forced, stack)
         for offer in offers.values():
-            yield self._part(offer, key, self._telling(beat), stack)
+            yield self._part(offer, key, beat, stack)
 
     def _part(self, offer: Offer, key: CaptureKey, beat: Beat, stack: contextlib.ExitStack) -> Part:
         part: Part
@@ -160,13 +155,36 @@ class LeadLane(Lane):
         assert self._gathering is not None
         facts = (item.manifest.created_ns, item.manifest.header_bytes, item.manifest.checksums)
         faults.point("keeper.node.tell")
-        self._gathering.tell(Outcome("", item.entry.location, item.entry.file or "", seconds, *facts))
+        self._tell(self._gathering, Outcome("", item.entry.location, item.entry.file or "", seconds, *facts))
         faults.point("keeper.node.told")
 
     def _failed(self, step: int, sequence: int, error: Exception) -> None:
         super()._failed(step, sequence, error)
         if self._gathering is not None:
-            self._gathering.tell(Outcome(str(error) or type(error).__name__))
+            self._tell(self._gathering, Outcome(str(error) or type(error).__name__))
+
+    def _tell(self, gathering: Gathering, outcome: Outcome) -> None:
+        with self._persister.changed:  # for those that ask later
+            self._persister.news.hear_outcome(self._level.url, gathering.key, outcome)
+        gathering.tell(outcome)
+
+
+def _telling(beat: Beat, gathering: Gathering) -> Beat:
+    """What moves here is told to the others, too."""
+
+    def both() -> None:
+        beat()
+        gathering.move()
+
+    return both
+
+
+def _tell_if_dropped(own: SlotSource, gathering: Gathering) -> None:
+    """Where it is the lead's own part that is gone, nothing comes after."""
+    try:
+        own.wait(0)
+    except CaptureAborted as error:
+        gathering.tell(Outcome(str(error)))
 
 
 class FollowerLane(Lane):
@@ -217,28 +235,39 @@ class FollowerLane(Lane):
         return None
 
     def _idle(self, *, is_waiting: bool) -> None:
-        """When no trainer is there: does the lead still come?"""
-        if not is_waiting or not self._persister.is_forced:
+        """Ask the lead about what was not heard of for a while: its word may have gone to a keeper that died."""
+        persister, now = self._persister, time.monotonic()
+        if not is_waiting:
             self._gone = 0
-        elif time.monotonic() - self._asked > _ASK_S:
-            self._asked = time.monotonic()
-            self._gone = self._gone + 1 if self._is_lead_done() else 0
+        if not is_waiting or now - self._asked < _ASK_S:
+            return
+        self._asked = now
+        with persister.changed:
+            keys = [CaptureKey.of(meta) for meta, since in self._keys.values() if now - since > _ASK_S]
+        answer = self._ask([key.fields() for key in keys]) if keys else {}
+        with persister.changed:
+            for told in answer.get("outcomes", ()):
+                persister.news.hear_outcome(self._level.url, CaptureKey.from_message(told), Outcome.from_message(told))
+            if answer.get("outcomes"):
+                persister.changed.notify_all()
+        # While there is a trainer, a keeper that is gone is replaced.
+        self._gone = self._gone + 1 if persister.is_forced and answer.get("done") is True else 0
 
-    def _is_lead_done(self) -> bool:
+    def _ask(self, keys: list[Message]) -> Message:
+        """What the lead's keeper says of these captures; empty, if it says nothing."""
         try:
             connection = connect_to(self._persister.team.addresses[0])
-        except (KeeperUnavailable, OSError):
-            return False
-        if connection is None:
-            return True
-        with contextlib.closing(connection):
-            try:
-                connection.send({"type": "is_done"}, timeout_s=_ANSWER_S)
+            if connection is None:
+                return {"done": True}
+            with contextlib.closing(connection):
+                connection.send({"type": "is_done", "level": self._level.url, "keys": keys}, timeout_s=_ANSWER_S)
                 connection.set_receive_timeout(_ANSWER_S)
-                received = connection.receive() or []
-            except (KeeperUnavailable, OSError):
-                return False
-        return any(message.get("done") is True for message, _ in received)
+                while (received := connection.receive()) is not None:
+                    for message, _ in received:
+                        return message
+        except (KeeperUnavailable, OSError):
+            pass
+        return {}
 
     def _take(self, work: Work) -> None:
         super()._take(work)

@@ -8,6 +8,8 @@
              <──────────────── no_part    there is none, and never will be
       moving ────────────────>            it is still at it
       gathered ──────────────>            committed, or failed
+             <──────────────── is_done    what became of these? and is there anything more to come?
+      done ──────────────────>
 """
 
 import logging
@@ -150,6 +152,17 @@ class Desk:
         if message["type"] == "gather":
             self._asked.append((connection, url, key))
 
+    def known(self, message: Message) -> Message:
+        """The answer to a keeper for which this one is the lead. Raises: KeyError, TypeError, ValueError."""
+        persister, outcomes = self._persister(), []
+        with persister.changed:
+            for fields in message["keys"]:
+                outcome = persister.news.outcome(str(message["level"]), CaptureKey.from_message(fields))
+                if outcome is not None:
+                    outcomes.append({**fields, **outcome.fields()})
+        is_done = not self._is_training() and persister.is_drained()
+        return {"type": "done", "done": is_done, "outcomes": outcomes}
+
     def answer(self) -> None:
         """Answer what can be answered by now. Blocks: as long as a short message takes."""
         for asked in list(self._asked):
@@ -163,6 +176,8 @@ class Desk:
 
     def _answer(self, connection: Connection, url: str, key: CaptureKey) -> bool:
         persister = self._persister()
+        if not persister.levels and self._is_training():
+            return False  # its trainer is about to come
         answer: Message = {"type": "part", "level": url}
         with persister.changed:
             item = persister.file_of(key)

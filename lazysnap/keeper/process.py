@@ -176,7 +176,7 @@ class Keeper:
         elif kind == "look":
             self._holdings.show(connection)
         elif kind == "is_done":
-            connection.send({"type": "done", "done": not self._may_capture() and self._persister.is_drained()})
+            connection.send(self._desk.known(message))
         elif kind in ("gather", "moving", "gathered"):
             self._desk.take(connection, message)
         elif connection is self._trainer:

@@ -1,12 +1,16 @@
 """One file for two ranks, written by the first one's keeper: what is torn, left behind, named, or immutable."""
 
+import os
 import pathlib
+import signal
 
 import pytest
 from keeper_jobs import until
 from node_jobs import RUN, SIZES, Lead, Member, frozen_slot
 from safetensors.torch import load_file
 
+from lazysnap.arena import Word
+from lazysnap.keeper.launch import start_keeper
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
@@ -114,3 +118,31 @@ def test_immutable_tensors_that_only_one_rank_holds_are_written_for_it(make):
     assert set(plan.frozen) == {my_reference.digest, other_reference.digest}
     for [image] in plan.frozen.values():
         store.verify_entry(image)
+
+
+def test_a_keeper_that_took_a_dead_ones_place_is_waited_for_and_does_not_wait_for_what_is_over(make):
+    """What is asked for before its trainer came is not refused; what the lead was done with before is let go."""
+    lead, member = make(timeout_s=100)
+    slots = [member.adopt(5, pin=True), lead.adopt(5, pin=True)]
+    assert until(lambda: lead.told("durable") == [5])
+    assert until(lambda: member.told("durable") == [5])
+    assert until(lambda: not any(slot.status().pinned for slot in slots))
+    os.kill(member.connection.peer_pid, signal.SIGKILL)
+    member.connection.close()
+    member.events.clear()
+    # As if it had died before it noted that.
+    slots[0].set_word(Word.PIN, 1)
+    lead.adopt(6, pin=True)
+    start_keeper(member.identity)
+    assert not until(lambda: lead.told("level_failed"), 1.0)
+
+    member.start()
+    member.connection.send({"type": "adopt"}, (slots[0].fd,))
+    member.adopt(6, pin=True)
+
+    assert until(lambda: lead.told("durable") == [5, 6])
+    assert until(lambda: member.told("durable") == [6])
+    # Nobody answers under the lead's address here: else it would learn that this one is durable.
+    assert until(lambda: member.told("level_failed") == [5])
+    assert until(lambda: not slots[0].status().pinned)
+    assert lead.told("level_failed") == []
