@@ -13,15 +13,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from restarts import WARM_HEAP
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MEMORY_OF_GUEST = 1 << 30
 """Bytes that a guest needs besides the buffers of the measurement: PyTorch, a keeper, the page cache."""
 COPIES_IN_GUEST = 3
 """Image, room to read it into, and the page cache of a buffered copy."""
-
-WARM_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 26)}
-"""Makes the C library keep memory that was freed, and hand it out again with its pages in place."""
 
 sys.path.insert(0, str(ROOT / "tests" / "servers"))
 

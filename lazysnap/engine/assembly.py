@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.dtypes import DTYPES, logical_facts, logical_form
-from lazysnap.engine.filling import Wanted, bytes_of, new_tensor
+from lazysnap.engine.filling import Wanted, bytes_of
 from lazysnap.engine.fitting import Facts
 from lazysnap.errors import ShardCorrupt
 from lazysnap.shard.layout import Layout
@@ -79,7 +79,7 @@ class _Order:
 
     def new(self, stored: _Stored, rows: slice | None = None) -> torch.Tensor:
         """Read into memory of its own."""
-        made = new_tensor(stored.rows(rows)[1], stored.dtype)
+        made = torch.empty(stored.rows(rows)[1], dtype=stored.dtype)
         self.into(stored, rows, made)
         return logical_form(made, stored.logical)
 
@@ -247,7 +247,7 @@ class Assembly:
 
 
 def _box(whole: _Whole, offsets: Extent, shape: Extent, order: _Order) -> torch.Tensor:
-    out = new_tensor(shape, whole.dtype)
+    out = torch.empty(shape, dtype=whole.dtype)
     for overlap in overlaps(distinct(whole.pieces), offsets, shape):
         stored = whole.stored[overlap.piece.rank]
         rows, *rest = overlap.source or (None,)  # a tensor without dimensions has none

@@ -11,11 +11,7 @@ from functools import partial
 
 import torch
 
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.workers import Workers
-
-_MAPPED_FROM = 1 << 20
-"""Bytes; what is smaller comes from torch, as a process may not have mappings without end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,16 +52,6 @@ def fill(wanted: Sequence[Wanted], block_bytes: int, block: Block, threads: int)
                 one.out[first - one.offset : last - one.offset].copy_(found[first - start : last - start])
 
     Workers[None](min(threads, len(parts)), "lazysnap-fill").run(partial(take, index) for index in sorted(parts))
-
-
-def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory of its own, of any content, page-aligned if it is large."""
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    if size < _MAPPED_FROM:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(map_anonymous(size), dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
