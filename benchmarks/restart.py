@@ -323,7 +323,7 @@ def main() -> None:
     if job.method.startswith("lazysnap"):
         import lazysnap.engine  # noqa: F401
     if job.method == "dcp":
-        import torch.distributed.checkpoint.state_dict  # noqa: F401
+        import torch.distributed.checkpoint.state_dict
     if job.options is not None:
         import fsspec
 

@@ -3,10 +3,9 @@
 import os
 import time
 
+import peft
 import pytest
 import torch
-
-peft = pytest.importorskip("peft", reason="peft (with transformers) is not among the packages that tests install")
 
 TIMEOUT_S = 60
 WIDTH = 400
