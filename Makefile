@@ -4,6 +4,7 @@
 #   make test    lint, types, import layers, tests
 #   make bench   what a snapshot stalls and costs (BENCH="--params 100m --threads 2" for the large one)
 #   make levels  rates of memory, disk, NFS and S3 beside their raw limits, losses at a sudden death (LEVELS="--size-mb 64")
+#   make restore seconds from the start of a process to its first step, beside Lightning and DCP (RESTORE="--size 30m")
 #   make scale   cost with many ranks: counted with 2 to 8, simulated up to 16,384 (SCALE="--simulated 8,512")
 #   make lint    lint, types, import layers
 #   make format  let ruff format the code
@@ -22,13 +23,14 @@ PYTEST ?=
 DEMO ?=
 BENCH ?= --params small
 LEVELS ?=
+RESTORE ?=
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
-.PHONY: help demo test lint format bench levels scale clean
+.PHONY: help demo test lint format bench levels restore scale clean
 
 help:
-	@sed -n '2,11s/^# \{0,1\}//p' Makefile
+	@sed -n '2,12s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/kill_and_resume.py $(DEMO)
@@ -51,6 +53,9 @@ bench: $(VENV)/.dev
 
 levels: $(VENV)/.dev
 	$(BIN)/python benchmarks/levels.py $(LEVELS)
+
+restore: $(VENV)/.dev
+	$(BIN)/python benchmarks/restore.py $(RESTORE)
 
 scale: $(VENV)/.dev
 	$(BIN)/python benchmarks/scale.py $(SCALE)

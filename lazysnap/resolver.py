@@ -54,6 +54,16 @@ class Inventory:
     problems: tuple[str, ...] = ()
 
 
+def joined(parts: Sequence[Inventory]) -> Inventory:
+    """One of a level that was looked at in parts."""
+    return Inventory(
+        parts[0].level,
+        tuple(entry for part in parts for entry in part.entries),
+        tuple(image for part in parts for image in part.frozen),
+        tuple(problem for part in parts for problem in part.problems),
+    )
+
+
 @dataclass(frozen=True)
 class RestartPlan:
     """One snapshot, and for each rank the levels that offer its shard, fastest first."""

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of boundaries."""
+"""Python's garbage collector, kept out of boundaries and restores."""
 
 import contextlib
 import gc

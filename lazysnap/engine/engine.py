@@ -174,7 +174,8 @@ class SnapshotEngine:
         """Tell that optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
 
         ``force``: capture it also between the steps that ``every_n_steps`` names (the last one, or before an exit).
-        Does not block on copies, storage or the keeper; with several ranks the first one is collective, the others not.
+        Does not block on copies, storage or the keeper. With several ranks the first one is collective, the others not;
+        where storage holds all slots, it waits at most ``gate_timeout_s`` for one: no rank leaves a step out alone.
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node. Nothing else.
         """

@@ -4,6 +4,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from lazysnap.config import PersistentLevel
@@ -15,7 +16,7 @@ from lazysnap.levels.listing import Listing
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.verified import VerifiedReader
-from lazysnap.resolver import Entry, FrozenEntry, Inventory
+from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
 from lazysnap.shard.layout import Layout
 
 _Beat = Callable[[], None]
@@ -46,13 +47,24 @@ class LevelReader:
         """Start to open the level: packages are imported, sessions made. Does not block."""
         Attempt(lambda beat: self._open(), f"opening {shown(self.url)}")
 
-    def names(self, *, marked: bool) -> Listing:
-        """What the level has by its name alone. Blocks, raises: as ``inventory``."""
-        return self._attempt(f"listing {shown(self.url)}", lambda beat: self._open().listing(marked=marked))
+    def begin_names(self, *, marked: bool) -> Callable[[], Listing]:
+        """Start to list what the level has by its name alone. Does not block; what is returned waits for it.
 
-    def look(self, listing: Listing, share: tuple[int, int]) -> Inventory:
-        """What a share of that offers. Blocks, raises: as ``inventory``."""
-        return self._attempt(f"looking at {shown(self.url)}", lambda beat: self._open().inventory(listing, share))
+        It raises: LevelHangs; whatever the storage's package raises.
+        """
+        return self._begin(f"listing {shown(self.url)}", lambda beat: self._open().listing(marked=marked))
+
+    def begin_look(self, listing: Listing, share: tuple[int, int]) -> Callable[[], Inventory]:
+        """Start to find out what a share of that offers; as ``begin_names``."""
+
+        def work(beat: _Beat) -> Inventory:
+            found = [Inventory(self.url, problems=listing.problems)]
+            for directory in listing.directories:
+                found.append(self._open().inventory(Listing((directory,)), share))
+                beat()
+            return joined(found)
+
+        return self._begin(f"looking at {shown(self.url)}", work)
 
     def open(self, entry: Entry, where: str, stack: contextlib.ExitStack) -> OpenShard:
         """A shard to read ranges of, verified block by block, and leased until ``stack`` ends. Raises: as ``read``."""
@@ -78,8 +90,11 @@ class LevelReader:
 
         return OpenShard(rank, layout, reader.manifest.meta, read, where)
 
+    def _begin(self, what: str, work: Callable[[_Beat], _Result]) -> Callable[[], _Result]:
+        return partial(Attempt(work, what).result, self._level.timeout_s)
+
     def _attempt(self, what: str, work: Callable[[_Beat], _Result]) -> _Result:
-        return Attempt(work, what).result(self._level.timeout_s)
+        return self._begin(what, work)()
 
 
 def _fill(reader: VerifiedReader, wanted: Sequence[Wanted], beat: _Beat) -> None:

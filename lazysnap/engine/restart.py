@@ -19,6 +19,7 @@ import torch
 
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
+from lazysnap.engine.collector import collector_paused
 from lazysnap.engine.names import check_name
 from lazysnap.engine.part import BadShard, Part, PartReader
 from lazysnap.engine.reading import LevelReader
@@ -201,7 +202,8 @@ class _Search:
         def read() -> list[Any]:
             mismatch = failure = ""
             try:
-                parts.append(self._read(plan, self._world.rank % plan.world_size))
+                with collector_paused():
+                    parts.append(self._read(plan, self._world.rank % plan.world_size))
             except StateMismatch as error:
                 mismatch = str(error)
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like

@@ -17,7 +17,7 @@ from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.world import World
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
-from lazysnap.resolver import Entry, FrozenEntry, Inventory
+from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
 from lazysnap.topology import Place
 
 
@@ -51,17 +51,21 @@ class Survey:
     def _names(self, problems: list[str]) -> list[Any]:
         place = self._world.place
         mine = []
-        for url, level in self._levels.items():
-            if place.rank == 0 or (place.local_rank == 0 and is_path(url)):
-                try:
-                    mine.append([url, level.names(marked=is_path(url)).to_fields()])
-                except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-                    problems.append(f"{shown(url)} passed over: {error}")
+        begun = [
+            (url, level.begin_names(marked=is_path(url)))
+            for url, level in self._levels.items()
+            if place.rank == 0 or (place.local_rank == 0 and is_path(url))
+        ]
+        for url, listing in begun:
+            try:
+                mine.append([url, listing().to_fields()])
+            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+                problems.append(f"{shown(url)} passed over: {error}")
         return mine
 
     def _mine(self, sites: list[Site], problems: list[str]) -> list[Any]:
         rank = self._world.rank
-        found = []
+        begun, found = [], []
         for site in sites:
             if rank not in site.members:
                 continue
@@ -70,8 +74,10 @@ class Survey:
             share = (site.members.index(rank), len(site.members))
             # What the listing met is told once.
             listing = site.listing if share[0] == 0 else dataclasses.replace(site.listing, problems=())
+            begun.append((site, self._levels[site.url].begin_look(listing, share)))
+        for site, looked in begun:
             try:
-                inventory = self._levels[site.url].look(listing, share)
+                inventory = looked()
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
                 problems.append(f"{shown(site.url)} passed over: {error}")
                 continue
@@ -109,15 +115,7 @@ def merged(inventories: list[Inventory]) -> list[Inventory]:
     by_level: dict[str, list[Inventory]] = defaultdict(list)
     for inventory in inventories:
         by_level[inventory.level].append(inventory)
-    return [
-        Inventory(
-            level,
-            tuple(entry for one in found for entry in one.entries),
-            tuple(image for one in found for image in one.frozen),
-            tuple(problem for one in found for problem in one.problems),
-        )
-        for level, found in by_level.items()
-    ]
+    return [joined(found) for found in by_level.values()]
 
 
 def fields_of(inventory: Inventory) -> dict[str, Any]:
