@@ -1,7 +1,7 @@
 """From what the levels hold to what a restart may restore. Pure: values in, a plan out."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
