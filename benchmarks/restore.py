@@ -22,7 +22,7 @@ from typing import Any
 
 from places import LEVELS, NotHere, opened
 from ratios import Lines, spread, table
-from restarts import PHASES, SIZES
+from restarts import METHODS, PHASES, SIZES
 from rich.console import Console
 
 console = Console(stderr=True)
@@ -102,7 +102,7 @@ def measure_all(args: argparse.Namespace, note: Callable[[dict[str, Any]], None]
             # Several processes in the guest: each with its own copy of the state.
             with opened(level, args.directory, 2 * STATE_BYTES[args.size]) as place:
                 arguments = ["--size", args.size, "--rounds", str(args.rounds), "--ranks", args.ranks]
-                arguments += ["--forget", str(place.directory)]
+                arguments += ["--methods", args.methods, "--forget", str(place.directory)]
                 for line in place.run("restarts", arguments, args.timeout_s):
                     note(line)
         except (NotHere, RuntimeError, TimeoutError, OSError) as error:
@@ -115,6 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="100m", help="of the model")
     parser.add_argument("--levels", default=",".join(LEVELS), help="of " + ", ".join(LEVELS))
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, sharded by FSDP2 if there are several")
+    parser.add_argument("--methods", default=",".join(METHODS), help="of " + ", ".join(METHODS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; default: TMPDIR")
     parser.add_argument("--out", type=Path, default=Path("runs/restore"))
@@ -124,6 +125,9 @@ def parse() -> argparse.Namespace:
     unknown = set(args.levels) - set(LEVELS)
     if unknown:
         parser.error(f"--levels: {', '.join(sorted(unknown))} is not one of {', '.join(LEVELS)}")
+    unknown = set(args.methods.split(",")) - set(METHODS)
+    if unknown:
+        parser.error(f"--methods: {', '.join(sorted(unknown))} is not one of {', '.join(METHODS)}")
     if args.rounds < 1 or not all(one.isdecimal() and int(one) for one in args.ranks.split(",")):
         parser.error("--rounds and each of --ranks must be at least 1")
     if args.directory is not None:

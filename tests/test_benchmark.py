@@ -203,3 +203,19 @@ def test_the_cost_of_many_ranks_is_counted_and_simulated(tmp_path):
         # Together one copy: each half of it, and what is each rank's own.
         assert max(line["shard_bytes"]) < 0.51 * line["bytes_per_snapshot"]
     assert {line["ranks"] for line in lines if line["measure"] == "restart"} == {8, 16}
+
+
+@pytest.mark.slow
+def test_restarts_are_measured_phase_by_phase(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "restore.py"), "--size", "tiny", "--levels", "memory,local"]
+    command += ["--methods", "lazysnap", "--ranks", "1", "--rounds", "1", "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(line["measure"], line.get("level")) for line in lines] == [
+        ("machine", None),
+        ("restore", "memory"),
+        ("restore", "local"),
+    ], result.stderr[-3000:]
+    for line in lines[1:]:
+        assert line["total"][0] == pytest.approx(sum(line[phase][0] for phase in ("imports", "build", "load", "step")))
