@@ -160,7 +160,12 @@ class _Work:
                 self._copied.location = other.location
                 self._name(other, entry.names)
                 return
-            if found.meta.captured_ns > manifest.meta.captured_ns and self._is_sound(other, found, lambda _: None):
+            is_alike = (other.file is None) == (entry.file is None)  # one rank says nothing of those beside it
+            if (
+                is_alike
+                and found.meta.captured_ns > manifest.meta.captured_ns
+                and self._is_sound(other, found, lambda _: None)
+            ):
                 self._copied.state, self._copied.location = "newer there", other.location
                 return
         written: list[Entry] = []

@@ -69,7 +69,7 @@ class _Order:
 
     def __init__(self) -> None:
         self._wanted: dict[OpenShard, list[Wanted]] = defaultdict(list)
-        self._after: list[Callable[[], object]] = []
+        self._after: dict[OpenShard, list[Callable[[], object]]] = defaultdict(list)
 
     def into(self, stored: _Stored, rows: slice | None, out: torch.Tensor) -> None:
         """Read into a contiguous tensor, whose dtype stands in the shard as it is."""
@@ -83,16 +83,18 @@ class _Order:
         self.into(stored, rows, made)
         return logical_form(made, stored.logical)
 
-    def after(self, work: Callable[[], object]) -> None:
-        """When all is read."""
-        self._after.append(work)
+    def after(self, stored: _Stored, work: Callable[[], object]) -> None:
+        """When what is wanted of its shard is read."""
+        self._after[stored.shard].append(work)
 
     def carry_out(self) -> None:
         """Blocks. Raises: what the shards raise."""
-        for shard, wanted in self._wanted.items():
+        while self._wanted:
+            shard, wanted = self._wanted.popitem()
             shard.fill(wanted)
-        for work in self._after:
-            work()
+            # What was read beside its place goes with its shard: of all shards together it could be the whole state.
+            for work in self._after.pop(shard, ()):
+                work()
 
 
 @dataclass
@@ -140,8 +142,11 @@ class Assembly:
         self.names = frozenset(names)
         for name in sorted(self.names):
             self._missing[name] = None
-            self._asked[self._aliases.get(name, name)].add(name)
+            self._asked[self._stored_name(name)].add(name)
         self._look_again(list(self._asked))
+
+    def _stored_name(self, name: str) -> str:
+        return name if name in self._own else self._aliases.get(name, name)
 
     @property
     def missing(self) -> Collection[str]:
@@ -150,7 +155,7 @@ class Assembly:
 
     def pieces(self, name: str) -> Sequence[Piece]:
         """Where parts of a tensor were found."""
-        whole = self._wholes.get(self._aliases.get(name, name))
+        whole = self._wholes.get(self._stored_name(name))
         return whole.pieces if whole is not None else ()
 
     def gap(self, name: str, axis: int) -> int:
@@ -161,6 +166,8 @@ class Assembly:
         """One more image. Raises: ShardCorrupt, if it does not fit the others."""
         renamed = []
         for alias, name in shard.meta.aliases.items():
+            if shard.rank != self._rank and "scope" not in shard.meta.tensors.get(name, {}):
+                continue  # what is tied on another rank alone need not be here
             if self._aliases.setdefault(alias, name) == name and alias in self._missing:
                 self._asked[alias].discard(alias)
                 self._asked[name].add(alias)
@@ -214,7 +221,8 @@ class Assembly:
         """Dtype and global shape of every tensor, by its name and its further names."""
         found: dict[str, Facts] = {name: (whole.dtype, whole.shape) for name, whole in self._own.items()}
         found.update({name: (whole.dtype, whole.shape) for name, whole in self._wholes.items()})
-        found.update({alias: found[name] for alias, name in self._aliases.items() if name in found})
+        aliases = self._aliases.items()
+        found.update({alias: found[name] for alias, name in aliases if name in found and alias not in self._own})
         return found
 
     def state(self, meta: CaptureMeta, target: Callable[[str], "torch.Tensor | None"]) -> dict[str, Any]:
@@ -232,7 +240,7 @@ class Assembly:
         return state
 
     def _tensor(self, name: str, target: "torch.Tensor | None", order: _Order) -> torch.Tensor:
-        stored_name = self._aliases.get(name, name)
+        stored_name = self._stored_name(name)
         whole = self._own.get(stored_name) or self._wholes.get(stored_name)
         if whole is None:
             if isinstance(target, DTensor) and is_empty_part(target):
@@ -258,7 +266,7 @@ def _box(whole: _Whole, offsets: Extent, shape: Extent, order: _Order) -> torch.
         # What the other dimensions leave out is read and dropped.
         box = (slice(None), *rest) if overlap.source else ()
         part = order.new(stored, rows)[box]
-        order.after(partial(out[overlap.target].copy_, part))
+        order.after(stored, partial(out[overlap.target].copy_, part))
     return out
 
 

@@ -10,7 +10,7 @@ import torch
 from lazysnap.engine.assembly import Assembly, OpenShard, is_empty_part, wanted_box
 from lazysnap.engine.fitting import check_fits
 from lazysnap.engine.holders import Holders, complete
-from lazysnap.engine.shards import ShardOpener
+from lazysnap.engine.shards import BadImage, ShardOpener
 from lazysnap.engine.world import World
 from lazysnap.errors import LazySnapError, ShardCorrupt
 from lazysnap.resolver import Entry, RestartPlan
@@ -59,7 +59,10 @@ class PartReader:
         where = f"step {plan.step}"
         mine = self._open(plan, chosen[own])
         meta = mine[0].meta
-        named = tensor_names(meta.state)
+        try:
+            named = tensor_names(meta.state)
+        except ShardCorrupt as error:
+            raise BadShard(chosen[own], error) from error
         target = target_of(self._source, expected, named)
         assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape))
         holders = Holders(chosen, *self._nearby(plan), partial(self._owner, plan, target))
@@ -71,7 +74,9 @@ class PartReader:
             holders.take(rank)
 
         add(own)
-        assembly.want(name for name in named if not is_empty_part(target(name)))
+        # Of a live tensor the shape is known; optimizer state may have another one than its parameter.
+        live = set(held_names(expected, named).values())
+        assembly.want(name for name in named if name not in live or not is_empty_part(target(name)))
         # Each shard is opened by some rank: what is wanted by none would else be lost without a word.
         for rank in range(self._world.rank, plan.world_size, self._world.size):
             if rank != own and rank in chosen:
@@ -81,7 +86,7 @@ class PartReader:
         check_fits(dict.fromkeys(named) | assembly.facts(), expected, where)
         try:
             return Part(assembly.state(meta, target), sorted(levels), meta.parameters)
-        except BadShard:
+        except (BadShard, BadImage):
             raise
         except LazySnapError as error:
             raise BadShard(chosen[own], error) from error

@@ -79,8 +79,12 @@ class LevelReader:
             store = self._open()
             manifest = store.read_manifest(entry)
             beat()
-            reader = VerifiedReader(store.place(entry), manifest)
-            return reader, manifest.layout(reader.read(0, manifest.header_bytes), where)
+            with contextlib.ExitStack() as until_read:
+                reader = until_read.enter_context(VerifiedReader(store.place(entry), manifest))
+                beat()  # nobody may wait any more
+                layout = manifest.layout(reader.read(0, manifest.header_bytes), where)
+                until_read.pop_all()
+            return reader, layout
 
         reader, layout = self._attempt(f"opening {where}", work)
         stack.callback(reader.close)

@@ -23,7 +23,7 @@ from lazysnap.engine.collector import collector_paused
 from lazysnap.engine.names import check_name
 from lazysnap.engine.part import BadShard, Part, PartReader
 from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.shards import ShardOpener
+from lazysnap.engine.shards import BadImage, ShardOpener
 from lazysnap.engine.snapshot import MEMORY, Snapshot
 from lazysnap.engine.survey import Survey, fields_of, inventory_of
 from lazysnap.engine.world import World
@@ -72,7 +72,7 @@ def fetch(which: int | str, told: Restart) -> Snapshot | None:
         search = _Search(told, stack)
         snapshot = None
         for tries_left in reversed(range(_LISTINGS)):
-            search.problems = []
+            search.forget()
             inventories = search.inventories()
             plans = candidates(inventories, step=step, name=name)
             with contextlib.suppress(Vanished):  # on all ranks
@@ -103,10 +103,16 @@ class _Search:
         for level in levels.values():
             level.begin_open()
         self._survey = Survey(told.world, levels)
-        self._parts = PartReader(told.source, told.world, ShardOpener(levels, self._visit, stack, self._passed_over))
+        self._opener = ShardOpener(levels, self._visit, stack, self._passed_over)
+        self._parts = PartReader(told.source, told.world, self._opener)
         self._visits: dict[int, MemoryHoldings] = {}
         self._gone = False
         self.problems: list[str] = []
+
+    def forget(self) -> None:
+        """What was passed over: everything is looked at anew."""
+        self.problems = []
+        self._opener.forget()
 
     def _passed_over(self, problem: str) -> None:
         self.problems.append(problem)
@@ -242,6 +248,8 @@ class _Search:
             chosen = self._choose(plan, own, bad)
             try:
                 return self._parts.read(plan, chosen)
+            except BadImage as error:  # another source of it is tried, as long as there are any
+                self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)
             except BadShard as error:
                 bad.add(error.entry)
                 self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)

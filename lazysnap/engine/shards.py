@@ -4,12 +4,13 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from lazysnap.engine.assembly import OpenShard
 from lazysnap.engine.filling import Wanted, fill
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.snapshot import MEMORY
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import LazySnapError, ShardCorrupt
 from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
@@ -18,6 +19,11 @@ from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 
 Failure = Callable[[Exception], Exception]
+
+
+class BadImage(LazySnapError):
+    """A source of immutable tensors that turned out to be no good while it was read; it is not offered again."""
+
 
 _THREADS = min(4, os.cpu_count() or 1)
 """For memory: either of comparing and copying is as fast as a core."""
@@ -69,9 +75,9 @@ class ShardOpener:
         return _mapped(image, meta, item.checksums, where)
 
     def open_frozen(self, wanted: FrozenReference, plan: RestartPlan, rank: int) -> OpenShard:
-        """The immutable tensors that rank ``rank`` refers to, from the fastest place where they verify. Blocks.
+        """The immutable tensors that rank ``rank`` refers to, from the fastest place that is not known as bad. Blocks.
 
-        Raises: ShardCorrupt, if there is none.
+        Raises: ShardCorrupt, if there is none. Reading them raises BadImage: then ask again.
         """
         entries = plan.frozen.get(wanted.digest, ())
         for entry in entries:
@@ -80,16 +86,27 @@ class ShardOpener:
                 continue
             try:
                 if entry not in self._opened:
-                    self._opened[entry] = self._frozen(entry, wanted, where)
+                    refuse = partial(self._refuse, entry, where)
+                    self._opened[entry] = _failing_as(self._frozen(entry, wanted, where), refuse)
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-                self._refused[entry] = str(error)
-                self._note(f"{where} passed over: {error}")
+                self._refuse(entry, where, error)
                 continue
             return replace(self._opened[entry], rank=rank)
         reasons = "; ".join(self._refused[entry] for entry in entries)
         raise ShardCorrupt(
             f"the immutable tensors {wanted.digest} are nowhere whole: {reasons or 'they are not there'}"
         )
+
+    def _refuse(self, entry: FrozenEntry, where: str, error: Exception) -> BadImage:
+        self._opened.pop(entry, None)
+        self._refused[entry] = str(error)
+        self._note(f"{where} passed over: {error}")
+        return BadImage(str(error))
+
+    def forget(self) -> None:
+        """The levels are listed again: what was no good may be there by now."""
+        self._opened.clear()
+        self._refused.clear()
 
     def _frozen(self, entry: FrozenEntry, wanted: FrozenReference, where: str) -> OpenShard:
         if entry.level != MEMORY:

@@ -9,7 +9,7 @@ MEMORY = "memory"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot read back. Its tensors are its own: nothing else writes to their memory."""
+    """A snapshot read back. Its tensors are its own: nothing else writes to their memory. Tied ones are one tensor."""
 
     state: dict[str, Any] = field(repr=False)
     """What ``StateSource.collect`` returned at that boundary."""

@@ -20,6 +20,8 @@ _RETRY_S = 0.2
 _ALONE_S = 3.0
 """How long a keeper that does not answer is waited for when no trainer is there to start another one."""
 _TELL_ATTEMPTS = 5
+_LATE = 0.1
+"""Part of the deadline for those that were late before: each capture holds slots of all ranks while it waits."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,12 @@ class Offer:
 class Gathering:
     """One capture at one level. ``beat`` and ``close`` may be called from several threads, the rest from one."""
 
-    def __init__(self, team: Team, url: str, key: CaptureKey) -> None:
+    def __init__(self, team: Team, url: str, key: CaptureKey, late: set[int] | None = None) -> None:
+        """``late``: local ranks that came too late the last time, kept by the caller: others do not wait as long for
+        them until they answer once.
+        """
         self._team = team
+        self._late = set() if late is None else late
         self._fields = {"level": url, **key.fields()}
         self.key = key
         self._connections: dict[int, Connection] = {}
@@ -65,9 +71,12 @@ class Gathering:
                 offer = self._read(number, stack)
                 if offer is not None:
                     found[number] = offer
+                    self._late.discard(number)
             waited_s = time.monotonic() - started
             lost = waiting - self._connections.keys()
-            if waited_s > timeout_s or (lost and is_alone() and waited_s > _ALONE_S):
+            patience_s = timeout_s * (_LATE if waiting <= self._late else 1)
+            if waited_s > patience_s or (lost and is_alone() and waited_s > _ALONE_S):
+                self._late.update(waiting)
                 ranks = ", ".join(str(self._team.ranks[number]) for number in sorted(waiting - found.keys()))
                 raise LevelUnavailable(
                     f"step {self.key.step} was not captured by rank {ranks} of this node within {waited_s:.0f} s: the "

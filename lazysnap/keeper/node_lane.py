@@ -38,6 +38,8 @@ _PASSED_S = 2.0
 """How long the lead may take to come back to a capture."""
 _GONE_TIMES = 3
 """So often in a row the lead's keeper must be found to be done, or gone, before nothing is expected of it any more."""
+_MOST_TIMES = 10
+"""Deadlines that a lead which lives may take."""
 
 
 def lane_for(persister: "Persister", index: int) -> Lane:
@@ -53,6 +55,8 @@ class LeadLane(Lane):
     def __init__(self, persister: "Persister", index: int) -> None:
         super().__init__(persister, index)
         self._gathering: Gathering | None = None
+        self._late: set[int] = set()
+        """Local ranks that did not answer in time, the last time."""
         self._lent: dict[str, Slot] = {}
         """Immutable tensors of the other ranks."""
 
@@ -92,7 +96,8 @@ class LeadLane(Lane):
 
     def _gather(self, meta: CaptureMeta) -> Gathering:
         # The one in use is remembered to tell what became of it; an attempt that was left behind keeps to its own.
-        gathering = self._gathering = Gathering(self._persister.team, self._level.url, CaptureKey.of(meta))
+        gathering = Gathering(self._persister.team, self._level.url, CaptureKey.of(meta), self._late)
+        self._gathering = gathering
         return gathering
 
     def _write_node(
@@ -134,7 +139,10 @@ class LeadLane(Lane):
         else:
             part = FilePart(self._file(offer, key, stack))
         if CaptureKey.of(part.meta) != key:
-            raise CaptureAborted(f"the capture of step {key.step} was dropped by another rank of this node")
+            problem = f"the capture of step {key.step} was dropped by another rank of this node"
+            raise CaptureAborted(problem) if offer.slot is not None else LevelUnavailable(problem)
+        if part.meta.rank not in self._persister.team.ranks:
+            raise LevelUnavailable(f"a keeper of this node offers rank {part.meta.rank}, which is none of its ranks")
         if offer.frozen is not None and part.meta.frozen is not None:
             self._lent[part.meta.frozen.digest] = offer.frozen
         return part
@@ -230,7 +238,8 @@ class FollowerLane(Lane):
             return Outcome(f"{lead} has left step {key.step} out")
         if self._gone >= _GONE_TIMES:
             return Outcome(f"{lead} has no step {key.step}, or its memory is lost")
-        if time.monotonic() - max(since, persister.news.last_sign(url, key)) > self._level.timeout_s:
+        now, patience_s = time.monotonic(), self._level.timeout_s
+        if now - max(since, persister.news.last_sign(url, key)) > patience_s or now - since > _MOST_TIMES * patience_s:
             return Outcome(f"{lead} was not heard of for {self._level.timeout_s:g} s")
         return None
 
@@ -250,6 +259,9 @@ class FollowerLane(Lane):
                 persister.news.hear_outcome(self._level.url, CaptureKey.from_message(told), Outcome.from_message(told))
             if answer.get("outcomes"):
                 persister.changed.notify_all()
+            if answer.get("done") is False:  # it lives, and what it is at may take its time: copying, reading back
+                for key in keys:
+                    persister.news.hear_sign(self._level.url, key)
         # While there is a trainer, a keeper that is gone is replaced.
         self._gone = self._gone + 1 if persister.is_forced and answer.get("done") is True else 0
 

@@ -190,14 +190,13 @@ class Persister:
 
     def file_of(self, key: CaptureKey) -> Committed | None:
         """Where a capture has a file of its own."""
-        for item in self._committed.values():
-            if item.entry.file is None and CaptureKey.of(item.manifest.meta) == key:
-                return item
-        return None
+        known = (item for item in self._committed.values() if item.entry.file is None)
+        found = (item for item in known if CaptureKey.of(item.manifest.meta) == key)
+        return max(found, key=lambda item: item.sequence, default=None)  # the last, if a step was passed twice
 
     def slot_of(self, key: CaptureKey) -> tuple[Slot, CaptureMeta, int] | None:
         """The slot that holds a capture, whole or filling, and the capture's number."""
-        for slot in self._offered():
+        for slot in sorted(self._offered(), key=lambda slot: slot.status().sequence, reverse=True):
             status = slot.status()
             if status.step != key.step or not phase_counts(status.phase):
                 continue

@@ -185,16 +185,17 @@ def _sound_steps(
     for step, one in sorted(found.newest.items(), reverse=True):
         if len(sound) == level.keep_last:
             break
-        read: set[Stem] = set()
+        read: set[tuple[str, Stem]] = set()
         for entry in found.mine(one):
             is_shard = False
             try:
                 if read_back:
                     store.check_frozen(entry, beat)
                     is_shard = True
-                    if stem_of(entry) not in read and not store.is_sound(entry):
+                    file = (entry.location, stem_of(entry))
+                    if file not in read and not store.is_sound(entry):
                         store.verify_entry(entry, beat)
-                    read.add(stem_of(entry))
+                    read.add(file)
             except (FormatError, FileNotFoundError) as error:
                 logger.warning("%s: step %d does not count, and nothing is deleted for it: %s", store.url, step, error)
                 damaged[step] = str(error)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-_STEM = re.compile(r"(rank|node)-(\d{5,})-of-(\d{5,})")
+_STEM = re.compile(r"(rank|node)-(\d{5,10})-of-(\d{5,10})")
 _SUFFIXES = ("safetensors", "json")
 
 
