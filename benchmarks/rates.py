@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 from media import BLOCK, PAGE, BufferedFile, DirectFile, S3Client
 
 from lazysnap.levels import open_store
-from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.source import MemorySource
 from lazysnap.resolver import Entry
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -118,7 +117,7 @@ class Ours:
     def delete(self, number: int) -> None:
         """Manifest, then shard."""
         entry, _ = self._written.pop(number)
-        ShardPlace(self.store.storage, entry.location, 0, 1).delete()
+        self.store.place(entry).delete()
         os.sync()
 
 

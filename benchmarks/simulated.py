@@ -12,6 +12,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.engine.assembly import Assembly, OpenShard
 from lazysnap.engine.holders import Holders, complete
 from lazysnap.engine.survey import fields_of, inventory_of, merged, sites_of
+from lazysnap.levels.retention import Share
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, Inventory, candidates
 from lazysnap.shard.layout import Layout
@@ -162,7 +163,7 @@ def retention(ranks: int) -> dict[str, Any]:
     storage = ImaginedStorage(ranks, range(1, KEPT + 2), Small())
     store = SnapshotStore(storage)
     level = PersistentLevel("imagined", keep_last=KEPT)
-    share = (rank, ranks)
+    share = Share.of_rank(rank, ranks)
     store.retain(level, imagined.RUN, share=share)
     storage.steps = [*storage.steps[1:], KEPT + 2]  # the others deleted theirs, too
     storage.asked.clear()

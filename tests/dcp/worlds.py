@@ -44,6 +44,7 @@ class Worlds:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
+        self._process.kill()  # the end of its input may not reach it: what was forked meanwhile holds the pipe, too
         self._process.wait(60)
         self._process.stdout.close()
 

@@ -59,6 +59,7 @@ class Zygote:
 
     def close(self) -> None:
         self.process.stdin.close()
+        self.process.kill()  # the end of its input may not reach it: what was forked meanwhile holds the pipe, too
         self.process.wait(60)
         self.process.stdout.close()
 

@@ -63,7 +63,9 @@ class Zygote:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(10)
+        # The end of its input may not reach it: what was forked meanwhile holds the pipe, too.
+        self.process.kill()
+        self.process.wait(60)
         self.process.stdout.close()
         shutil.rmtree(self.bytecode, ignore_errors=True)
 

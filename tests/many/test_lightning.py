@@ -28,6 +28,7 @@ class Fit:
     def __init__(self, zygote, root, *, levels):
         self.zygote, self.root, self.runs = zygote, root, 0
         self.levels = [str(root / "level")] if levels else []
+        self.nodes = ()
 
     @property
     def place(self):

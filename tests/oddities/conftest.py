@@ -37,6 +37,8 @@ class Zygote:
 
     def close(self):
         self.process.stdin.close()
+        # The end of its input may not reach it: what was forked meanwhile holds the pipe, too.
+        self.process.kill()
         self.process.wait(60)
         self.process.stdout.close()
 

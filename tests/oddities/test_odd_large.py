@@ -1,5 +1,7 @@
 """Beyond 4 GiB: offsets in a slot, in a file, in ranges that are read; over memory and files that are mostly holes."""
 
+import contextlib
+import functools
 import mmap
 import os
 import shutil
@@ -12,7 +14,9 @@ from lazysnap.capture.copier import copy_eager
 from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import make_plan
 from lazysnap.dcp import SnapshotReader
-from lazysnap.engine.image import Image, check_fits, decode_state
+from lazysnap.engine.assembly import Assembly, OpenShard
+from lazysnap.engine.filling import fill
+from lazysnap.engine.fitting import check_fits
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels import open_store
@@ -84,10 +88,19 @@ def test_tensors_behind_4_gib_stand_where_the_header_says(large, slot):
 
 
 def test_a_state_is_decoded_from_an_image_of_more_than_4_gib(large, slot):
-    image = Image.parse(slot.image[: large.plan.layout.size_bytes], large.meta(), "slot")
+    image = slot.image[: large.plan.layout.size_bytes]
+    layout = Layout.parse(image, len(image), "slot")
 
-    check_fits([image], {name: tensor for name, tensor in large.source.expected().items()}, "slot")
-    state = decode_state([image])
+    @contextlib.contextmanager
+    def block(index):
+        yield image[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+
+    read = functools.partial(fill, block_bytes=BLOCK_BYTES, block=block, threads=2)
+    shard = OpenShard(0, layout, large.meta(), read, "slot")
+    assembly = Assembly(0, lambda name, shape: ((0,) * len(shape), shape))
+    assembly.add(shard)
+    check_fits(assembly.facts(), large.source.expected(), "slot")
+    state = assembly.state(shard.meta, lambda name: None)
 
     for name, found in state["model"].items():
         assert torch.equal(found, getattr(large.model, name)), name

@@ -90,6 +90,7 @@ class Network(Host):
         return super().popen("nsenter", "-t", str(self._holder.pid), "-n", *command, **options)
 
     def close(self) -> None:
+        self._holder.kill()  # the end of its input may not reach it: what was forked meanwhile holds the pipe, too
         self._holder.communicate(timeout=DEADLINE_S)
 
 
