@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lazysnap.capture.plan import Key
+from lazysnap.engine.board import Board
 from lazysnap.engine.partition import Partition
 from lazysnap.errors import WaitTimeout
 from lazysnap.state.walk import Walk
@@ -184,6 +185,13 @@ class World:
                 raise
             self._shares = len({common[place.rank] for place in self.places if place.node == self.place.node}) == 1
         return partition if self._shares else Partition(walked, (), self.place)
+
+    def board(self) -> Board:
+        """Where ranks tell each other what needs no collective; each call connects anew. Blocks: one round trip.
+
+        Raises: BoardUnavailable.
+        """
+        return Board(self._group.get_group_store(), self._timeout.total_seconds())
 
     def ends(self) -> bool:
         """Whether all ranks came to the end of their training. Collective. Blocks: until the deadline."""
