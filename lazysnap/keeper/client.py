@@ -5,6 +5,7 @@ thread reads ``slots`` and ``poll_events`` and sends short notes; it waits only 
 deadline.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -66,7 +67,11 @@ class KeeperClient:
     # ---------------------------------------------------------------- connecting
 
     def start(self) -> None:
-        """Connect in the background, starting a keeper if there is none. Never raises; does not block."""
+        """Connect in the background, starting a keeper if there is none, for captures. Never raises; does not block."""
+        self._slots.want()
+        self._begin()
+
+    def _begin(self) -> None:
         with self._changed:
             if self._closing or (self._thread is not None and self._thread.is_alive()):
                 return
@@ -79,7 +84,7 @@ class KeeperClient:
 
         Raises: JobBusy, if another trainer of this job is attached; KeeperUnavailable.
         """
-        self.start()
+        self._begin()
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._connection is None:
@@ -199,6 +204,7 @@ class KeeperClient:
     def reserve(self, meta_capacity: int, image_capacity: int, count: int) -> None:
         """Ask for ``count`` slots. Does not block; they show up in ``slots``, or a ``MemoryRefused`` in the events."""
         self._wanted = (meta_capacity, image_capacity, count)
+        self._slots.want()
         self._reserve()
 
     def _reserve(self) -> None:
@@ -224,10 +230,6 @@ class KeeperClient:
         """A capture began. A hint: the words in the slot are the truth."""
         self._note({"type": "begun", "step": step})
 
-    def captured(self, slot: Slot, step: int) -> None:
-        """A capture is whole. A hint."""
-        self._note({"type": "captured", "step": step})
-
     def _note(self, message: Message) -> None:
         connection = self._connection
         if connection is None:
@@ -240,10 +242,8 @@ class KeeperClient:
 
     @staticmethod
     def _cut(connection: Connection) -> None:
-        try:
+        with contextlib.suppress(OSError):
             connection.sock.shutdown(2)
-        except OSError:
-            return
 
     def poll_events(self) -> list[KeeperEvent]:
         """What happened since the last call."""
@@ -340,11 +340,11 @@ class KeeperClient:
         """
         if not self._config.levels:
             return True
-        if progress is not None:
-            progress(0, len(self._config.levels))
+        tell, count = progress or (lambda done, of: None), len(self._config.levels)
+        tell(0, count)
         reply = self._ask({"type": "drain"}, timeout_s)
-        if progress is not None and reply is not None:
-            progress(len(self._config.levels), len(self._config.levels))
+        if reply is not None:
+            tell(count, count)
         return reply is not None and bool(reply["ok"])
 
     # ---------------------------------------------------------------- ending

@@ -12,13 +12,26 @@ logger = logging.getLogger(__name__)
 
 
 class MappedSlots:
-    """Not thread-safe but for its own populating threads: they, like the caller, hold ``lock``."""
+    """Not thread-safe but for ``want`` and its own populating threads: they take ``lock``, the caller holds it."""
 
     def __init__(self, lock: threading.Condition) -> None:
         self._lock = lock
         self._slots: dict[int, Slot] = {}
         self._ready: set[Slot] = set()
         self._orphans: list[Slot] = []
+        self._waiting: list[Slot] = []
+        self._is_wanted = False
+
+    def want(self) -> None:
+        """Captures will come: from now on pages are put in place for them, in the background.
+
+        Not before: beside a restart, which only reads, that takes a processor and the lock of the address space; a
+        restore of 1.2 GB took twice as long.
+        """
+        with self._lock:
+            self._is_wanted = True
+            while self._waiting:
+                self._begin_populating(self._waiting.pop())
 
     def get(self, number: int) -> Slot | None:
         """The slot that the keeper calls ``number``; good for reading."""
@@ -44,7 +57,12 @@ class MappedSlots:
             logger.warning("%s", error)
             return
         self._slots[number] = slot
-        # In a thread of its own: a restart that only wants to read need not wait for it.
+        if self._is_wanted:
+            self._begin_populating(slot)
+        else:
+            self._waiting.append(slot)
+
+    def _begin_populating(self, slot: Slot) -> None:
         threading.Thread(target=self._populate, args=(slot,), name="lazysnap-populate", daemon=True).start()
 
     def _populate(self, slot: Slot) -> None:
@@ -71,6 +89,7 @@ class MappedSlots:
         slot = self._slots.pop(number, None)
         if slot is not None:
             self._ready.discard(slot)
+            self._waiting = [other for other in self._waiting if other is not slot]
             weakref.finalize(slot, os.close, slot.fd)
 
     def orphan_all(self) -> None:
@@ -85,7 +104,7 @@ class MappedSlots:
     def take_all(self) -> list[Slot]:
         """Forget all slots and return them, for the caller to close."""
         self.orphan_all()
-        slots, self._orphans = self._orphans, []
+        slots, self._orphans, self._waiting = self._orphans, [], []
         self._ready.clear()
         return slots
 

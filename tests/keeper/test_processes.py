@@ -44,6 +44,21 @@ def test_a_killed_trainers_newest_capture_waits_in_memory_for_the_next_trainer(j
     assert all(whole for _, _, whole, _ in second.inventory())
 
 
+def test_who_only_reads_gets_no_pages_for_captures_until_it_asks_for_them(job):
+    first = job.trainer()
+    first.capture(step=1)
+    first.kill()
+
+    second = job.trainer(reserve=0)
+    assert [whole for _, _, whole, _ in second.inventory()] == [True]
+    second.join_populating()
+
+    assert second.slots() == 0
+    second.start()
+    second.join_populating()
+    assert second.slots() == 3
+
+
 def test_a_capture_in_progress_dies_with_its_trainer(job):
     first = job.trainer()
     first.capture(step=1)

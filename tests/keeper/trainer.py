@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 
 from lazysnap.arena import SlotPhase, Word
@@ -47,6 +48,13 @@ class Trainer:
 
     def start(self):
         self.client.start()
+        return True
+
+    def join_populating(self):
+        """Wait for the threads that put pages in place."""
+        for thread in threading.enumerate():
+            if thread.name == "lazysnap-populate":
+                thread.join(TIMEOUT_S)
         return True
 
     def inventory(self):
@@ -91,10 +99,9 @@ class Trainer:
         return True
 
     def commit(self):
-        slot, image, step = self.open
+        slot, image, _ = self.open
         slot.image[: len(image)] = image
         slot.commit()
-        self.client.captured(slot, step)
         return True
 
     def discard(self):
