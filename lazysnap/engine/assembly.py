@@ -5,6 +5,7 @@ stored piece that overlaps a wanted box contributes (the way of torch's own resh
 added until nothing is missing: of thousands a rank opens the few that hold what it wants.
 """
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.pieces import Cover, Extent, Piece, distinct, extent_of, overlaps, volume
 from lazysnap.state.codec import decode, tensor_names
-from lazysnap.state.sharding import box_of, like
+from lazysnap.state.modules import is_uninitialised
+from lazysnap.state.sharding import box_of, like, local_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,13 +251,27 @@ class Assembly:
         box = wanted_box(target, whole.shape)
         key = (stored_name, *box)
         if key not in self._made:  # else it was tied to another one: the same again
-            self._made[key] = _box(whole, *box, order)
+            self._made[key] = _box(whole, _room(box[1], whole, target), box[0], order)
         found = self._made[key]
         return like(target, found) if is_part(target, whole.shape) else found
 
 
-def _box(whole: _Whole, offsets: Extent, shape: Extent, order: _Order) -> torch.Tensor:
-    out = torch.empty(shape, dtype=whole.dtype)
+def _room(shape: Extent, whole: _Whole, target: "torch.Tensor | None") -> torch.Tensor:
+    """Where a tensor is put together: on the device of the live one that it is to fill, so that copies to the device
+    overlap with reading and comparing.
+
+    Optimizer state is given to the optimizer as it is; of parameters the device holds two until the restart is over, as
+    much as their gradients will take. Where it has no room, and for scalars (``step`` of most optimizers stays on the
+    CPU), it is host memory.
+    """
+    if target is not None and shape and not is_uninitialised(target) and tuple(target.shape) == whole.shape:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return torch.empty(shape, dtype=whole.dtype, device=local_of(target).device)
+    return torch.empty(shape, dtype=whole.dtype)
+
+
+def _box(whole: _Whole, out: torch.Tensor, offsets: Extent, order: _Order) -> torch.Tensor:
+    shape = tuple(out.shape)
     for overlap in overlaps(distinct(whole.pieces), offsets, shape):
         stored = whole.stored[overlap.piece.rank]
         rows, *rest = overlap.source or (None,)  # a tensor without dimensions has none

@@ -9,7 +9,10 @@ MEMORY = "memory"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot read back. Its tensors are its own: nothing else writes to their memory. Tied ones are one tensor."""
+    """A snapshot read back. Its tensors are its own: nothing else writes to their memory. Tied ones are one tensor.
+
+    They lie on the devices of the live tensors that they are for; scalars, and what no device has room for, on the CPU.
+    """
 
     state: dict[str, Any] = field(repr=False)
     """What ``StateSource.collect`` returned at that boundary."""
