@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # n
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
 from lazysnap import LazySnapshotCallback, MemoryLevel, PersistentLevel, SnapshotConfig  # noqa: E402
 
@@ -46,16 +47,20 @@ class Net(pl.LightningModule):
     def __init__(self, place: pathlib.Path, *, is_zero: bool) -> None:
         super().__init__()
         self.place, self.is_zero = place, is_zero
-        self.first = torch.nn.Linear(5, 9)
+        self.first = torch.nn.Linear(5, 10)
         self.drop = torch.nn.Dropout(0.3)
-        self.second = torch.nn.Linear(9, 1)
+        self.second = torch.nn.Linear(10, 1)
         self.register_buffer("seen", torch.zeros(5))
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.first.weight, DTensor):
-            for layer in (self.first, self.second):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+        if not isinstance(self.trainer.strategy, ModelParallelStrategy) or isinstance(self.first.weight, DTensor):
+            return
+        across, within = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        if within.size() > 1:
+            parallelize_module(self, within, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        if across.size() > 1:
+            for part in (self.first, self.second, self):
+                fully_shard(part, mesh=across)
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
         numbers, values = batch
@@ -117,8 +122,9 @@ class Ending(pl.Callback):
 
 
 def make_strategy(name: str, world: int) -> object:
-    if name == "fsdp2":
-        return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+    within = {"fsdp2": 1, "tp": world, "fsdp2+tp": 2}
+    if name in within:
+        return ModelParallelStrategy(data_parallel_size=world // within[name], tensor_parallel_size=within[name])
     if name in ("ddp", "zero"):
         return DDPStrategy(find_unused_parameters=True)
     return "auto" if world == 1 else name

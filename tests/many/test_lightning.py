@@ -10,7 +10,7 @@ import sys
 import pytest
 from jobs import HERE, PRELOADED, Zygote
 
-STRATEGIES = ("ddp", "fsdp2")
+STRATEGIES = (("ddp", 2), ("fsdp2", 2), ("tp", 2), ("fsdp2+tp", 4))
 BATCH, SAMPLES = 3, 48
 TIMEOUT_S = 100
 
@@ -91,20 +91,21 @@ def make_fit(lightning_zygote, tmp_path, end_keepers):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_killed_it_goes_on_from_memory_and_without_memory_from_storage(make_fit, end_keepers, strategy):
+@pytest.mark.parametrize(("strategy", "world"), STRATEGIES)
+def test_killed_it_goes_on_from_memory_and_without_memory_from_storage(make_fit, end_keepers, strategy, world):
     whole, cut = make_fit("whole"), make_fit("cut", levels=True)
-    assert whole.run(strategy, 2) == [0, 0], whole.output()
-    assert 0 not in cut.run(strategy, 2, die_at={"0": 5, "1": 5}), cut.output()
-    assert 0 not in cut.run(strategy, 2, die_at={"1": 11}), cut.output()
+    assert whole.run(strategy, world) == [0] * world, whole.output()
+    # An epoch has 8 steps where two ranks, or pairs of ranks, share the data, and 16 where all have the same.
+    assert 0 not in cut.run(strategy, world, die_at=dict.fromkeys(map(str, range(world)), 5)), cut.output()
+    assert 0 not in cut.run(strategy, world, die_at={"1": 11}), cut.output()
 
-    assert ["from memory" in log for log in cut.logs()] == [True, True], cut.logs()
+    assert ["from memory" in log for log in cut.logs()] == [True] * world, cut.logs()
     end_keepers(cut)
-    assert cut.run(strategy, 2) == [0, 0], cut.output()
+    assert cut.run(strategy, world) == [0] * world, cut.output()
 
-    assert [f"from {cut.levels[0]}" in log for log in cut.logs()] == [True, True], cut.logs()
+    assert [f"from {cut.levels[0]}" in log for log in cut.logs()] == [True] * world, cut.logs()
     assert cut.results() == whole.results()
-    for rank in range(2):
+    for rank in range(world):
         again = cut.trace(rank)
         assert again == whole.trace(rank)[-len(again) :]
 
