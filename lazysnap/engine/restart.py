@@ -108,6 +108,12 @@ class _Search:
         self._visits: dict[int, MemoryHoldings] = {}
         self._gone = False
         self.problems: list[str] = []
+        stack.callback(self._let_go)
+
+    def _let_go(self) -> None:
+        """Mapped memory goes now, and not when garbage is collected."""
+        self._visits.clear()
+        self._opener.forget()
 
     def forget(self) -> None:
         """What was passed over: everything is looked at anew."""

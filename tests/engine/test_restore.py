@@ -1,5 +1,6 @@
 """Nothing is handed out that does not verify, and what is passed over is named."""
 
+import gc
 import os
 import shutil
 import signal
@@ -46,6 +47,23 @@ def test_nothing_there_is_none_and_leaves_the_model_alone(job, tmp_path):
 
     assert training.engine.restore("latest") is None
     assert torch.equal(training.model[0].weight, before)
+
+
+def test_an_engine_that_is_closed_maps_no_slot_any_more_whatever_was_fetched(job, tmp_path):
+    first = job.start(tmp_path, memory=MEMORY)
+    first.run(1, 1)
+    assert first.engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
+    first.engine.abandon()
+    second = job.start(tmp_path, memory=MEMORY, ready=False)
+    gc.disable()
+    try:
+        snapshot = second.engine.fetch()
+        second.engine.close()
+        with open("/proc/self/maps") as file:
+            assert "lazysnap-slot" not in file.read()
+    finally:
+        gc.enable()
+    assert snapshot.level == "memory"
 
 
 @pytest.mark.parametrize("where", [9, 5000, -1])
