@@ -201,6 +201,7 @@ class SnapshotEngine:
             except Exception as error:  # noqa: BLE001  whatever a capture meets, training goes on
                 self._events.note_once("capture", "step %d is not captured: %s: %s", step, type(error).__name__, error)
                 began = self._recorder.skip("error")
+            self._recorder.passed(step)
             if began:
                 self._statistics.boundary.add(time.perf_counter() - started)
             return began
