@@ -27,9 +27,11 @@ class Ballot:
     def __str__(self) -> str:
         return f"{self.agreed} {self.candidate} {self.lead}"
 
-    def raised(self, passed: int, every: int) -> "Ballot":
-        """Not this candidate: a later one, by a rank that is past step ``passed``. Called sooner than the last one."""
-        lead = min(self.lead + 1, _MOST_LEAD)
+    def raised(self, passed: int, every: int, *, is_late: bool) -> "Ballot":
+        """Not this candidate: a later one, by a rank that is past step ``passed``. ``is_late``: it heard too late of
+        this one, so candidates are to be called sooner.
+        """
+        lead = min(self.lead + is_late, _MOST_LEAD)
         return Ballot(self.agreed, max(self.candidate + every, next_candidate(passed, every, lead)), lead)
 
     def carried(self, passed: int, every: int) -> "Ballot":

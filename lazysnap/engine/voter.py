@@ -30,6 +30,8 @@ class Voter:
         self._world_size = world_size
         self._every = every
         self._ballot: Ballot | None = None
+        self._is_late = False
+        """Whether this rank was past the candidate when it heard of it."""
         self._joined: int | None = None
         """The last candidate that this rank counted itself for, or may have."""
         self._count: int | None = None
@@ -58,7 +60,7 @@ class Voter:
             if self._count is None:
                 # It may have been counted, so it must not count again: this candidate can come to nothing any more,
                 # unless all were counted already; then it is too late to call another one.
-                return self._ask(board, key, str(ballot), str(ballot.raised(passed, self._every)))
+                return self._raise(board, key, ballot, passed)
             if self._count < self._world_size:
                 return self._ask(board, key, "?", "?")
             faults.point("engine.agreement.agree")
@@ -70,8 +72,7 @@ class Voter:
             return False
         if presence is Presence.WHOLE and self._marks.keeps(ballot.candidate):
             return self._join(board, key, ballot.candidate)
-        faults.point("engine.agreement.raise")
-        return self._ask(board, key, str(ballot), str(ballot.raised(passed, self._every)))
+        return self._raise(board, key, ballot, passed)
 
     def _join(self, board: Board, key: str, candidate: int) -> bool:
         faults.point("engine.agreement.join")
@@ -79,6 +80,10 @@ class Voter:
         self._count = board.add(f"{key}/{candidate}")
         faults.point("engine.agreement.joined")
         return True
+
+    def _raise(self, board: Board, key: str, ballot: Ballot, passed: int) -> bool:
+        faults.point("engine.agreement.raise")
+        return self._ask(board, key, str(ballot), str(ballot.raised(passed, self._every, is_late=self._is_late)))
 
     def _ask(self, board: Board, key: str, expected: str, desired: str) -> bool:
         answer = board.swap(key, expected, desired)
@@ -88,6 +93,8 @@ class Voter:
         told, before = Ballot.of(answer), self._ballot
         self._ballot = told
         self._marks.learn(told)
+        if before is None or told.candidate != before.candidate:
+            self._is_late = self.passed is not None and self.passed >= told.candidate
         if before is not None and told.candidate > before.candidate and answer == desired:
             board.forget(f"{key}/{before.candidate}")
         return told != before

@@ -12,9 +12,11 @@ import ctypes
 import datetime
 import hashlib
 import json
+import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -132,6 +134,32 @@ def talk(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
     write("told", *(f"{number}:{len(text)}" for number, text in told))
 
 
+def stay_behind(paces: int, by: list[int], step: int, last: int) -> None:
+    """Let another rank be ahead: ``by`` names it, and by how many steps."""
+    rank, ahead = by
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = os.pread(paces, 8, 8 * rank)
+        if found and struct.unpack("<q", found)[0] >= min(step + ahead, last):
+            return
+        time.sleep(0.001)
+    raise TimeoutError(f"rank {rank} did not come to step {step + ahead}")
+
+
+def listen(text: str) -> threading.Event:
+    """Is set by a line of the log that holds ``text``."""
+    said = threading.Event()
+
+    class Listener(logging.StreamHandler):
+        def emit(self, record: logging.LogRecord) -> None:
+            super().emit(record)
+            if text in record.getMessage():
+                said.set()
+
+    logging.getLogger("lazysnap").addHandler(Listener())
+    return said
+
+
 def live_on(host: str) -> None:
     """Be on another machine, as far as this process and the keeper that it starts can tell: by its name."""
     if ctypes.CDLL(None, use_errno=True).unshare(0x04000000):  # CLONE_NEWUTS
@@ -159,10 +187,11 @@ def main() -> None:
     write("pid", os.getpid())
     write("up", 0, time.monotonic())
 
+    said = listen(settings["await_log"]) if "await_log" in settings else threading.Event()
     if world > 1 or kind != "plain":
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{settings['meeting']}" if settings["meeting"] else "env://",
+            init_method=settings.get("init", f"file://{settings['meeting']}") if settings["meeting"] else "env://",
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=settings.get("timeout_s", 30)),
@@ -198,7 +227,10 @@ def main() -> None:
     write("keeper", start, engine._client._connection.peer_pid)
     engine.prepare()
     engine.wait_ready(timeout_s=30)
+    paces = os.open(f"{settings['result']}-paces", os.O_RDWR | os.O_CREAT, 0o600)
     for step in range(start + 1, settings["steps"] + 1):
+        if "behind" in settings and step > start + 1:  # the first boundary is collective
+            stay_behind(paces, settings["behind"], step, settings["steps"])
         # The same data whatever the world: each rank takes its part of the global batch.
         generator = torch.Generator().manual_seed(step)
         # Ranks of one tensor-parallel group work on the same part.
@@ -224,11 +256,16 @@ def main() -> None:
             engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
+        os.pwrite(paces, struct.pack("<q", step), 8 * rank)
+        if engine._recorder.agreement is not None:
+            write("agreed", engine._recorder.agreement.marks.agreed, len(engine._client.slots()))
         write("collectives", engine._world.exchanges)
         if settings.get("die_at") == step and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             write("died", step, time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         if settings.get("stop_at") == step:
+            if "await_log" in settings:
+                write("awaited", said.wait(30))
             write("stopped", step, digest(model, optimizer), torch.rand((), dtype=torch.float64).item())
             if settings.get("wait_durable"):
                 write("durable", step, engine.wait(step, until="durable", timeout_s=20))
