@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from lazysnap import faults
 from lazysnap.arena import Check, Slot, SlotPhase, Word, capacity_fits
@@ -13,7 +14,7 @@ from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.agreement import Agreement
 from lazysnap.engine.captures import Captures
-from lazysnap.engine.estimate import estimate_image_bytes
+from lazysnap.engine.estimate import bytes_of_one, bytes_of_share, estimate_image_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
 from lazysnap.engine.meta import MetaWriter
@@ -72,6 +73,8 @@ class Recorder:
         self._last_pinned: int | None = None
         self._keepers_lost = 0
         self.encoded_once = False
+        self.is_promised = False
+        """Whether somebody waited until captures can begin, and none began yet."""
         self._agrees = False
         """Whether all ranks agree on what they have, in words."""
         self._resumed = (0, -1)
@@ -103,14 +106,12 @@ class Recorder:
         """Ask for memory before the first boundary. Does not block."""
         if self._plan is None:
             self.frozen.prepare()
-        # With several ranks the size of this one's part is known at the first boundary.
-        if self._reserved is None and self._world is None:
-            self._reserve(estimate_image_bytes(self._source, self.frozen.names))
+        if self._reserved is None:
+            size = bytes_of_one if self._world is None else bytes_of_share(self._replicated(), self._world.place)
+            self._reserve(estimate_image_bytes(self._source, self.frozen.names, size))
 
     def is_ready(self) -> bool:
         """Whether every slot is there, and what every capture refers to."""
-        if self._world is not None and self._plan is None:
-            return not self.frozen.is_awaited()
         return len(self._client.slots()) >= self._slots_needed() and not self.frozen.is_awaited()
 
     def _slots_needed(self) -> int:
@@ -172,12 +173,14 @@ class Recorder:
         if self._world is None:
             return self._plain(walked)
         if self._partition is None or not self._partition.holds_for(walked):
-            # Between two averagings of local SGD no rank's parameters are those of another, in whatever wrapper.
             check_walk(walked)
-            alike = [] if self._config.averaging_period is not None else list(self._source.replicated_parameters())
-            self._partition = self._world.settle(walked, replicated_keys(alike, self._source.optimizers()))
+            self._partition = self._world.settle(walked, replicated_keys(self._replicated(), self._source.optimizers()))
             self._lazy = self._partition.lazy_keys(walked, lazy_keys(self._source))
         return self._partition.apply(walked)
+
+    def _replicated(self) -> list[Parameter]:
+        # Between two averagings of local SGD no rank's parameters are those of another, in whatever wrapper.
+        return [] if self._config.averaging_period is not None else list(self._source.replicated_parameters())
 
     def _plain(self, walked: Walk) -> Walk:
         """One rank alone holds all of every DTensor (a mesh of one)."""
@@ -258,13 +261,22 @@ class Recorder:
         if meta_bytes > self._meta_capacity:
             self._meta_capacity = 2 * meta_bytes
         needed = plan.layout.size_bytes
-        slots = [
-            slot
-            for slot in self._client.slots()
-            if capacity_fits(slot.image_capacity, needed) and slot.meta_capacity >= meta_bytes
-        ]
+
+        def fitting() -> list[Slot]:
+            there = self._client.slots()
+            fits = [one for one in there if capacity_fits(one.image_capacity, needed)]
+            return [one for one in fits if one.meta_capacity >= meta_bytes]
+
+        slots = fitting()
         if not slots:
             self._reserve(needed)
+            # Their size was estimated; who waited for them is not to lose the first capture over that.
+            deadline = time.monotonic() + (self._config.gate_timeout_s if self.is_promised else 0.0)
+            while not slots and time.monotonic() < deadline and not self._log.is_open("memory"):
+                time.sleep(0.001)
+                self._log.drain(self._client.poll_events())
+                slots = fitting()
+        self.is_promised = False
         plan.forget(slots)
         return slots
 
