@@ -234,6 +234,12 @@ def main() -> None:
         (beat if kind == "beat" else talk)(rank, settings["collective_timeout_s"], write)
         os._exit(0)
     model = build(kind, world, settings)
+    if settings.get("no_board"):
+
+        def clone(_: object) -> None:
+            raise RuntimeError("this store cannot be asked beside training")
+
+        dist.PrefixStore.clone = clone
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = Hoarder(trained, lr=1e-2) if "hoard" in settings else torch.optim.AdamW(trained, lr=1e-2)
     if "hoard" in settings:

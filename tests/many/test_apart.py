@@ -112,3 +112,17 @@ def test_where_the_rank_that_holds_the_store_dies_the_others_train_on_and_what_w
     assert reached > 0
     assert set(job.run("plain", 3, look=True, **APART)) == {0}, job.output()
     assert resumed(job) >= reached
+
+
+@pytest.mark.parametrize(("period", "text"), [(4, "each keeps the 4 newest ones"), ("never", "no step in common")])
+def test_where_one_rank_cannot_ask_the_store_all_fall_back_to_counting_and_say_so_once(make_job, period, text):
+    job = make_job(levels=[])
+
+    codes = job.run("plain", 2, by_rank={"1": {"no_board": True}}, period=period, stop_at=8)
+
+    assert codes == [9, 9], job.output()
+    assert job.output().count("the process group's store cannot be asked by all ranks") == 2
+    assert job.output().count(text) == 2
+    assert job.events("agreed") == []
+    assert set(job.run("plain", 2, look=True)) == {0}, job.output()
+    assert resumed(job) > 0
