@@ -48,8 +48,7 @@ class Agreement:
 
     def wake(self) -> None:
         """Look again, if there may be something to tell. Hot."""
-        candidate = self.marks.candidate
-        if candidate is not None and self._voter.passed is not None and self._voter.passed >= candidate:
+        if self._voter.has_to_tell():
             self._wake.set()
 
     def close(self) -> None:

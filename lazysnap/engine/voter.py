@@ -45,6 +45,11 @@ class Voter:
             return True
         return self._ballot is not None and self.passed < self._ballot.candidate
 
+    def has_to_tell(self) -> bool:
+        """Whether this rank came to the candidate and did not say yet what it has of it."""
+        ballot = self._ballot
+        return ballot is not None and not self.is_idle() and self._joined != ballot.candidate
+
     def act(self, board: Board, key: str) -> bool:
         """Ask what is to be asked now. Whether anything moved, so that it may be worth asking on at once.
 
