@@ -4,7 +4,7 @@ import logging
 import threading
 
 from lazysnap.arena import Check, SlotPhase, Word
-from lazysnap.engine.board import Board, BoardUnavailable
+from lazysnap.engine.board import BoardUnavailable
 from lazysnap.engine.marks import Marks
 from lazysnap.engine.voter import Presence, Voter
 from lazysnap.engine.world import World
@@ -35,7 +35,9 @@ class Agreement:
         self.marks = Marks(base, client.newest_sequence())
         self._voter = Voter(self.marks, self._look, world.size, every)
         self._wake = threading.Event()
-        self._over = False
+        self._over = threading.Event()
+        self._failures = 0
+        """In a row: how often the board did not answer."""
         self._thread: threading.Thread | None = None
 
     def passed(self, step: int) -> None:
@@ -53,7 +55,7 @@ class Agreement:
 
     def close(self) -> None:
         """Let it end. Blocks: until its present question is answered, at most some seconds."""
-        self._over = True
+        self._over.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(_END_S)
@@ -61,44 +63,38 @@ class Agreement:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        pause, is_lost = _AGAIN_S[0], False
-        while not self._over:
+        while not self._over.is_set():
             try:
-                board = self._world.board()
-                if is_lost:
-                    logger.info("ranks agree on snapshots in memory again")
-                pause, is_lost = _AGAIN_S[0], False
-                self._agree(board)
+                self._agree()
             except BoardUnavailable as error:
-                if not is_lost and not self._over:
+                if not self._failures and not self._over.is_set():
                     logger.warning(
                         "ranks agree on no newer snapshot in memory, the last one (step %s) is kept, training goes on: "
                         "%s",
                         self.marks.agreed if self.marks.agreed >= 0 else "none",
                         error,
                     )
-                is_lost = True
-                self._sleep(pause)
-                pause = min(2 * pause, _AGAIN_S[1])
+                # Not woken by boundaries: they come more often than a store that is away should be asked.
+                self._over.wait(min(_AGAIN_S[0] * 2**self._failures, _AGAIN_S[1]))
+                self._failures = min(self._failures + 1, 10)
             except Exception:  # the rim of the thread
                 logger.exception("the agreement on snapshots in memory ended; training goes on")
                 return
 
-    def _agree(self, board: Board) -> None:
+    def _agree(self) -> None:
+        board = self._world.board()
         least = max(_POLL_S, _POLL_S_PER_RANK * self._world.size)
         pause = least
-        while not self._over:
+        while not self._over.is_set():
             if self._voter.act(board, self._key):
-                pause = least
+                if self._failures:
+                    logger.info("ranks agree on snapshots in memory again")
+                pause, self._failures = least, 0
                 continue
             # Until this rank comes to the candidate nobody needs to hear from it, nor it from them.
-            self._sleep(None if self._voter.is_idle() else pause)
+            self._wake.wait(None if self._voter.is_idle() else pause)
+            self._wake.clear()
             pause = min(1.5 * pause, _SLOWER * least)
-
-    def _sleep(self, pause_s: float | None) -> None:
-        if not self._over:
-            self._wake.wait(pause_s)
-        self._wake.clear()
 
     def _look(self, step: int) -> Presence:
         slots = self._client.slots()
