@@ -139,10 +139,11 @@ class SnapshotConfig:
     """How long an optimizer step waits for an unfinished copy before that snapshot is dropped."""
     keeper_timeout_s: float = 20.0
     """How long to wait for the keeper to start or answer where its answer is needed (restart, drain)."""
-    averaging_period: int | None = None
-    """With local SGD, where ranks synchronise by averaging their weights: steps from one averaging to the next. Ranks
-    may drift apart by so many steps, so memory keeps ``averaging_period / every_n_steps`` snapshots more (none if both
-    are equal). Default: gradients are averaged at every step."""
+    averaging_period: int | Literal["never"] | None = None
+    """With local SGD, where ranks synchronise by averaging their weights: steps from one averaging to the next, or
+    ``"never"``, if the ranks train apart. They may drift apart by so many steps; up to ``2 * every_n_steps`` memory
+    keeps ``averaging_period / every_n_steps`` snapshots (no more than usual), beyond that the ranks agree on one that
+    all have, through the process group's store, beside training. Default: gradients are averaged at every step."""
     collective_timeout_s: float = 300.0
     """With several ranks: how long one that is silent is waited for when all make their engines, resume, plan their
     first snapshot, and close. The time that reading takes does not count."""
@@ -182,6 +183,11 @@ class SnapshotConfig:
             raise ConfigError("SnapshotConfig.redundancy: no scheme is available in this version; leave it None")
         if self.job_id is not None and (not isinstance(self.job_id, str) or not self.job_id.strip()):
             raise ConfigError(f"SnapshotConfig.job_id must be a non-empty string, got {self.job_id!r}")
-        _check_positive("SnapshotConfig", "averaging_period", self.averaging_period, optional=True)
+        if self.averaging_period is not None and self.averaging_period != "never":
+            period = self.averaging_period
+            if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+                raise ConfigError(
+                    f'SnapshotConfig.averaging_period must be an integer >= 1, "never" or None, got {period!r}'
+                )
         for name in ("gate_timeout_s", "keeper_timeout_s", "collective_timeout_s", "flush_budget_s", "drain_timeout_s"):
             _check_seconds("SnapshotConfig", name, getattr(self, name))

@@ -18,6 +18,7 @@ from lazysnap.engine.collector import collector_paused
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.names import check_name
 from lazysnap.engine.recorder import Recorder
+from lazysnap.engine.refusal import together
 from lazysnap.engine.restart import Restart, fetch, part_ways
 from lazysnap.engine.snapshot import Snapshot
 from lazysnap.engine.statistics import Statistics
@@ -101,19 +102,24 @@ class SnapshotEngine:
         """``fetch``, then load into the live objects and continue that run. ``None``: nothing there, start fresh.
 
         ``which``: ``"latest"``, a step, or a name that ``keep`` gave. Blocks; collective with several ranks.
-        Raises: as ``fetch``; UnsupportedState, as ``prepare``; what ``load_state_dict`` raises.
+        Raises: as ``fetch``; UnsupportedState, as ``prepare``; what ``load_state_dict`` raises. With several ranks each
+        of them, what one of them met; errors that are not of this package as StateError.
         """
-        check_kinds(self._source.expected().items())
+        self.together("checking the model", lambda: check_kinds(self._source.expected().items()))
         snapshot = self.fetch(which)
         if snapshot is None:
             logger.info("no snapshot found: starting fresh")
             return None
-        check_order(self._source, snapshot.parameters)
-        self._source.load(snapshot.state)
+        self.together("checking the optimizers", lambda: check_order(self._source, snapshot.parameters))
+        self.together("loading", lambda: self._source.load(snapshot.state))
         if snapshot.world_size != self._world.size:
             self.part_ways(snapshot)
         self.resume(snapshot)
         return snapshot
+
+    def together(self, what: str, work: Callable[[], None]) -> None:
+        """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
+        together(self._world, what, work)
 
     def part_ways(self, snapshot: Snapshot) -> None:
         """Give every rank random numbers of its own, after a restart with another number of ranks. Not collective."""
@@ -160,7 +166,7 @@ class SnapshotEngine:
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until all memory is there, immutable tensors in it, so that captures can begin; ``False`` after the
-        deadline.
+        deadline. The next boundary is captured then; where the memory was estimated too small, it waits for more.
         """
         self.prepare()
         deadline = time.monotonic() + timeout_s
@@ -168,6 +174,7 @@ class SnapshotEngine:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
+        self._recorder.is_promised = True
         return True
 
     def boundary(self, step: int, *, force: bool = False) -> bool:
@@ -201,6 +208,7 @@ class SnapshotEngine:
             except Exception as error:  # noqa: BLE001  whatever a capture meets, training goes on
                 self._events.note_once("capture", "step %d is not captured: %s: %s", step, type(error).__name__, error)
                 began = self._recorder.skip("error")
+            self._recorder.passed(step)
             if began:
                 self._statistics.boundary.add(time.perf_counter() - started)
             return began

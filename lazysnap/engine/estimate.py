@@ -1,24 +1,52 @@
 """How large a shard will be, before the optimizer has made its state: lets memory be prepared from the start."""
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 from lazysnap.state.modules import is_uninitialised
+from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
+from lazysnap.topology import Place
 
 _STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "Rprop": 2}
 """Tensors of the size of a parameter that an optimizer keeps for it."""
 _HEADER_BYTES_PER_TENSOR = 160
 
 
-def estimate_image_bytes(source: StateSource, apart: Collection[str] = ()) -> int:
+Bytes = Callable[[torch.Tensor], int]
+
+
+def bytes_of_one(tensor: torch.Tensor) -> int:
+    """What a rank that is alone captures of a tensor."""
+    return local_of(tensor).nbytes
+
+
+def bytes_of_share(replicated: Iterable[torch.Tensor], place: Place) -> Bytes:
+    """What one of several ranks captures of a tensor, roughly; ``replicated``: what the ranks of a node share."""
+    pointers = {tensor.data_ptr() for tensor in replicated}
+
+    def size(tensor: torch.Tensor) -> int:
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            # Of those that hold the same one captures it, which one is a function of the name.
+            copies = [mesh.size(dim) for dim, kind in enumerate(tensor.placements) if isinstance(kind, Replicate)]
+            return -(-local_of(tensor).nbytes // math.prod(copies))
+        is_shared = tensor.data_ptr() in pointers
+        return -(-tensor.nbytes // place.local_world_size) if is_shared else tensor.nbytes
+
+    return size
+
+
+def estimate_image_bytes(source: StateSource, apart: Collection[str] = (), size: Bytes = bytes_of_one) -> int:
     """Bytes of the shard once every optimizer has made its state; too low for optimizers that are not known.
 
-    Tensors whose names are in ``apart`` are stored elsewhere.
+    Tensors whose names are in ``apart`` are stored elsewhere. ``size``: how much of a tensor is in it.
     """
     expected = {name: tensor for name, tensor in source.expected().items() if not is_uninitialised(tensor)}
-    sizes = [tensor.nbytes for tensor in _unique(expected[name] for name in expected if name not in apart)]
+    sizes = [size(tensor) for tensor in _unique(expected[name] for name in expected if name not in apart)]
     total, count = sum(sizes), len(sizes)
     for optimizer in source.optimizers():
         copies = _STATE_COPIES.get(type(optimizer).__name__, 0)
@@ -29,7 +57,7 @@ def estimate_image_bytes(source: StateSource, apart: Collection[str] = ()) -> in
                 for parameter in group["params"]
                 if parameter.requires_grad and not is_uninitialised(parameter)
             ]
-            total += sum(parameter.nbytes for parameter in trained) * held
+            total += sum(map(size, trained)) * held
             count += len(trained) * (held + 1)
     return total + count * _HEADER_BYTES_PER_TENSOR + (1 << 20)
 
@@ -37,5 +65,6 @@ def estimate_image_bytes(source: StateSource, apart: Collection[str] = ()) -> in
 def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found: dict[tuple[int, int], torch.Tensor] = {}
     for tensor in tensors:
-        found.setdefault((tensor.data_ptr(), tensor.nbytes), tensor)
+        local = local_of(tensor)
+        found.setdefault((local.data_ptr(), local.nbytes), tensor)
     return list(found.values())

@@ -37,6 +37,10 @@ class EventLog:
         self._noted.add(topic)
         logger.log(level, message, *values)
 
+    def is_open(self, topic: str) -> bool:
+        """Whether there was a warning on ``topic`` that nothing has ended."""
+        return topic in self._noted
+
     def drain(self, events: Iterable[KeeperEvent]) -> None:
         """Count and log what happened."""
         for event in events:

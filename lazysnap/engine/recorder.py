@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from lazysnap import faults
 from lazysnap.arena import Check, Slot, SlotPhase, Word, capacity_fits
@@ -11,14 +12,15 @@ from lazysnap.capture.checks import CHECKS_LOCK
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature, storage_of
 from lazysnap.config import SnapshotConfig
+from lazysnap.engine.agreement import Agreement
 from lazysnap.engine.captures import Captures
-from lazysnap.engine.estimate import estimate_image_bytes
+from lazysnap.engine.estimate import bytes_of_one, bytes_of_share, estimate_image_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
 from lazysnap.engine.partition import Partition, replicated_keys
-from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed
+from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed, wants_agreement
 from lazysnap.engine.world import World
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.policy import is_due, is_wanted
@@ -71,14 +73,32 @@ class Recorder:
         self._last_pinned: int | None = None
         self._keepers_lost = 0
         self.encoded_once = False
+        self.is_promised = False
+        """Whether somebody waited until captures can begin, and none began yet."""
+        self._agrees = False
+        """Whether all ranks agree on what they have, in words."""
+        self._resumed = (0, -1)
+        """How often a snapshot was resumed, and the step of the last."""
+        self.agreement: Agreement | None = None
 
     def join(self, world: World) -> None:
         """Record one of several ranks' part from now on. Collective."""
         self._world = world
-        mine = [f"{time.time_ns():016x}", self.meta.run_id, self.meta.run_started_ns]
-        drawn = world.exchange("making the engine", mine)[0]
+        wants = wants_agreement(self._config, world.size)
+        mine = [f"{time.time_ns():016x}", self.meta.run_id, self.meta.run_started_ns, wants and world.has_board()]
+        told = world.exchange("making the engine", mine)
         self.meta.rank, self.meta.world_size = world.rank, world.size
-        self.meta.generation, self.meta.run_id, self.meta.run_started_ns = drawn
+        self.meta.generation, self.meta.run_id, self.meta.run_started_ns, _ = told[0]
+        # One rank that cannot be asked would leave the others waiting for it.
+        self._agrees = all(agrees for *_, agrees in told)
+        if wants and not self._agrees:
+            self._log.note_once(
+                "agreement",
+                "the process group's store cannot be asked by all ranks, so they agree on no snapshot in memory: %s",
+                "each keeps its newest ones, which may have no step in common"
+                if self._config.averaging_period == "never"
+                else f"each keeps the {kept_whole(self._config, world.size)} newest ones instead",
+            )
 
     # ---------------------------------------------------------------- getting ready
 
@@ -86,23 +106,23 @@ class Recorder:
         """Ask for memory before the first boundary. Does not block."""
         if self._plan is None:
             self.frozen.prepare()
-        # With several ranks the size of this one's part is known at the first boundary.
-        if self._reserved is None and self._world is None:
-            self._reserve(estimate_image_bytes(self._source, self.frozen.names))
+        if self._reserved is None:
+            size = bytes_of_one if self._world is None else bytes_of_share(self._replicated(), self._world.place)
+            self._reserve(estimate_image_bytes(self._source, self.frozen.names, size))
 
     def is_ready(self) -> bool:
         """Whether every slot is there, and what every capture refers to."""
-        if self._world is not None and self._plan is None:
-            return not self.frozen.is_awaited()
         return len(self._client.slots()) >= self._slots_needed() and not self.frozen.is_awaited()
 
     def _slots_needed(self) -> int:
-        return slots_needed(self._config, self.meta.world_size)
+        return slots_needed(self._config, self.meta.world_size, agrees=self._agrees)
 
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
         self.last_step = self._seen_step = step
         self.frozen.reset()
+        self._resumed = (self._resumed[0] + 1, step)
+        self._end_agreement()
 
     # ---------------------------------------------------------------- at a boundary
 
@@ -153,12 +173,14 @@ class Recorder:
         if self._world is None:
             return self._plain(walked)
         if self._partition is None or not self._partition.holds_for(walked):
-            # Between two averagings of local SGD no rank's parameters are those of another, in whatever wrapper.
             check_walk(walked)
-            alike = [] if self._config.averaging_period is not None else list(self._source.replicated_parameters())
-            self._partition = self._world.settle(walked, replicated_keys(alike, self._source.optimizers()))
+            self._partition = self._world.settle(walked, replicated_keys(self._replicated(), self._source.optimizers()))
             self._lazy = self._partition.lazy_keys(walked, lazy_keys(self._source))
         return self._partition.apply(walked)
+
+    def _replicated(self) -> list[Parameter]:
+        # Between two averagings of local SGD no rank's parameters are those of another, in whatever wrapper.
+        return [] if self._config.averaging_period is not None else list(self._source.replicated_parameters())
 
     def _plain(self, walked: Walk) -> Walk:
         """One rank alone holds all of every DTensor (a mesh of one)."""
@@ -239,13 +261,22 @@ class Recorder:
         if meta_bytes > self._meta_capacity:
             self._meta_capacity = 2 * meta_bytes
         needed = plan.layout.size_bytes
-        slots = [
-            slot
-            for slot in self._client.slots()
-            if capacity_fits(slot.image_capacity, needed) and slot.meta_capacity >= meta_bytes
-        ]
+
+        def fitting() -> list[Slot]:
+            there = self._client.slots()
+            fits = [one for one in there if capacity_fits(one.image_capacity, needed)]
+            return [one for one in fits if one.meta_capacity >= meta_bytes]
+
+        slots = fitting()
         if not slots:
             self._reserve(needed)
+            # Their size was estimated; who waited for them is not to lose the first capture over that.
+            deadline = time.monotonic() + (self._config.gate_timeout_s if self.is_promised else 0.0)
+            while not slots and time.monotonic() < deadline and not self._log.is_open("memory"):
+                time.sleep(0.001)
+                self._log.drain(self._client.poll_events())
+                slots = fitting()
+        self.is_promised = False
         plan.forget(slots)
         return slots
 
@@ -259,16 +290,25 @@ class Recorder:
         # With several ranks no capture is left out on one of them alone: then no common one might be left.
         waits = self._config.on_busy == "wait" or self._world is not None
         deadline = time.monotonic() + (self._config.gate_timeout_s if waits else 0.0)
-        kept = kept_whole(self._config, self.meta.world_size)
+        kept, agreement = kept_whole(self._config, self.meta.world_size), self._agreed()
         while True:
             # A device that still writes its last capture would write into the next one's bytes and watermark.
             idle = [not self._captures.is_writing(slot) for slot in slots]
-            index = choose_slot([slot.status() for slot in slots], idle, kept)
+            statuses = [slot.status() for slot in slots]
+            index = agreement.marks.choose(statuses, idle) if agreement else choose_slot(statuses, idle, kept)
             if index is not None:
                 return slots[index]
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.001)
+
+    def _agreed(self) -> Agreement | None:
+        if self.agreement is None and self._agrees and self._world is not None:
+            times, base = self._resumed
+            key, every = f"lazysnap/{self.meta.generation}/{times}", self._config.every_n_steps
+            # Not before: what others left in memory is known now.
+            self.agreement = Agreement(self._world, self._client, key, every, base)
+        return self.agreement
 
     def _wants_persistence(self, step: int, slots: list[Slot]) -> bool:
         if self.names.wanted:
@@ -283,9 +323,16 @@ class Recorder:
 
     # ---------------------------------------------------------------- what became of it
 
+    def passed(self, step: int) -> None:
+        """The boundary after ``step`` is over, with a capture or without."""
+        if self.agreement is not None:
+            self.agreement.passed(step)
+
     def account(self, job: CaptureJob) -> None:
         """A capture is over: count it."""
         statistics = self._log.statistics
+        if self.agreement is not None:
+            self.agreement.wake()
         if job.phase is CapturePhase.WHOLE:
             statistics.whole += 1
             statistics.last_whole_step = job.step
@@ -339,3 +386,9 @@ class Recorder:
         """Let go of the state and of the slots. Blocks: at most some seconds."""
         self.frozen.close()
         self._plan = None
+        self._end_agreement()
+
+    def _end_agreement(self) -> None:
+        if self.agreement is not None:
+            self.agreement.close()
+            self.agreement = None

@@ -107,6 +107,8 @@ class _Search:
         self._parts = PartReader(told.source, told.world, self._opener)
         self._visits: dict[int, MemoryHoldings] = {}
         self._gone = False
+        self._keeperless = ""
+        """Why this rank's memory was out of reach."""
         self.problems: list[str] = []
         stack.callback(self._let_go)
 
@@ -155,13 +157,16 @@ class _Search:
             return []
         found = []
         try:
-            client.connect(self._told.config.keeper_timeout_s)
-            self._visits[place.local_rank] = client.inventory(self._told.config.keeper_timeout_s)
-            found.append(place.local_rank)
+            if not self._keeperless:  # asked once: it would be waited for at every listing
+                client.connect(self._told.config.keeper_timeout_s)
+                self._visits[place.local_rank] = client.inventory(self._told.config.keeper_timeout_s)
+                found.append(place.local_rank)
         except JobBusy:
             raise
         except LazySnapError as error:
-            self.problems.append(f"no snapshot in this rank's memory can be used: {error}")
+            self._keeperless = f"no snapshot in this rank's memory can be used: {error}"
+        if self._keeperless:
+            self.problems.append(self._keeperless)
         if place.local_rank == 0:
             found += [number for number in keepers_here(self._told.identity) if number >= place.local_world_size]
         return [self._memory(number) for number in found]
@@ -213,13 +218,13 @@ class _Search:
 
         def read() -> list[Any]:
             mismatch = failure = ""
+            by_rank = "" if self._world.is_alone else f"rank {self._world.rank}: "
             try:
                 with collector_paused():
                     parts.append(self._read(plan, self._world.rank % plan.world_size))
             except StateMismatch as error:
-                mismatch = str(error)
+                mismatch = f"{by_rank}{error}"
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-                by_rank = "" if self._world.is_alone else f"rank {self._world.rank}: "
                 failure = f"step {plan.step} passed over: {by_rank}{error}"
             faults.point("engine.restart.read")
             return [mismatch, failure, self._gone]

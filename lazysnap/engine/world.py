@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lazysnap.capture.plan import Key
-from lazysnap.engine.board import Board
+from lazysnap.engine.board import Board, BoardUnavailable
 from lazysnap.engine.partition import Partition
 from lazysnap.errors import WaitTimeout
 from lazysnap.state.walk import Walk
@@ -191,7 +191,20 @@ class World:
 
         Raises: BoardUnavailable.
         """
-        return Board(self._group.get_group_store(), self._timeout.total_seconds())
+        try:
+            store = self._group.get_group_store()
+        except (AttributeError, RuntimeError) as error:
+            raise BoardUnavailable("the process group was destroyed") from error
+        return Board(store, self._timeout.total_seconds())
+
+    def has_board(self) -> bool:
+        """Whether the process group's store can be asked. Blocks: some round trips."""
+        try:
+            self.board().count("hello")
+        except BoardUnavailable as error:
+            logger.info("%s", error)
+            return False
+        return True
 
     def ends(self) -> bool:
         """Whether all ranks came to the end of their training. Collective. Blocks: until the deadline."""

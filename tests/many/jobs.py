@@ -89,8 +89,12 @@ class Job:
     def place(self) -> pathlib.Path:
         return self.root / f"run{self.runs}"
 
-    def run(self, kind: str, world: int, *, faults: dict[int, str] | None = None, **settings) -> list[int]:
-        """Start all ranks and wait; their exit codes. As a launcher does, the first to fail takes the others along."""
+    def run(
+        self, kind: str, world: int, *, faults: dict[int, str] | None = None, spare: bool = False, **settings
+    ) -> list[int]:
+        """Start all ranks and wait; their exit codes. As a launcher does, the first to fail takes the others along, but
+        if they are to be ``spare``d.
+        """
         self.runs += 1
         self.place.mkdir(parents=True)
         common = {
@@ -110,9 +114,9 @@ class Job:
                 env["LAZYSNAP_FAULT"] = faults[rank]
             arguments = [str(HERE / "rank.py"), json.dumps({**common, "rank": rank})]
             waiting[rank] = self.zygote.start(arguments, env, self.place / f"output.{rank}")
-        return self._wait(waiting)
+        return self._wait(waiting, spare=spare)
 
-    def _wait(self, waiting: dict) -> list[int]:
+    def _wait(self, waiting: dict, *, spare: bool) -> list[int]:
         codes: dict[int, int] = {}
         deadline = time.monotonic() + TIMEOUT_S
         is_over = False
@@ -123,7 +127,8 @@ class Job:
                         codes[rank] = answer.get(timeout=0.01)
                     except queue.Empty:
                         continue
-            failed = any(code not in (0, STOPPED) for code in codes.values()) or time.monotonic() > deadline
+            died = not spare and any(code not in (0, STOPPED) for code in codes.values())
+            failed = died or time.monotonic() > deadline
             if failed and not is_over:
                 is_over = True
                 for _, _, pid in self.events("pid"):

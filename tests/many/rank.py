@@ -12,9 +12,11 @@ import ctypes
 import datetime
 import hashlib
 import json
+import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -59,6 +61,38 @@ class Net(torch.nn.Module):
         return self.head(hidden + self.second(torch.relu(self.first(hidden))))
 
 
+class Hoarder(torch.optim.SGD):
+    """Keeps more than anybody could have known before."""
+
+    def step(self, closure: Callable | None = None) -> None:
+        super().step(closure)
+        parameter = self.param_groups[0]["params"][0]
+        self.state[parameter].setdefault("hoard", torch.zeros(self.size, dtype=torch.uint8))
+
+
+class Unloader:
+    """Does not take its state back."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict:
+        return {"rank": self.rank}
+
+    def load_state_dict(self, state: dict) -> None:
+        raise RuntimeError("not today")
+
+
+def make_odd(odd: str | None, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    """What this rank alone has that cannot be restored; what its loop keeps."""
+    if odd == "sparse":
+        model.register_buffer("odd", torch.eye(3).to_sparse())
+    if odd == "swapped":
+        optimizer.param_groups[0]["params"].reverse()
+    # A dict is filled in place, an object loads itself.
+    return Unloader(rank) if odd == "unloadable" else {"rank": rank}
+
+
 def build(kind: str, world: int, settings: dict) -> torch.nn.Module:
     torch.manual_seed(0)
     model = Net(base=settings.get("base", False), tied=settings.get("tied", False))
@@ -66,7 +100,7 @@ def build(kind: str, world: int, settings: dict) -> torch.nn.Module:
         # Unless parameters may be unused, DDP changes its buckets after the first step: with more than two ranks
         # gradients are then added up in another order right after a start than later on, and no two runs are equal.
         model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
-        if kind == "local" and settings["period"] > 2:
+        if kind == "local" and settings["period"] == 3:
             alone = [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
             model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=0), post_localSGD_hook)
         return model
@@ -132,6 +166,32 @@ def talk(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
     write("told", *(f"{number}:{len(text)}" for number, text in told))
 
 
+def stay_behind(paces: int, by: list[int], step: int, last: int) -> None:
+    """Let another rank be ahead: ``by`` names it, and by how many steps."""
+    rank, ahead = by
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = os.pread(paces, 8, 8 * rank)
+        if found and struct.unpack("<q", found)[0] >= min(step + ahead, last):
+            return
+        time.sleep(0.001)
+    raise TimeoutError(f"rank {rank} did not come to step {step + ahead}")
+
+
+def listen(text: str) -> threading.Event:
+    """Is set by a line of the log that holds ``text``."""
+    said = threading.Event()
+
+    class Listener(logging.StreamHandler):
+        def emit(self, record: logging.LogRecord) -> None:
+            super().emit(record)
+            if text in record.getMessage():
+                said.set()
+
+    logging.getLogger("lazysnap").addHandler(Listener())
+    return said
+
+
 def live_on(host: str) -> None:
     """Be on another machine, as far as this process and the keeper that it starts can tell: by its name."""
     if ctypes.CDLL(None, use_errno=True).unshare(0x04000000):  # CLONE_NEWUTS
@@ -159,10 +219,11 @@ def main() -> None:
     write("pid", os.getpid())
     write("up", 0, time.monotonic())
 
+    said = listen(settings["await_log"]) if "await_log" in settings else threading.Event()
     if world > 1 or kind != "plain":
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{settings['meeting']}" if settings["meeting"] else "env://",
+            init_method=settings.get("init", f"file://{settings['meeting']}") if settings["meeting"] else "env://",
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=settings.get("timeout_s", 30)),
@@ -173,7 +234,17 @@ def main() -> None:
         (beat if kind == "beat" else talk)(rank, settings["collective_timeout_s"], write)
         os._exit(0)
     model = build(kind, world, settings)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    if settings.get("no_board"):
+
+        def clone(_: object) -> None:
+            raise RuntimeError("this store cannot be asked beside training")
+
+        dist.PrefixStore.clone = clone
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = Hoarder(trained, lr=1e-2) if "hoard" in settings else torch.optim.AdamW(trained, lr=1e-2)
+    if "hoard" in settings:
+        optimizer.size = settings["hoard"] << 20
+    loop = make_odd(settings.get("odd"), rank, model, optimizer)
     if settings.get("dcp"):
         write("loaded", load_by_dcp(settings["dcp"], model, optimizer), digest(model, optimizer))
         os._exit(0)
@@ -186,7 +257,7 @@ def main() -> None:
         averaging_period=settings.get("period"),
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
     )
-    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": {"rank": rank}})
+    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})
     snapshot = engine.restore(settings.get("which", "latest"))
     start = snapshot.step if snapshot else 0
     write("resumed", start, snapshot.level if snapshot else "nothing", digest(model, optimizer))
@@ -197,15 +268,18 @@ def main() -> None:
         os._exit(0)
     write("keeper", start, engine._client._connection.peer_pid)
     engine.prepare()
-    engine.wait_ready(timeout_s=30)
+    write("ready", engine.wait_ready(timeout_s=30))
+    paces = os.open(f"{settings['result']}-paces", os.O_RDWR | os.O_CREAT, 0o600)
     for step in range(start + 1, settings["steps"] + 1):
+        if "behind" in settings and step > start + 1:  # the first boundary is collective
+            stay_behind(paces, settings["behind"], step, settings["steps"])
         # The same data whatever the world: each rank takes its part of the global batch.
         generator = torch.Generator().manual_seed(step)
         # Ranks of one tensor-parallel group work on the same part.
         part, parts = (rank // 2, world // 2) if kind == "tp" else (rank, world)
         tokens = torch.randint(0, 37, (8,), generator=generator)[part::parts]
         # Ranks that train apart may do so by a hook, too: see build().
-        apart = model.no_sync() if kind == "local" and settings["period"] == 2 else contextlib.nullcontext()
+        apart = model.no_sync() if kind == "local" and settings["period"] != 3 else contextlib.nullcontext()
         with apart:
             loss = torch.nn.functional.cross_entropy(model(tokens), tokens) + torch.rand(()) * 0
             loss.backward()
@@ -224,11 +298,16 @@ def main() -> None:
             engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
+        os.pwrite(paces, struct.pack("<q", step), 8 * rank)
+        if engine._recorder.agreement is not None:
+            write("agreed", engine._recorder.agreement.marks.agreed, len(engine._client.slots()))
         write("collectives", engine._world.exchanges)
         if settings.get("die_at") == step and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             write("died", step, time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         if settings.get("stop_at") == step:
+            if "await_log" in settings:
+                write("awaited", said.wait(30))
             write("stopped", step, digest(model, optimizer), torch.rand((), dtype=torch.float64).item())
             if settings.get("wait_durable"):
                 write("durable", step, engine.wait(step, until="durable", timeout_s=20))

@@ -157,5 +157,5 @@ def test_a_program_whose_ranks_lightning_starts_goes_on_as_well(make_fit, strate
 def test_an_optimizer_that_shards_its_state_itself_is_refused_before_anything_is_trained(make_fit):
     fit = make_fit("fit")
     assert 0 not in fit.run("zero", 2), fit.output()
-    assert "ConfigError: LazySnapshotCallback: " in fit.output()
+    assert "ConfigError: rank 0 (and 1 more ranks): LazySnapshotCallback: " in fit.output()
     assert not list(fit.place.glob("trace.*"))

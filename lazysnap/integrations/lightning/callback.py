@@ -101,10 +101,15 @@ class LazySnapshotCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
-            check_optimizers(trainer)
-            self._state.start()
-            self._seen_step = trainer.global_step
-            self._engine_for(trainer).prepare()
+            engine, state = self._engine_for(trainer), self._state
+
+            def start() -> None:
+                check_optimizers(trainer)
+                state.start()
+                self._seen_step = trainer.global_step
+                engine.prepare()
+
+            engine.together("preparing", start)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """A last capture on SIGTERM; else leave the newest one to the keeper, for a restart."""

@@ -106,15 +106,19 @@ class Latest:
     def load_optimizers(self, original: Callable[[], None]) -> None:
         """In place of the connector's ``restore_optimizers_and_schedulers``.
 
-        Raises: StateMismatch, if an optimizer has other parameter groups than in the snapshot.
+        Collective. Raises: StateMismatch, if an optimizer has other parameter groups than in the snapshot, on any rank.
         """
         connector = self._trainer._checkpoint_connector
         if self._is_ours() and connector._loaded_checkpoint:
             optimizers, checkpoint = self._state.optimizers(), connector._loaded_checkpoint
             states = list(zip(optimizers, checkpoint["optimizer_states"], strict=False))
-            check_order(self._state, self._parameters)
-            for number, (optimizer, state) in enumerate(states):
-                check_groups(f"optimizer {number}", optimizer, state)
+
+            def check() -> None:
+                check_order(self._state, self._parameters)
+                for number, (optimizer, state) in enumerate(states):
+                    check_groups(f"optimizer {number}", optimizer, state)
+
+            self._engine().together("checking the optimizers", check)
             checkpoint["optimizer_states"] = [laid_out(optimizer, state) for optimizer, state in states]
             if is_sharded(self._trainer.strategy):
                 load_optimizers(optimizers, checkpoint)

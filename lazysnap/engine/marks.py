@@ -1,0 +1,56 @@
+"""The captures that one rank must keep because others count on them. Thread-safe."""
+
+import threading
+from collections.abc import Sequence
+
+from lazysnap.arena import SlotPhase, SlotStatus
+from lazysnap.engine.ballot import Ballot
+from lazysnap.engine.slots import choose_slot
+
+
+class Marks:
+    """The training thread chooses slots by them, the one that talks to the other ranks moves them.
+
+    Only ever moved by a ballot that was *seen*: whoever has not heard of a change yet still holds what was before it.
+    """
+
+    def __init__(self, base: int, floor: int) -> None:
+        """``base``: the step that all ranks resumed, or ``NONE``; ``floor``: captures up to this sequence number are
+        older than this start of the training.
+        """
+        self._lock = threading.Lock()
+        self._base = base
+        self._floor = floor
+        self._going: int | None = None
+        self.agreed = base
+        self.candidate: int | None = None
+
+    def learn(self, ballot: Ballot) -> None:
+        """This is how far the ranks have come."""
+        with self._lock:
+            self.agreed, self.candidate = ballot.agreed, ballot.candidate
+
+    def choose(self, statuses: Sequence[SlotStatus], idle: Sequence[bool]) -> int | None:
+        """The slot to write next, as ``choose_slot``; what is in it is not counted on from now on."""
+        with self._lock:
+            held = {index for index, status in enumerate(statuses) if self._holds(status)}
+            index = choose_slot(statuses, idle, 0, held)
+            if index is not None and statuses[index].sequence > self._floor:
+                self._going = statuses[index].step
+            return index
+
+    def keeps(self, step: int) -> bool:
+        """Whether a capture of ``step`` that is whole now stays so, until a ballot lets it go."""
+        with self._lock:
+            return step in (self.agreed, self.candidate) and step != self._going
+
+    def is_ours(self, status: SlotStatus) -> bool:
+        """Whether a capture is of this start of the training, not of one before it."""
+        return status.sequence > self._floor
+
+    def _holds(self, status: SlotStatus) -> bool:
+        if status.phase not in (SlotPhase.WHOLE, SlotPhase.CAPTURING):
+            return False
+        if status.step not in (self.agreed, self.candidate):
+            return False
+        return self.is_ours(status) or status.step == self._base

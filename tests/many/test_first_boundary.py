@@ -1,0 +1,42 @@
+"""After ``wait_ready`` the first boundary is captured on all ranks; what one rank refuses ends the restore of all."""
+
+import pytest
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("tp", 4)])
+def test_after_wait_ready_no_boundary_is_left_out(make_job, kind, world):
+    job = make_job(levels=[])
+
+    assert set(job.run(kind, world, stop_at=3)) == {9}, job.output()
+
+    assert {line[2] for line in job.events("ready")} == {"True"}
+    assert job.events("skipped") == []
+    assert [line[2] for line in job.events("begun")] == ["1", "2", "3"] * world
+
+
+def test_memory_that_was_estimated_too_small_is_waited_for_at_the_first_boundary(make_job):
+    job = make_job(levels=[])
+
+    assert set(job.run("plain", 2, stop_at=3, by_rank={"1": {"hoard": 30}})) == {9}, job.output()
+
+    assert job.events("skipped") == []
+    assert [line[2] for line in job.events("begun")] == ["1", "2", "3"] * 2
+
+
+REFUSALS = [
+    ("sparse", "UnsupportedState: rank 1: model.odd: a tensor with layout"),
+    ("swapped", "StateMismatch: rank 1: optimizer: parameter 0 is"),
+    ("unloadable", "StateError: rank 1: RuntimeError: not today"),
+]
+
+
+@pytest.mark.parametrize(("odd", "text"), REFUSALS)
+def test_what_one_rank_refuses_ends_the_restore_of_all_at_once(make_job, odd, text):
+    job = make_job(levels=[])
+    assert set(job.run("plain", 2, stop_at=3)) == {9}, job.output()
+
+    codes = job.run("plain", 2, spare=True, collective_timeout_s=1000.0, by_rank={"1": {"odd": odd}})
+
+    assert codes == [1, 1], job.output()
+    assert job.output().count(text) >= 2
+    assert job.events("resumed") == []
