@@ -13,7 +13,7 @@ from lazysnap.errors import FormatError, ShardCorrupt
 from lazysnap.keeper.node_source import NodeSource
 from lazysnap.shard.layout import PAGE, Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
-from lazysnap.shard.members import member_layout, plan_node
+from lazysnap.shard.members import member_layout, plan_node, whole_layout
 
 SPECS = st.lists(
     st.tuples(st.sampled_from(["F64", "F32", "BF16", "U8", "BOOL"]), st.sampled_from([0, 1, 3, 511, 512, 4096, 5000])),
