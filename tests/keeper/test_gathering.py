@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from keeper_jobs import until
 from node_jobs import GENERATION, RUN, Member
 
 from lazysnap.config import PersistentLevel, SnapshotConfig
@@ -78,13 +79,18 @@ def test_a_slot_is_not_lent_where_a_faster_level_is_about_to_free_it(tmp_path):
         assert (offer.url, offer.location, offer.rank, offer.slot) == (fast.url, "step-00000005", 1, None)
 
 
-def test_a_slot_is_lent_where_the_faster_level_fails(tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    member = Member(tmp_path, faster=(PersistentLevel(str(tmp_path / "file" / "below"), every_n_steps=1),)).start()
+def test_a_slot_is_lent_where_the_faster_level_fails(tmp_path, monkeypatch):
+    """It may hang there: it is tried again, but nothing waits for it."""
+    monkeypatch.setenv("LAZYSNAP_FAULT", "level.store.publish_shard:1:raise")
+    member = Member(tmp_path, faster=(PersistentLevel(str(tmp_path / "fast"), every_n_steps=1),)).start()
     with contextlib.closing(member):
         member.adopt(5, pin=True)
-
+        assert until(lambda: member.told("level_failed") == [5])
         assert member.ask(5) == 5
+
+        member.adopt(6, whole=False, pin=True)
+
+        assert member.ask(6) == 6
 
 
 @pytest.mark.timeout(40)

@@ -17,18 +17,19 @@ from lazysnap.shard.manifest import CaptureMeta
 def make(tmp_path):
     with contextlib.ExitStack() as stack:
 
-        def both(**settings):
-            return [
-                stack.enter_context(contextlib.closing(Member(tmp_path, rank=rank, **settings).start()))
-                for rank in (0, 1)
-            ]
+        def both(timeout_s, *, of_lead_s=None):
+            made = []
+            for rank, seconds in enumerate((of_lead_s or timeout_s, timeout_s)):
+                one = Member(tmp_path, rank=rank, timeout_s=seconds).start()
+                made.append(stack.enter_context(contextlib.closing(one)))
+            return made
 
         yield both
 
 
 def test_a_lead_that_lives_is_waited_for_beyond_the_deadline(make):
     """It has not come to this capture yet; it says that more is to come."""
-    lead, member = make(timeout_s=4.0)
+    lead, member = make(4.0)
     waiting = member.adopt(5, pin=True)
 
     assert not until(lambda: member.told("level_failed"), 6.5)
@@ -41,7 +42,7 @@ def test_a_lead_that_lives_is_waited_for_beyond_the_deadline(make):
 
 @pytest.mark.slow
 def test_but_not_for_ever(make):
-    lead, member = make(timeout_s=1.2)
+    lead, member = make(1.2)
     waiting = member.adopt(5, pin=True)
 
     assert until(lambda: member.told("level_failed") == [5], 60.0)
@@ -53,7 +54,7 @@ def test_but_not_for_ever(make):
 
 
 def test_a_lead_that_hangs_is_given_up_and_followed_again_when_it_is_back(make):
-    lead, member = make(timeout_s=2.0)
+    lead, member = make(2.0)
     with lead.stopped():
         waiting = member.adopt(5, pin=True)
         assert until(lambda: member.told("level_failed") == [5], 30.0)
@@ -68,7 +69,7 @@ def test_a_lead_that_hangs_is_given_up_and_followed_again_when_it_is_back(make):
 @pytest.mark.parametrize("state", ["filling", "unchecked"])
 def test_a_slot_that_is_used_again_while_the_lead_hangs_is_never_taken_for_what_it_held(make, state):
     """The lead reads it; its owner gives the lead up, and the trainer begins the next capture there."""
-    lead, member = make(timeout_s=2.0)
+    lead, member = make(2.0, of_lead_s=100.0)
     lead.adopt(5, pin=True)
     slot = member.adopt(5, whole=False)
     if state == "unchecked":  # every byte is there, and read; whether they count is still to be said
