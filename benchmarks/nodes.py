@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 from media import DirectFile, S3Client
 from places import NotHere, Place, opened
 from rates import FILE_THREADS, OURS, S3_THREADS, Side, alternate, make_image, warm
-from ratios import rates
+from ratios import Lines, comparisons, rate, table
 from rich.console import Console
+from rich.table import Table
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.arena import Slot, Word
@@ -135,7 +136,17 @@ class Keepers:
             rank.close()
 
 
-def measure(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
+def rates(lines: Lines) -> Table:
+    """Without processor time: that of other processes is not in the lines."""
+    made = table(
+        "writes of all ranks of a node: median (range)", ("level", "raw limit", "raw MB/s", "MB/s", "of raw"), 2
+    )
+    for found in comparisons(lines):
+        made.add_row(found.level, found.raw["who"], rate(found.raw), rate(found.ours), f"{found.ratio:.0%}")
+    return made
+
+
+def measure(place: Place, args: argparse.Namespace) -> Lines:
     """Lines of one level: writes."""
     image, size = make_image(args.size_mb << 20)
     raw_image = warm(args.ranks * size)
@@ -159,7 +170,7 @@ def measure(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             facts = {"measure": "rate", "level": f"{place.name}, file per {aggregate}", "direction": direction}
             name = OURS if who == aggregate else who
-            lines.append({**facts, "who": name, "bytes": args.ranks * size, **vars(samples)})
+            lines.append({**facts, "who": name, "bytes": args.ranks * size, "seconds": samples.seconds})
     return lines
 
 
