@@ -18,6 +18,8 @@ import enum
 import mmap
 import os
 import struct
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import xxhash
@@ -132,6 +134,25 @@ class Slot:
                 f"capacities {meta_capacity} + {image_capacity}); restart the keeper of this job"
             )
         return cls(fd, mmap.mmap(fd, size))
+
+    @classmethod
+    def attach_all(cls, fds: Iterable[int]) -> "list[Slot]":
+        """Map the slots behind all of ``fds``; if one of them cannot be mapped, none is, and all are closed.
+
+        Raises: FormatError; OSError, if there is no room for a mapping.
+        """
+        left, slots = deque(fds), list[Slot]()
+        try:
+            while left:
+                slots.append(cls.attach(left[0]))
+                left.popleft()
+        except BaseException:
+            for slot in slots:
+                slot.close()
+            for fd in left:
+                os.close(fd)
+            raise
+        return slots
 
     @staticmethod
     def bytes_for(meta_capacity: int, image_capacity: int) -> int:

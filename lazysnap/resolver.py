@@ -64,6 +64,12 @@ def joined(parts: Sequence[Inventory]) -> Inventory:
     )
 
 
+def newest_generation(inventories: Iterable[Inventory]) -> str | None:
+    """The start of several ranks that was last, of those that left something."""
+    entries = (entry for inventory in inventories for entry in inventory.entries)
+    return max((entry.generation for entry in entries if entry.generation is not None), default=None)
+
+
 @dataclass(frozen=True)
 class RestartPlan:
     """One snapshot, and for each rank the levels that offer its shard, fastest first."""

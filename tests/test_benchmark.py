@@ -161,6 +161,17 @@ def test_levels_are_measured_end_to_end(tmp_path):
     assert "targets" in (tmp_path / "out" / "levels.txt").read_text()
 
 
+def test_one_file_per_node_is_measured_beside_one_per_rank(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "nodes.py"), "--levels", "local", "--size-mb", "1", "--ranks", "2"]
+    command += ["--rounds", "1", "--directory", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    measured = [(line["level"], line["who"]) for line in map(json.loads, result.stdout.splitlines())]
+    levels = ("local, file per rank", "local, file per node")
+    assert sorted(measured) == sorted((level, who) for level in levels for who in ("O_DIRECT", "lazysnap"))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_death_of_training_and_keeper_is_measured(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "losses.py"), "local", str(tmp_path / "level"), "--mb", "1"]

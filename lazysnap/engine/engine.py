@@ -129,6 +129,7 @@ class SnapshotEngine:
         """Continue the run that ``snapshot`` is of; for callers of ``fetch`` that load the state themselves."""
         meta = self._recorder.meta
         meta.run_id, meta.run_started_ns = snapshot.run_id, snapshot.run_started_ns
+        meta.follow(snapshot.newest_generation)
         self._recorder.resume(snapshot.step)
         if snapshot.world_size > 1 or not self._world.is_alone:
             self._discard_others(snapshot)

@@ -43,6 +43,11 @@ class MetaWriter:
         """For a run that begins now."""
         return cls(secrets.token_hex(8), time.time_ns())
 
+    def follow(self, generation: str | None) -> None:
+        """Be of a later generation than that: keepers and levels tell by it what is newer, and a clock may go back."""
+        if generation is not None and self.generation is not None and self.generation <= generation:
+            self.generation = f"{min(int(generation, 16) + 1, (1 << 64) - 1):016x}"
+
     def write(self, step: int, plan: CapturePlan, walked: Walk, frozen: FrozenReference | None) -> bytes:
         """The metadata of the capture of ``walked`` at ``step``. Hot: once per boundary."""
         fields: dict[str, Any] = {

@@ -33,7 +33,7 @@ from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.visit import Visit, keepers_here
 from lazysnap.levels.redaction import shown
-from lazysnap.resolver import Entry, FrozenEntry, Inventory, RestartPlan, candidates
+from lazysnap.resolver import Entry, FrozenEntry, Inventory, RestartPlan, candidates, newest_generation
 from lazysnap.state.source import StateSource
 
 logger = logging.getLogger("lazysnap.engine")
@@ -82,7 +82,12 @@ def fetch(which: int | str, told: Restart) -> Snapshot | None:
         for problem in search.problems:
             logger.warning("%s", problem)
         if snapshot is not None:
-            return dataclasses.replace(snapshot, seconds=time.perf_counter() - started, skipped=tuple(search.problems))
+            return dataclasses.replace(
+                snapshot,
+                seconds=time.perf_counter() - started,
+                skipped=tuple(search.problems),
+                newest_generation=newest_generation(inventories),
+            )
         if which != LATEST:
             held = sorted({plan.step for plan in candidates(inventories)})
             what = f"called {name!r}" if name is not None else f"of step {step}"

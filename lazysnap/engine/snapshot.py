@@ -30,5 +30,7 @@ class Snapshot:
     (generators, position in the data) could not be continued exactly."""
     generation: str | None = None
     """With several ranks: which start of theirs took it."""
+    newest_generation: str | None = None
+    """Of all snapshots that were found."""
     parameters: Mapping[str, Sequence[str]] | None = field(default=None, repr=False)
     """By path of an optimizer in the state: the names of its parameters in its order, if they were known."""

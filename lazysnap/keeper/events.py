@@ -50,6 +50,7 @@ class Durable:
     level: str
     step: int
     num_bytes: int
+    """Of this rank's part, also where one file holds those of several ranks."""
     seconds: float
     sequence: int
 

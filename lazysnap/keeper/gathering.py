@@ -1,18 +1,18 @@
 """The lead's end: asks the other keepers of its node for their parts of a capture, and tells them what became of it."""
 
 import contextlib
-import os
 import select
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lazysnap.arena import Slot
-from lazysnap.errors import CaptureAborted, FormatError, KeeperUnavailable, LevelUnavailable
+from lazysnap.errors import CaptureAborted, KeeperUnavailable, LevelUnavailable
 from lazysnap.keeper.launch import connect_to
 from lazysnap.keeper.messages import Connection, Message
 from lazysnap.keeper.parts import CaptureKey, Outcome
 from lazysnap.keeper.team import Team
+from lazysnap.shard.manifest import is_count, parse_directory_name
 
 _POLL_MS = 20
 _MOVING_S = 0.5
@@ -135,16 +135,38 @@ class Gathering:
         if received is None:
             self._drop(number)
             return None
-        for message, fds in received:
-            slots = _attach(fds, stack)
-            if message["type"] == "no_part":
-                raise LevelUnavailable(f"rank {self._team.ranks[number]} of this node: {message['text']}")
-            frozen = slots.pop() if message["frozen"] else None
-            if message["url"] is None:
-                return Offer(int(message["sequence"]), slots[0], "", "", self._team.ranks[number], frozen)
-            place = (str(message["url"]), str(message["location"]), int(message["rank"]))
-            return Offer(0, None, *place, frozen)
+        rank = self._team.ranks[number]
+        try:
+            # All of them, first: whatever becomes of the messages, each descriptor has an owner.
+            slots = Slot.attach_all(fd for _, fds in received for fd in fds)
+            for slot in slots:
+                stack.callback(slot.close)
+            for message, fds in received:
+                return self._offer(message, slots[: len(fds)], rank)
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise LevelUnavailable(
+                f"rank {rank} of this node: its keeper's answer cannot be used: {error}; do all ranks run the same "
+                "version?"
+            ) from error
         return None
+
+    def _offer(self, message: Message, slots: list[Slot], rank: int) -> Offer:
+        """Raises: LevelUnavailable, if there is none; KeyError, TypeError, ValueError."""
+        if message["type"] == "no_part":
+            raise LevelUnavailable(f"rank {rank} of this node: {message['text']}")
+        url, has_frozen = message["url"], message["frozen"]
+        if message["type"] != "part" or type(has_frozen) is not bool or len(slots) != has_frozen + (url is None):
+            raise ValueError(f"{message['type']!r:.50} with {len(slots)} descriptors")
+        frozen = slots[-1] if has_frozen else None
+        if url is None:
+            if not is_count(message["sequence"]):
+                raise ValueError(f"a capture {message['sequence']!r:.50}")
+            return Offer(message["sequence"], slots[0], "", "", rank, frozen)
+        if not isinstance(url, str) or parse_directory_name(message["location"]) != self.key.step:
+            raise ValueError(f"step {self.key.step} in {message['location']!r:.50} at {url!r:.200}")
+        if message["rank"] != rank:
+            raise ValueError(f"the file of rank {message['rank']!r:.50}")
+        return Offer(0, None, url, message["location"], rank, frozen)
 
     def move(self) -> None:
         """Tell the others, now and then, that this goes on."""
@@ -172,19 +194,6 @@ class Gathering:
         """Let go of the connections; harmless twice."""
         for number in list(self._connections):
             self._drop(number)
-
-
-def _attach(fds: tuple[int, ...], stack: contextlib.ExitStack) -> list[Slot]:
-    slots = []
-    for index, fd in enumerate(fds):
-        try:
-            slots.append(Slot.attach(fd))
-        except FormatError:
-            for other in fds[index:]:
-                os.close(other)
-            raise
-        stack.callback(slots[-1].close)
-    return slots
 
 
 def check_offer(slot: Slot, sequence: int, key: CaptureKey) -> None:

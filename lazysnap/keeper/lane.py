@@ -198,10 +198,11 @@ class Lane:
         store = self._opened()
         with self._frozen(store, source.meta, beat):
             entry, manifest = store.write_entry(source.meta, PacedSource(source, self._pace, beat), beat=beat)
-        return Committed(work.status.sequence, entry, manifest, self._index)
+        return Committed(work.status.sequence, entry, manifest.meta, self._index, source.size_bytes, manifest)
 
     def _copy(self, item: Committed, beat: Beat) -> Committed:
         faults.point("keeper.persist.cascade")
+        assert item.manifest is not None
         whole = NodeCapture.of(item.manifest)
         store = self._opened()
         origin = self._origin(item)
@@ -212,7 +213,7 @@ class Lane:
         ):
             paced = PacedSource(source, self._pace, beat)
             entry, manifest = store.write_entry(whole, paced, expected=item.manifest.checksums.whole, beat=beat)
-        return Committed(item.sequence, entry, manifest, self._index)
+        return Committed(item.sequence, entry, manifest.meta, self._index, item.own_bytes, manifest)
 
     def _origin(self, item: Committed) -> SnapshotStore:
         level = self._persister.levels[item.level]
@@ -285,8 +286,9 @@ class Lane:
         faults.point("keeper.persist.committed")
         with self._persister.changed:
             self._persister.committed(item)
-        step, size = item.entry.step, item.manifest.size_bytes
-        logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, size, seconds)
+        step, size = item.entry.step, item.own_bytes
+        whole = size if item.manifest is None else item.manifest.size_bytes
+        logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, whole, seconds)
         event = {"type": "durable", "level": self._level.url, "step": step, "bytes": size, "seconds": seconds}
         self._persister.emit({**event, "run_id": item.entry.run_id, "sequence": item.sequence})
 

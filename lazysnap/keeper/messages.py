@@ -90,15 +90,22 @@ class Connection:
         if not data:
             return None
         self._buffer += data
-        messages = []
-        while len(self._buffer) >= 4:
-            length = int.from_bytes(self._buffer[:4], "little")
-            if length > MAX_MESSAGE_BYTES:
-                raise KeeperUnavailable(f"a message of {length} bytes was announced; the limit is {MAX_MESSAGE_BYTES}")
-            if len(self._buffer) < 4 + length:
-                break
-            messages.append(self._parse(bytes(self._buffer[4 : 4 + length])))
-            del self._buffer[: 4 + length]
+        messages: list[tuple[Message, tuple[int, ...]]] = []
+        try:
+            while len(self._buffer) >= 4:
+                length = int.from_bytes(self._buffer[:4], "little")
+                if length > MAX_MESSAGE_BYTES:
+                    raise KeeperUnavailable(
+                        f"a message of {length} bytes was announced; the limit is {MAX_MESSAGE_BYTES}"
+                    )
+                if len(self._buffer) < 4 + length:
+                    break
+                messages.append(self._parse(bytes(self._buffer[4 : 4 + length])))
+                del self._buffer[: 4 + length]
+        except KeeperUnavailable:
+            for fd in (fd for _, fds in messages for fd in fds):  # nobody gets to know of these
+                os.close(fd)
+            raise
         return messages
 
     def _parse(self, body: bytes) -> tuple[Message, tuple[int, ...]]:

@@ -6,6 +6,8 @@ and wait for its word, with a deadline. No keeper depends on another one for lon
 """
 
 import contextlib
+import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -16,21 +18,24 @@ from lazysnap.errors import CaptureAborted, KeeperUnavailable, LevelUnavailable
 from lazysnap.keeper.gathering import Gathering, Offer, check_offer
 from lazysnap.keeper.lane import Beat, Followed, Lane, SlotWork, Waiting, Work
 from lazysnap.keeper.launch import connect_to
-from lazysnap.keeper.messages import Message
+from lazysnap.keeper.messages import Connection, Message
 from lazysnap.keeper.node_source import FilePart, NodeSource, Part
-from lazysnap.keeper.parts import CaptureKey, Outcome, meta_in
+from lazysnap.keeper.parts import CaptureKey, Known, Outcome, meta_in
 from lazysnap.keeper.schedule import Committed
 from lazysnap.keeper.slot_source import SlotSource
 from lazysnap.levels import open_store
+from lazysnap.levels.redaction import shown
 from lazysnap.levels.shards import NodeCapture
 from lazysnap.levels.source import PacedSource
 from lazysnap.levels.verified import VerifiedReader
 from lazysnap.resolver import Entry
-from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.stem import Stem
 
 if TYPE_CHECKING:
     from lazysnap.keeper.persist import Persister
+
+logger = logging.getLogger(__name__)
 
 _ASK_S = 1.0
 _ANSWER_S = 2.0
@@ -82,10 +87,11 @@ class LeadLane(Lane):
             raise
 
     def _copy(self, item: Committed, beat: Beat) -> Committed:
-        gathering = self._gather(item.manifest.meta)
+        gathering = self._gather(item.meta)
         both = _telling(beat, gathering)
         if item.entry.file is not None:
             return super()._copy(item, both)
+        assert item.manifest is not None
         faults.point("keeper.persist.cascade")
         with VerifiedReader(self._origin(item).place(item.entry), item.manifest) as reader:
             try:
@@ -115,7 +121,7 @@ class LeadLane(Lane):
             entry, manifest = store.write_entry(capture, PacedSource(source, self._pace, beat), beat=beat)
             faults.point("keeper.node.written")
         # The lead is the first of the node's ranks: the entry and the manifest are as it sees them.
-        return Committed(sequence, entry, manifest, self._index)
+        return Committed(sequence, entry, manifest.meta, self._index, own.size_bytes, manifest)
 
     def _others(self, own: Part, gathering: Gathering, beat: Beat, stack: contextlib.ExitStack) -> Iterator[Part]:
         key = CaptureKey.of(own.meta)
@@ -141,14 +147,17 @@ class LeadLane(Lane):
         if CaptureKey.of(part.meta) != key:
             problem = f"the capture of step {key.step} was dropped by another rank of this node"
             raise CaptureAborted(problem) if offer.slot is not None else LevelUnavailable(problem)
-        if part.meta.rank not in self._persister.team.ranks:
-            raise LevelUnavailable(f"a keeper of this node offers rank {part.meta.rank}, which is none of its ranks")
+        if part.meta.rank != offer.rank:
+            raise LevelUnavailable(f"the keeper of rank {offer.rank} of this node offers rank {part.meta.rank}")
         if offer.frozen is not None and part.meta.frozen is not None:
             self._lent[part.meta.frozen.digest] = offer.frozen
         return part
 
     def _file(self, offer: Offer, key: CaptureKey, stack: contextlib.ExitStack) -> VerifiedReader:
         level = next((level for level in self._persister.levels if level.url == offer.url), None)
+        # Each rank may have a disk of its own; other places are those that this one was told of, too.
+        if level is None and not os.path.isabs(offer.url):
+            raise LevelUnavailable(f"rank {offer.rank} of this node offers {shown(offer.url)}, which is no level here")
         store = open_store(offer.url, options=None if level is None else level.storage_options)
         at = Entry(offer.url, 0, key.run_id, 0, key.step, offer.rank, self._persister.team.world_size, offer.location)
         return stack.enter_context(VerifiedReader(store.place(at), store.read_manifest(at)))
@@ -161,9 +170,8 @@ class LeadLane(Lane):
     def _committed(self, item: Committed, seconds: float) -> None:
         super()._committed(item, seconds)
         assert self._gathering is not None
-        facts = (item.manifest.created_ns, item.manifest.header_bytes, item.manifest.checksums)
         faults.point("keeper.node.tell")
-        self._tell(self._gathering, Outcome("", item.entry.location, item.entry.file or "", seconds, *facts))
+        self._tell(self._gathering, Outcome("", item.entry.location, item.entry.file or "", seconds))
         faults.point("keeper.node.told")
 
     def _failed(self, step: int, sequence: int, error: Exception) -> None:
@@ -221,7 +229,7 @@ class FollowerLane(Lane):
     def _known(self, work: SlotWork | Committed) -> tuple[CaptureMeta | None, float]:
         number = _sequence(work)
         if number not in self._keys:
-            meta = work.manifest.meta if isinstance(work, Committed) else meta_in(work.slot.read_meta)
+            meta = work.meta if isinstance(work, Committed) else meta_in(work.slot.read_meta)
             step = work.entry.step if isinstance(work, Committed) else work.status.step
             if meta is None or meta.step != step:
                 return None, 0.0
@@ -253,33 +261,32 @@ class FollowerLane(Lane):
         self._asked = now
         with persister.changed:
             keys = [CaptureKey.of(meta) for meta, since in self._keys.values() if now - since > _ASK_S]
-        answer = self._ask([key.fields() for key in keys]) if keys else {}
+        answer = self._ask([key.fields() for key in keys]) if keys else None
         with persister.changed:
-            for told in answer.get("outcomes", ()):
-                persister.news.hear_outcome(self._level.url, CaptureKey.from_message(told), Outcome.from_message(told))
-            if answer.get("outcomes"):
+            for key, outcome in answer.outcomes.items() if answer is not None else ():
+                persister.news.hear_outcome(self._level.url, key, outcome)
                 persister.changed.notify_all()
-            if answer.get("done") is False:  # it lives, and what it is at may take its time: copying, reading back
-                for key in keys:
-                    persister.news.hear_sign(self._level.url, key)
+            # If it lives, what it is at may take its time: copying, reading back.
+            for key in keys if answer is not None and not answer.is_done else ():
+                persister.news.hear_sign(self._level.url, key)
         # While there is a trainer, a keeper that is gone is replaced.
-        self._gone = self._gone + 1 if persister.is_forced and answer.get("done") is True else 0
+        self._gone = self._gone + 1 if persister.is_forced and answer is not None and answer.is_done else 0
 
-    def _ask(self, keys: list[Message]) -> Message:
-        """What the lead's keeper says of these captures; empty, if it says nothing."""
+    def _ask(self, keys: list[Message]) -> Known | None:
+        """What the lead's keeper says of these captures; ``None``, if it says nothing that can be understood."""
         try:
             connection = connect_to(self._persister.team.addresses[0])
             if connection is None:
-                return {"done": True}
+                return Known(is_done=True)
             with contextlib.closing(connection):
                 connection.send({"type": "is_done", "level": self._level.url, "keys": keys}, timeout_s=_ANSWER_S)
-                connection.set_receive_timeout(_ANSWER_S)
-                while (received := connection.receive()) is not None:
-                    for message, _ in received:
-                        return message
+                message = _answer(connection, time.monotonic() + _ANSWER_S)
+            return None if message is None else Known.from_message(message)
         except (KeeperUnavailable, OSError):
-            pass
-        return {}
+            return None
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("%s: the answer of the keeper that writes for this node: %s", self._where, error)
+            return None
 
     def _take(self, work: Work) -> None:
         super()._take(work)
@@ -294,17 +301,29 @@ class FollowerLane(Lane):
 
     def _note(self, work: SlotWork | Committed, outcome: Outcome) -> None:
         meta, _ = self._keys[_sequence(work)]
-        if outcome.text or outcome.checksums is None:
+        if outcome.text:
             self._failed(meta.step, _sequence(work), LevelUnavailable(outcome.text))
             return
         at = (self._level.url, self._index + 1, meta.run_id, meta.run_started_ns, meta.step, meta.rank)
         frozen = None if meta.frozen is None else meta.frozen.digest
         generation = meta.generation
         entry = Entry(*at, meta.world_size, outcome.location, frozen, generation=generation, file=outcome.file)
-        facts = (f"{outcome.file}.safetensors", outcome.header_bytes, outcome.checksums, outcome.created_ns)
-        item = Committed(_sequence(work), entry, Manifest(meta, *facts), self._index)
+        size = work.status.image_bytes if isinstance(work, SlotWork) else work.own_bytes
+        item = Committed(_sequence(work), entry, meta, self._index, size)
         faults.point("keeper.node.followed")
         self._committed(item, outcome.seconds)
+
+
+def _answer(connection: Connection, deadline: float) -> Message | None:
+    """The first message that comes."""
+    while (left_s := deadline - time.monotonic()) > 0:
+        connection.set_receive_timeout(max(left_s, 0.01))  # nothing at all would be no limit
+        received = connection.receive()
+        for fd in (fd for _, fds in received or () for fd in fds):
+            os.close(fd)  # none were asked for
+        if received is None or received:
+            return received[0][0] if received else None
+    return None
 
 
 def _sequence(work: SlotWork | Committed) -> int:

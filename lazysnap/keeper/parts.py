@@ -15,15 +15,15 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lazysnap.arena import SlotPhase
 from lazysnap.errors import FormatError
 from lazysnap.keeper.messages import Connection, Message
-from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.manifest import CaptureMeta, is_count, is_run_id, parse_directory_name
+from lazysnap.shard.stem import Stem
 
 if TYPE_CHECKING:
     from lazysnap.keeper.persist import Persister
@@ -48,8 +48,11 @@ class CaptureKey:
 
     @classmethod
     def from_message(cls, message: Message) -> "CaptureKey":
-        """Raises: KeyError, ValueError."""
-        return cls(str(message["generation"]), str(message["run_id"]), int(message["step"]))
+        """Raises: KeyError, TypeError, ValueError."""
+        generation, run_id, step = message["generation"], message["run_id"], message["step"]
+        if not is_run_id(run_id) or not (generation == "" or is_run_id(generation)) or not is_count(step):
+            raise ValueError(f"no capture: step {step!r:.30} of {run_id!r:.30}, {generation!r:.30}")
+        return cls(generation, run_id, step)
 
     def fields(self) -> dict[str, Any]:
         """For a message."""
@@ -63,25 +66,46 @@ class Outcome:
     text: str = ""
     """Why it failed; empty: it is committed."""
     location: str = ""
+    """The snapshot's directory."""
     file: str = ""
+    """What the names of the node's files there begin with."""
     seconds: float = 0.0
-    created_ns: int = 0
-    header_bytes: int = 0
-    checksums: Checksums | None = None
 
     def fields(self) -> dict[str, Any]:
         """For a message."""
-        sums = self.checksums
-        blocks = None if sums is None else [sums.size_bytes, sums.block_bytes, list(sums.blocks)]
-        return {**vars(self), "checksums": blocks}
+        return dict(vars(self))
 
     @classmethod
     def from_message(cls, message: Message) -> "Outcome":
         """Raises: KeyError, TypeError, ValueError."""
-        sums = message["checksums"]
-        checksums = None if sums is None else Checksums(int(sums[0]), int(sums[1]), tuple(map(str, sums[2])))
-        named = {name: message[name] for name in ("text", "location", "file", "seconds", "created_ns", "header_bytes")}
-        return cls(**named, checksums=checksums)
+        text, location, file, seconds = (message[name] for name in ("text", "location", "file", "seconds"))
+        if not isinstance(text, str):
+            raise ValueError(f"no reason: {text!r:.50}")
+        if text:
+            return cls(text)
+        stem = Stem.parse(file)
+        if stem is None or not stem.is_node or parse_directory_name(location) != CaptureKey.from_message(message).step:
+            raise ValueError(f"no file of a node: {location!r:.50}, {file!r:.50}")
+        if not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf"):
+            raise ValueError(f"no duration: {seconds!r:.50}")
+        return cls("", location, file, seconds)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the lead's keeper answers to ``is_done``."""
+
+    is_done: bool
+    """Whether nothing more is to come."""
+    outcomes: Mapping[CaptureKey, Outcome] = field(default_factory=dict)
+
+    @classmethod
+    def from_message(cls, message: Message) -> "Known":
+        """Raises: KeyError, TypeError, ValueError."""
+        if message["type"] != "done" or not isinstance(message["done"], bool):
+            raise ValueError(f"no answer: {message['type']!r:.50}")
+        told = {CaptureKey.from_message(item): Outcome.from_message(item) for item in message["outcomes"]}
+        return cls(message["done"], told)
 
 
 class News:
@@ -179,12 +203,14 @@ class Desk:
         if not persister.levels and self._is_training():
             return False  # its trainer is about to come
         answer: Message = {"type": "part", "level": url}
-        with persister.changed:
-            item = persister.file_of(key)
-            found = None if item is not None else persister.slot_of(key)
         if not any(level.url == url and persister.team.gathers(level) for level in persister.levels):
             connection.send({"type": "no_part", "text": "it has no such level"})
             return True
+        with persister.changed:
+            item = persister.file_of(key)
+            found = None if item is not None else persister.slot_of(key)
+            if found is not None and persister.will_have_file(found[0], url):
+                return False  # when a faster level has it, the slot is let go: the lead might read it for long
         if item is not None:
             frozen = item.entry.frozen
             answer |= {"url": item.entry.level, "location": item.entry.location, "rank": item.entry.rank}

@@ -4,6 +4,7 @@ What each level does next is decided in ``keeper.schedule``; how, in ``keeper.la
 level that snapshot; one that hangs is given up after its deadline; neither holds up another level, nor training.
 """
 
+import itertools
 import logging
 import threading
 import weakref
@@ -191,7 +192,7 @@ class Persister:
     def file_of(self, key: CaptureKey) -> Committed | None:
         """Where a capture has a file of its own."""
         known = (item for item in self._committed.values() if item.entry.file is None)
-        found = (item for item in known if CaptureKey.of(item.manifest.meta) == key)
+        found = (item for item in known if CaptureKey.of(item.meta) == key)
         return max(found, key=lambda item: item.sequence, default=None)  # the last, if a step was passed twice
 
     def slot_of(self, key: CaptureKey) -> tuple[Slot, CaptureMeta, int] | None:
@@ -204,6 +205,17 @@ class Persister:
             if meta is not None and CaptureKey.of(meta) == key and slot.status().sequence == status.sequence:
                 return slot, meta, status.sequence
         return None
+
+    def will_have_file(self, slot: Slot, url: str) -> bool:
+        """Whether a level faster than ``url`` that works is still to write what the slot holds to a file of its own."""
+        status, force = slot.status(), bool(self._force)
+        faster = itertools.takewhile(lambda item: item[1].url != url, enumerate(self.levels))
+        return status.pinned and any(
+            not self.team.gathers(level)
+            and not self.states[index].failing
+            and takes(self.states, index, status, force=force, named=self.named)
+            for index, level in faster
+        )
 
     def is_past(self, key: CaptureKey) -> bool:
         """Whether a capture that no slot holds will not come any more: it was torn, or a later one has begun."""
@@ -269,7 +281,7 @@ class Persister:
         for name in sorted(self._named.get(item.sequence, ())):
             self._lanes[item.level].names.append(Naming(item.entry.run_id, name, item.entry))
         for slot in self._slots() if item.entry.file is None else ():
-            if slot.status().sequence == item.sequence:
+            if item.manifest is not None and slot.status().sequence == item.sequence:
                 self._checksums[slot] = (item.sequence, item.manifest.checksums)
         for index in range(item.level + 1, len(self.states)):
             for dropped in enqueue(self.states[index], item, self.named):

@@ -151,14 +151,14 @@ class Keeper:
             self._close(connection)
             return
         for message, fds in messages:
+            is_taken = connection is self._trainer and message["type"] in ("adopt", "adopt_frozen")
             try:
                 self._handle(connection, message, fds)
             except (KeyError, TypeError, ValueError, OSError, LazySnapError) as error:
                 logger.warning("message %r: %s", message.get("type"), error)
             finally:
-                if message.get("type") not in ("adopt", "adopt_frozen"):
-                    for fd in fds:  # nothing else comes with descriptors
-                        os.close(fd)
+                for fd in () if is_taken else fds:  # nothing else comes with descriptors
+                    os.close(fd)
 
     def _close(self, connection: Connection) -> None:
         if connection.is_closed:
@@ -268,13 +268,8 @@ class Keeper:
 
     def _on_adopt(self, message: Message, fds: tuple[int, ...]) -> None:
         """A trainer outlived the keeper before: its slots, and the captures in them, are kept on."""
-        for fd in fds:
-            inode = os.fstat(fd).st_ino
-            try:
-                slot = Slot.attach(fd)
-            except LazySnapError:
-                os.close(fd)
-                raise
+        for slot in Slot.attach_all(fds):
+            inode = os.fstat(slot.fd).st_ino
             number = self._pool.adopt(slot)
             assert self._trainer is not None
             self._trainer.send({"type": "adopted", "slot": number, "inode": inode})
@@ -289,13 +284,9 @@ class Keeper:
         self._persister.wake()
 
     def _on_adopt_frozen(self, message: Message, fds: tuple[int, ...]) -> None:
-        digest = str(message["digest"])
-        for fd in fds:
-            try:
-                slot = Slot.attach(fd)
-            except LazySnapError:
-                os.close(fd)
-                raise
+        slots = Slot.attach_all(fds)
+        digest = str(message.get("digest"))
+        for slot in slots:
             self._frozen.adopt(digest, slot)
             self._hand_over(digest)
 

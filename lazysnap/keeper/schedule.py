@@ -16,7 +16,7 @@ from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import PersistentLevel
 from lazysnap.policy import is_due, is_wanted
 from lazysnap.resolver import Entry
-from lazysnap.shard.manifest import Manifest
+from lazysnap.shard.manifest import CaptureMeta, Manifest
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,13 @@ class Committed:
 
     sequence: int
     entry: Entry
-    manifest: Manifest
+    meta: CaptureMeta
     level: int
     """Index of the level that has it."""
+    own_bytes: int = 0
+    """Of this rank's part."""
+    manifest: Manifest | None = None
+    """``None``: another keeper wrote it, and this one never reads it."""
 
 
 @dataclass

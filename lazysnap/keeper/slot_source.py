@@ -53,11 +53,18 @@ class SlotSource:
         """See ``BlockSource.view``."""
         return self._slot.image[offset : offset + length]
 
+    def _is_whole(self) -> bool:
+        """Whether it is whole and still the same one, by one look at the words. Raises: CaptureAborted."""
+        status = self._slot.status()
+        self._check()
+        return status.phase is SlotPhase.WHOLE and status.sequence == self.sequence
+
     def finish(self) -> None:
         """Every byte was read: the capture must still be the same one, and whole."""
         self.wait(self.size_bytes)
         deadline = time.monotonic() + STALL_S
-        while self._check() and (self._slot.status().phase is not SlotPhase.WHOLE or self._slot.word(Word.UNCHECKED)):
+        # Whole before and after: a capture that begins in between clears the word, and may be whole itself by then.
+        while not (self._is_whole() and not self._slot.word(Word.UNCHECKED) and self._is_whole()):
             if time.monotonic() > deadline or self._slot.word(Word.UNCHECKED) & Check.ORPHANED:
                 raise CaptureAborted(f"the capture of step {self._step} was not checked by its trainer")
             self._beat()

@@ -332,8 +332,7 @@ class SnapshotStore:
         read_blocks(place, manifest, lambda offset, length: map_anonymous(length), beat)
         head = map_anonymous(manifest.header_bytes)
         self.storage.read_into(place.shard_path, 0, head)
-        for meta in manifest.members or (manifest.meta,):
-            manifest.of(meta.rank, place.where).layout(head, place.where)
+        manifest.check_header(head, place.where)
         self._sound[place.manifest_path] = manifest.created_ns, None
         return manifest
 

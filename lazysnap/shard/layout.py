@@ -56,6 +56,8 @@ class Layout:
     header: bytes = field(repr=False)
     size_bytes: int
     metadata: dict[str, str]
+    whole: "Layout | None" = field(default=None, repr=False, compare=False)
+    """Of one rank's part of a node's file: that of the file."""
 
     @classmethod
     def plan(cls, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> "Layout":

@@ -14,7 +14,7 @@ from typing import Any
 from lazysnap.errors import FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
 from lazysnap.shard.layout import Layout
-from lazysnap.shard.members import member_layout
+from lazysnap.shard.members import member_layout, whole_layout
 from lazysnap.shard.stem import Stem
 
 FORMAT = "lazysnap"
@@ -72,9 +72,14 @@ def is_keep_name(name: object) -> bool:
     return isinstance(name, str) and _KEEP_NAME.fullmatch(name) is not None
 
 
-def is_run_id(text: str) -> bool:
-    """Whether this is a run's id: 16 hexadecimal digits."""
-    return _RUN_ID.fullmatch(text) is not None
+def is_run_id(text: object) -> bool:
+    """Whether this is a run's id, or a generation: 16 hexadecimal digits."""
+    return isinstance(text, str) and _RUN_ID.fullmatch(text) is not None
+
+
+def is_count(value: object) -> bool:
+    """Whether this is an integer >= 0, such as a step."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def keep_file_name(name: str) -> str:
@@ -215,8 +220,15 @@ class Manifest:
 
         Raises: ShardCorrupt.
         """
+        if not self.members:
+            return Layout.parse(head, self.size_bytes, where)
+        return member_layout(whole_layout(head, self.size_bytes, where), self.meta.rank, where)
+
+    def check_header(self, head: "bytes | memoryview", where: str) -> None:
+        """Whether ``layout`` can be had of every rank that is held. Raises: ShardCorrupt."""
         whole = Layout.parse(head, self.size_bytes, where)
-        return member_layout(whole, self.meta.rank, where) if self.members else whole
+        for meta in self.members:
+            member_layout(whole, meta.rank, where)
 
     def encode(self) -> bytes:
         """The bytes of the manifest file."""
@@ -341,7 +353,7 @@ def _load(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_count(name: str, value: Any, where: str) -> None:
-    if type(value) is not int or not 0 <= value < 1 << 63:
+    if not is_count(value):
         raise ShardCorrupt(f"{where}: {name} must be an integer >= 0, got {value!r:.50}")
 
 

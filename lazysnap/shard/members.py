@@ -6,6 +6,8 @@ between, as the safetensors format allows no holes.
 """
 
 import json
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +70,23 @@ def plan_node(members: Sequence[tuple[int, Layout]]) -> NodeLayout:
     return NodeLayout(header, tuple(len(header) + start for start in starts), len(header) + position)
 
 
+_parsed: "weakref.WeakValueDictionary[tuple[bytes, int], Layout]" = weakref.WeakValueDictionary()
+_parsing = threading.Lock()
+
+
+def whole_layout(head: "bytes | memoryview", size_bytes: int, where: str) -> Layout:
+    """As ``Layout.parse``, once for all members: as long as a layout of one of them lives, the others share it.
+
+    Raises: ShardCorrupt.
+    """
+    key = bytes(head[: 8 + int.from_bytes(head[:8], "little")]), size_bytes
+    with _parsing:
+        found = _parsed.get(key)
+        if found is None:
+            found = _parsed[key] = Layout.parse(head, size_bytes, where)
+    return found
+
+
 def member_layout(whole: Layout, rank: int, where: str) -> Layout:
     """The tensors of one rank in a node's file, under their own names. Raises: ShardCorrupt, if they lie apart."""
     prefix = _prefix(rank)
@@ -86,4 +105,5 @@ def member_layout(whole: Layout, rank: int, where: str) -> Layout:
         whole.header,
         whole.size_bytes,
         metadata,
+        whole,
     )

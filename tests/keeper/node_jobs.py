@@ -1,4 +1,4 @@
-"""Two ranks of one node: the keeper of the second one is a process, whose trainer this process is."""
+"""Two ranks of one node: their keepers are processes, whose trainer this process is; or the first one's is in here."""
 
 import contextlib
 import dataclasses
@@ -58,28 +58,29 @@ def frozen_slot(content):
 
 
 class Member:
-    """The second rank."""
+    """One of them, by default the second, with a keeper of its own."""
 
-    def __init__(self, root, **settings):
+    def __init__(self, root, *, rank=1, faster=(), **settings):
+        self.rank = rank
         self.url = str(root / "level")
         identity = JobIdentity.from_config(SnapshotConfig(job_id=str(root)))
         self.teams = [
             Team.of(places(["here", "here"]), rank, dataclasses.replace(identity, local_rank=rank)) for rank in (0, 1)
         ]
-        self.identity = dataclasses.replace(identity, local_rank=1)
+        self.identity = dataclasses.replace(identity, local_rank=rank)
         self.level = PersistentLevel(self.url, **{"aggregate": "node", "timeout_s": 30, "every_n_steps": 1, **settings})
-        self.config = SnapshotConfig(levels=(self.level,))
+        self.config = SnapshotConfig(levels=(*faster, self.level))
         self.connection = None
         self.slots = {}
         self.events = []
 
     def start(self):
-        self.connection, _ = attach(self.identity, self.config, self.teams[1])
+        self.connection, _ = attach(self.identity, self.config, self.teams[self.rank])
         return self
 
     def adopt(self, step, **settings):
         """Hand the keeper a slot with a capture of ``step``."""
-        slot = self.slots[step] = capture(1, step, **settings)
+        slot = self.slots[step] = capture(self.rank, step, **settings)
         self.connection.send({"type": "adopt"}, (slot.fd,))
         return slot
 
@@ -92,12 +93,24 @@ class Member:
                 os.close(fd)
         return [event["step"] for event in self.events if event["type"] == kind]
 
-    def ask(self, step, *, timeout_s=20.0, is_alone=False):
-        """As the lead's keeper does; number of the capture that was offered."""
-        gathering = Gathering(self.teams[0], self.url, CaptureKey(GENERATION, RUN, step))
+    @contextlib.contextmanager
+    def stopped(self):
+        """While it hangs, as far as anybody can tell."""
+        os.kill(self.connection.peer_pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.connection.peer_pid, signal.SIGCONT)
+
+    def offer(self, step, *, timeout_s=20.0, is_alone=False, late=None):
+        """What the lead's keeper gets when it asks."""
+        gathering = Gathering(self.teams[0], self.url, CaptureKey(GENERATION, RUN, step), late)
         with contextlib.closing(gathering), contextlib.ExitStack() as stack:
-            found = gathering.offers(lambda: None, timeout_s, lambda: is_alone, stack)
-            return found[1].sequence
+            return gathering.offers(lambda: None, timeout_s, lambda: is_alone, stack)[1]
+
+    def ask(self, step, **settings):
+        """Number of the capture that is offered."""
+        return self.offer(step, **settings).sequence
 
     def close(self):
         if self.connection is not None:

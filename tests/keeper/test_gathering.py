@@ -1,6 +1,9 @@
 """One keeper asks another for its part: what is answered, when, and how long it is waited for."""
 
+import contextlib
+
 import pytest
+from keeper_jobs import until
 from node_jobs import GENERATION, RUN, Member
 
 from lazysnap.config import PersistentLevel, SnapshotConfig
@@ -8,7 +11,6 @@ from lazysnap.errors import LevelUnavailable
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.parts import CaptureKey, News, Outcome
 from lazysnap.keeper.team import Team
-from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.stem import Stem
 from lazysnap.topology import places
 
@@ -62,11 +64,56 @@ def test_a_keeper_that_is_not_there_is_waited_for_only_while_a_trainer_may_start
     member.start()
 
 
+def test_a_slot_is_not_lent_where_a_faster_level_is_about_to_free_it(tmp_path):
+    """The lead may read for as long as a slow level takes, and the slot would be free, and used, before."""
+    fast = PersistentLevel(str(tmp_path / "fast"), every_n_steps=1)
+    member = Member(tmp_path, faster=(fast,)).start()
+    with contextlib.closing(member):
+        slot = member.adopt(5, whole=False, pin=True)
+        with pytest.raises(LevelUnavailable, match="step 5 was not captured by rank 1 of this node within"):
+            member.ask(5, timeout_s=0.5)
+        slot.commit()
+
+        offer = member.offer(5)
+
+        assert (offer.url, offer.location, offer.rank, offer.slot) == (fast.url, "step-00000005", 1, None)
+
+
+def test_a_slot_is_lent_where_the_faster_level_fails(tmp_path, monkeypatch):
+    """It may hang there: it is tried again, but nothing waits for it."""
+    monkeypatch.setenv("LAZYSNAP_FAULT", "level.store.publish_shard:1:raise")
+    member = Member(tmp_path, faster=(PersistentLevel(str(tmp_path / "fast"), every_n_steps=1),)).start()
+    with contextlib.closing(member):
+        member.adopt(5, pin=True)
+        assert until(lambda: member.told("level_failed") == [5])
+        assert member.ask(5) == 5
+
+        member.adopt(6, whole=False, pin=True)
+
+        assert member.ask(6) == 6
+
+
+@pytest.mark.timeout(40)
+def test_a_keeper_that_does_not_answer_is_waited_for_less_the_next_time(member):
+    """Each capture that waits holds slots of all ranks. As soon as it answers once, it has all its time again."""
+    member.start().adopt(5)
+    late = set()
+    with member.stopped():
+        with pytest.raises(LevelUnavailable, match="rank 1 of this node"):
+            member.ask(5, timeout_s=0.5, late=late)
+        assert late == {1}
+        # In full, that would be longer than this test may take.
+        with pytest.raises(LevelUnavailable, match="rank 1 of this node"):
+            member.ask(5, timeout_s=60, late=late)
+
+    assert member.ask(5, late=late) == 5
+    assert late == set()
+
+
 def test_what_was_heard_is_kept_by_capture():
-    news, sums = News(), Checksums.of(memoryview(b"12345678"))
+    news = News()
     first, second = (CaptureKey(GENERATION, RUN, step) for step in (5, 6))
-    done = Outcome("", "step-00000006", "node-00000-of-00001", 0.5, 7, 4096, sums)
-    assert Outcome.from_message({**done.fields(), "type": "gathered"}) == done
+    done = Outcome("", "step-00000006", "node-00000-of-00001", 0.5)
     news.hear_sign("a", first)
     assert news.last_sign("a", second) == news.last_sign("a", first) > 0
     assert news.last_sign("b", first) == 0

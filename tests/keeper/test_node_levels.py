@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from keeper_jobs import until
-from node_jobs import RUN, SIZES, Lead, Member, frozen_slot
+from node_jobs import RUN, SIZES, Lead, Member, frozen_slot, image_of
 from safetensors.torch import load_file
 
 from lazysnap.arena import Word
@@ -57,6 +57,8 @@ def test_captures_that_still_fill_are_followed_and_let_go_when_all_is_written(ma
     second.commit()
 
     assert until(lambda: lead.told("durable") == member.told("durable") == [5])
+    for rank, one in enumerate((lead, member)):  # each its own part
+        assert [event["bytes"] for event in one.events if event["type"] == "durable"] == [len(image_of(rank, 5))]
     assert until(lambda: not first.status().pinned and not second.status().pinned)
     assert steps(member) == [5]
 

@@ -208,6 +208,9 @@ def main() -> None:
     if "node" in settings:
         socket.gethostname = lambda: settings["node"]
     kind, rank, world = settings["kind"], settings["rank"], settings["world"]
+    if "clock_s" in settings:  # the machine's clock was set
+        clock = time.time_ns
+        time.time_ns = lambda: clock() + settings["clock_s"] * 10**9
     if "host" in settings:
         live_on(settings["host"])
     torch.set_num_threads(1)

@@ -189,6 +189,21 @@ def test_a_step_that_one_rank_lost_is_left_out_at_the_level_and_the_next_goes_on
     assert "rank 1 of this node: it has not captured step" in job.output()
 
 
+def test_a_clock_that_was_set_back_between_two_starts_costs_nothing(job):
+    """What keepers and levels hold of the first start is older for them, whatever the clock says."""
+    job.levels[0]["keep_last"] = 20
+    assert set(job.run("ddp", 2, stop_at=4, wait_durable=True)) == {9}, job.output()
+
+    # The second rank is later at each boundary: the lead asks for what its keeper has not heard of.
+    assert set(job.run("ddp", 2, clock_s=-10_000, by_rank={"1": {"lag_s": 0.2}})) == {0}, job.output()
+
+    assert resumed(job) == 4
+    assert "is not persisted" not in job.output()
+    begun = {int(line[2]) for line in job.events("begun")}
+    assert {7, 8} <= begun
+    assert begun <= set(whole_there(job.levels[0]["url"]))
+
+
 def test_a_rank_that_does_not_aggregate_is_named(job):
     """Whichever it is, the other one gives up, and training goes on."""
     job.levels[0]["timeout_s"] = 1.0

@@ -11,8 +11,9 @@ from safetensors.torch import load
 
 from lazysnap.errors import FormatError, ShardCorrupt
 from lazysnap.keeper.node_source import NodeSource
+from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import PAGE, Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.members import member_layout, plan_node
 
 SPECS = st.lists(
@@ -53,6 +54,22 @@ def test_every_rank_finds_its_own_tensors_and_bytes(ranks, seed, pages):
             assert data[at : at + spec.nbytes] == bytes(part.view(was, spec.nbytes))
         starts = [offset for spec, offset in zip(found.specs, found.offsets, strict=True) if spec.nbytes]
         assert not starts or min(starts) % PAGE == 0
+
+
+def test_the_header_of_a_node_is_parsed_once_for_all_that_are_open():
+    chance = random.Random(0)
+    parts = [held(rank, [("U8", 100)], chance)[0] for rank in (0, 1)]
+    source = NodeSource(parts)
+    head = bytes(source.view(0, source.size_bytes))
+    manifest = Manifest(parts[0].meta, "file", 8, Checksums.of(memoryview(head)), 1, tuple(p.meta for p in parts))
+    first = manifest.layout(head, "place")
+
+    second = manifest.of(1, "place").layout(bytearray(head), "place")
+
+    assert second.whole is first.whole is not None
+    assert second.specs != first.specs or second.offsets != first.offsets
+    other = head.replace(b'"t0":', b'"t1":').replace(b"/t0", b"/t1")
+    assert [spec.name for spec in manifest.layout(other, "place").specs] == ["t1"]
 
 
 def with_header(change):

@@ -1,0 +1,56 @@
+"""One object for all ranks of a node, on a real S3 server: the same bits back, in the same world and in others."""
+
+import shutil
+import uuid
+
+import pytest
+import seaweed
+
+from lazysnap.levels import open_store
+from lazysnap.resolver import candidates
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("seaweed")
+    with seaweed.running(directory) as running:
+        yield running
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def level(server):
+    url = f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}/run"
+    settings = {"every_n_steps": 1, "keep_last": 2, "storage_options": server.options()}
+    return {"url": url, "aggregate": "node", **settings}
+
+
+def resumed(job):
+    return [tuple(line[2:5]) for line in job.events("resumed")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "world", "others"), [("fsdp", 4, [("fsdp", 2), ("plain", 1)]), ("ddp", 2, [])])
+def test_ranks_go_on_from_the_object_of_their_node(make_job, level, end_keepers, kind, world, others):
+    whole, broken = make_job("whole", levels=[]), make_job("broken", levels=[level])
+    assert set(whole.run(kind, world, steps=6)) == {0}, whole.output()
+    assert set(broken.run(kind, world, steps=6, stop_at=3, wait_durable=True)) == {9}, broken.output()
+    assert [line[2:] for line in broken.events("durable")] == [["3", "True"]] * world, broken.output()
+    [stopped] = {line[3] for line in broken.events("stopped")}
+    end_keepers(broken)
+
+    for other, ranks in others:
+        assert set(broken.run(other, ranks, look=True)) == {0}, broken.output()
+        assert resumed(broken) == [("3", level["url"], stopped)] * ranks, broken.output()
+        end_keepers(broken)
+    assert set(broken.run(kind, world, steps=6)) == {0}, broken.output()
+
+    assert resumed(broken) == [("3", level["url"], stopped)] * world, broken.output()
+    assert broken.results() == whole.results()
+    store = open_store(level["url"], options=level["storage_options"])
+    plans = candidates([store.inventory()])
+    assert [plan.step for plan in plans] == [6, 5]
+    for plan in plans:
+        store.verify_entry(plan.sources[0][0])
+        stem = "node-00000-of-00001"
+        assert sorted(store.storage.list(f"step-{plan.step:08d}")) == [f"{stem}.json", f"{stem}.safetensors"]
