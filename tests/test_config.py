@@ -129,3 +129,9 @@ def test_a_level_of_files_per_rank_below_one_of_files_per_node_is_refused():
         SnapshotConfig(levels=(node, rank))
     with pytest.raises(ConfigError, match='must be "rank" or "node", got \'host\''):
         PersistentLevel("/a", aggregate="host")
+
+
+@pytest.mark.parametrize("period", [0, True, "always", 1.5])
+def test_an_averaging_period_is_a_number_of_steps_or_never(period):
+    with pytest.raises(ConfigError, match=r'averaging_period must be an integer >= 1, "never" or None'):
+        SnapshotConfig(averaging_period=period)

@@ -7,7 +7,7 @@ import pytest
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.arena import SlotPhase, SlotStatus
-from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed
+from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed, wants_agreement
 
 
 def status(phase, sequence, pinned=False):
@@ -51,6 +51,30 @@ def test_several_ranks_keep_the_one_that_all_have():
     assert slots_needed(SnapshotConfig(averaging_period=5, every_n_steps=5, levels=stored), 8) == 3
     assert slots_needed(SnapshotConfig(memory=MemoryLevel(slots=2)), 8) == 3
     assert slots_needed(SnapshotConfig(memory=MemoryLevel(slots=6)), 8) == 6
+
+
+@pytest.mark.parametrize(
+    ("period", "every", "expected"),
+    [(None, 1, False), (2, 1, False), (3, 1, True), (100, 50, False), ("never", 9, True)],
+)
+def test_ranks_agree_in_words_where_counting_would_cost_more_slots_or_prove_nothing(period, every, expected):
+    config = SnapshotConfig(averaging_period=period, every_n_steps=every)
+    assert wants_agreement(config, 4) is expected
+    assert not wants_agreement(config, 1)
+
+
+@pytest.mark.parametrize("period", [3, 100, 10**9, "never"])
+def test_slots_of_an_agreement_do_not_depend_on_the_period(period):
+    assert slots_needed(SnapshotConfig(averaging_period=period), 8, agrees=True) == 3
+    stored = SnapshotConfig(averaging_period=period, levels=(PersistentLevel("/x"),))
+    assert slots_needed(stored, 8, agrees=True) == 4
+
+
+def test_what_is_held_by_agreement_is_left_alone_though_it_is_the_oldest():
+    slots = [status(SlotPhase.WHOLE, 5), status(SlotPhase.WHOLE, 8), status(SlotPhase.WHOLE, 7)]
+
+    assert choose_slot(slots, [True] * 3, 0, {0}) == 2
+    assert choose_slot(slots, [True] * 3, 0, {0, 1, 2}) is None
 
 
 def test_as_many_of_the_newest_whole_ones_as_are_to_be_kept_are_left_alone():
