@@ -163,13 +163,15 @@ class ImaginedStorage:
         yield
         self.made_up_s += time.process_time() - started
 
-    def list(self, path: str = "") -> list[str]:
+    def list(self, path: str = "", prefix: str = "") -> list[str]:
         with self._making_up("list"):
             if not path:
                 return [directory_name(step) for step in self.steps]
+            if prefix.startswith("keep-"):
+                return []
             made = (manifest_name, shard_name)
             names = (name(rank, self.ranks) for rank in range(self.ranks) for name in made)
-            return sorted(name for name in names if f"{path}/{name}" not in self._gone)
+            return sorted(name for name in names if name.startswith(prefix) and f"{path}/{name}" not in self._gone)
 
     def _manifest(self, path: str) -> Manifest:
         directory, name = path.split("/")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lazysnap.capture.plan import Key
-from lazysnap.engine.board import Board
+from lazysnap.engine.board import Board, BoardUnavailable
 from lazysnap.engine.partition import Partition
 from lazysnap.errors import WaitTimeout
 from lazysnap.state.walk import Walk
@@ -191,6 +191,8 @@ class World:
 
         Raises: BoardUnavailable.
         """
+        if self._group is None:
+            raise BoardUnavailable("the ranks have parted, or there is only one")
         return Board(self._group.get_group_store(), self._timeout.total_seconds())
 
     def ends(self) -> bool:

@@ -16,6 +16,7 @@ from lazysnap.keeper.schedule import Committed
 from lazysnap.keeper.slot_source import SlotSource
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.belongings import Belongings, Told
 from lazysnap.levels.pace import Pace
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.shards import NodeCapture
@@ -55,9 +56,9 @@ class Naming:
 
 @dataclass(frozen=True)
 class Retaining:
-    """Delete what had to stay before, because a slower level was still to copy it."""
+    """Delete what had to stay before: a slower level was still to copy it, or it was not known who has what follows."""
 
-    item: Committed
+    item: Committed | None
     waits_for: frozenset[int]
     """Steps that stayed."""
 
@@ -89,6 +90,8 @@ class Lane:
         self._share = persister.team.share(self._level)
         self._pace = Pace(self._level.max_bytes_per_s)
         self._store: SnapshotStore | None = None
+        self._own: Belongings | None = None
+        """With several ranks: what this one has there, as far as ``_store`` knows."""
         self._attempt: Attempt[Any] | None = None
         self._hanging: list[Attempt[Any]] = []
         self.names: deque[Naming] = deque()
@@ -98,7 +101,9 @@ class Lane:
         """What is copied from a faster level now."""
         self.is_busy = False
         self.owed: Retaining | None = None
-        """Deletions that wait for a slower level."""
+        """Deletions that wait for a slower level, or for a moment without other work."""
+        self.told: Told | None = None
+        """With several ranks: which snapshots all of them have there."""
 
     @property
     def idle_s(self) -> float:
@@ -150,7 +155,7 @@ class Lane:
         if isinstance(work, Naming):
             self._name(work)
         elif isinstance(work, Retaining):
-            self._retain(work.item)
+            self._tidy() if work.item is None else self._retain(work.item)
         elif isinstance(work, (SlotWork, Committed)):
             self._bring(work)
 
@@ -175,7 +180,10 @@ class Lane:
             # Deleting large files, and reading back, take their time: the slot is free before.
             self.slot = self.copying = None
             self._persister.changed.notify_all()
-        self._retain(item)
+        if self._persister.team.world_size == 1:
+            self._retain(item)
+        elif self._confirm(item):
+            self._tidy()
 
     def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
         self._hanging = [attempt for attempt in self._hanging if attempt.is_running]
@@ -225,7 +233,7 @@ class Lane:
             gone = store.sweep(self._share)
             if gone:
                 logger.info("%s: removed what dead runs left: %s", shown(level.url), ", ".join(gone))
-            self._store = store
+            self._store, self._own = store, Belongings(store, level, self._share)
         return self._store
 
     @contextlib.contextmanager
@@ -310,13 +318,63 @@ class Lane:
         try:
             self._within_deadline(
                 "deleting old snapshots",
-                lambda beat: store.retain(self._level, item.entry.run_id, protect, beat, self._share),
+                lambda beat: store.retain(self._level, item.entry.run_id, protect, beat),
             )
         except (LazySnapError, OSError) as error:
             logger.warning("%s: old snapshots stay for now: %s", self._where, error)
             if isinstance(error, FormatError):
                 event = {"type": "level_failed", "level": self._level.url, "step": item.entry.step, "text": str(error)}
                 self._persister.emit(event)
+
+    def _confirm(self, item: Committed) -> bool:
+        """Of several ranks each reads back what it wrote, and has it counted. Whether it is sound."""
+        entry, own = item.entry, self._own
+        if own is None:
+            return False
+        try:
+            self._within_deadline(
+                f"reading back step {entry.step}", lambda beat: own.confirm(entry, item.manifest, beat)
+            )
+        except (LazySnapError, OSError) as error:
+            logger.warning("%s: %s", self._where, error)
+            event = {"type": "level_failed", "level": self._level.url, "step": entry.step, "text": str(error)}
+            self._persister.emit(event)
+            return False
+        self._count(item, len(item.manifest.members) or 1)
+        return True
+
+    def _count(self, item: Committed, ranks: int) -> None:
+        """Have the trainers count for how many ranks a snapshot is sound here."""
+        faults.point("keeper.persist.sound")
+        entry = item.entry
+        start = Told(entry.run_id, entry.generation or "")
+        event = {"type": "sound", "level": self._level.url, "step": entry.step, "ranks": ranks}
+        self._persister.emit({**event, "run_id": start.run_id, "generation": start.generation})
+        with self._persister.changed:
+            if self.told is None or not self.told.is_of(start):
+                self.told = start
+
+    def _tidy(self) -> None:
+        """Of several ranks each deletes what it has, and has those steps taken back that nobody completes."""
+        own, told = self._own, self.told
+        if own is None or told is None:
+            return
+        protect = self._persister.steps_to_copy(self._index)
+        with self._persister.changed:
+            protect |= {naming.entry.step for naming in self.names if naming.entry is not None}
+
+        def tidy(beat: Beat) -> list[int]:
+            own.tidy(told, protect, beat)
+            return own.surplus(told, protect, beat)
+
+        try:
+            surplus = self._within_deadline("deleting old snapshots", tidy)
+        except (LazySnapError, OSError) as error:
+            logger.warning("%s: old snapshots stay for now: %s", self._where, error)
+            return
+        for step in surplus:
+            event = {"type": "surplus", "level": self._level.url, "step": step, "run_id": told.run_id}
+            self._persister.emit({**event, "generation": told.generation})
 
     def _name(self, work: Naming) -> None:
         def apply(beat: Beat) -> None:

@@ -305,6 +305,7 @@ class FollowerLane(Lane):
         item = Committed(_sequence(work), entry, Manifest(meta, *facts), self._index)
         faults.point("keeper.node.followed")
         self._committed(item, outcome.seconds)
+        self._count(item, 0)  # the lead's trainer counts for all that are in its file
 
 
 def _sequence(work: SlotWork | Committed) -> int:
