@@ -33,6 +33,7 @@ _IDLE_S = 0.5
 _MAX_HANGING = 3
 """Threads that may hang at one level at a time; then it is left alone until one comes back."""
 _NAME_RETRY_S = 5.0
+_DELETING = "deleting old snapshots"
 
 Beat = Callable[[], None]
 
@@ -304,32 +305,35 @@ class Lane:
         if not isinstance(error, LazySnapError):
             self._store = None  # credentials may have expired, a mount gone stale: the next try opens everything anew
         logger.warning("step %d is not persisted at %s: %s", step, self._where, error)
+        self._tell_failed(step, error)
+
+    def _tell_failed(self, step: int, error: Exception) -> None:
         self._persister.emit({"type": "level_failed", "level": self._level.url, "step": step, "text": str(error)})
 
-    def _retain(self, item: Committed) -> None:
+    def _protected(self, item: Committed | None) -> frozenset[int]:
+        """Steps that must stay for now; they are looked at again when nothing waits for them."""
         protect = self._persister.steps_to_copy(self._index)
-        self.owed = Retaining(item, protect) if protect else None
-        # Names are put in later, by this thread; until then no file says that a snapshot has one.
         with self._persister.changed:
-            protect |= {naming.entry.step for naming in self.names if naming.entry is not None}
-        store = self._store
+            self.owed = Retaining(item, protect) if protect else None
+            # Names are put in later, by this thread; until then no file says that a snapshot has one.
+            return protect | {naming.entry.step for naming in self.names if naming.entry is not None}
+
+    def _retain(self, item: Committed) -> None:
+        protect, store = self._protected(item), self._store
         if store is None:
             return
         try:
-            self._within_deadline(
-                "deleting old snapshots",
-                lambda beat: store.retain(self._level, item.entry.run_id, protect, beat),
-            )
+            run_id = item.entry.run_id
+            self._within_deadline(_DELETING, lambda beat: store.retain(self._level, run_id, protect, beat))
         except (LazySnapError, OSError) as error:
             logger.warning("%s: old snapshots stay for now: %s", self._where, error)
             if isinstance(error, FormatError):
-                event = {"type": "level_failed", "level": self._level.url, "step": item.entry.step, "text": str(error)}
-                self._persister.emit(event)
+                self._tell_failed(item.entry.step, error)
 
     def _confirm(self, item: Committed) -> bool:
         """Of several ranks each reads back what it wrote, and has it counted. Whether it is sound."""
         entry, own = item.entry, self._own
-        if own is None:
+        if own is None or self._store is None:
             return False
         try:
             self._within_deadline(
@@ -337,8 +341,7 @@ class Lane:
             )
         except (LazySnapError, OSError) as error:
             logger.warning("%s: %s", self._where, error)
-            event = {"type": "level_failed", "level": self._level.url, "step": entry.step, "text": str(error)}
-            self._persister.emit(event)
+            self._tell_failed(entry.step, error)
             return False
         self._count(item, len(item.manifest.members) or 1)
         return True
@@ -356,19 +359,17 @@ class Lane:
 
     def _tidy(self) -> None:
         """Of several ranks each deletes what it has, and has those steps taken back that nobody completes."""
+        protect = self._protected(None)  # first: what is told from now on is another piece of work
         own, told = self._own, self.told
-        if own is None or told is None:
+        if own is None or told is None or self._store is None:
             return
-        protect = self._persister.steps_to_copy(self._index)
-        with self._persister.changed:
-            protect |= {naming.entry.step for naming in self.names if naming.entry is not None}
 
         def tidy(beat: Beat) -> list[int]:
             own.tidy(told, protect, beat)
             return own.surplus(told, protect, beat)
 
         try:
-            surplus = self._within_deadline("deleting old snapshots", tidy)
+            surplus = self._within_deadline(_DELETING, tidy)
         except (LazySnapError, OSError) as error:
             logger.warning("%s: old snapshots stay for now: %s", self._where, error)
             return

@@ -1,4 +1,4 @@
-"""Each node has a disk that no other one sees: what all of them have stays, whatever becomes of one disk, rank or keeper."""
+"""Each node has a disk that no other one sees: what all of them have stays, whatever becomes of a disk or a keeper."""
 
 import threading
 import time
