@@ -180,6 +180,10 @@ class ImaginedStorage:
             raise FileNotFoundError(path)
         return self._of.manifest(parsed[0].index, parsed[0].count, step)
 
+    def manifest(self, rank: int, step: int) -> Manifest:
+        """What a rank wrote, not counted."""
+        return self._of.manifest(rank, self.ranks, step)
+
     def get(self, path: str) -> bytes:
         with self._making_up("get"):
             return self._manifest(path).encode()
