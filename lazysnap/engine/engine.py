@@ -127,6 +127,9 @@ class SnapshotEngine:
         meta = self._recorder.meta
         meta.run_id, meta.run_started_ns = snapshot.run_id, snapshot.run_started_ns
         self._recorder.resume(snapshot.step)
+        if meta.generation is not None:
+            # A training that goes back passes steps again: on all ranks these are other snapshots than the first.
+            meta.generation = f"{int(meta.generation, 16) + 1:016x}"
         if self._tally is not None:
             self._tally.begin(meta.generation or "")
         if snapshot.world_size > 1 or not self._world.is_alone:

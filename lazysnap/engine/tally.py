@@ -37,7 +37,7 @@ _ABSENT = "?"
 
 @dataclass
 class _Column:
-    """One level, in one start of one run."""
+    """One level, in one generation of one run."""
 
     level: PersistentLevel
     name: str
@@ -90,8 +90,6 @@ class Tally:
         self._board: Board | None = None
         self._generation = ""
         self._run_id = ""
-        self._attempt = 0
-        """A training that goes back to an earlier step passes later ones again: what was complete is of no account."""
         self._columns: dict[str, _Column] = {}
         self._heard: deque[Sound | Surplus | KeeperReady] = deque()
         self._news: deque[Complete] = deque()
@@ -107,10 +105,9 @@ class Tally:
         client.listener = self.hear
 
     def begin(self, generation: str) -> None:
-        """Count what is captured from now on, in this start of the ranks: on all of them at the same point."""
+        """Count what is captured from now on, and forget what was before: on all ranks at the same point."""
         with self._changed:
             self._generation = generation
-            self._attempt += 1
             self._columns = {}
 
     # ---------------------------------------------------------------- asked by others
@@ -244,7 +241,7 @@ class Tally:
                 self._columns = {}
         if event.level not in self._columns:
             index, level = self._levels[event.level]
-            column = _Column(level, f"{event.run_id}/{event.generation}/{self._attempt}/{index}")
+            column = _Column(level, f"{event.run_id}/{event.generation}/{index}")
             with self._changed:
                 self._columns[event.level] = column
         return self._columns[event.level]
@@ -318,7 +315,7 @@ class Tally:
         self._tell(column)
 
     def _tell(self, column: _Column) -> None:
-        run_id, generation, *_ = column.name.split("/")
+        run_id, generation, _ = column.name.split("/")
         told = {"run_id": run_id, "generation": generation}
         self._client.complete(column.level.url, {**told, "steps": column.complete, "void": list(column.void)})
 

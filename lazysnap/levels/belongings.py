@@ -125,6 +125,7 @@ class Belongings:
                 self._looks_left = _IMAGE_LOOKS
             if parse_directory_name(directory) is None:
                 continue
+            beat()
             for name in storage.list(directory):
                 parsed = parse_file_name(name)
                 if parsed is None or name != parsed[0].manifest or not self._share.has(parsed[0]):

@@ -12,7 +12,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import Sound, Surplus
 from lazysnap.keeper.identity import JobIdentity
 
-RUN, START = "0" * 16, "1" * 16
+RUN, START, AGAIN = "0" * 16, "1" * 16, "1" * 15 + "2"
 TIMEOUT_S = 20.0
 
 
@@ -145,7 +145,7 @@ def test_a_counter_that_was_filled_by_one_that_died_at_once_is_read_by_the_next(
     ranks = make_ranks(2)
     ranks.sound(0, 5)
     ranks.settle()
-    ranks.board().add(f"{RUN}/{START}/1/0/5", 1)
+    ranks.board().add(f"{RUN}/{START}/0/5", 1)
 
     ranks.surplus(0, 5)
 
@@ -176,11 +176,11 @@ def test_a_training_that_goes_back_counts_anew(make_ranks):
     assert all(tally.wait(100, TIMEOUT_S) for tally in ranks.tallies)
 
     for tally in ranks.tallies:
-        tally.begin(START)
+        tally.begin(AGAIN)
 
     assert not any(tally.wait(60, 0.0) for tally in ranks.tallies)
     for rank in (0, 1):
-        ranks.sound(rank, 60)
+        ranks.sound(rank, 60, start=AGAIN)
     assert all(tally.wait(60, TIMEOUT_S) for tally in ranks.tallies)
 
 

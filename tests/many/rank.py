@@ -231,10 +231,10 @@ def main() -> None:
         if settings.get("stop_at") == step:
             write("stopped", step, digest(model, optimizer), torch.rand((), dtype=torch.float64).item())
             if settings.get("wait_durable"):
-                write("durable", step, engine.wait(step, until="durable", timeout_s=20))
+                write("durable", step, engine.wait(step, until="durable", timeout_s=settings.get("wait_s", 20)))
             engine.abandon()
             os._exit(9)
-    engine.close()
+    write("closed", engine.close())
     with open(f"{settings['result']}.{rank}", "w") as result:
         result.write(digest(model, optimizer))
     if dist.is_initialized():

@@ -56,6 +56,16 @@ def test_each_keeps_what_all_have(job, disks, end_keepers):
 
     assert disks.held(0) == disks.held(1) == [11, 12]
     assert disks.complete() == [12, 11]
+    assert [line[2] for line in job.events("closed")] == ["True", "True"]
+
+
+def test_what_one_rank_has_is_not_durable(job, disks):
+    disks.paths[1].write_text("no directory")
+
+    job.run("ddp", 2, by_rank=disks.by_rank, stop_at=4, wait_durable=True, wait_s=2)
+
+    assert [line[2:] for line in job.events("durable")] == [["4", "False"]] * 2, job.output()
+    assert disks.held(0)
 
 
 def test_a_disk_that_is_away_for_long_costs_the_others_nothing_that_all_had(job, disks, end_keepers):
@@ -75,6 +85,8 @@ def test_a_disk_that_is_away_for_long_costs_the_others_nothing_that_all_had(job,
     breaker.join()
     assert set(codes) == {0}, job.output()
     assert seen[0] < 25, "broken too late to tell anything"
+    # It is told on all ranks alike, and nobody waits long for a disk that is away.
+    assert [line[2] for line in job.events("closed")] == ["False", "False"]
     end_keepers(job)
     broken.unlink()
     aside.rename(broken)
