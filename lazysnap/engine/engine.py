@@ -131,7 +131,7 @@ class SnapshotEngine:
             # A training that goes back passes steps again: on all ranks these are other snapshots than the first.
             meta.generation = f"{int(meta.generation, 16) + 1:016x}"
         if self._tally is not None:
-            self._tally.begin(meta.generation or "")
+            self._tally.begin(meta.generation or "", snapshot.stored)
         if snapshot.world_size > 1 or not self._world.is_alone:
             self._discard_others(snapshot)
         self._client.adopt_run(snapshot.run_id, snapshot.run_started_ns)

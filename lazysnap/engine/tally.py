@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lazysnap import faults
@@ -89,6 +89,7 @@ class Tally:
         self._connect = board
         self._board: Board | None = None
         self._generation = ""
+        self._stored: Mapping[str, Sequence[tuple[str, int]]] = {}
         self._run_id = ""
         self._columns: dict[str, _Column] = {}
         self._heard: deque[Sound | Surplus | KeeperReady] = deque()
@@ -104,10 +105,14 @@ class Tally:
         self._is_silent = False
         client.listener = self.hear
 
-    def begin(self, generation: str) -> None:
-        """Count what is captured from now on, and forget what was before: on all ranks at the same point."""
+    def begin(self, generation: str, stored: Mapping[str, Sequence[tuple[str, int]]] | None = None) -> None:
+        """Count what is captured from now on, and forget what was before: on all ranks at the same point.
+
+        ``stored``: what the training goes on from, by level, see ``Snapshot.stored``.
+        """
         with self._changed:
             self._generation = generation
+            self._stored = stored or {}
             self._columns = {}
 
     # ---------------------------------------------------------------- asked by others
@@ -316,8 +321,8 @@ class Tally:
 
     def _tell(self, column: _Column) -> None:
         run_id, generation, _ = column.name.split("/")
-        told = {"run_id": run_id, "generation": generation}
-        self._client.complete(column.level.url, {**told, "steps": column.complete, "void": list(column.void)})
+        start = {"run_id": run_id, "generation": generation, "earlier": self._stored.get(column.level.url, ())}
+        self._client.complete(column.level.url, {**start, "steps": column.complete, "void": list(column.void)})
 
 
 def tally_of(config: SnapshotConfig, client: KeeperClient, world: World, generation: str | None) -> Tally | None:

@@ -310,7 +310,8 @@ class Keeper:
 
     def _on_complete(self, message: Message, fds: tuple[int, ...]) -> None:
         steps, void = (tuple(map(int, message[name])) for name in ("steps", "void"))
-        told = Told(str(message["run_id"]), str(message["generation"]), steps, frozenset(void))
+        earlier = tuple((str(generation), int(step)) for generation, step in message["earlier"])
+        told = Told(str(message["run_id"]), str(message["generation"]), steps, frozenset(void), earlier)
         self._persister.tell(str(message["level"]), told)
 
     def _on_inventory(self, message: Message, fds: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ of ranks, and a disk that only its own node sees is kept like one that all see.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lazysnap.config import PersistentLevel
@@ -43,6 +43,15 @@ class Told:
     """The newest ``keep_last`` steps that every rank has, read back whole."""
     void: frozenset[int] = frozenset()
     """Steps that this writer has, and that will never be complete: its part in them was taken back."""
+    earlier: tuple[tuple[str, int], ...] = ()
+    """Generation and step of what was complete before this start, up to where it goes on from, oldest first."""
+
+    def floor(self, keep_last: int) -> int:
+        """The oldest step of the newest ``keep_last``, whichever start they are of; -1 if there are fewer, or none of
+        this one: of those before it nobody knows here that they were read back.
+        """
+        newest = sorted([*(step for _, step in self.earlier), *self.complete])[-keep_last:]
+        return newest[0] if self.complete and len(newest) == keep_last else -1
 
     def is_of(self, other: "Told") -> bool:
         """Whether both are of the same start of the same run."""
@@ -144,10 +153,10 @@ class Belongings:
     def tidy(self, told: Told, protect: frozenset[int], beat: Beat) -> list[int]:
         """Delete what need not stay; the steps that went. Steps in ``protect`` stay, named ones, and what is read now.
 
-        With ``keep_last`` complete snapshots of this start older ones go, also those of earlier starts and of ranks
-        that are no more; and whatever its owner has taken back. Crash-safe: the manifest goes first.
+        With ``keep_last`` complete snapshots older ones go, also those of earlier starts and of ranks that are no more;
+        and whatever its owner has taken back. Crash-safe: the manifest goes first.
         """
-        if not told.void and len(told.complete) < self._level.keep_last:
+        if not told.void and told.floor(self._level.keep_last) < 0:
             return []  # not even looked
         files = self._held(beat)
         going = [file for file in self._over(told, files.values()) if file.step not in protect]
@@ -170,16 +179,17 @@ class Belongings:
         of_run = [file for file in files if file.run_id == told.run_id]
         steps = sorted({file.step for file in of_run if file.generation == told.generation})
         old = {*expired(steps, self._level, sound=told.complete), *(told.void - set(told.complete))}
-        newest = kept(steps, self._level, told.complete)
+        complete = tuple(kept(steps, self._level, told.complete))
+        floor = replace(told, complete=complete).floor(self._level.keep_last)
         for file in of_run:
             if file.generation == told.generation:
                 if file.step in old:
                     yield file
-            # Of an earlier start: nobody counts how much of it is there.
-            elif len(newest) < self._level.keep_last or is_wanted(self._level, file.step):
-                continue
-            elif file.generation < told.generation and file.step <= newest[-1]:
-                yield file
+            # Of an earlier start, and passed: nobody counts any more how much of it is there.
+            elif file.generation < told.generation and floor >= 0 and file.step <= complete[-1]:
+                is_kept = file.step >= floor and (file.generation, file.step) in told.earlier
+                if not is_kept and not is_wanted(self._level, file.step):
+                    yield file
 
     def _is_named(self, file: _File) -> bool:
         directory, problems = file.place.directory, list[str]()

@@ -43,8 +43,8 @@ class Place:
             what = dataclasses.replace(meta(step), rank=rank, world_size=self.world_size, generation=generation)
             self.own[rank].confirm(*self.stores[rank].write_entry(what, Image(step)), nothing)
 
-    def told(self, *complete, void=(), generation=FIRST):
-        return Told(RUN, generation, complete[-self.level.keep_last :], frozenset(void))
+    def told(self, *complete, void=(), generation=FIRST, earlier=()):
+        return Told(RUN, generation, complete[-self.level.keep_last :], frozenset(void), tuple(earlier))
 
     def tidy(self, *complete, ranks=None, protect=(), **told):
         what = self.told(*complete, **told)
@@ -188,6 +188,33 @@ def test_what_an_earlier_start_left_stays_until_enough_is_complete_of_this_one(t
 
     assert place.tidy(2, 3, generation=SECOND) == [[1, 2], [1, 2]]
     assert place.complete() == [(6, FIRST), (3, SECOND), (2, SECOND)]
+
+
+def test_starts_that_never_come_so_far_leave_no_more_than_one_that_does(tmp_path):
+    """A training that dies again and again before there are ``keep_last`` of one start."""
+    place = Place(tmp_path / "run", keep_last=4)
+    complete = []
+    for start in range(1, 9):
+        generation = f"{start:016x}"
+        earlier = complete[-4:]
+        place.own = [place.successor(rank) for rank in (0, 1)]
+        for step in (2 * start, 2 * start + 1):
+            for rank in (0, 1):
+                place.write(rank, step, generation=generation)
+            new = range(2 * start, step + 1)
+            place.tidy(*new, generation=generation, earlier=earlier)
+        complete += [(generation, step) for step in new]
+        place.write(0, 2 * start + 2, generation=generation)  # of which the other rank has nothing
+
+        assert [step for step, _ in place.complete()] == [step for _, step in reversed(complete[-4:])]
+        assert len(list(place.path.rglob("*.json"))) == 2 * len(complete[-4:]) + 1
+
+
+def test_of_what_was_before_nothing_goes_until_something_new_is_complete(place):
+    for rank in (0, 1):
+        place.write(rank, 1, 2)
+
+    assert place.tidy(generation=SECOND, earlier=[(FIRST, 1), (FIRST, 2)], void=[7]) == [[], []]
 
 
 @pytest.mark.parametrize("now", [1, 2])
