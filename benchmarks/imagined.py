@@ -163,13 +163,15 @@ class ImaginedStorage:
         yield
         self.made_up_s += time.process_time() - started
 
-    def list(self, path: str = "") -> list[str]:
+    def list(self, path: str = "", prefix: str = "") -> list[str]:
         with self._making_up("list"):
             if not path:
                 return [directory_name(step) for step in self.steps]
+            if prefix.startswith("keep-"):
+                return []
             made = (manifest_name, shard_name)
             names = (name(rank, self.ranks) for rank in range(self.ranks) for name in made)
-            return sorted(name for name in names if f"{path}/{name}" not in self._gone)
+            return sorted(name for name in names if name.startswith(prefix) and f"{path}/{name}" not in self._gone)
 
     def _manifest(self, path: str) -> Manifest:
         directory, name = path.split("/")
@@ -177,6 +179,10 @@ class ImaginedStorage:
         if step not in self.steps or parsed is None or path in self._gone:
             raise FileNotFoundError(path)
         return self._of.manifest(parsed[0].index, parsed[0].count, step)
+
+    def manifest(self, rank: int, step: int) -> Manifest:
+        """What a rank wrote, not counted."""
+        return self._of.manifest(rank, self.ranks, step)
 
     def get(self, path: str) -> bytes:
         with self._making_up("get"):

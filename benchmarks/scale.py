@@ -98,6 +98,7 @@ def count(kind: str, world: int, steps: int) -> Line:
             "close": max(rank["close"]["collectives"] for rank in first),
         },
         "messages_per_snapshot_and_rank": statistics.fmean(one["messages"] for one in each),
+        "round_trips_per_snapshot_and_rank": statistics.fmean(one["round_trips"] for one in each),
         "files_per_snapshot_and_rank": len(files) / snapshots / world,
         "shard_bytes": shard_bytes,
         "bytes_per_snapshot": written,
@@ -138,7 +139,8 @@ def show_counted(lines: list[Line]) -> Table:
     made = table(
         "counted, real ranks over gloo",
         "", "ranks", "collectives: planning", "per snapshot", "restart", "close", "messages per snapshot and rank",
-        "files per snapshot and rank", "MB per rank", "MB per snapshot", "manifest kB", "first boundary CPU ms",
+        "round trips to the store", "files per snapshot and rank", "MB per rank", "MB per snapshot", "manifest kB",
+        "first boundary CPU ms",
     )  # fmt: skip
     for line in lines:
         bytes_ = line["shard_bytes"]
@@ -147,6 +149,7 @@ def show_counted(lines: list[Line]) -> Table:
             str(line["ranks"]),
             *(str(line["collectives"][when]) for when in ("planning", "per_snapshot", "restart", "close")),
             f"{line['messages_per_snapshot_and_rank']:.1f}",
+            f"{line['round_trips_per_snapshot_and_rank']:.1f}",
             f"{line['files_per_snapshot_and_rank']:g}",
             f"{min(bytes_) / 1e6:.2f} to {max(bytes_) / 1e6:.2f}",
             f"{line['bytes_per_snapshot'] / 1e6:.2f}",
@@ -168,7 +171,7 @@ def growth(line: Line, before: Line | None, name: str) -> str:
 def show_simulated(lines: list[Line]) -> list[Table]:
     """One rank of N; in brackets the exponent of growth since the line above."""
     restart = ("cpu_s", "told_bytes", "lists", "survey_reads", "shards_opened")
-    retention = ("cpu_s", "operations", "list", "get", "stamp", "size", "delete")
+    retention = ("cpu_s", "operations", "list", "get", "is_leased", "delete", "delete_directory")
     shown = {
         "plan": ("one rank's plan", ("cpu_s", "told_bytes", "shard_bytes", "manifest_bytes")),
         "restart": ("one rank's restart from storage", restart),

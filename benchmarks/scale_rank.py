@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.engine.board import Board
 from lazysnap.keeper.messages import Connection
 
 COLLECTIVES = (
@@ -49,6 +50,13 @@ class Counts:
             return parse(connection, body)
 
         Connection.send, Connection._parse = counted_send, counted_parse  # type: ignore[method-assign]
+        asked = Board._asked
+
+        def counted_asked(what: str, ask: Any) -> Any:
+            self._counter["round_trips"] += 1
+            return asked(what, ask)
+
+        Board._asked = staticmethod(counted_asked)  # type: ignore[method-assign]
 
     def _counted(self, name: str, call: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +68,7 @@ class Counts:
 
     def take(self) -> dict[str, int]:
         """Since the last time."""
-        found = {name: self._counter[name] for name in ("collectives", "messages")}
+        found = {name: self._counter[name] for name in ("collectives", "messages", "round_trips")}
         self._counter.clear()
         return found
 

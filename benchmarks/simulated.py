@@ -12,10 +12,14 @@ from lazysnap.config import PersistentLevel
 from lazysnap.engine.assembly import Assembly, OpenShard
 from lazysnap.engine.holders import Holders, complete
 from lazysnap.engine.survey import fields_of, inventory_of, merged, sites_of
+from lazysnap.levels.belongings import Belongings, Told
 from lazysnap.levels.retention import Share
+from lazysnap.levels.shards import entry_of
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, Inventory, candidates
 from lazysnap.shard.layout import Layout
+from lazysnap.shard.manifest import directory_name
+from lazysnap.shard.stem import Stem
 from lazysnap.state.codec import tensor_names
 from lazysnap.topology import places
 
@@ -163,10 +167,26 @@ def retention(ranks: int) -> dict[str, Any]:
     storage = ImaginedStorage(ranks, range(1, KEPT + 2), Small())
     store = SnapshotStore(storage)
     level = PersistentLevel("imagined", keep_last=KEPT)
-    share = Share.of_rank(rank, ranks)
-    store.retain(level, imagined.RUN, share=share)
-    storage.steps = [*storage.steps[1:], KEPT + 2]  # the others deleted theirs, too
+    own = Belongings(store, level, Share.of_rank(rank, ranks))
+    kept = tuple(range(2, KEPT + 2))
+    gone = own.tidy(Told(imagined.RUN, imagined.GENERATION, kept), frozenset(), lambda: None)  # looks round, once
+    assert gone == [1], gone
+    last = KEPT + 2
+    storage.steps = [*kept, last]  # the others deleted theirs, too
+    manifest = storage.manifest(rank, last)
+    meta = manifest.meta
+    entry = entry_of(meta, store.url, store.speed, (directory_name(last), Stem.of_rank(rank, ranks)))
+    told = Told(imagined.RUN, imagined.GENERATION, (*kept[1:], last))
     storage.asked.clear()
     clock = Clock()
-    clock.run(lambda: store.retain(level, imagined.RUN, share=share), storage)
-    return {"cpu_s": clock.seconds, "operations": sum(storage.asked.values()), **storage.asked}
+
+    def work() -> list[int]:
+        own.confirm(entry, manifest, lambda: None)
+        own.surplus(told, frozenset(), lambda: None)
+        return own.tidy(told, frozenset(), lambda: None)
+
+    gone = clock.run(work, storage)
+    assert gone == [2], gone
+    names = ("list", "get", "stamp", "size", "is_leased", "delete", "delete_directory")
+    each = {name: storage.asked[name] for name in names}
+    return {"cpu_s": clock.seconds, "operations": sum(storage.asked.values()), **each}

@@ -23,6 +23,11 @@ def is_wanted(level: PersistentLevel, step: int) -> bool:
     return level.keep_every_n_steps is not None and step % level.keep_every_n_steps == 0
 
 
+def kept(steps: Collection[int], level: PersistentLevel, sound: Collection[int]) -> list[int]:
+    """The newest ``keep_last`` of ``steps`` that are ``sound``, oldest first; fewer, if there are no more."""
+    return sorted(set(sound) & set(steps))[-level.keep_last :]
+
+
 def expired(
     steps: Sequence[int],
     level: PersistentLevel,
@@ -36,7 +41,7 @@ def expired(
     nothing goes; else what is older than they are, but never a multiple of ``keep_every_n_steps`` nor a step in
     ``protected`` (it has a name, or another level has still to copy it).
     """
-    newest = sorted(set(sound) & set(steps))[-level.keep_last :]
+    newest = kept(steps, level, sound)
     if len(newest) < level.keep_last:
         return []
     return [

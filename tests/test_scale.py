@@ -1,4 +1,4 @@
-"""What one rank does at a restart does not grow with the number of ranks; counted, never timed."""
+"""What one rank does at a restart, and per snapshot, does not grow with the number of ranks; counted, never timed."""
 
 from pathlib import Path
 
@@ -41,6 +41,13 @@ def test_a_rank_of_half_the_world_does_too(simulated, kind, opened):
 
         assert {one["survey_reads"] for one in found} == {2 * simulated.KEPT}
         assert max(one["shards_opened"] for one in found) <= opened
+
+
+def test_a_rank_asks_a_level_as_little_after_a_snapshot_whatever_their_number(simulated):
+    asked = [{**simulated.retention(ranks), "cpu_s": 0} for ranks in (8, 128)]
+
+    assert asked[0] == asked[1]
+    assert asked[0]["operations"] < 10
 
 
 def shard(rank, rows):

@@ -6,6 +6,7 @@ from typing import Any
 
 from lazysnap.engine.statistics import Statistics
 from lazysnap.keeper.events import (
+    Complete,
     Durable,
     KeeperEvent,
     KeeperLost,
@@ -23,10 +24,14 @@ logger = logging.getLogger("lazysnap.engine")
 class EventLog:
     """One log line per kind of trouble until it is over; every occurrence is counted."""
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, statistics: Statistics, *, is_alone: bool = True) -> None:
+        """``is_alone``: one rank; of several, a snapshot is durable when it is on all of them."""
         self.statistics = statistics
+        self._is_alone = is_alone
         self._noted: set[str] = set()
         self._newest: dict[str, int] = {}
+        self._durable: dict[str, int] = {}
+        """By level: the newest step that is durable of this rank."""
         self.durable_at_loss: dict[str, int] = {}
         """By level: the newest durable step when the last keeper was lost. What its successor made durable since then
         has not the names that the dead one was told."""
@@ -45,14 +50,17 @@ class EventLog:
         """Count and log what happened."""
         for event in events:
             if isinstance(event, Durable):
-                self.statistics.persisted[event.level] += 1
                 # A milestone may come after newer ones.
                 if event.sequence >= self._newest.get(event.level, 0):
                     self._newest[event.level] = event.sequence
-                    self.statistics.last_durable_step[event.level] = event.step
+                    self._durable[event.level] = event.step
+                if self._is_alone:
+                    self._count(event.level, self._durable[event.level], 1)
                 if event.level in self._noted:
                     self._noted.discard(event.level)
                     logger.warning("%s works again: step %d is durable there", shown(event.level), event.step)
+            elif isinstance(event, Complete):
+                self._count(event.level, event.step, event.count)
             elif isinstance(event, LevelFailed):
                 self.statistics.level_failures[event.level] += 1
                 self.note_once(event.level, "step %d is not persisted, training goes on: %s", event.step, event.text)
@@ -62,9 +70,13 @@ class EventLog:
                 logger.warning("%s: the name %r is not as asked for: %s", shown(event.level), event.name, event.text)
             elif isinstance(event, KeeperLost):
                 self.statistics.keepers_lost += 1
-                self.durable_at_loss = dict(self.statistics.last_durable_step)
+                self.durable_at_loss = dict(self._durable)
                 self.note_once("keeper", "the keeper is gone, a new one is being started: %s", event.text)
             elif isinstance(event, KeeperReady):
                 self._noted.discard("keeper")
             elif isinstance(event, MemoryRefused):
                 self.note_once("memory", "no captures into memory: %s", event.text)
+
+    def _count(self, level: str, step: int, number: int) -> None:
+        self.statistics.persisted[level] += number
+        self.statistics.last_durable_step[level] = step

@@ -44,9 +44,12 @@ class MetaWriter:
         return cls(secrets.token_hex(8), time.time_ns())
 
     def follow(self, generation: str | None) -> None:
-        """Be of a later generation than that: keepers and levels tell by it what is newer, and a clock may go back."""
-        if generation is not None and self.generation is not None and self.generation <= generation:
-            self.generation = f"{min(int(generation, 16) + 1, (1 << 64) - 1):016x}"
+        """Begin another generation, later than that one: keepers and levels tell by it what is newer, and a clock may
+        go back. Steps that are passed again are other snapshots than the first, on all ranks.
+        """
+        if self.generation is not None:
+            newest = max(self.generation, generation or "")
+            self.generation = f"{min(int(newest, 16) + 1, (1 << 64) - 1):016x}"
 
     def write(self, step: int, plan: CapturePlan, walked: Walk, frozen: FrozenReference | None) -> bytes:
         """The metadata of the capture of ``walked`` at ``step``. Hot: once per boundary."""

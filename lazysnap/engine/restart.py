@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lazysnap import faults
-from lazysnap.config import SnapshotConfig
+from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.engine.collector import collector_paused
 from lazysnap.engine.names import check_name
 from lazysnap.engine.part import BadShard, Part, PartReader
@@ -87,12 +87,23 @@ def fetch(which: int | str, told: Restart) -> Snapshot | None:
                 seconds=time.perf_counter() - started,
                 skipped=tuple(search.problems),
                 newest_generation=newest_generation(inventories),
+                stored={level.url: _stored(inventories, level, snapshot) for level in told.config.levels},
             )
         if which != LATEST:
             held = sorted({plan.step for plan in candidates(inventories)})
             what = f"called {name!r}" if name is not None else f"of step {step}"
             raise SnapshotNotFound(f"no whole snapshot {what}; there are {held or 'none'}")
     return None
+
+
+def _stored(inventories: list[Inventory], level: PersistentLevel, snapshot: Snapshot) -> list[tuple[str, int]]:
+    """What a level has of the way to that snapshot: retention goes on from there. The same on every rank."""
+    plans = candidates(inventory for inventory in inventories if inventory.level == level.url)
+    of_run = [plan for plan in plans if plan.run_id == snapshot.run_id and plan.step <= snapshot.step]
+    newest: dict[int, str] = {}
+    for plan in of_run:
+        newest.setdefault(plan.step, plan.sources[0][0].generation or "")
+    return [(newest[step], step) for step in sorted(newest)[-level.keep_last :]]
 
 
 class _Search:

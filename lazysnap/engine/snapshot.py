@@ -32,5 +32,7 @@ class Snapshot:
     """With several ranks: which start of theirs took it."""
     newest_generation: str | None = None
     """Of all snapshots that were found."""
+    stored: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict, repr=False)
+    """By level: generation and step of complete snapshots there that are not newer, of this run, oldest first."""
     parameters: Mapping[str, Sequence[str]] | None = field(default=None, repr=False)
     """By path of an optimizer in the state: the names of its parameters in its order, if they were known."""

@@ -46,7 +46,7 @@ class Statistics:
     skipped: Counter[str] = field(default_factory=Counter)
     """Boundaries that were due but began no capture, by reason."""
     persisted: Counter[str] = field(default_factory=Counter)
-    """Snapshots committed, by level."""
+    """Snapshots committed, by level; with several ranks those that all of them have there, read back."""
     level_failures: Counter[str] = field(default_factory=Counter)
     """Snapshots given up, by level."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -59,4 +59,4 @@ class Statistics:
     """Duration of the copies themselves, beside training."""
     last_whole_step: int | None = None
     last_durable_step: dict[str, int] = field(default_factory=dict)
-    """Newest step committed, by level."""
+    """Newest step committed, by level; with several ranks on all of them."""

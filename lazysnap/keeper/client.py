@@ -18,6 +18,7 @@ from lazysnap.arena import Slot
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.attach import attach
+from lazysnap.keeper.durable import DurableSteps
 from lazysnap.keeper.events import (
     Durable,
     KeeperEvent,
@@ -57,9 +58,9 @@ class KeeperClient:
         self._events: deque[KeeperEvent] = deque()
         self._replies: dict[int, Message] = {}
         self._next_id = 0
-        self._durable: dict[str, int] = {}
-        self._run_id: str | None = None
-        self._floor = 0
+        self._durable = DurableSteps()
+        self.listener: Callable[[KeeperEvent], None] = lambda event: None
+        """Is told every event at once, on this client's thread; must not block."""
         self._said_goodbye = False
         self.was_attached = False
         _live_clients.add(self)
@@ -112,6 +113,7 @@ class KeeperClient:
                     self.was_attached = True
                     self._events.append(KeeperReady(connection.peer_pid))
                     self._changed.notify_all()
+                self.listener(KeeperReady(connection.peer_pid))
                 if self._wanted is not None:
                     self._reserve()
                 self._listen(connection)
@@ -178,15 +180,13 @@ class KeeperClient:
             event = event_of(message)
             if event is not None:
                 self._events.append(event)
-            if isinstance(event, Durable) and self._counts(message):
-                self._durable[event.level] = event.step
+            if isinstance(event, Durable):
+                self._durable.note(event, message["run_id"])
             if "id" in message:
                 self._replies[int(message["id"])] = message
             self._changed.notify_all()
-
-    def _counts(self, message: Message) -> bool:
-        """Whether what became durable is of this run, and began after it was adopted."""
-        return self._run_id in (None, message["run_id"]) and message["sequence"] > self._floor
+        if event is not None:
+            self.listener(event)
 
     # ---------------------------------------------------------------- what training uses
 
@@ -197,9 +197,7 @@ class KeeperClient:
         attempt got to storage, even at a greater step, does not make this one's steps safe.
         """
         with self._changed:
-            self._run_id = run_id
-            self._floor = self._slots.newest_sequence()
-            self._durable.clear()
+            self._durable.adopt(run_id, self._slots.newest_sequence())
 
     def reserve(self, meta_capacity: int, image_capacity: int, count: int) -> None:
         """Ask for ``count`` slots. Does not block; they show up in ``slots``, or a ``MemoryRefused`` in the events."""
@@ -245,11 +243,14 @@ class KeeperClient:
         with contextlib.suppress(OSError):
             connection.sock.shutdown(2)
 
+    def complete(self, url: str, fields: Message) -> None:
+        """Tell the keeper what all ranks have at a level (``levels.belongings.Told``). Does not block."""
+        self._note({"type": "complete", "level": url, **fields})
+
     def poll_events(self) -> list[KeeperEvent]:
         """What happened since the last call."""
         with self._changed:
-            events = list(self._events)
-            self._events.clear()
+            events, self._events = list(self._events), deque()
             return events
 
     # ---------------------------------------------------------------- questions
@@ -326,7 +327,7 @@ class KeeperClient:
         url = self._config.levels[0].url
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._durable.get(url, -1) < step:
+            while self._durable.newest(url) < step:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or self._fatal is not None:
                     return False

@@ -56,6 +56,38 @@ class Durable:
 
 
 @dataclass(frozen=True)
+class Sound:
+    """With several ranks: a snapshot that became durable was read back, too, where the level does that."""
+
+    level: str
+    step: int
+    run_id: str
+    generation: str
+    ranks: int
+    """How many ranks it counts for: those in the file; 0 if another keeper wrote it."""
+
+
+@dataclass(frozen=True)
+class Surplus:
+    """A level has more snapshots of this rank than there may be whose other parts are missing: this one may go."""
+
+    level: str
+    step: int
+    run_id: str
+    generation: str
+
+
+@dataclass(frozen=True)
+class Complete:
+    """With several ranks: one more snapshot is durable, and sound, on all of them. Told by a thread of the trainer."""
+
+    level: str
+    step: int
+    count: int
+    """Snapshots that became complete there since the last time."""
+
+
+@dataclass(frozen=True)
 class LevelFailed:
     """A level could not take a snapshot; it is tried again with the next one."""
 
@@ -102,7 +134,18 @@ class MemoryRefused:
     text: str
 
 
-KeeperEvent = Durable | LevelFailed | LevelDropped | NameFailed | KeeperLost | KeeperReady | MemoryRefused
+KeeperEvent = (
+    Durable
+    | Sound
+    | Surplus
+    | Complete
+    | LevelFailed
+    | LevelDropped
+    | NameFailed
+    | KeeperLost
+    | KeeperReady
+    | MemoryRefused
+)
 
 
 def event_of(message: dict[str, Any]) -> KeeperEvent | None:
@@ -110,6 +153,10 @@ def event_of(message: dict[str, Any]) -> KeeperEvent | None:
     kind = message["type"]
     if kind == "durable":
         return Durable(message["level"], message["step"], message["bytes"], message["seconds"], message["sequence"])
+    if kind == "sound":
+        return Sound(*(message[name] for name in ("level", "step", "run_id", "generation", "ranks")))
+    if kind == "surplus":
+        return Surplus(*(message[name] for name in ("level", "step", "run_id", "generation")))
     if kind == "level_failed":
         return LevelFailed(message["level"], message["step"], message["text"])
     if kind == "level_dropped":

@@ -16,6 +16,7 @@ from lazysnap.keeper.schedule import Committed
 from lazysnap.keeper.slot_source import SlotSource
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.belongings import Belongings, Told
 from lazysnap.levels.pace import Pace
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.shards import NodeCapture
@@ -32,6 +33,7 @@ _IDLE_S = 0.5
 _MAX_HANGING = 3
 """Threads that may hang at one level at a time; then it is left alone until one comes back."""
 _NAME_RETRY_S = 5.0
+_DELETING = "deleting old snapshots"
 
 Beat = Callable[[], None]
 
@@ -55,9 +57,9 @@ class Naming:
 
 @dataclass(frozen=True)
 class Retaining:
-    """Delete what had to stay before, because a slower level was still to copy it."""
+    """Delete what had to stay before: a slower level was still to copy it, or it was not known who has what follows."""
 
-    item: Committed
+    item: Committed | None
     waits_for: frozenset[int]
     """Steps that stayed."""
 
@@ -89,6 +91,8 @@ class Lane:
         self._share = persister.team.share(self._level)
         self._pace = Pace(self._level.max_bytes_per_s)
         self._store: SnapshotStore | None = None
+        self._own: Belongings | None = None
+        """With several ranks: what this one has there, as far as ``_store`` knows."""
         self._attempt: Attempt[Any] | None = None
         self._hanging: list[Attempt[Any]] = []
         self.names: deque[Naming] = deque()
@@ -98,7 +102,9 @@ class Lane:
         """What is copied from a faster level now."""
         self.is_busy = False
         self.owed: Retaining | None = None
-        """Deletions that wait for a slower level."""
+        """Deletions that wait for a slower level, or for a moment without other work."""
+        self.told: Told | None = None
+        """With several ranks: which snapshots all of them have there."""
 
     @property
     def idle_s(self) -> float:
@@ -150,7 +156,7 @@ class Lane:
         if isinstance(work, Naming):
             self._name(work)
         elif isinstance(work, Retaining):
-            self._retain(work.item)
+            self._tidy() if work.item is None else self._retain(work.item)
         elif isinstance(work, (SlotWork, Committed)):
             self._bring(work)
 
@@ -175,7 +181,10 @@ class Lane:
             # Deleting large files, and reading back, take their time: the slot is free before.
             self.slot = self.copying = None
             self._persister.changed.notify_all()
-        self._retain(item)
+        if self._persister.team.world_size == 1:
+            self._retain(item)
+        elif self._confirm(item):
+            self._tidy()
 
     def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
         self._hanging = [attempt for attempt in self._hanging if attempt.is_running]
@@ -226,7 +235,7 @@ class Lane:
             gone = store.sweep(self._share)
             if gone:
                 logger.info("%s: removed what dead runs left: %s", shown(level.url), ", ".join(gone))
-            self._store = store
+            self._store, self._own = store, Belongings(store, level, self._share)
         return self._store
 
     @contextlib.contextmanager
@@ -298,27 +307,75 @@ class Lane:
         if not isinstance(error, LazySnapError):
             self._store = None  # credentials may have expired, a mount gone stale: the next try opens everything anew
         logger.warning("step %d is not persisted at %s: %s", step, self._where, error)
+        self._tell_failed(step, error)
+
+    def _tell_failed(self, step: int, error: Exception) -> None:
         self._persister.emit({"type": "level_failed", "level": self._level.url, "step": step, "text": str(error)})
 
-    def _retain(self, item: Committed) -> None:
+    def _protected(self, item: Committed | None) -> frozenset[int]:
+        """Steps that must stay for now; they are looked at again when nothing waits for them."""
         protect = self._persister.steps_to_copy(self._index)
-        self.owed = Retaining(item, protect) if protect else None
-        # Names are put in later, by this thread; until then no file says that a snapshot has one.
         with self._persister.changed:
-            protect |= {naming.entry.step for naming in self.names if naming.entry is not None}
-        store = self._store
+            self.owed = Retaining(item, protect) if protect else None
+            # Names are put in later, by this thread; until then no file says that a snapshot has one.
+            return protect | {naming.entry.step for naming in self.names if naming.entry is not None}
+
+    def _retain(self, item: Committed) -> None:
+        protect, store = self._protected(item), self._store
         if store is None:
             return
         try:
-            self._within_deadline(
-                "deleting old snapshots",
-                lambda beat: store.retain(self._level, item.entry.run_id, protect, beat, self._share),
-            )
+            run_id = item.entry.run_id
+            self._within_deadline(_DELETING, lambda beat: store.retain(self._level, run_id, protect, beat))
         except (LazySnapError, OSError) as error:
             logger.warning("%s: old snapshots stay for now: %s", self._where, error)
             if isinstance(error, FormatError):
-                event = {"type": "level_failed", "level": self._level.url, "step": item.entry.step, "text": str(error)}
-                self._persister.emit(event)
+                self._tell_failed(item.entry.step, error)
+
+    def _confirm(self, item: Committed) -> bool:
+        """Of several ranks each reads back what it wrote, and has it counted. Whether it is sound."""
+        entry, manifest, own = item.entry, item.manifest, self._own
+        if own is None or manifest is None or self._store is None:
+            return False
+        try:
+            self._within_deadline(f"reading back step {entry.step}", lambda beat: own.confirm(entry, manifest, beat))
+        except (LazySnapError, OSError) as error:
+            logger.warning("%s: %s", self._where, error)
+            self._tell_failed(entry.step, error)
+            return False
+        self._count(item, len(manifest.members) or 1)
+        return True
+
+    def _count(self, item: Committed, ranks: int) -> None:
+        """Have the trainers count for how many ranks a snapshot is sound here."""
+        faults.point("keeper.persist.sound")
+        entry = item.entry
+        start = Told(entry.run_id, entry.generation or "")
+        event = {"type": "sound", "level": self._level.url, "step": entry.step, "ranks": ranks}
+        self._persister.emit({**event, "run_id": start.run_id, "generation": start.generation})
+        with self._persister.changed:
+            if self.told is None or not self.told.is_of(start):
+                self.told = start
+
+    def _tidy(self) -> None:
+        """Of several ranks each deletes what it has, and has those steps taken back that nobody completes."""
+        protect = self._protected(None)  # first: what is told from now on is another piece of work
+        own, told = self._own, self.told
+        if own is None or told is None or self._store is None:
+            return
+
+        def tidy(beat: Beat) -> list[int]:
+            own.tidy(told, protect, beat)
+            return own.surplus(told, protect, beat)
+
+        try:
+            surplus = self._within_deadline(_DELETING, tidy)
+        except (LazySnapError, OSError) as error:
+            logger.warning("%s: old snapshots stay for now: %s", self._where, error)
+            return
+        for step in surplus:
+            event = {"type": "surplus", "level": self._level.url, "step": step, "run_id": told.run_id}
+            self._persister.emit({**event, "generation": told.generation})
 
     def _name(self, work: Naming) -> None:
         def apply(beat: Beat) -> None:

@@ -312,6 +312,7 @@ class FollowerLane(Lane):
         item = Committed(_sequence(work), entry, meta, self._index, size)
         faults.point("keeper.node.followed")
         self._committed(item, outcome.seconds)
+        self._count(item, 0)  # the lead's trainer counts for all that are in its file
 
 
 def _answer(connection: Connection, deadline: float) -> Message | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from lazysnap import faults
 from lazysnap.arena import Check, Slot, SlotPhase, SlotStatus, Word
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.lane import Naming, SlotWork, Work
+from lazysnap.keeper.lane import Naming, Retaining, SlotWork, Work
 from lazysnap.keeper.machine import newest_whole
 from lazysnap.keeper.messages import Message
 from lazysnap.keeper.node_lane import FollowerLane, lane_for
@@ -31,6 +31,7 @@ from lazysnap.keeper.schedule import (
     takes,
 )
 from lazysnap.keeper.team import Team
+from lazysnap.levels.belongings import Told
 from lazysnap.levels.redaction import shown
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta
@@ -126,6 +127,14 @@ class Persister:
                 names.discard(name)
             for lane in self._lanes:
                 lane.names.append(Naming(run_id, name, None))
+            self.changed.notify_all()
+
+    def tell(self, url: str, told: Told) -> None:
+        """All ranks have these snapshots at a level: older ones may go."""
+        with self.changed:
+            for lane, level in zip(self._lanes, self.levels, strict=True):
+                if level.url == url:
+                    lane.told, lane.owed = told, Retaining(None, frozenset())
             self.changed.notify_all()
 
     def stop(self) -> None:

@@ -21,6 +21,7 @@ from lazysnap.keeper.messages import Connection, Message
 from lazysnap.keeper.parts import Desk
 from lazysnap.keeper.persist import Persister
 from lazysnap.keeper.team import Team
+from lazysnap.levels.belongings import Told
 
 logger = logging.getLogger(__name__)
 
@@ -297,6 +298,12 @@ class Keeper:
 
     def _on_release(self, message: Message, fds: tuple[int, ...]) -> None:
         self._persister.release(str(message["name"]), str(message["run_id"]))
+
+    def _on_complete(self, message: Message, fds: tuple[int, ...]) -> None:
+        steps, void = (tuple(map(int, message[name])) for name in ("steps", "void"))
+        earlier = tuple((str(generation), int(step)) for generation, step in message["earlier"])
+        told = Told(str(message["run_id"]), str(message["generation"]), steps, frozenset(void), earlier)
+        self._persister.tell(str(message["level"]), told)
 
     def _on_inventory(self, message: Message, fds: tuple[int, ...]) -> None:
         assert self._trainer is not None

@@ -317,10 +317,11 @@ class LocalStorage:
         """Nothing: what is not finished is a file."""
         return []
 
-    def list(self, path: str = "") -> list[str]:
+    def list(self, path: str = "", prefix: str = "") -> list[str]:
         """Names in a directory, sorted; NFS's ``.nfs*`` leftovers of open files are not ours to see."""
         try:
-            return sorted(name for name in os.listdir(self._path(path)) if not name.startswith(".nfs"))
+            names = (name for name in os.listdir(self._path(path)) if not name.startswith(".nfs"))
+            return sorted(name for name in names if name.startswith(prefix))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:

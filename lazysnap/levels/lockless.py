@@ -154,7 +154,7 @@ class LocklessStorage(ABC):
     def is_leased(self, path: str) -> bool:
         """See ``Storage.is_leased``; removes leases of the dead."""
         directory = path.rpartition("/")[0]
-        for name in filter(_is_lease, self.list(directory)):
+        for name in filter(_is_lease, self.list(directory, _LEASE_HEAD)):
             if not self.is_given_up(f"{directory}/{name}", LEASE_S):
                 return True
             with contextlib.suppress(LevelError):  # not ours to delete: it counts for nothing all the same
@@ -175,7 +175,7 @@ class LocklessStorage(ABC):
 
     # The last one: it hides the type from the annotations behind it.
     @abstractmethod
-    def list(self, path: str = "") -> list[str]:
+    def list(self, path: str = "", prefix: str = "") -> list[str]:
         """See ``Storage.list``."""
 
 

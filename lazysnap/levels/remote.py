@@ -344,7 +344,7 @@ class FsspecStorage(LocklessStorage):
         return [] if path else self.delete_old_probes()
 
     # The last one: it hides the type from the annotations behind it.
-    def list(self, path: str = "") -> list[str]:
+    def list(self, path: str = "", prefix: str = "") -> list[str]:
         """Names below a prefix."""
         self._filesystem().invalidate_cache()
         try:
@@ -353,4 +353,5 @@ class FsspecStorage(LocklessStorage):
             return []
         names = [str(name).rstrip("/") for name in found]
         own = self._path(path).rstrip("/")  # some places list a directory in itself
-        return sorted(name.rsplit("/", 1)[-1] for name in names if name and name != own)
+        last = (name.rsplit("/", 1)[-1] for name in names if name and name != own)
+        return sorted(name for name in last if name.startswith(prefix))

@@ -1,8 +1,10 @@
-"""What goes from a level: old snapshots, unreferenced images of immutable tensors, and what dead writers left."""
+"""What goes from a level with one writer: old snapshots, unreferenced images of immutable tensors; and from any level
+what dead writers left. Where several write, see ``levels.belongings``.
+"""
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,9 +23,6 @@ if TYPE_CHECKING:
     from lazysnap.levels.store import SnapshotStore
 
 logger = logging.getLogger(__name__)
-
-_AHEAD = 2
-"""Persisted steps that one rank may be ahead of another."""
 
 
 def is_complete(entries: Iterable[Entry]) -> bool:
@@ -57,18 +56,6 @@ class Share:
         return stem.index % self.world_size in self.ranks
 
 
-@dataclass(frozen=True)
-class Whose:
-    """The snapshots of one run, and which of their files are looked after here: all, or a share."""
-
-    run_id: str
-    share: Share | None
-
-    def owns(self, entry: Entry) -> bool:
-        """Whether the entry is to be looked after here."""
-        return self.share is None or self.share.has(stem_of(entry))
-
-
 @dataclass(frozen=True, order=True)
 class _Snapshot:
     """What the shards of one snapshot have in common, besides the run. Newer ones are greater."""
@@ -79,15 +66,14 @@ class _Snapshot:
 
 
 class _Found:
-    """The snapshots of one run at a level, and what of them is to be looked after here."""
+    """The snapshots of one run at a level."""
 
-    def __init__(self, inventory: Inventory, whose: Whose) -> None:
+    def __init__(self, inventory: Inventory, run_id: str) -> None:
         self._entries: dict[_Snapshot, list[Entry]] = defaultdict(list)
-        self.whose = whose
         for entry in inventory.entries:
-            if entry.run_id == whose.run_id:
+            if entry.run_id == run_id:
                 self._entries[_Snapshot(entry.step, entry.generation or "", entry.world_size)].append(entry)
-        images = {image.digest for image in inventory.frozen if image.run_id == whose.run_id}
+        images = {image.digest for image in inventory.frozen if image.run_id == run_id}
         self.complete = {
             one
             for one, entries in self._entries.items()
@@ -100,29 +86,17 @@ class _Found:
         self.newest = newest
         """Of each step the complete snapshot that was taken last: a resumed run passes a step again."""
 
-    def mine(self, one: _Snapshot) -> list[Entry]:
-        """The entries that are to be looked after here"""
-        return [entry for entry in self._entries[one] if self.whose.owns(entry)]
+    def entries(self, one: _Snapshot) -> list[Entry]:
+        """All shards of it."""
+        return self._entries[one]
 
     def named_steps(self) -> set[int]:
         """Steps that have a name."""
         return {one.step for one, entries in self._entries.items() if any(entry.names for entry in entries)}
 
-    def is_passed(self, one: _Snapshot) -> bool:
-        """Whether all other ranks went on from that snapshot, so that they read their shards back and left them."""
-        if self.whose.share is None:
-            return True  # all shards are read back here
-        later = {
-            entry.rank
-            for other, entries in self._entries.items()
-            if other.step > one.step and (other.generation, other.world_size) == (one.generation, one.world_size)
-            for entry in entries
-        }
-        return later | {entry.rank for entry in self.mine(one)} >= set(range(one.world_size))
-
     def forget(self, one: _Snapshot) -> None:
-        """What is looked after here was deleted."""
-        self._entries[one] = [entry for entry in self._entries[one] if not self.whose.owns(entry)]
+        """It was deleted."""
+        del self._entries[one]
 
     def references(self) -> set[str | None]:
         """The immutable tensors that are still referred to."""
@@ -130,22 +104,21 @@ class _Found:
 
 
 def retain(
-    store: "SnapshotStore", level: PersistentLevel, whose: Whose, protect: frozenset[int], beat: Callable[[], None]
+    store: "SnapshotStore", level: PersistentLevel, run_id: str, protect: frozenset[int], beat: Callable[[], None]
 ) -> list[int]:
     """See ``SnapshotStore.retain``."""
     inventory = store.inventory()
-    found = _Found(inventory, whose)
+    found = _Found(inventory, run_id)
     sound, damaged = _sound_steps(store, level, found, beat)
     safe = found.named_steps() | protect
     old = set(expired(sorted(found.newest), level, sound=sound, protected=safe))
     going = {one for one in found.complete if one.step in old}
     passed = {one for one in found.complete if one != found.newest[one.step] and one.step in sound}
-    going |= {one for one in passed | _worthless(found, sound, level) if one.step not in safe}
+    going |= {one for one in passed | _worthless(found, sound) if one.step not in safe}
     gone = []
     for one in sorted(going):
-        mine = found.mine(one)
-        places = list(dict.fromkeys(store.place(entry) for entry in mine))
-        if not mine or any(store.storage.is_leased(place.shard_path) for place in places):
+        places = list(dict.fromkeys(store.place(entry) for entry in found.entries(one)))
+        if any(store.storage.is_leased(place.shard_path) for place in places):
             continue  # a restore reads it; the next time
         for place in places:
             beat()
@@ -153,32 +126,25 @@ def retain(
         if one in found.complete:
             gone.append(one.step)
         found.forget(one)
-    _delete_unreferenced(store.storage, inventory, whose.run_id, found.references())
+    delete_unreferenced(store.storage, inventory, run_id, found.references())
     if damaged and max(damaged) == max(found.newest):
         raise ShardCorrupt(f"{store.url}: the newest snapshot was read back damaged: {damaged[max(damaged)]}")
     return gone
 
 
-def _worthless(found: _Found, sound: list[int], level: PersistentLevel) -> set[_Snapshot]:
-    """Snapshots that are not complete here and need not stay.
-
-    With one rank: what is older than something safe. With several, others may be behind: a rank is at most two
-    persisted steps ahead of another (docs/architecture.md), and a local disk shows the steps of its own node only.
+def _worthless(found: _Found, sound: list[int]) -> set[_Snapshot]:
+    """Snapshots that are not complete here and are older than something safe. Those of several ranks, which a training
+    goes on from that has one, may be complete together with other disks: they stay longer.
     """
     alone = {one for one in found.halves if one.world_size == 1 and sound and one.step < max(sound)}
-    many = sorted((one for one in found.halves if one.world_size > 1), key=lambda one: (one.generation, one.step))
-    behind = {one for one in many if sound and one.step < min(sound)}
-    return alone | behind | set(many[: -(level.keep_last + _AHEAD)])
+    behind = {one for one in found.halves if one.world_size > 1 and sound and one.step < min(sound)}
+    return alone | behind
 
 
 def _sound_steps(
     store: "SnapshotStore", level: PersistentLevel, found: _Found, beat: Callable[[], None]
 ) -> tuple[list[int], dict[int, str]]:
-    """The newest ``keep_last`` complete steps that were, or are now, read back whole; newer ones that are damaged.
-
-    With several ranks each reads its own shard back, and takes the manifest away if that is damaged; a step counts
-    when all the others have gone on from it.
-    """
+    """The newest ``keep_last`` complete steps that were, or are now, read back whole; newer ones that are damaged."""
     read_back = not store.storage.checks_writes if level.verify is None else level.verify
     sound: list[int] = []
     damaged: dict[int, str] = {}
@@ -186,28 +152,22 @@ def _sound_steps(
         if len(sound) == level.keep_last:
             break
         read: set[tuple[str, Stem]] = set()
-        for entry in found.mine(one):
-            is_shard = False
+        for entry in found.entries(one) if read_back else ():
+            file = (entry.location, stem_of(entry))
             try:
-                if read_back:
-                    store.check_frozen(entry, beat)
-                    is_shard = True
-                    file = (entry.location, stem_of(entry))
-                    if file not in read and not store.is_sound(entry):
-                        store.verify_entry(entry, beat)
-                    read.add(file)
+                store.check_frozen(entry, beat)
+                if file not in read and not store.is_sound(entry):
+                    store.verify_entry(entry, beat)
+                read.add(file)
             except (FormatError, FileNotFoundError) as error:
                 logger.warning("%s: step %d does not count, and nothing is deleted for it: %s", store.url, step, error)
                 damaged[step] = str(error)
-                # Immutable tensors may be written again; a shard is not.
-                if is_shard and one.world_size > 1 and found.whose.share is not None:
-                    store.place(entry).withdraw()
-        if step not in damaged and (one.world_size == 1 or not read_back or found.is_passed(one)):
+        if step not in damaged:
             sound.append(step)
     return sound, damaged
 
 
-def _delete_unreferenced(storage: Storage, inventory: Inventory, run_id: str, wanted: set[str | None]) -> None:
+def delete_unreferenced(storage: Storage, inventory: Inventory, run_id: str, wanted: Collection[str | None]) -> None:
     """Images of immutable tensors that no snapshot of the run refers to any more, and no writer is about to."""
     if inventory.problems:
         return  # a manifest that cannot be read just now may refer to one

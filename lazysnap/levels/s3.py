@@ -367,18 +367,18 @@ class S3Storage(LocklessStorage):
             markers = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer.get("NextUploadIdMarker", "")}
 
     # The last one: it hides the type from the annotations behind it.
-    def list(self, path: str = "") -> list[str]:
+    def list(self, path: str = "", prefix: str = "") -> list[str]:
         """Names below a prefix."""
-        prefix = self.key(path + "/" if path else "")
+        folder = self.key(path + "/" if path else "")
         names: set[str] = set()
         token: dict[str, Any] = {}
         while True:
             answer = self.client.call(
-                f"listing {path or '.'}", "list_objects_v2", Prefix=prefix, Delimiter="/", **token
+                f"listing {path or '.'}", "list_objects_v2", Prefix=folder + prefix, Delimiter="/", **token
             )
             found = [one["Key"] for one in answer.get("Contents", ())]
             found += [one["Prefix"] for one in answer.get("CommonPrefixes", ())]
-            names.update(name[len(prefix) :].rstrip("/") for name in found)
+            names.update(name[len(folder) :].rstrip("/") for name in found)
             if not answer.get("IsTruncated"):
                 return sorted(names - {""})
             token = {"ContinuationToken": answer["NextContinuationToken"]}

@@ -98,8 +98,11 @@ class Storage(Protocol):
         """
         ...
 
-    def list(self, path: str = "") -> list[str]:
-        """Names in a directory, files and directories; empty if there is no such directory."""
+    def list(self, path: str = "", prefix: str = "") -> list[str]:
+        """Names in a directory that begin with ``prefix``, files and directories; empty if there is no such directory.
+
+        Where the place can, what begins otherwise is not even looked at.
+        """
         ...
 
     def lease(self, path: str) -> AbstractContextManager[None]:

@@ -32,7 +32,7 @@ from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.once import write_once
-from lazysnap.levels.retention import Share, Whose, retain, sweep
+from lazysnap.levels.retention import Share, retain, sweep
 from lazysnap.levels.shards import (
     FROZEN_STEM,
     NodeCapture,
@@ -375,18 +375,17 @@ class SnapshotStore:
         run_id: str,
         protect: frozenset[int] = frozenset(),
         beat: Callable[[], None] | None = None,
-        share: Share | None = None,
     ) -> list[int]:
         """Delete what ``level`` need not keep of this run's complete snapshots; the steps that went.
 
+        For the only writer of a run; of several each has its ``levels.belongings``.
         Counts only snapshots that are complete and were read back whole. Steps in ``protect`` stay (another level has
         still to copy them), and so does what has a name or is being read by a restore.
-        With ``share`` only the files that fall to it are read back and deleted: each rank, or node, does its own.
         Crash-safe: the manifest goes first, so that a half-deleted snapshot is garbage, not a snapshot.
         Raises: ShardCorrupt, if the newest one was read back damaged; nothing is deleted on its account.
         """
         with self._naming("deleting old snapshots"):
-            return retain(self, level, Whose(run_id, share), protect, beat or (lambda: None))
+            return retain(self, level, run_id, protect, beat or (lambda: None))
 
     def sweep(self, share: Share | None = None) -> list[str]:
         """Remove what dead writers left of a share's files (``None``: of all): temporary ones, uncommitted shards.

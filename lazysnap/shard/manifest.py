@@ -33,6 +33,8 @@ _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _DIRECTORY = re.compile(r"step-(\d{8,})(?:\.([0-9a-f]{8}))?")
 _FROZEN_DIRECTORY = re.compile(r"frozen-([0-9a-f]{16})-([0-9a-f]{32})")
 _KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+KEEP_PREFIX = "keep-"
+"""What the names of ``keep-…`` objects begin with."""
 _KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 

@@ -244,11 +244,11 @@ class FaultyStorage:
         """Give up, perhaps."""
         return self._do("abort_stale", path, lambda: self.storage.abort_stale(path))
 
-    def list(self, path: str = "") -> list[str]:
+    def list(self, path: str = "", prefix: str = "") -> list[str]:
         """List, perhaps."""
         operation = _Operation(self, "list", path)
         operation.fail(after=False)
-        names = self.storage.list(path)
+        names = self.storage.list(path, prefix)
         operation.fail(after=True)
         return names if operation.truncation is None else names[:-1]
 

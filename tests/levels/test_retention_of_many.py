@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,28 +11,50 @@ from snapshots import RUN, Image, meta
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels import open_store
+from lazysnap.levels.belongings import Belongings, Told
+from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.retention import Share
+from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import candidates
 
 FIRST, SECOND = "0" * 15 + "1", "0" * 15 + "2"
 
 
-class Place:
-    """A directory, and a store of each rank's keeper on it."""
+def nothing():
+    pass
 
-    def __init__(self, path, world_size=2):
+
+class Place:
+    """A directory, and what each rank's keeper has there; which steps are complete it is told by the test."""
+
+    def __init__(self, path, world_size=2, keep_last=1, keep_every=None, open_=open_store):
         self.path = path
         self.world_size = world_size
-        self.stores = [open_store(str(path)) for _ in range(world_size)]
+        self.level = PersistentLevel(str(path), keep_last=keep_last, keep_every_n_steps=keep_every)
+        self.stores = [open_(str(path)) for _ in range(world_size)]
+        self.own = [self.successor(rank) for rank in range(world_size)]
+
+    def successor(self, rank):
+        """Of a keeper that died: it knows nothing."""
+        return Belongings(self.stores[rank], self.level, Share.of_rank(rank, self.world_size))
 
     def write(self, rank, *steps, generation=FIRST):
         for step in steps:
             what = dataclasses.replace(meta(step), rank=rank, world_size=self.world_size, generation=generation)
-            self.stores[rank].write(what, Image(step))
+            self.own[rank].confirm(*self.stores[rank].write_entry(what, Image(step)), nothing)
 
-    def retain(self, rank, keep_last=1):
-        level = PersistentLevel(str(self.path), keep_last=keep_last)
-        return self.stores[rank].retain(level, RUN, share=Share.of_rank(rank, self.world_size))
+    def told(self, *complete, void=(), generation=FIRST, earlier=()):
+        return Told(RUN, generation, complete[-self.level.keep_last :], frozenset(void), tuple(earlier))
+
+    def tidy(self, *complete, ranks=None, protect=(), **told):
+        what = self.told(*complete, **told)
+        return [
+            self.own[rank].tidy(what, frozenset(protect), nothing)
+            for rank in (range(self.world_size) if ranks is None else ranks)
+        ]
+
+    def surplus(self, rank, *complete, **told):
+        return self.own[rank].surplus(self.told(*complete, **told), frozenset(), nothing)
 
     def held(self, rank):
         return sorted({entry.step for entry in self.stores[0].inventory().entries if entry.rank == rank})
@@ -39,57 +62,101 @@ class Place:
     def complete(self):
         return [(plan.step, plan.sources[0][0].generation) for plan in candidates([self.stores[0].inventory()])]
 
-    def damage(self, rank, step):
-        [entry] = [e for e in self.stores[0].inventory().entries if (e.rank, e.step) == (rank, step)]
-        path = self.path / self.stores[0].place(entry).shard_path
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-
 
 @pytest.fixture
 def place(tmp_path):
     return Place(tmp_path / "run")
 
 
-def test_a_step_stays_until_a_newer_one_is_complete(place):
-    """The other rank's disk stands still: however far this one goes, what both have stays."""
-    place.write(1, 1, 2)
-    for step in range(1, 12):
+def test_a_step_goes_when_enough_newer_ones_are_told_to_be_complete(tmp_path):
+    place = Place(tmp_path / "run", keep_last=2)
+    for step in (1, 2, 3, 4):
         place.write(0, step)
-        place.retain(0)
+        place.write(1, step)
 
-    assert place.complete()[0] == (2, FIRST)
-    assert place.held(1) == [1, 2]
-    # What only this rank has is bounded, too.
-    assert place.held(0) == [1, 2, 9, 10, 11]
+    assert place.tidy(1) == [[], []]
+    assert place.tidy(1, 2, 3) == [[1], [1]]
+    # Of step 4 nobody said anything yet.
+    assert place.held(0) == place.held(1) == [2, 3, 4]
 
 
-def test_a_step_goes_when_every_rank_has_a_newer_one_that_it_read_back(place):
+def test_a_rank_that_fails_for_long_costs_no_rank_the_last_snapshot_that_all_have(tmp_path):
+    """Two disks, each seen by its own node: nobody can see that the other one's is full."""
+    here, there = Place(tmp_path / "here"), Place(tmp_path / "there")
+    for step in (1, 2):
+        here.write(0, step)
+        there.write(1, step)
+        here.tidy(step, ranks=[0])
+        there.tidy(step, ranks=[1])
+    void = set()
+    for step in range(3, 30):
+        here.write(0, step)
+        void.update(here.surplus(0, 2, void=void))
+        here.tidy(2, ranks=[0], void=void)
+
+    # What only this rank has is bounded.
+    assert here.held(0) == [2, 27, 28, 29]
+    assert there.held(1) == [2]
+    inventories = [one.stores[0].inventory() for one in (here, there)]
+    assert [plan.step for plan in candidates(inventories)] == [2]
+
+
+def test_what_is_not_complete_stays_until_its_rank_has_taken_its_part_back(place):
+    place.write(0, 1, 2, 3, 4, 5)
+
+    assert place.surplus(0) == [1, 2]
+    assert place.tidy(ranks=[0]) == [[]]
+    assert place.tidy(ranks=[0], void=[1]) == [[1]]
+    assert place.surplus(0, void=[1]) == [2]
+
+
+def test_of_a_step_that_was_taken_back_and_is_complete_all_the_same_nothing_goes(place):
+    place.write(0, 1, 2)
+
+    assert place.tidy(1, ranks=[0], void=[1]) == [[]]
+
+
+def test_what_a_keeper_did_not_write_itself_goes_as_well(place):
+    """It took the place of one that died."""
     for step in (1, 2, 3):
         place.write(0, step)
         place.write(1, step)
+    place.own[0] = place.successor(0)
 
-    # Rank 1 went on to 3, so it found 2 whole; of 3 nobody knows yet.
-    assert place.retain(0) == [1]
-    place.retain(1)  # now it has half a snapshot
-    assert place.held(0) == place.held(1) == [2, 3]
+    assert place.tidy(3) == [[1, 2], [1, 2]]
 
 
-def test_a_shard_that_was_read_back_damaged_makes_its_step_count_for_no_rank(place):
-    for step in (1, 2):
+def test_a_shard_that_is_read_back_damaged_is_no_snapshot(tmp_path):
+    place = Place(tmp_path / "run")
+    what = dataclasses.replace(meta(1), rank=1, world_size=2, generation=FIRST)
+    written = place.stores[1].write_entry(what, Image(1))
+    path = place.path / place.stores[1].place(written[0]).shard_path
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+    with pytest.raises(ShardCorrupt, match="damaged"):
+        place.own[1].confirm(*written, nothing)
+
+    assert place.stores[0].inventory().entries == ()
+
+
+def test_steps_with_a_name_milestones_and_what_is_copied_or_read_stay(tmp_path):
+    place = Place(tmp_path / "run", keep_every=4)
+    for step in range(1, 8):
         place.write(0, step)
         place.write(1, step)
-    place.damage(1, 2)
-    place.retain(0)
-    with pytest.raises(ShardCorrupt, match="damaged"):
-        place.retain(1)
-    place.write(0, 3)
-    place.write(1, 3)
-    place.retain(0)
-    place.retain(1)
+    [named] = [entry for entry in place.stores[0].inventory().entries if (entry.step, entry.rank) == (1, 0)]
+    place.stores[0].keep(named, "first")
+    [read] = [entry for entry in place.stores[0].inventory().entries if (entry.step, entry.rank) == (5, 1)]
+    with place.stores[1].storage.lease(place.stores[1].place(read).shard_path):
+        place.tidy(7, protect=[2])
 
-    assert [step for step, _ in place.complete()] == [3, 1]
+    assert place.held(0) == [1, 2, 4, 7]
+    assert place.held(1) == [1, 2, 4, 5, 7]
+    place.stores[0].release(RUN, "first")
+    place.tidy(7)
+    assert place.held(0) == place.held(1) == [4, 7]
 
 
 def test_shards_of_two_starts_of_one_step_are_no_snapshot(place):
@@ -100,39 +167,54 @@ def test_shards_of_two_starts_of_one_step_are_no_snapshot(place):
     place.write(1, 2, generation=SECOND)
 
     assert place.complete() == [(1, FIRST)]
-    for rank in (0, 1):
-        assert place.retain(rank) == []
+    assert place.tidy(generation=SECOND) == [[], []]
     place.write(0, 2, generation=SECOND)
 
     assert place.complete() == [(2, SECOND), (1, FIRST)]
 
 
-def test_a_step_that_is_passed_again_replaces_the_first_when_all_have_it(place):
+def test_what_an_earlier_start_left_stays_until_enough_is_complete_of_this_one(tmp_path):
+    """Ahead of where this one is now, too, for as long as it is."""
+    place = Place(tmp_path / "run", keep_last=2)
+    for rank in (0, 1):
+        place.write(rank, 1, 2, 6)
+    place.write(0, 2, generation=SECOND)
+    place.write(1, 2, generation=SECOND)
+
+    assert place.tidy(2, generation=SECOND) == [[], []]
+    assert (2, FIRST) in place.complete()
+    for rank in (0, 1):
+        place.write(rank, 3, generation=SECOND)
+
+    assert place.tidy(2, 3, generation=SECOND) == [[1, 2], [1, 2]]
+    assert place.complete() == [(6, FIRST), (3, SECOND), (2, SECOND)]
+
+
+def test_starts_that_never_come_so_far_leave_no_more_than_one_that_does(tmp_path):
+    """A training that dies again and again before there are ``keep_last`` of one start."""
+    place = Place(tmp_path / "run", keep_last=4)
+    complete = []
+    for start in range(1, 9):
+        generation = f"{start:016x}"
+        earlier = complete[-4:]
+        place.own = [place.successor(rank) for rank in (0, 1)]
+        for step in (2 * start, 2 * start + 1):
+            for rank in (0, 1):
+                place.write(rank, step, generation=generation)
+            new = range(2 * start, step + 1)
+            place.tidy(*new, generation=generation, earlier=earlier)
+        complete += [(generation, step) for step in new]
+        place.write(0, 2 * start + 2, generation=generation)  # of which the other rank has nothing
+
+        assert [step for step, _ in place.complete()] == [step for _, step in reversed(complete[-4:])]
+        assert len(list(place.path.rglob("*.json"))) == 2 * len(complete[-4:]) + 1
+
+
+def test_of_what_was_before_nothing_goes_until_something_new_is_complete(place):
     for rank in (0, 1):
         place.write(rank, 1, 2)
-    place.write(0, 2, generation=SECOND)
-    place.retain(0)
-    assert (2, FIRST) in place.complete()
 
-    place.write(1, 2, generation=SECOND)
-    for step in (3, 4):
-        for rank in (0, 1):
-            place.write(rank, step, generation=SECOND)
-            place.retain(rank)
-    for rank in (0, 1):
-        place.retain(rank)
-
-    assert place.complete() == [(4, SECOND), (3, SECOND)]
-    assert place.held(0) == place.held(1) == [3, 4]
-
-
-def test_a_disk_that_only_one_rank_sees_keeps_what_others_may_still_need(place):
-    for step in range(1, 10):
-        place.write(0, step)
-        place.retain(0, keep_last=2)
-
-    # Another rank may be two steps behind, and need the last two of its own.
-    assert place.held(0) == [6, 7, 8, 9]
+    assert place.tidy(generation=SECOND, earlier=[(FIRST, 1), (FIRST, 2)], void=[7]) == [[], []]
 
 
 @pytest.mark.parametrize("now", [1, 2])
@@ -150,12 +232,64 @@ def test_what_ranks_that_are_no_more_have_left_goes_with_the_rest(tmp_path, now)
         for rank in range(now):
             after.stores[rank].sweep(Share.of_rank(rank, now))
             after.write(rank, step, generation=SECOND)
-            after.retain(rank)
-    for rank in range(now):
-        after.retain(rank)
+        after.tidy(step, generation=SECOND) if now > 1 else after.stores[0].retain(after.level, RUN)
 
     assert after.complete()[0] == (5, SECOND)
     assert list(after.path.rglob("*-of-00004*")) == []
+
+
+class Counted(LocalStorage):
+    """Counts what it is asked."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.asked = Counter()
+
+    def __getattribute__(self, name):
+        if name in ("list", "get", "size", "stamp", "is_leased", "delete", "delete_directory"):
+            object.__getattribute__(self, "asked")[name] += 1
+        return object.__getattribute__(self, name)
+
+
+def test_what_a_rank_asks_for_does_not_depend_on_how_many_there_are(tmp_path):
+    asked = {}
+    for ranks in (2, 4, 8):
+        place = Place(tmp_path / str(ranks), ranks, 2, open_=lambda url: SnapshotStore(Counted(url)))
+        for step in range(1, 6):
+            for rank in range(ranks):
+                place.write(rank, step)
+            last = place.stores[1].storage.asked
+            last.clear()
+            place.tidy(*range(1, step + 1))
+        asked[ranks] = dict(last)
+
+    assert asked[2] == asked[4] == asked[8]
+    assert sum(asked[2].values()) < 10
+
+
+def test_immutable_tensors_that_nothing_refers_to_any_more_go(place):
+    digests = []
+    for step in (1, 2):
+        base = dataclasses.replace(meta(0), run_id=RUN)
+        other = Place(place.path.parent / f"other{step}")
+        digest = other.stores[0].write(base, Image(step + 90)).checksums.whole
+        place.stores[0].write_frozen(base, Image(step + 90), digest)
+        digests.append(digest)
+    for rank in (0, 1):
+        for step, digest in zip((1, 2), digests, strict=True):
+            what = dataclasses.replace(meta(step), rank=rank, world_size=2, generation=FIRST)
+            frozen = type(what).from_fields(
+                {**what.to_fields(), "frozen": {"digest": digest, "size_bytes": Image(1).size_bytes}}, "test"
+            )
+            place.own[rank].confirm(*place.stores[rank].write_entry(frozen, Image(step)), nothing)
+
+    place.tidy(2, ranks=[0])
+    assert len(list(place.path.glob("frozen-*"))) == 2  # the other rank's snapshot refers to it yet
+    place.tidy(2, ranks=[1])
+    place.tidy(2)
+    place.tidy(2)
+
+    assert [path.name.rpartition("-")[2] for path in place.path.glob("frozen-*")] == [digests[1]]
 
 
 def test_immutable_tensors_that_all_ranks_bring_at_once_are_written_once(place):

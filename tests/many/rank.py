@@ -313,10 +313,10 @@ def main() -> None:
                 write("awaited", said.wait(30))
             write("stopped", step, digest(model, optimizer), torch.rand((), dtype=torch.float64).item())
             if settings.get("wait_durable"):
-                write("durable", step, engine.wait(step, until="durable", timeout_s=20))
+                write("durable", step, engine.wait(step, until="durable", timeout_s=settings.get("wait_s", 20)))
             engine.abandon()
             os._exit(9)
-    engine.close()
+    write("closed", engine.close())
     with open(f"{settings['result']}.{rank}", "w") as result:
         result.write(digest(model, optimizer))
     if dist.is_initialized():
