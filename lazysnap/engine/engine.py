@@ -15,6 +15,7 @@ from lazysnap.capture.plan import check_kinds
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.collector import collector_paused
+from lazysnap.engine.durability import Durability, Progress
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.names import check_name
 from lazysnap.engine.recorder import Recorder
@@ -22,9 +23,8 @@ from lazysnap.engine.refusal import together
 from lazysnap.engine.restart import Restart, fetch, part_ways
 from lazysnap.engine.snapshot import Snapshot
 from lazysnap.engine.statistics import Statistics
-from lazysnap.engine.tally import tally_of
 from lazysnap.engine.world import World
-from lazysnap.errors import ConfigError, KeeperUnavailable, UnsupportedState, WaitTimeout
+from lazysnap.errors import ConfigError, KeeperUnavailable, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.team import Team
@@ -75,8 +75,7 @@ class SnapshotEngine:
         self._recorder = Recorder(config, self._source, self._client, self._captures, self._events)
         if not self._world.is_alone:
             self._recorder.join(self._world)
-        meta = self._recorder.meta
-        self._tally = tally_of(config, self._client, self._world, meta.generation)
+        self._durability = Durability(config, self._client, self._world, self._recorder.meta.generation)
         self._prepared = False
         self._closed = False
 
@@ -134,8 +133,7 @@ class SnapshotEngine:
         meta.run_id, meta.run_started_ns = snapshot.run_id, snapshot.run_started_ns
         meta.follow(snapshot.newest_generation)
         self._recorder.resume(snapshot.step)
-        if self._tally is not None:
-            self._tally.begin(meta.generation or "", snapshot.stored)
+        self._durability.begin(meta.generation, snapshot.stored)
         if snapshot.world_size > 1 or not self._world.is_alone:
             self._discard_others(snapshot)
         self._client.adopt_run(snapshot.run_id, snapshot.run_started_ns)
@@ -221,9 +219,7 @@ class SnapshotEngine:
 
     def _hear(self) -> None:
         """Count and log what happened."""
-        self._events.drain(self._client.poll_events())
-        if self._tally is not None:
-            self._events.drain(self._tally.news())
+        self._events.drain(self._durability.events())
 
     def gate(self) -> None:
         """Return when parameters and optimizer state may change again: the last capture's copies are done.
@@ -289,9 +285,7 @@ class SnapshotEngine:
         if until == "durable":
             # A level takes captures as it comes to them: ask for the newest, this one or a later one.
             self.flush(timeout_s)
-            if self._tally is not None:
-                return self._tally.wait(step, 0.0, levels=1)
-            return self._client.wait_durable(step, 0.0)
+            return self._durability.has(step)
         deadline = time.monotonic() + timeout_s
         while True:
             statuses = [slot.status() for slot in self._client.slots()]
@@ -303,27 +297,17 @@ class SnapshotEngine:
                 return False
             time.sleep(0.001)
 
-    def flush(self, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> bool:
+    def flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
         """Block until the newest capture is durable at every level; ``False`` after the deadline.
 
         With several ranks durable on all of them, so all are to call it at the same step.
         ``progress`` is called with bytes done and bytes to do.
         """
-        deadline = time.monotonic() + timeout_s
         self.gate()
-        done = self._drain(timeout_s, progress) and self._is_everywhere(max(0.0, deadline - time.monotonic()))
+        self._verify()
+        done = self._durability.flush(self._statistics.last_whole_step, timeout_s, progress)
         self._hear()
         return done
-
-    def _is_everywhere(self, timeout_s: float) -> bool:
-        """Whether the others have the newest capture at every level, too."""
-        step = self._statistics.last_whole_step
-        return self._tally is None or step is None or self._tally.wait(step, timeout_s)
-
-    def _drain(self, timeout_s: float, progress: Callable[[int, int], None] | None) -> bool:
-        """As ``flush``, of this rank's part."""
-        self._verify()
-        return self._client.drain(timeout_s, progress)
 
     def _verify(self) -> None:
         with self._lock:
@@ -334,7 +318,7 @@ class SnapshotEngine:
         self._hear()
         return self._statistics
 
-    def close(self, *, drain: bool = True, progress: Callable[[int, int], None] | None = None) -> bool:
+    def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:
         """End well: make the newest capture durable, send the keeper away, free the memory. Idempotent.
 
         Blocks: at most ``drain_timeout_s`` for storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
@@ -350,7 +334,8 @@ class SnapshotEngine:
             over = self._world.ends()
             if drain and (self._statistics.began or self._client.was_attached or not self._world.is_alone):
                 started = time.monotonic()
-                durable = self._flush_together(progress, over=over)
+                durable = self._durability.end(self._statistics.last_whole_step, progress, is_common=over)
+                self._hear()
                 if not durable:
                     logger.warning(
                         "the last snapshot is not durable at every level after %.1f s (drain_timeout_s is %g); see the "
@@ -367,29 +352,6 @@ class SnapshotEngine:
                 self._client.abandon()
         return durable
 
-    def _flush_together(self, progress: Callable[[int, int], None] | None, *, over: bool) -> bool:
-        """At the end all ranks wait for each other, and hear if one of them failed. Collective, if all are there."""
-        tally, timeout_s = self._tally, self.config.drain_timeout_s
-        if tally is None:
-            return self.flush(timeout_s, progress)
-
-        def drain() -> bool:
-            done = self._drain(timeout_s, progress) if self._client.was_attached else True
-            tally.settle(self.config.keeper_timeout_s)
-            return done
-
-        if not over:
-            return drain() and self._is_everywhere(0.0)
-        try:
-            done = all(self._world.exchange_after("making the last snapshot durable", drain))
-        except WaitTimeout as error:
-            logger.warning("whether the last snapshot is durable on all ranks is not known: %s", error)
-            return False
-        # Now that all have counted theirs: so that the keeper learns what it may delete.
-        tally.settle(self.config.keeper_timeout_s)
-        self._hear()
-        return done
-
     def abandon(self) -> None:
         """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart."""
         if not self._closed:
@@ -399,8 +361,7 @@ class SnapshotEngine:
 
     def _leave(self) -> None:
         self._closed = True
-        if self._tally is not None:
-            self._tally.close()
+        self._durability.close()
         self._gates.remove()
         self._captures.close(self.config.gate_timeout_s)
         self._recorder.close()

@@ -244,7 +244,7 @@ class KeeperClient:
             connection.sock.shutdown(2)
 
     def complete(self, url: str, fields: Message) -> None:
-        """Tell the keeper what all ranks have at a level (``levels.belongings.Told``). Does not block."""
+        """Say what all ranks have at a level (``levels.belongings.Told``). Does not block."""
         self._note({"type": "complete", "level": url, **fields})
 
     def poll_events(self) -> list[KeeperEvent]:
@@ -270,10 +270,9 @@ class KeeperClient:
             return None
         with self._changed:
             while question not in self._replies:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or self._connection is not connection:
+                if time.monotonic() >= deadline or self._connection is not connection:
                     return None
-                self._changed.wait(min(remaining, 0.5))
+                self._changed.wait(max(0.0, min(deadline - time.monotonic(), 0.5)))
             return self._replies.pop(question)
 
     def inventory(self, timeout_s: float) -> MemoryHoldings:

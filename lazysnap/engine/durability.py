@@ -1,0 +1,84 @@
+"""When what was captured is durable: at this rank's levels, and with several ranks at those of all of them."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from lazysnap.config import SnapshotConfig
+from lazysnap.engine.tally import tally_of
+from lazysnap.engine.world import World
+from lazysnap.errors import WaitTimeout
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.events import KeeperEvent
+
+logger = logging.getLogger("lazysnap.engine")
+
+Progress = Callable[[int, int], None]
+"""Is told of how many parts, of all, are done."""
+
+
+class Durability:
+    """Of one engine, from its making to its end."""
+
+    def __init__(self, config: SnapshotConfig, client: KeeperClient, world: World, generation: str | None) -> None:
+        self._config = config
+        self._client = client
+        self._world = world
+        self._tally = tally_of(config, client, world, generation)
+
+    def begin(self, generation: str | None, stored: Mapping[str, Sequence[tuple[str, int]]]) -> None:
+        """What is captured from now on is of that generation, and goes on from what is ``stored`` (``Snapshot``)."""
+        if self._tally is not None:
+            self._tally.begin(generation or "", stored)
+
+    def events(self) -> list[KeeperEvent]:
+        """What the keeper told, and what became durable on all ranks, since the last call."""
+        return [*self._client.poll_events(), *(self._tally.news() if self._tally is not None else ())]
+
+    def has(self, step: int) -> bool:
+        """Whether that step or a later one is durable at the first level."""
+        if self._tally is not None:
+            return self._tally.wait(step, 0.0, levels=1)
+        return self._client.wait_durable(step, 0.0)
+
+    def flush(self, step: int | None, timeout_s: float, progress: Progress | None) -> bool:
+        """Block until what is in memory, and ``step`` on all ranks, is durable at every level; ``False`` after the
+        deadline.
+        """
+        deadline = time.monotonic() + timeout_s
+        done = self._client.drain(timeout_s, progress)
+        return done and self._is_everywhere(step, max(0.0, deadline - time.monotonic()))
+
+    def _is_everywhere(self, step: int | None, timeout_s: float) -> bool:
+        return self._tally is None or step is None or self._tally.wait(step, timeout_s)
+
+    def end(self, step: int | None, progress: Progress | None, *, is_common: bool) -> bool:
+        """As ``flush``, at the end: all ranks wait for each other, and hear if one of them failed. Blocks: at most
+        ``drain_timeout_s``, and ``keeper_timeout_s`` for what has still to be counted.
+
+        Collective, if ``is_common``: all ranks came here.
+        """
+        tally, timeout_s = self._tally, self._config.drain_timeout_s
+        if tally is None:
+            return self.flush(step, timeout_s, progress)
+
+        def drain() -> bool:
+            done = self._client.drain(timeout_s, progress) if self._client.was_attached else True
+            tally.settle(self._config.keeper_timeout_s)
+            return done
+
+        if not is_common:
+            return drain() and self._is_everywhere(step, 0.0)
+        try:
+            done = all(self._world.exchange_after("making the last snapshot durable", drain))
+        except WaitTimeout as error:
+            logger.warning("whether the last snapshot is durable on all ranks is not known: %s", error)
+            return False
+        # Now that all have counted theirs: so that the keeper learns what it may delete.
+        tally.settle(self._config.keeper_timeout_s)
+        return done
+
+    def close(self) -> None:
+        """Count no more. Does not block."""
+        if self._tally is not None:
+            self._tally.close()
