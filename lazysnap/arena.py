@@ -51,6 +51,7 @@ class Word(enum.IntEnum):
     READY = 12  # pages are populated
     UNCHECKED = 14  # whole, but not to be persisted yet: see Check
     PLAN = 13  # checksum of the header that stands in the image, 0: none
+    HELD = 15  # set by the trainer: it counts on what the slot holds, also when its captures have another size now
 
 
 class Check(enum.IntFlag):
@@ -84,6 +85,7 @@ class SlotStatus:
     watermark: int
     pinned: bool
     ready: bool
+    held: bool = False
 
 
 def _round_up(size_bytes: int) -> int:
@@ -199,6 +201,7 @@ class Slot:
             watermark=self.word(Word.WATERMARK),
             pinned=bool(self.word(Word.PIN)),
             ready=bool(self.word(Word.READY)),
+            held=bool(self.word(Word.HELD)),
         )
 
     def begin(self, step: int, *, sequence: int, image_bytes: int, meta: bytes, pin: bool) -> None:
@@ -216,6 +219,7 @@ class Slot:
         words[Word.BEGIN] = step + 1
         words[Word.VOID] = 0
         words[Word.UNCHECKED] = 0
+        words[Word.HELD] = 0
         words[Word.WATERMARK] = 0
         words[Word.SEQUENCE] = sequence
         words[Word.IMAGE_BYTES] = image_bytes

@@ -33,11 +33,19 @@ class Marks:
     def choose(self, statuses: Sequence[SlotStatus], idle: Sequence[bool]) -> int | None:
         """The slot to write next, as ``choose_slot``; what is in it is not counted on from now on."""
         with self._lock:
-            held = {index for index, status in enumerate(statuses) if self._holds(status)}
+            held = self._held(statuses)
             index = choose_slot(statuses, idle, 0, held)
             if index is not None and statuses[index].sequence > self._floor:
                 self._going = statuses[index].step
             return index
+
+    def held(self, statuses: Sequence[SlotStatus]) -> set[int]:
+        """Which captures others count on."""
+        with self._lock:
+            return self._held(statuses)
+
+    def _held(self, statuses: Sequence[SlotStatus]) -> set[int]:
+        return {index for index, status in enumerate(statuses) if self._holds(status)}
 
     def keeps(self, step: int) -> bool:
         """Whether a capture of ``step`` that is whole now stays so, until a ballot lets it go."""

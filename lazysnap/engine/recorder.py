@@ -1,6 +1,7 @@
 """What happens at a boundary: the state is walked, planned, given a slot, and its capture begun."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import DTensor
@@ -10,7 +11,7 @@ from lazysnap import faults
 from lazysnap.arena import Check, Slot, SlotPhase, Word, capacity_fits
 from lazysnap.capture.checks import CHECKS_LOCK
 from lazysnap.capture.job import CaptureJob, CapturePhase
-from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature, storage_of
+from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.agreement import Agreement
 from lazysnap.engine.captures import Captures
@@ -19,8 +20,9 @@ from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
+from lazysnap.engine.parameters import names_of_parameters
 from lazysnap.engine.partition import Partition, replicated_keys
-from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed, wants_agreement
+from lazysnap.engine.slots import choose_slot, kept_whole, newest_whole, slots_needed, wants_agreement
 from lazysnap.engine.world import World
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.policy import is_due, is_wanted
@@ -157,12 +159,13 @@ class Recorder:
         self.encoded_once = True
         is_whole = self.frozen.is_whole()
         meta = self.meta.write(step, plan, walked, self.frozen.reference())
+        self._hold()
         slots = self._usable(plan, len(meta))
         if not is_whole:
             return self._skip_frozen()
         if not slots:
             return self.skip("no slots yet")
-        slot = self._free(slots)
+        slot = self._free(slots, lambda: self._fitting(plan, len(meta)))
         if slot is None:
             return self.skip("all slots are in use")
         self._start(CaptureJob(plan, slot, step, walked.tensors), meta, pin=self._wants_persistence(step, slots))
@@ -226,7 +229,7 @@ class Recorder:
             self._log.statistics.replans += 1
             self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
         check_walk(everything)
-        self._name_parameters(everything)
+        self.meta.parameters = names_of_parameters(self._source, everything, self._log)
         frozen = self.frozen.settle(walked)
         if self._partition is None:
             self._plan = make_plan(walked, self._source, frozen)
@@ -236,49 +239,39 @@ class Recorder:
             plan.logical[name] = {**plan.logical.get(name, {}), **facts}
         return plan
 
-    def _name_parameters(self, everything: Walk) -> None:
-        names = self._source.parameter_names()
-        optimizers = self._source.optimizer_parameters()
-        found = {path: [names.get(id(one), "") for one in parameters] for path, parameters in optimizers.items()}
-        self.meta.parameters = {path: listed for path, listed in found.items() if all(listed)} or None
-        if all(all(listed) for listed in found.values()):
-            return
-        held = {storage_of(tensor) for tensor in everything.tensors}
-        for path, listed in found.items():
-            pairs = zip(listed, optimizers[path], strict=True)
-            lost = sum(not name and one.numel() > 0 and storage_of(one) not in held for name, one in pairs)
-            if lost:
-                self._log.note_once(
-                    f"lost {path}",
-                    "%d parameters of %s are in no part of the state: a restart has their optimizer state, not their "
-                    "values; give the engine the module that they belong to",
-                    lost,
-                    path,
-                )
-
     def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
         """Slots that the capture fits; asks for others where it does not."""
         if meta_bytes > self._meta_capacity:
             self._meta_capacity = 2 * meta_bytes
-        needed = plan.layout.size_bytes
-
-        def fitting() -> list[Slot]:
-            there = self._client.slots()
-            fits = [one for one in there if capacity_fits(one.image_capacity, needed)]
-            return [one for one in fits if one.meta_capacity >= meta_bytes]
-
-        slots = fitting()
-        if not slots:
+        slots, needed = self._fitting(plan, meta_bytes), plan.layout.size_bytes
+        if not slots or self._reserved is None or not capacity_fits(self._reserved[1], needed):
+            # Also where some fit that an earlier start left: those asked for so far would not be enough.
             self._reserve(needed)
             # Their size was estimated; who waited for them is not to lose the first capture over that.
             deadline = time.monotonic() + (self._config.gate_timeout_s if self.is_promised else 0.0)
             while not slots and time.monotonic() < deadline and not self._log.is_open("memory"):
                 time.sleep(0.001)
                 self._log.drain(self._client.poll_events())
-                slots = fitting()
-        self.is_promised = False
+                slots = self._fitting(plan, meta_bytes)
         plan.forget(slots)
         return slots
+
+    def _fitting(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
+        there, needed = self._client.slots(), plan.layout.size_bytes
+        fits = [slot for slot in there if capacity_fits(slot.image_capacity, needed)]
+        return [slot for slot in fits if slot.meta_capacity >= meta_bytes]
+
+    def _hold(self) -> None:
+        """Mark what the slots may not lose to a change of their size: what other ranks may go back to, too."""
+        slots = self._client.slots()
+        statuses = [slot.status() for slot in slots]
+        if self.agreement is not None:
+            held = self.agreement.marks.held(statuses)
+        else:
+            held = {*newest_whole(statuses, kept_whole(self._config, self.meta.world_size))}
+        for index, slot in enumerate(slots):
+            if statuses[index].held != (index in held):
+                slot.set_word(Word.HELD, index in held)
 
     def _reserve(self, image_bytes: int) -> None:
         wanted = (self._meta_capacity, image_bytes)
@@ -286,9 +279,10 @@ class Recorder:
             self._reserved = wanted
             self._client.reserve(self._meta_capacity, image_bytes, self._slots_needed())
 
-    def _free(self, slots: list[Slot]) -> Slot | None:
+    def _free(self, slots: list[Slot], look_again: Callable[[], list[Slot]]) -> Slot | None:
         # With several ranks no capture is left out on one of them alone: then no common one might be left.
-        waits = self._config.on_busy == "wait" or self._world is not None
+        waits = self._config.on_busy == "wait" or self._world is not None or self.is_promised
+        self.is_promised = False
         deadline = time.monotonic() + (self._config.gate_timeout_s if waits else 0.0)
         kept, agreement = kept_whole(self._config, self.meta.world_size), self._agreed()
         while True:
@@ -301,6 +295,7 @@ class Recorder:
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.001)
+            slots = look_again()  # those of another size may have made room for more
 
     def _agreed(self) -> Agreement | None:
         if self.agreement is None and self._agrees and self._world is not None:

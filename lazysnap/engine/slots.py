@@ -47,6 +47,12 @@ def kept_whole(config: SnapshotConfig, world_size: int = 1) -> int:
     return 2 if config.every_n_steps == 1 else 1
 
 
+def newest_whole(statuses: Sequence[SlotStatus], count: int) -> list[int]:
+    """The indices of the newest whole captures."""
+    whole = [index for index, status in enumerate(statuses) if status.phase is SlotPhase.WHOLE]
+    return sorted(whole, key=lambda index: statuses[index].sequence)[-count:] if count else []
+
+
 def choose_slot(
     statuses: Sequence[SlotStatus], idle: Sequence[bool], kept: int = 1, held: Collection[int] = ()
 ) -> int | None:
@@ -56,9 +62,7 @@ def choose_slot(
     the ``kept`` newest whole ones (until the next is whole, they are the restart points in memory), never one that is
     ``held`` by agreement; of the others the oldest.
     """
-    whole = [index for index, status in enumerate(statuses) if status.phase is SlotPhase.WHOLE]
-    newest = sorted(whole, key=lambda index: statuses[index].sequence)[-kept:] if kept else []
-    untouched = {*newest, *held}
+    untouched = {*newest_whole(statuses, kept), *held}
     free = [i for i, status in enumerate(statuses) if not status.pinned and idle[i] and i not in untouched]
     # What is not whole is worth nothing: it goes first, so that of the whole ones the newest stay.
     return min(

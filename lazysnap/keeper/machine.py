@@ -70,5 +70,7 @@ def newest_whole(statuses: Sequence[SlotStatus]) -> int | None:
 
 
 def may_drop(statuses: Sequence[SlotStatus], index: int) -> bool:
-    """Whether a slot of an earlier plan can go: not pinned, and not the newest whole capture."""
-    return not statuses[index].pinned and index != newest_whole(statuses)
+    """Whether a slot of an earlier plan can go: not pinned, not held for a restart of several ranks, and not the newest
+    whole capture.
+    """
+    return not (statuses[index].pinned or statuses[index].held) and index != newest_whole(statuses)

@@ -1,5 +1,6 @@
 """The keeper's decisions, without processes."""
 
+import dataclasses
 import itertools
 
 from lazysnap.arena import SlotPhase, SlotStatus
@@ -46,3 +47,9 @@ def test_the_newest_whole_capture_is_never_dropped_whatever_the_others_are():
         statuses = [slot(sequence, phase) for sequence, phase in enumerate(combination, 1)]
         newest = newest_whole(statuses)
         assert newest is None or not may_drop(statuses, newest)
+
+
+def test_what_is_held_is_not_dropped_and_all_else_but_the_newest_is():
+    statuses = [dataclasses.replace(slot(sequence), held=sequence == 2) for sequence in (1, 2, 3, 4)]
+
+    assert [may_drop(statuses, index) for index in range(4)] == [True, False, True, False]

@@ -339,6 +339,23 @@ def test_slots_of_a_new_size_never_cost_the_newest_capture(job):
     assert [entry[0] for entry in first.inventory()] == [2]
 
 
+def test_what_a_trainer_counts_on_stays_though_captures_have_another_size_now(job):
+    """Of several ranks the newest that all have may be an older one."""
+    first = job.trainer(reserve=2)
+    first.capture(step=1)
+    first.capture(step=2)
+    first.hold(steps=[1])
+    assert first.reserve(count=2, size=30_000_000) == 2
+    first.capture(step=3)
+
+    assert until(lambda: first.slots() == 3), "step 2 goes as soon as step 3 is whole"
+    assert [entry[0] for entry in first.inventory()] == [1, 3]
+    first.hold(steps=[])
+    first.capture(step=4)
+    assert until(lambda: first.slots() == 2)
+    assert [entry[0] for entry in first.inventory()] == [3, 4]
+
+
 def test_slots_beyond_the_bound_are_refused_with_the_bytes_needed_and_allowed(job):
     first = job.trainer(reserve=0, max_bytes=200_000)
     assert first.reserve(count=3) == 0

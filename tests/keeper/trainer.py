@@ -111,6 +111,11 @@ class Trainer:
     def capture(self, step, pin=False):
         return self.begin(step, pin) and self.commit()
 
+    def hold(self, steps):
+        for slot in self.client.slots():
+            slot.set_word(Word.HELD, int(slot.status().step in steps))
+        return True
+
     def pinned(self):
         return sum(slot.status().pinned for slot in self.client.slots())
 

@@ -291,6 +291,8 @@ def main() -> None:
         if kind == "local" and step % settings["period"] == 0:
             average(model)
         time.sleep(settings.get("lag_s", 0.0))  # a rank that is slower than the others
+        if settings.get("swells_at") == step:
+            loop["room"] = torch.zeros(12 << 20, dtype=torch.uint8)  # other slots are needed from here on
         write("trained", step, time.monotonic())
         if settings.get("silent"):
             continue

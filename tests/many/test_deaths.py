@@ -58,6 +58,19 @@ def fault(point, count):
     return f"{point}:{count * 8 if 'tensor' in point else count}:kill"
 
 
+@pytest.mark.parametrize("passage", [1, 2, 3])
+def test_a_common_step_survives_a_change_of_size(make_job, passage):
+    """Steps 1 to 5 lie in slots that are too small from step 6 on, which is left out while others are made."""
+    job = make_job(levels=[])
+    codes = job.run("ddp", 2, faults={1: f"engine.begin:{5 + passage}:kill"}, steps=12, swells_at=6)
+    assert -9 in codes, job.output()
+    common = max(whole(job, 2))
+
+    assert set(job.run("ddp", 2, steps=12)) == {0}, job.output()
+
+    assert resumed(job) >= common >= 5
+
+
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_common_step_survives_death_at_every_point(make_job, wanted, victims, every):
