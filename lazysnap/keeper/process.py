@@ -265,6 +265,7 @@ class Keeper:
 
     def _on_reserve(self, message: Message, fds: tuple[int, ...]) -> None:
         self._wanted = (int(message["meta"]), int(message["image"]), int(message["count"]))
+        self._settled = None  # what was there once may have been let go for other sizes meanwhile
         self._memory_wake.set()
 
     def _on_adopt(self, message: Message, fds: tuple[int, ...]) -> None:

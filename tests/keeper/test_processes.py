@@ -339,6 +339,17 @@ def test_slots_of_a_new_size_never_cost_the_newest_capture(job):
     assert [entry[0] for entry in first.inventory()] == [2]
 
 
+def test_slots_of_a_size_that_were_there_before_are_made_again(job):
+    first = job.trainer(reserve=2)
+    first.capture(step=1)
+    assert first.reserve(count=2, size=30_000_000) == 2
+    first.capture(step=2)
+    first.kill()
+
+    second = job.trainer(reserve=2)
+    assert second.reserve(count=2, size=30_000_000) == 2
+
+
 def test_what_a_trainer_counts_on_stays_though_captures_have_another_size_now(job):
     """Of several ranks the newest that all have may be an older one."""
     first = job.trainer(reserve=2)
