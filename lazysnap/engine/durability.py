@@ -62,15 +62,17 @@ class Durability:
         if tally is None:
             return self.flush(step, timeout_s, progress)
 
-        def drain() -> bool:
+        def drain() -> tuple[bool, int | None]:
             done = self._client.drain(timeout_s, progress) if self._client.was_attached else True
             tally.settle(self._config.keeper_timeout_s)
-            return done
+            return done, step
 
         if not is_common:
-            return drain() and self._is_everywhere(step, 0.0)
+            return drain()[0] and self._is_everywhere(step, 0.0)
         try:
-            done = all(self._world.exchange_after("making the last snapshot durable", drain))
+            told = self._world.exchange_after("making the last snapshot durable", drain)
+            # Of different steps there is no whole snapshot, however durable each part is.
+            done = all(each for each, _ in told) and len({last for _, last in told}) == 1
         except WaitTimeout as error:
             logger.warning("whether the last snapshot is durable on all ranks is not known: %s", error)
             return False

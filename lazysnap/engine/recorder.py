@@ -122,6 +122,7 @@ class Recorder:
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
         self.last_step = self._seen_step = step
+        self._log.statistics.last_whole_step = None  # from here on
         self.frozen.reset()
         self._resumed = (self._resumed[0] + 1, step)
         self._end_agreement()

@@ -25,7 +25,7 @@ from lazysnap.engine.part import BadShard, Part, PartReader
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.shards import BadImage, ShardOpener
 from lazysnap.engine.snapshot import MEMORY, Snapshot
-from lazysnap.engine.survey import Survey, fields_of, inventory_of
+from lazysnap.engine.survey import Survey, check_levels, fields_of, inventory_of
 from lazysnap.engine.world import World
 from lazysnap.errors import JobBusy, LazySnapError, ShardCorrupt, SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
@@ -153,14 +153,15 @@ class _Search:
                 mine = self._memories()
             except JobBusy as error:
                 refusal = str(error)
-            return [refusal, [fields_of(inventory) for inventory in mine]]
+            return [refusal, [fields_of(inventory) for inventory in mine], list(self._levels)]
 
         told = self._world.exchange_after("what is in memory", remember)
-        busy = [text for text, _ in told if text]
+        busy = [text for text, _, _ in told if text]
         if busy:
             raise JobBusy(busy[0])
+        check_levels([urls for _, _, urls in told], self._world.places)
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
-        memories = [inventory_of(item) for _, listed in told for item in listed]
+        memories = [inventory_of(item) for _, listed, _ in told for item in listed]
         stored = self._survey.look(self.problems)
         found = [*_serving_all(memories, stored), *stored]
         self.problems += [problem for inventory in found for problem in inventory.problems]

@@ -7,7 +7,7 @@ inode and times included, are at one place and share the work; a disk that only 
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from lazysnap import faults
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.world import World
+from lazysnap.errors import ConfigError
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
@@ -85,6 +86,18 @@ class Survey:
             found.append(fields_of(dataclasses.replace(inventory, entries=entries)))
         faults.point("engine.restart.told")
         return found
+
+
+def check_levels(urls: Sequence[Sequence[str]], places: Sequence[Place]) -> None:
+    """``urls``: of every rank's levels. Raises: ConfigError, if those of two ranks of a node differ."""
+    first: dict[str, int] = {}
+    for rank, mine in enumerate(urls):
+        other = first.setdefault(places[rank].node, rank)
+        if list(mine) != list(urls[other]):
+            raise ConfigError(
+                f"ranks {other} and {rank} are on one node and have other levels: {list(map(shown, urls[other]))} and "
+                f"{list(map(shown, mine))}; give all ranks the same URLs, each writes files of its own there"
+            )
 
 
 def is_path(url: str) -> bool:

@@ -114,6 +114,7 @@ class Tally:
             self._generation = generation
             self._stored = stored or {}
             self._columns = {}
+            self._heard.clear()  # of what was before
 
     # ---------------------------------------------------------------- asked by others
 
@@ -240,16 +241,16 @@ class Tally:
     def _column(self, event: Sound | Surplus) -> _Column | None:
         if event.level not in self._levels:
             return None
-        if event.run_id != self._run_id:
-            with self._changed:
+        with self._changed:
+            if event.generation != self._generation:
+                return None  # the training has gone back since it was heard
+            if event.run_id != self._run_id:
                 self._run_id = event.run_id
                 self._columns = {}
-        if event.level not in self._columns:
-            index, level = self._levels[event.level]
-            column = _Column(level, f"{event.run_id}/{event.generation}/{index}")
-            with self._changed:
-                self._columns[event.level] = column
-        return self._columns[event.level]
+            if event.level not in self._columns:
+                index, level = self._levels[event.level]
+                self._columns[event.level] = _Column(level, f"{event.run_id}/{event.generation}/{index}")
+            return self._columns[event.level]
 
     def _count(self, board: Board, event: Sound) -> None:
         column = self._column(event)

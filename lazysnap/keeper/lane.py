@@ -349,11 +349,11 @@ class Lane:
     def _count(self, item: Committed, ranks: int) -> None:
         """Have the trainers count for how many ranks a snapshot is sound here."""
         faults.point("keeper.persist.sound")
-        entry = item.entry
-        start = Told(entry.run_id, entry.generation or "")
-        event = {"type": "sound", "level": self._level.url, "step": entry.step, "ranks": ranks}
+        start = Told(item.entry.run_id, item.entry.generation or "")
+        event = {"type": "sound", "level": self._level.url, "step": item.entry.step, "ranks": ranks}
         self._persister.emit({**event, "run_id": start.run_id, "generation": start.generation})
         with self._persister.changed:
+            self._persister.states[self._index].note_sound(item.sequence)
             if self.told is None or not self.told.is_of(start):
                 self.told = start
 
@@ -366,7 +366,7 @@ class Lane:
 
         def tidy(beat: Beat) -> list[int]:
             own.tidy(told, protect, beat)
-            return own.surplus(told, protect, beat)
+            return own.surplus(told, protect, self._persister.most_ahead())
 
         try:
             surplus = self._within_deadline(_DELETING, tidy)

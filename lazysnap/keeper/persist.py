@@ -165,7 +165,13 @@ class Persister:
             statuses = [slot.status() for slot in self._offered()]
             newest = newest_whole(statuses)
             sequence = 0 if newest is None else statuses[newest].sequence
-            return all(state.durable_sequence >= sequence for state in self.states)
+            return all(state.sound_sequence >= sequence for state in self.states)
+
+    def most_ahead(self) -> int:
+        """How many persisted steps this rank may be ahead of one whose storage is slower: that one has a capture pinned
+        in every slot, and reads another one back, when gradients hold this one up, which has captured one more.
+        """
+        return len(self._slots()) + 2
 
     # ---------------------------------------------------------------- what the lanes ask, under the lock
 
@@ -283,6 +289,8 @@ class Persister:
         state.note_tried(item.sequence)
         if item.sequence >= state.durable_sequence:
             state.durable, state.durable_sequence = item.entry.step, item.sequence
+        if self.team.world_size == 1:
+            state.note_sound(item.sequence)
         state.queue = [known for known in state.queue if known.sequence != item.sequence]
         self._committed[item.level, item.sequence] = item
         while len(self._committed) > _REMEMBERED:

@@ -46,6 +46,8 @@ class LaneState:
     """Newest step committed there."""
     durable_sequence: int = 0
     """Its sequence number: steps repeat when a run resumes, these do not."""
+    sound_sequence: int = 0
+    """That of the newest capture that counts as durable: with several ranks it was read back before."""
     failing: bool = False
     """Whether the last try failed."""
     queue: list[Committed] = field(default_factory=list)
@@ -56,6 +58,10 @@ class LaneState:
         self.tried.add(sequence)
         if len(self.tried) > 256:
             self.tried = set(sorted(self.tried)[-128:])
+
+    def note_sound(self, sequence: int) -> None:
+        """A capture counts as durable."""
+        self.sound_sequence = max(self.sound_sequence, sequence)
 
 
 def _is_due(lane: LaneState, step: int) -> bool:

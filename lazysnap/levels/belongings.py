@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_AHEAD = 2
-"""Persisted steps that one rank may be ahead of another."""
 _IMAGE_LOOKS = 6
 """How often is looked for images of immutable tensors that nobody wants any more, ever more rarely: others may still
 delete what refers to them."""
@@ -116,6 +114,7 @@ class Belongings:
 
     def _drop(self, place: ShardPlace) -> None:
         self._written.pop(place.manifest_path, None)
+        self._store.forget(place)
         if self._files is not None:
             self._files.pop(place.manifest_path, None)
 
@@ -197,10 +196,11 @@ class Belongings:
         given = names_in(self._store.storage, directory, names, problems)
         return bool(problems) or any(run_id in (None, file.run_id) for _, run_id in given)
 
-    def surplus(self, told: Told, protect: frozenset[int], beat: Beat) -> list[int]:
+    def surplus(self, told: Told, protect: frozenset[int], ahead: int) -> list[int]:
         """Steps that are not known to be complete, and more than there may be: their owner should take them back.
 
-        Others may be behind, but not by so much; where one of them fails for long, its snapshots are complete nowhere.
+        ``ahead``: persisted steps that others may be behind. Where one of them fails for longer, what the others wrote
+        meanwhile is complete nowhere.
         """
         files = self._written if self._files is None else self._files
         of_start = (told.run_id, told.generation)
@@ -208,7 +208,7 @@ class Belongings:
         newest = kept(sorted(mine), self._level, told.complete)
         oldest = newest[0] if len(newest) == self._level.keep_last else -1  # what is older goes in any case
         waiting = sorted(step for step in mine if step > oldest and step not in told.complete)
-        found = [step for step in waiting[: -(self._level.keep_last + _AHEAD)] if step not in told.void | protect]
+        found = [step for step in waiting[: -(self._level.keep_last + ahead)] if step not in told.void | protect]
         return [step for step in found if not self._is_named(mine[step])]
 
     def _clear_images(self, told: Told) -> None:

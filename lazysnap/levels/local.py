@@ -322,9 +322,11 @@ class LocalStorage:
         try:
             names = (name for name in os.listdir(self._path(path)) if not name.startswith(".nfs"))
             return sorted(name for name in names if name.startswith(prefix))
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return []
         except OSError as error:
+            if path and isinstance(error, NotADirectoryError):
+                return []  # a file among the snapshots is not ours; in place of all of them it is a mistake
             raise local_error(self.url, f"listing {path or '.'}", error) from error
 
     @contextlib.contextmanager

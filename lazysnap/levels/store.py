@@ -61,8 +61,7 @@ from lazysnap.shard.stem import Stem, parse_file_name
 
 logger = logging.getLogger(__name__)
 
-_NAME_ATTEMPTS = 5
-_USUAL_NAMES = 3
+_NAME_ATTEMPTS, _USUAL_NAMES = 5, 3
 
 
 def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = None) -> "SnapshotStore":
@@ -335,6 +334,10 @@ class SnapshotStore:
         manifest.check_header(head, place.where)
         self._sound[place.manifest_path] = manifest.created_ns, None
         return manifest
+
+    def forget(self, place: ShardPlace) -> None:
+        """It was deleted."""
+        self._sound.pop(place.manifest_path, None)
 
     def is_sound(self, entry: Entry) -> bool:
         """Whether this store read the snapshot back, or the place checked every part, since it was committed."""

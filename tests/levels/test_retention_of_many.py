@@ -54,7 +54,7 @@ class Place:
         ]
 
     def surplus(self, rank, *complete, **told):
-        return self.own[rank].surplus(self.told(*complete, **told), frozenset(), nothing)
+        return self.own[rank].surplus(self.told(*complete, **told), frozenset(), 2)
 
     def held(self, rank):
         return sorted({entry.step for entry in self.stores[0].inventory().entries if entry.rank == rank})

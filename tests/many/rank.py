@@ -319,6 +319,7 @@ def main() -> None:
             engine.abandon()
             os._exit(9)
     write("closed", engine.close())
+    write("persisted", *engine.statistics().persisted.values())
     with open(f"{settings['result']}.{rank}", "w") as result:
         result.write(digest(model, optimizer))
     if dist.is_initialized():

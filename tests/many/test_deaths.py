@@ -187,6 +187,18 @@ def test_what_all_have_in_memory_goes_to_storage_when_they_died(make_job, end_ke
     assert {line[3] for line in job.events("resumed")} == {str(tmp_path / "level")}
 
 
+def test_what_a_slow_disk_is_still_to_get_is_not_given_up_by_the_others(job):
+    """However few snapshots are to be kept: those that one rank alone has wait for the other, a slot's worth behind."""
+    [level] = job.levels
+    level["keep_last"] = 1
+    slow = [{**level, "max_bytes_per_s": 200_000}]
+
+    assert set(job.run("ddp", 2, by_rank={"1": {"levels": slow}}, steps=16)) == {0}, job.output()
+
+    assert [line[2] for line in job.events("closed")] == ["True", "True"]
+    assert [int(line[2]) for line in job.events("persisted")] == [len(begun(job, 0))] * 2, job.output()
+
+
 def test_a_rank_with_a_slow_disk_holds_the_others_and_all_persist_the_same_steps(job):
     [level] = job.levels
     level["keep_last"] = 20
