@@ -22,6 +22,8 @@ _ALONE_S = 3.0
 _TELL_ATTEMPTS = 5
 _LATE = 0.1
 """Part of the deadline for those that were late before: each capture holds slots of all ranks while it waits."""
+_FULL_EVERY = 4
+"""Of so many tries for those that are late one has the full deadline: they may just be slower than the short one."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,12 @@ class Offer:
 class Gathering:
     """One capture at one level. ``beat`` and ``close`` may be called from several threads, the rest from one."""
 
-    def __init__(self, team: Team, url: str, key: CaptureKey, late: set[int] | None = None) -> None:
-        """``late``: local ranks that came too late the last time, kept by the caller: others do not wait as long for
-        them until they answer once.
+    def __init__(self, team: Team, url: str, key: CaptureKey, late: dict[int, int] | None = None) -> None:
+        """``late``: local ranks that came too late the last time, and how often in a row, kept by the caller: until
+        they answer once others wait less long for them, but for every fourth time.
         """
         self._team = team
-        self._late = set() if late is None else late
+        self._late = {} if late is None else late
         self._fields = {"level": url, **key.fields()}
         self.key = key
         self._connections: dict[int, Connection] = {}
@@ -71,13 +73,15 @@ class Gathering:
                 offer = self._read(number, stack)
                 if offer is not None:
                     found[number] = offer
-                    self._late.discard(number)
+                    self._late.pop(number, None)
             waited_s = time.monotonic() - started
-            lost = waiting - self._connections.keys()
-            patience_s = timeout_s * (_LATE if waiting <= self._late else 1)
-            if waited_s > patience_s or (lost and is_alone() and waited_s > _ALONE_S):
-                self._late.update(waiting)
-                ranks = ", ".join(str(self._team.ranks[number]) for number in sorted(waiting - found.keys()))
+            missing = waiting - found.keys()
+            lost = missing - self._connections.keys()
+            is_short = all(self._late.get(number, 0) % _FULL_EVERY for number in missing)
+            patience_s = timeout_s * (_LATE if is_short else 1)
+            if missing and (waited_s > patience_s or (lost and is_alone() and waited_s > _ALONE_S)):
+                self._late.update({number: self._late.get(number, 0) + 1 for number in missing})
+                ranks = ", ".join(str(self._team.ranks[number]) for number in sorted(missing))
                 raise LevelUnavailable(
                     f"step {self.key.step} was not captured by rank {ranks} of this node within {waited_s:.0f} s: the "
                     "file of a node holds all of its ranks"

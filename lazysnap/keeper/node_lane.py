@@ -60,8 +60,8 @@ class LeadLane(Lane):
     def __init__(self, persister: "Persister", index: int) -> None:
         super().__init__(persister, index)
         self._gathering: Gathering | None = None
-        self._late: set[int] = set()
-        """Local ranks that did not answer in time, the last time."""
+        self._late: dict[int, int] = {}
+        """Local ranks that did not answer in time, the last time, and how often in a row."""
         self._lent: dict[str, Slot] = {}
         """Immutable tensors of the other ranks."""
 

@@ -94,7 +94,7 @@ class Persister:
             for index, state in enumerate(self.states):
                 state.tried = {sequence for sequence in state.tried if sequence <= state.durable_sequence}
                 if newest is not None and newest.level < index:
-                    enqueue(state, newest, self._named)
+                    enqueue(state, newest, self.named, len(self._slots()))
             self.changed.notify_all()
 
     def keep(self, name: str, run_id: str, sequence: int) -> bool:
@@ -116,7 +116,7 @@ class Persister:
                 for index, state in enumerate(self.states):
                     if index > fastest.level and index not in have:
                         state.tried.discard(sequence)
-                        enqueue(state, fastest, self._named)
+                        enqueue(state, fastest, self.named, len(self._slots()))
             self.changed.notify_all()
             return True
 
@@ -301,7 +301,7 @@ class Persister:
             if item.manifest is not None and slot.status().sequence == item.sequence:
                 self._checksums[slot] = (item.sequence, item.manifest.checksums)
         for index in range(item.level + 1, len(self.states)):
-            for dropped in enqueue(self.states[index], item, self.named):
+            for dropped in enqueue(self.states[index], item, self.named, len(self._slots())):
                 self._dropped(index, dropped.entry.step)
         self.changed.notify_all()
 

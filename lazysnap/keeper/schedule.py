@@ -5,8 +5,10 @@ of a faster one. A level in front of the head, which failed, tries each new capt
 it recovers by itself. Every level takes the newest first; what it has not begun when a newer one is ready is left out,
 but for what its retention asks for by step or by name.
 
-With several ranks nothing is left out, and everything goes in order: which steps a level has must not depend on how
-busy one rank is, or no snapshot might be complete there. Back-pressure holds the captures instead.
+With several ranks nothing that is due is left out, and everything goes in order: which steps a level has must not
+depend on how busy one rank is, or no snapshot might be complete there. Back-pressure holds the captures instead. Of
+what is not due the newest wait for the case that all ranks die: as many as memory holds, since not all may have the
+very newest.
 """
 
 from collections.abc import Collection, Sequence
@@ -116,20 +118,32 @@ def is_asked_for(lanes: Sequence[LaneState], step: int, sequence: int, named: Co
     return sequence in named or any(is_wanted(lane.level, step) for lane in lanes)
 
 
-def enqueue(lane: LaneState, item: Committed, named: Collection[int]) -> list[Committed]:
-    """Queue what a faster level has now; what is left out for it, of those that were due."""
+def enqueue(lane: LaneState, item: Committed, named: Collection[int], spare: int = 1) -> list[Committed]:
+    """Queue what a faster level has now; what is left out for it, of those that were due.
+
+    ``spare``: with several ranks, how many of the newest stay that are not due.
+    """
     if item.sequence in lane.tried or any(known.sequence == item.sequence for known in lane.queue):
+        return []
+    if lane.world_size > 1:
+        lane.queue = _without_passed([*lane.queue, item], lane, named, spare)
         return []
     dropped = [
         known
         for known in lane.queue
-        if lane.world_size == 1
-        and known.sequence < item.sequence
+        if known.sequence < item.sequence
         and known.sequence not in named
         and not is_wanted(lane.level, known.entry.step)
     ]
     lane.queue = [*(known for known in lane.queue if known not in dropped), item]
     return [known for known in dropped if _is_due(lane, known.entry.step)]
+
+
+def _without_passed(items: list[Committed], lane: LaneState, named: Collection[int], spare: int) -> list[Committed]:
+    """Without those that would only ever be forced, and that newer ones are there for. On all ranks the same ones."""
+    undue = sorted(item.sequence for item in items if item.sequence not in named and not _is_due(lane, item.entry.step))
+    passed = set(undue[: -max(spare, 1)])
+    return [item for item in items if item.sequence not in passed]
 
 
 def queued(lane: LaneState, *, force: bool, named: Collection[int]) -> list[Committed]:

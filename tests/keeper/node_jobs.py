@@ -102,11 +102,11 @@ class Member:
         finally:
             os.kill(self.connection.peer_pid, signal.SIGCONT)
 
-    def offer(self, step, *, timeout_s=20.0, is_alone=False, late=None):
+    def offer(self, step, *, timeout_s=20.0, is_alone=False, late=None, beat=lambda: None):
         """What the lead's keeper gets when it asks."""
         gathering = Gathering(self.teams[0], self.url, CaptureKey(GENERATION, RUN, step), late)
         with contextlib.closing(gathering), contextlib.ExitStack() as stack:
-            return gathering.offers(lambda: None, timeout_s, lambda: is_alone, stack)[1]
+            return gathering.offers(beat, timeout_s, lambda: is_alone, stack)[1]
 
     def ask(self, step, **settings):
         """Number of the capture that is offered."""

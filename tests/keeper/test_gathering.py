@@ -1,6 +1,7 @@
 """One keeper asks another for its part: what is answered, when, and how long it is waited for."""
 
 import contextlib
+import time
 
 import pytest
 from keeper_jobs import until
@@ -97,17 +98,33 @@ def test_a_slot_is_lent_where_the_faster_level_fails(tmp_path, monkeypatch):
 def test_a_keeper_that_does_not_answer_is_waited_for_less_the_next_time(member):
     """Each capture that waits holds slots of all ranks. As soon as it answers once, it has all its time again."""
     member.start().adopt(5)
-    late = set()
+    late = {}
     with member.stopped():
         with pytest.raises(LevelUnavailable, match="rank 1 of this node"):
             member.ask(5, timeout_s=0.5, late=late)
-        assert late == {1}
+        assert late == {1: 1}
         # In full, that would be longer than this test may take.
         with pytest.raises(LevelUnavailable, match="rank 1 of this node"):
             member.ask(5, timeout_s=60, late=late)
 
     assert member.ask(5, late=late) == 5
-    assert late == set()
+    assert late == {}
+
+
+def test_a_keeper_that_is_steadily_slower_than_the_short_deadline_is_waited_for_in_full_now_and_then(member):
+    member.start().adopt(5)
+    late = {1: 3}
+    with pytest.raises(LevelUnavailable, match="rank 1 of this node"):
+        member.ask(8, timeout_s=0.5, late=late)
+    assert late == {1: 4}
+    short_is_over = time.monotonic() + 2.0  # of 15 s
+
+    def beat():
+        if 8 not in member.slots and time.monotonic() > short_is_over:
+            member.adopt(8)
+
+    assert member.ask(8, timeout_s=15, late=late, beat=beat) == 8
+    assert late == {}
 
 
 def test_what_was_heard_is_kept_by_capture():

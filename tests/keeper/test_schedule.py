@@ -9,6 +9,7 @@ from lazysnap.keeper.schedule import (
     head,
     is_asked_for,
     next_queued,
+    queued,
     slot_for,
     stale_pins,
     takes,
@@ -20,8 +21,9 @@ def slot(sequence, phase=SlotPhase.WHOLE, *, pinned=False):
     return SlotStatus(phase, sequence, sequence, 10, 10, pinned, True)
 
 
-def lanes(*every, **settings):
-    return [LaneState(PersistentLevel(f"/{number}", every_n_steps=n, **settings)) for number, n in enumerate(every)]
+def lanes(*every, world_size=1, **settings):
+    levels = [PersistentLevel(f"/{number}", every_n_steps=n, **settings) for number, n in enumerate(every)]
+    return [LaneState(level, world_size) for level in levels]
 
 
 def item(sequence, level=0):
@@ -98,6 +100,41 @@ def test_what_is_not_begun_is_left_out_for_a_newer_one_but_for_what_retention_as
     assert [known.sequence for known in state.queue] == [10, 11, 12]
     assert enqueue(state, item(12), {11}) == []
     assert enqueue(state, item(13), {11}) == [item(12)]
+
+
+def sequences(items):
+    return [known.sequence for known in items]
+
+
+def test_of_several_ranks_nothing_that_is_due_is_left_out_and_little_else_waits():
+    (state,) = lanes(1000, world_size=2, keep_every_n_steps=700)
+    for sequence in range(10, 2100, 10):
+        assert enqueue(state, item(sequence), {50}, spare=3) == []
+
+    assert sequences(queued(state, force=False, named={50})) == [50, 700, 1000, 1400, 2000]
+    # If all ranks die now, these are copied as well.
+    assert sequences(queued(state, force=True, named={50})) == [50, 700, 1000, 1400, 2000, 2070, 2080, 2090]
+
+
+def test_ranks_that_died_at_different_steps_are_left_one_that_all_have():
+    ahead, behind = lanes(1000, world_size=2), lanes(1000, world_size=2)
+    for (state,), last in ((ahead, 93), (behind, 91)):
+        # Of the captures in memory the newest that was due at the faster level is there before the forced ones.
+        for sequence in (70, 80, 90, last - 2, last - 1, last):
+            enqueue(state, item(sequence), set(), spare=3)
+
+    assert [sequences(state.queue) for (state,) in (ahead, behind)] == [[91, 92, 93], [90, 89, 91]]
+
+
+def test_what_a_name_or_nothing_newer_asks_for_waits_until_it_is_begun():
+    (state,) = lanes(1000, world_size=2)
+    for sequence in (10, 20):
+        enqueue(state, item(sequence), {10})
+    assert sequences(state.queue) == [10, 20]
+
+    enqueue(state, item(30), set())  # the name was taken back
+
+    assert sequences(state.queue) == [30]
 
 
 def test_the_newest_is_copied_first_then_what_is_asked_for():

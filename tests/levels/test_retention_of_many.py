@@ -1,5 +1,6 @@
 """Several ranks keep one place tidy, each its own files, and none takes the last snapshot that all of them have."""
 
+import contextlib
 import dataclasses
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.retention import Share
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import candidates
+from lazysnap.shard.manifest import FrozenReference, frozen_directory_name
 
 FIRST, SECOND = "0" * 15 + "1", "0" * 15 + "2"
 
@@ -126,7 +128,8 @@ def test_what_a_keeper_did_not_write_itself_goes_as_well(place):
     assert place.tidy(3) == [[1, 2], [1, 2]]
 
 
-def test_a_shard_that_is_read_back_damaged_is_no_snapshot(tmp_path):
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_shard_that_is_read_back_damaged_is_no_snapshot_and_goes_unless_somebody_reads_it(tmp_path, is_read):
     place = Place(tmp_path / "run")
     what = dataclasses.replace(meta(1), rank=1, world_size=2, generation=FIRST)
     written = place.stores[1].write_entry(what, Image(1))
@@ -135,10 +138,15 @@ def test_a_shard_that_is_read_back_damaged_is_no_snapshot(tmp_path):
     data[-1] ^= 1
     path.write_bytes(data)
 
-    with pytest.raises(ShardCorrupt, match="damaged"):
-        place.own[1].confirm(*written, nothing)
+    with contextlib.ExitStack() as stack:
+        if is_read:
+            stack.enter_context(place.stores[0].storage.lease(place.stores[1].place(written[0]).shard_path))
+        with pytest.raises(ShardCorrupt, match="damaged"):
+            place.own[1].confirm(*written, nothing)
 
     assert place.stores[0].inventory().entries == ()
+    assert path.exists() == is_read
+    assert path.parent.exists() == is_read
 
 
 def test_steps_with_a_name_milestones_and_what_is_copied_or_read_stay(tmp_path):
@@ -290,6 +298,50 @@ def test_immutable_tensors_that_nothing_refers_to_any_more_go(place):
     place.tidy(2)
 
     assert [path.name.rpartition("-")[2] for path in place.path.glob("frozen-*")] == [digests[1]]
+
+
+def immutable(place):
+    """An image that nothing refers to yet, and what a snapshot refers to it by."""
+    base = dataclasses.replace(meta(0), run_id=RUN)
+    digest = Place(place.path.parent / "other").stores[0].write(base, Image(5)).checksums.whole
+    place.stores[1].write_frozen(base, Image(5), digest)
+    return FrozenReference(digest, Image(5).size_bytes)
+
+
+def images(place):
+    return [path.name.rpartition("-")[2] for path in place.path.glob("frozen-*")]
+
+
+@pytest.mark.parametrize("is_referred_to", [False, True])
+def test_immutable_tensors_that_are_not_referred_to_yet_are_looked_at_twice(place, is_referred_to):
+    """Another rank may have committed them, and what refers to them, while this one listed what there is."""
+    place.write(0, 1)
+    place.write(1, 1)
+    reference = immutable(place)
+
+    place.tidy(1, ranks=[0])
+    assert images(place) == [reference.digest]
+    if is_referred_to:
+        what = dataclasses.replace(meta(2), rank=1, world_size=2, generation=FIRST, frozen=reference)
+        place.own[1].confirm(*place.stores[1].write_entry(what, Image(2)), nothing)
+    for _ in range(6):
+        place.tidy(1, ranks=[0])
+
+    assert images(place) == [reference.digest] * is_referred_to
+
+
+def test_immutable_tensors_that_only_the_last_look_finds_unreferenced_are_looked_at_once_more(place):
+    place.write(0, 1)
+    place.write(1, 1)
+    (place.path / frozen_directory_name(RUN, "0" * 32)).mkdir()  # what is looked for at the start
+    for _ in range(31):
+        place.tidy(1, ranks=[0])
+    immutable(place)
+
+    for _ in range(64):
+        place.tidy(1, ranks=[0])
+
+    assert [path for path in place.path.glob("frozen-*") if list(path.iterdir())] == []
 
 
 def test_immutable_tensors_that_all_ranks_bring_at_once_are_written_once(place):
