@@ -183,8 +183,9 @@ class Lane:
             self._persister.changed.notify_all()
         if self._persister.team.world_size == 1:
             self._retain(item)
-        elif self._confirm(item):
-            self._tidy()
+        else:
+            self._confirm(item)
+            self._tidy()  # sound or not: else a place where all is read back damaged fills up
 
     def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
         self._hanging = [attempt for attempt in self._hanging if attempt.is_running]
@@ -332,19 +333,18 @@ class Lane:
             if isinstance(error, FormatError):
                 self._tell_failed(item.entry.step, error)
 
-    def _confirm(self, item: Committed) -> bool:
-        """Of several ranks each reads back what it wrote, and has it counted. Whether it is sound."""
+    def _confirm(self, item: Committed) -> None:
+        """Of several ranks each reads back what it wrote, and has it counted if it is sound."""
         entry, manifest, own = item.entry, item.manifest, self._own
         if own is None or manifest is None or self._store is None:
-            return False
+            return
         try:
             self._within_deadline(f"reading back step {entry.step}", lambda beat: own.confirm(entry, manifest, beat))
         except (LazySnapError, OSError) as error:
             logger.warning("%s: %s", self._where, error)
             self._tell_failed(entry.step, error)
-            return False
+            return
         self._count(item, len(manifest.members) or 1)
-        return True
 
     def _count(self, item: Committed, ranks: int) -> None:
         """Have the trainers count for how many ranks a snapshot is sound here."""

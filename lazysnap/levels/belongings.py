@@ -105,6 +105,9 @@ class Belongings:
         except (FormatError, FileNotFoundError) as error:
             place.withdraw()
             self._drop(place)
+            # Its bytes as well: a place where all is read back damaged would fill up. If that fails, the next sweep.
+            if not store.storage.is_leased(place.shard_path):
+                place.delete_or_leave()
             raise self._damaged(entry, error) from error
 
     def _damaged(self, entry: Entry, error: Exception) -> ShardCorrupt:

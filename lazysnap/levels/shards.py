@@ -80,7 +80,7 @@ class ShardPlace:
         self.storage.delete_directory(self.directory)
 
     def withdraw(self) -> None:
-        """Take the commit back: what is there is damaged. The next sweep takes the rest."""
+        """Take the commit back: what is there is damaged."""
         self.storage.delete(self.manifest_path)
 
     def delete_or_leave(self, *, shard_only: bool = False) -> None:

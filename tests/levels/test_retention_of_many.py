@@ -1,5 +1,6 @@
 """Several ranks keep one place tidy, each its own files, and none takes the last snapshot that all of them have."""
 
+import contextlib
 import dataclasses
 import threading
 from collections import Counter
@@ -126,7 +127,8 @@ def test_what_a_keeper_did_not_write_itself_goes_as_well(place):
     assert place.tidy(3) == [[1, 2], [1, 2]]
 
 
-def test_a_shard_that_is_read_back_damaged_is_no_snapshot(tmp_path):
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_shard_that_is_read_back_damaged_is_no_snapshot_and_goes_unless_somebody_reads_it(tmp_path, is_read):
     place = Place(tmp_path / "run")
     what = dataclasses.replace(meta(1), rank=1, world_size=2, generation=FIRST)
     written = place.stores[1].write_entry(what, Image(1))
@@ -135,10 +137,15 @@ def test_a_shard_that_is_read_back_damaged_is_no_snapshot(tmp_path):
     data[-1] ^= 1
     path.write_bytes(data)
 
-    with pytest.raises(ShardCorrupt, match="damaged"):
-        place.own[1].confirm(*written, nothing)
+    with contextlib.ExitStack() as stack:
+        if is_read:
+            stack.enter_context(place.stores[0].storage.lease(place.stores[1].place(written[0]).shard_path))
+        with pytest.raises(ShardCorrupt, match="damaged"):
+            place.own[1].confirm(*written, nothing)
 
     assert place.stores[0].inventory().entries == ()
+    assert path.exists() == is_read
+    assert path.parent.exists() == is_read
 
 
 def test_steps_with_a_name_milestones_and_what_is_copied_or_read_stay(tmp_path):

@@ -1,0 +1,71 @@
+"""One of two ranks reads back damaged what it wrote: that is no snapshot, and it does not fill the disk either."""
+
+import pathlib
+
+import pytest
+from image_damage import SHARD, flip, image_at
+from keeper_jobs import until
+from node_jobs import GENERATION, RUN, Lead, Member, frozen_slot
+
+from lazysnap.levels.belongings import Told
+
+
+@pytest.fixture
+def lead(tmp_path):
+    """Its persister in this process, at a level where each rank has its own file; step 1 is sound at all of them."""
+    member = Member(tmp_path, aggregate="rank", keep_last=1)
+    lead = Lead(member)
+    lead.url = pathlib.Path(member.url)
+    yield lead
+    lead.close()
+
+
+def begin(lead, **settings):
+    lead.adopt(1, pin=True, **settings)
+    assert until(lambda: lead.told("sound") == [1])
+    lead.persister.tell(str(lead.url), Told(RUN, GENERATION, (1,)))
+
+
+def damage(lead, flip_one):
+    """From now on, whatever is committed."""
+
+    def emit(event):
+        if event["type"] == "durable":
+            flip_one(event["step"])
+        lead.events.append(event)
+
+    lead.persister.emit = emit
+
+
+def capture(lead, *steps, **settings):
+    for step in steps:
+        lead.adopt(step, pin=True, **settings)
+        assert until(lambda step=step: step in lead.told("level_failed"))
+    assert until(lead.persister.is_drained)
+    assert lead.told("level_failed") == list(steps)
+
+
+def shards(lead):
+    return sorted(path.parent.name for path in lead.url.rglob("*.safetensors"))
+
+
+def test_the_bytes_of_shards_that_are_always_read_back_damaged_go_at_once(lead):
+    begin(lead)
+    damage(lead, lambda step: flip(next((lead.url / f"step-{step:08}").glob("*.safetensors"))))
+
+    capture(lead, 2, 3, 4)
+
+    assert shards(lead) == ["step-00000001"]
+    assert not (lead.url / "step-00000004").exists()
+
+
+def test_shards_whose_image_is_always_read_back_damaged_are_offered_to_be_taken_back(lead):
+    slot, reference = frozen_slot(b"a" * 7000)
+    lead.frozen[reference.digest] = slot
+    begin(lead, frozen=reference)
+    damage(lead, lambda _: flip(image_at(lead.url) / SHARD))
+
+    capture(lead, 2, 3, 4, 5, 6, frozen=reference)
+
+    assert lead.told("surplus") == [2, 2, 3]
+    slot.close()
