@@ -88,6 +88,8 @@ class Belongings:
         self._written: dict[str, _File] = {}
         self._looks_left = 0
         self._passes = 0
+        self._unreferenced: frozenset[str] = frozenset()
+        """Where images lie that nothing referred to at the last look."""
 
     def confirm(self, entry: Entry, manifest: Manifest, beat: Beat) -> None:
         """Read back what was just committed, and what it refers to. Raises: ShardCorrupt, and it is no snapshot now."""
@@ -217,6 +219,9 @@ class Belongings:
     def _clear_images(self, told: Told) -> None:
         """Images that nothing refers to any more. One of each node looks at all manifests, and only after something
         went that referred to others than are referred to now: some times, ever more rarely.
+
+        What one look finds goes at the next: between the listing of the manifests and that of the images others may
+        have committed an image, and what refers to it.
         """
         if self._share.node is None or not self._looks_left or len(told.complete) < self._level.keep_last:
             return
@@ -226,4 +231,8 @@ class Belongings:
         self._passes, self._looks_left = 0, self._looks_left - 1
         inventory = self._store.inventory()
         wanted = {entry.frozen for entry in inventory.entries if entry.run_id == told.run_id}
-        delete_unreferenced(self._store.storage, inventory, told.run_id, wanted)
+        self._unreferenced = delete_unreferenced(
+            self._store.storage, inventory, told.run_id, wanted, self._unreferenced
+        )
+        if self._unreferenced:
+            self._looks_left = max(self._looks_left, 1)

@@ -167,17 +167,31 @@ def _sound_steps(
     return sound, damaged
 
 
-def delete_unreferenced(storage: Storage, inventory: Inventory, run_id: str, wanted: Collection[str | None]) -> None:
-    """Images of immutable tensors that no snapshot of the run refers to any more, and no writer is about to."""
+def delete_unreferenced(
+    storage: Storage,
+    inventory: Inventory,
+    run_id: str,
+    wanted: Collection[str | None],
+    only: Collection[str] | None = None,
+) -> frozenset[str]:
+    """Images of immutable tensors that no snapshot of the run refers to any more, and no writer is about to.
+
+    ``only``: where those lie that may go. Returns where those lie that would have gone but for that.
+    """
     if inventory.problems:
-        return  # a manifest that cannot be read just now may refer to one
+        return frozenset()  # a manifest that cannot be read just now may refer to one
+    left = set()
     for image in inventory.frozen:
         place = place_of(storage, image)
         if image.run_id != run_id or image.digest in wanted:
             continue
         if storage.is_leased(place.manifest_path) or storage.is_leased(place.shard_path):
             continue
-        place.delete()
+        if only is None or image.location in only:
+            place.delete()
+        else:
+            left.add(image.location)
+    return frozenset(left)
 
 
 def left_names(names: Sequence[str]) -> list[str]:

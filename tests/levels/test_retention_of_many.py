@@ -17,6 +17,7 @@ from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.retention import Share
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import candidates
+from lazysnap.shard.manifest import FrozenReference, frozen_directory_name
 
 FIRST, SECOND = "0" * 15 + "1", "0" * 15 + "2"
 
@@ -297,6 +298,50 @@ def test_immutable_tensors_that_nothing_refers_to_any_more_go(place):
     place.tidy(2)
 
     assert [path.name.rpartition("-")[2] for path in place.path.glob("frozen-*")] == [digests[1]]
+
+
+def immutable(place):
+    """An image that nothing refers to yet, and what a snapshot refers to it by."""
+    base = dataclasses.replace(meta(0), run_id=RUN)
+    digest = Place(place.path.parent / "other").stores[0].write(base, Image(5)).checksums.whole
+    place.stores[1].write_frozen(base, Image(5), digest)
+    return FrozenReference(digest, Image(5).size_bytes)
+
+
+def images(place):
+    return [path.name.rpartition("-")[2] for path in place.path.glob("frozen-*")]
+
+
+@pytest.mark.parametrize("is_referred_to", [False, True])
+def test_immutable_tensors_that_are_not_referred_to_yet_are_looked_at_twice(place, is_referred_to):
+    """Another rank may have committed them, and what refers to them, while this one listed what there is."""
+    place.write(0, 1)
+    place.write(1, 1)
+    reference = immutable(place)
+
+    place.tidy(1, ranks=[0])
+    assert images(place) == [reference.digest]
+    if is_referred_to:
+        what = dataclasses.replace(meta(2), rank=1, world_size=2, generation=FIRST, frozen=reference)
+        place.own[1].confirm(*place.stores[1].write_entry(what, Image(2)), nothing)
+    for _ in range(6):
+        place.tidy(1, ranks=[0])
+
+    assert images(place) == [reference.digest] * is_referred_to
+
+
+def test_immutable_tensors_that_only_the_last_look_finds_unreferenced_are_looked_at_once_more(place):
+    place.write(0, 1)
+    place.write(1, 1)
+    (place.path / frozen_directory_name(RUN, "0" * 32)).mkdir()  # what is looked for at the start
+    for _ in range(31):
+        place.tidy(1, ranks=[0])
+    immutable(place)
+
+    for _ in range(64):
+        place.tidy(1, ranks=[0])
+
+    assert [path for path in place.path.glob("frozen-*") if list(path.iterdir())] == []
 
 
 def test_immutable_tensors_that_all_ranks_bring_at_once_are_written_once(place):
