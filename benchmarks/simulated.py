@@ -182,7 +182,7 @@ def retention(ranks: int) -> dict[str, Any]:
 
     def work() -> list[int]:
         own.confirm(entry, manifest, lambda: None)
-        own.surplus(told, frozenset(), lambda: None)
+        own.surplus(told, frozenset(), 5)
         return own.tidy(told, frozenset(), lambda: None)
 
     gone = clock.run(work, storage)

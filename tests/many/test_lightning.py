@@ -12,7 +12,8 @@ from jobs import HERE, PRELOADED, Zygote
 
 STRATEGIES = (("ddp", 2), ("fsdp2", 2), ("tp", 2), ("fsdp2+tp", 4))
 BATCH, SAMPLES = 3, 48
-TIMEOUT_S = 100
+TIMEOUT_S = 240
+"""Of one start: Lightning's own launchers import everything once more in each process they start."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def make_fit(lightning_zygote, tmp_path, end_keepers):
         end_keepers(fit)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "world"), STRATEGIES)
 def test_killed_it_goes_on_from_memory_and_without_memory_from_storage(make_fit, end_keepers, strategy, world):
     whole, cut = make_fit("whole"), make_fit("cut", levels=True)
@@ -110,7 +111,7 @@ def test_killed_it_goes_on_from_memory_and_without_memory_from_storage(make_fit,
         assert again == whole.trace(rank)[-len(again) :]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_with_fewer_ranks_it_passes_over_the_samples_that_were_trained(make_fit, end_keepers):
     """The sampler of Lightning gives each rank every n-th sample of one order."""
     fit = make_fit("fit", levels=True)
@@ -131,7 +132,7 @@ def test_with_fewer_ranks_it_passes_over_the_samples_that_were_trained(make_fit,
     assert [step for step, _, _ in fit.trace(0)] == [*range(resumed, resumed + 8 - 2 * resumed)]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_lightnings_own_launcher_starts_the_ranks(make_fit):
     whole, cut = make_fit("whole"), make_fit("cut")
     assert whole.run("ddp_fork", 2) == [0], whole.output()
