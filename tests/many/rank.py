@@ -4,7 +4,7 @@ usage: rank.py SETTINGS_JSON     (kind, rank, world, meeting, directory, steps, 
 
 ``kind``: ddp, fsdp (FSDP2), hsdp, tp (FSDP2 x TP), local (local SGD), plain; beat, talk: no training at all. Without
 ``rank``, rank and world are those of a launcher. ``by_rank`` holds what differs. The journal gets one line per event,
-each a single append.
+each a single append. Where there are as many GPUs as ranks, each rank trains on one, over NCCL; else on the CPU.
 """
 
 import contextlib
@@ -93,9 +93,19 @@ def make_odd(odd: str | None, rank: int, model: torch.nn.Module, optimizer: torc
     return Unloader(rank) if odd == "unloadable" else {"rank": rank}
 
 
-def build(kind: str, world: int, settings: dict) -> torch.nn.Module:
+def device_of(rank: int, world: int) -> torch.device:
+    """Where a rank trains. NCCL refuses two ranks on one GPU."""
+    if torch.cuda.device_count() < world:
+        return torch.device("cpu")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def build(kind: str, world: int, settings: dict, device: torch.device) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = Net(base=settings.get("base", False), tied=settings.get("tied", False))
+    model = Net(base=settings.get("base", False), tied=settings.get("tied", False)).to(device)
     if kind in ("ddp", "local"):
         # Unless parameters may be unused, DDP changes its buckets after the first step: with more than two ranks
         # gradients are then added up in another order right after a start than later on, and no two runs are equal.
@@ -105,15 +115,18 @@ def build(kind: str, world: int, settings: dict) -> torch.nn.Module:
             model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=0), post_localSGD_hook)
         return model
     if kind == "tp":
-        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device.type, (world // 2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
         return fully_shard(model, mesh=mesh["dp"])
     if kind == "hsdp":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replica", "shard")))
+        return fully_shard(
+            model, mesh=init_device_mesh(device.type, (world // 2, 2), mesh_dim_names=("replica", "shard"))
+        )
     if kind == "fsdp":
+        mesh = init_device_mesh(device.type, (world,))
         for part in (model.first, model.second):
-            fully_shard(part)
-        return fully_shard(model)
+            fully_shard(part, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
     return model
 
 
@@ -131,10 +144,10 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Of parameters and optimizer state as a whole, whatever the mesh; collective for DTensors."""
     total = hashlib.sha256()
     for parameter in model.parameters():
-        total.update(whole(parameter.detach()).contiguous().numpy().tobytes())
+        total.update(whole(parameter.detach()).contiguous().cpu().numpy().tobytes())
     for state in optimizer.state_dict()["state"].values():
         for key in sorted(state):
-            total.update(whole(torch.as_tensor(state[key])).contiguous().numpy().tobytes())
+            total.update(whole(torch.as_tensor(state[key])).contiguous().cpu().numpy().tobytes())
     return total.hexdigest()
 
 
@@ -223,9 +236,10 @@ def main() -> None:
     write("up", 0, time.monotonic())
 
     said = listen(settings["await_log"]) if "await_log" in settings else threading.Event()
+    device = device_of(rank, world)
     if world > 1 or kind != "plain":
         dist.init_process_group(
-            "gloo",
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             init_method=settings.get("init", f"file://{settings['meeting']}") if settings["meeting"] else "env://",
             rank=rank,
             world_size=world,
@@ -236,7 +250,7 @@ def main() -> None:
     if kind in ("beat", "talk"):
         (beat if kind == "beat" else talk)(rank, settings["collective_timeout_s"], write)
         os._exit(0)
-    model = build(kind, world, settings)
+    model = build(kind, world, settings, device)
     if settings.get("no_board"):
 
         def clone(_: object) -> None:
@@ -280,7 +294,7 @@ def main() -> None:
         generator = torch.Generator().manual_seed(step)
         # Ranks of one tensor-parallel group work on the same part.
         part, parts = (rank // 2, world // 2) if kind == "tp" else (rank, world)
-        tokens = torch.randint(0, 37, (8,), generator=generator)[part::parts]
+        tokens = torch.randint(0, 37, (8,), generator=generator)[part::parts].to(device)
         # Ranks that train apart may do so by a hook, too: see build().
         apart = model.no_sync() if kind == "local" and settings["period"] != 3 else contextlib.nullcontext()
         with apart:
