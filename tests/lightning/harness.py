@@ -261,6 +261,9 @@ class ListEngine:
     def resume(self, snapshot: Snapshot) -> None:
         pass
 
+    def together(self, what: str, work: Any) -> None:
+        work()
+
     def prepare(self) -> None:
         pass
 
