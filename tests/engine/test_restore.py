@@ -41,6 +41,11 @@ def flip(path, offset):
         file.write(bytes([byte[0] ^ 1]))
 
 
+def mapped_slots():
+    with open("/proc/self/maps") as file:
+        return file.read().count("lazysnap-slot")
+
+
 def test_nothing_there_is_none_and_leaves_the_model_alone(job, tmp_path):
     training = job.start(tmp_path, ready=False)
     before = training.model[0].weight.clone()
@@ -55,12 +60,14 @@ def test_an_engine_that_is_closed_maps_no_slot_any_more_whatever_was_fetched(job
     assert first.engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
     first.engine.abandon()
     second = job.start(tmp_path, memory=MEMORY, ready=False)
+    gc.collect()
     gc.disable()
     try:
+        before = mapped_slots()
         snapshot = second.engine.fetch()
+        assert mapped_slots() > before
         second.engine.close()
-        with open("/proc/self/maps") as file:
-            assert "lazysnap-slot" not in file.read()
+        assert mapped_slots() <= before
     finally:
         gc.enable()
     assert snapshot.level == "memory"

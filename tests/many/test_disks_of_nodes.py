@@ -95,7 +95,7 @@ def test_a_disk_that_is_away_for_long_costs_the_others_nothing_that_all_had(job,
     assert held[-4:] == [37, 38, 39, 40]
     assert len(held) <= 2 + 4
     last = disks.complete()
-    assert len(last) == 2
+    assert 1 <= len(last) <= 2  # as many as there were before it broke
     assert last[0] <= seen[0]
     assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=40)) == {0}, job.output()
     assert resumed(job) == last[0]
