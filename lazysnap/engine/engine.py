@@ -77,6 +77,7 @@ class SnapshotEngine:
             self._recorder.join(self._world)
         self._durability = Durability(config, self._client, self._world, self._recorder.meta.generation)
         self._prepared = False
+        self._last_due: int | None = None
         self._closed = False
 
     # ---------------------------------------------------------------- restart
@@ -133,6 +134,7 @@ class SnapshotEngine:
         meta.run_id, meta.run_started_ns = snapshot.run_id, snapshot.run_started_ns
         meta.follow(snapshot.newest_generation)
         self._recorder.resume(snapshot.step)
+        self._last_due = None
         self._durability.begin(meta.generation, snapshot.stored)
         if snapshot.world_size > 1 or not self._world.is_alone:
             self._discard_others(snapshot)
@@ -199,6 +201,7 @@ class SnapshotEngine:
                 raise refusal
             if self._closed or not self._recorder.is_due(step, force=force):
                 return False
+            self._last_due = step
             self._recorder.tell_new_keeper()
             try:
                 self._gates.install(self._source.optimizers())
@@ -322,34 +325,57 @@ class SnapshotEngine:
         """End well: make the newest capture durable, send the keeper away, free the memory. Idempotent.
 
         Blocks: at most ``drain_timeout_s`` for storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
-        ``False`` if something could not be made durable; ``True`` if there was nothing. With several ranks collective:
-        where one is missing at the deadline, memory stays as after a crash, for the restart of all.
+        ``False`` if something could not be made durable: it stays in memory, as after a crash, and a restart finds it;
+        or if the last boundary that was due was not captured. ``True`` if there was none. With several ranks
+        collective; where one is missing at the deadline memory stays likewise, for the restart of all.
         """
         if self._closed:
             return True
-        durable, over = True, self._world.is_alone
+        durable, over, captured = False, False, True
         try:
             self.gate()
             self._verify()
-            over = self._world.ends()
-            if drain and (self._statistics.began or self._client.was_attached or not self._world.is_alone):
-                started = time.monotonic()
-                durable = self._durability.end(self._statistics.last_whole_step, progress, is_common=over)
-                self._hear()
-                if not durable:
-                    logger.warning(
-                        "the last snapshot is not durable at every level after %.1f s (drain_timeout_s is %g); see the "
-                        "messages above, if any, and the level that does not answer",
-                        time.monotonic() - started,
-                        self.config.drain_timeout_s,
-                    )
+            over = self._world.is_alone or self._world.ends()
+            durable = not drain or self._end(progress, is_common=over)
+            captured = not drain or self._has_captured_last()
         finally:
             self._leave()
             if over:
                 self._world.close()
+            if durable and over:
                 self._client.goodbye(self.config.keeper_timeout_s)
             else:
                 self._client.abandon()
+        return durable and captured
+
+    def _has_captured_last(self) -> bool:
+        last, newest = self._last_due, self._statistics.last_whole_step
+        if last is None or last == newest:
+            return True
+        logger.warning(
+            "step %d, the last that was due, is not captured (left out so far: %s), so it is nowhere; the newest "
+            "snapshot of this training is %s. Call wait_ready before the first step, where that is the reason",
+            last,
+            dict(self._statistics.skipped) or "none",
+            "none" if newest is None else f"of step {newest}",
+        )
+        return False
+
+    def _end(self, progress: Progress | None, *, is_common: bool) -> bool:
+        if self._world.is_alone and not (self._statistics.began or self._client.was_attached):
+            return True
+        started = time.monotonic()
+        durable = self._durability.end(self._statistics.last_whole_step, progress, is_common=is_common)
+        self._hear()
+        if not durable:
+            logger.warning(
+                "the last snapshot is not durable at every level (waited %.1f s of at most %g, drain_timeout_s); see "
+                "the messages above, if any, and the level that does not answer. Memory keeps it for %g s (linger_s) "
+                'for a restart of the same job with "latest"; then the keeper tries once more',
+                time.monotonic() - started,
+                self.config.drain_timeout_s,
+                self.config.memory.linger_s,
+            )
         return durable
 
     def abandon(self) -> None:

@@ -312,6 +312,7 @@ class Keeper:
 
     def _on_drain(self, message: Message, fds: tuple[int, ...]) -> None:
         self._drain_request = int(message["id"])
+        self._persister.try_again()  # whoever waits for a level that failed before wants to know how it is now
         self._persister.set_force(1)
 
     def _reply_drained(self) -> None:

@@ -7,10 +7,12 @@ import sys
 import time
 
 import pytest
+import torch
 from small_training import TIMEOUT_S, Training
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError
+from lazysnap.levels import open_store
 
 
 def until(condition):
@@ -152,3 +154,51 @@ def test_a_password_in_a_url_is_not_logged(job, caplog):
     assert not training.engine.close()
     assert warnings(caplog, "passed over")
     assert "hunter2" not in caplog.text
+
+
+def test_what_could_not_be_made_durable_at_the_end_stays_in_memory_and_is_written_when_the_level_is_back(
+    job, tmp_path, caplog
+):
+    level = tmp_path / "level"
+    training = job.start(level)
+    training.run(1, 2)
+    assert training.engine.wait(until="durable", timeout_s=TIMEOUT_S)
+    level.rename(tmp_path / "aside")
+    level.write_text("no directory any more")
+    training.run(3, 4)
+
+    assert not training.engine.close()
+
+    [warning] = warnings(caplog, "not durable at every level")
+    assert "linger_s" in warning.getMessage()
+    facts = training.facts()
+    level.unlink()
+    second = job.start(level, ready=False)
+    snapshot = second.engine.restore("latest")
+    assert (snapshot.step, snapshot.level) == (4, "memory")
+    assert second.facts() == facts
+    assert second.engine.close()
+    assert [entry.step for entry in open_store(str(level)).inventory().entries][-1] == 4
+
+
+def test_a_last_step_that_was_left_out_is_told_at_the_end(job, tmp_path, caplog):
+    training = job.start(tmp_path)
+    training.run(1, 2)
+    training.model[0].weight = torch.nn.Parameter(torch.zeros(1 << 12, 1 << 12))  # more than a slot holds
+    training.engine.boundary(3)
+
+    assert not training.engine.close()
+
+    [warning] = warnings(caplog, "step 3, the last that was due, is not captured")
+    assert "'no slots yet': 1" in warning.getMessage()
+    assert "of step 2." in warning.getMessage()
+    assert [entry.step for entry in open_store(str(tmp_path)).inventory().entries][-1] == 2
+
+
+def test_a_training_of_one_step_that_did_not_wait_for_memory_is_told_that_nothing_is_saved(job, tmp_path, caplog):
+    training = job.start(tmp_path, ready=False)
+    training.run(1, 1)
+
+    assert not training.engine.close()
+
+    assert warnings(caplog, "step 1, the last that was due, is not captured")
