@@ -137,7 +137,7 @@ def open_part(kind: str, store: SnapshotStore, plan: Any, rank: int, ranks: int)
     chosen = {number: offers[0] for number, offers in enumerate(plan.sources)}
     same = taken == ranks
     neighbours = range(rank // 8 * 8, rank // 8 * 8 + 8) if same else ()
-    holders = Holders(chosen, rank if same else rank * taken // ranks, neighbours, lambda name: None)
+    holders = Holders(chosen, rank if same else rank * taken // ranks, neighbours, lambda name: ())
     own = rank % taken
     assembly = Assembly(own, lambda name, shape: imagined.box(kind, shape, rank, ranks))
     opened = []

@@ -64,12 +64,6 @@ def share(sizes: Sequence[tuple[int, int]], part: int, parts: int) -> list[Rows]
     return found
 
 
-def replica_owner(name: str, replicas: int) -> int:
-    """Which of several ranks that hold the same shard of a tensor captures it; spread over the names."""
-    # Not hash(): it differs between processes.
-    return sum(name.encode("utf-8", "surrogatepass")) % replicas if replicas > 1 else 0
-
-
 def padding(sizes: Sequence[int], cost: int) -> int:
     """To what length all answers of ranks are brought, when all get all; what is longer is told apart at ``cost`` each.
 

@@ -59,14 +59,14 @@ def shard(rank, rows):
     return OpenShard(rank, layout, meta, lambda wanted: None, f"rank {rank}")
 
 
-def opened(wanted, rows_of, *, lost=(), owner=lambda name: None):
+def opened(wanted, rows_of, *, lost=(), replicas=lambda name: ()):
     """The ranks whose shards rank 0 opens for some rows of ``x``; ``rows_of`` gives each rank's."""
     chosen = {n: Entry("x", 1, RUN, 1, 1, n, MANY, "d") for n in range(MANY) if n not in lost}
     assembly = Assembly(0, lambda name, shape: ((wanted[0], 0), (len(wanted), 2)))
     order = [0]
     assembly.add(shard(0, rows_of(0)))
     assembly.want(["x", "own"])
-    holders = Holders(chosen, 0, (), owner)
+    holders = Holders(chosen, 0, (), replicas)
     holders.take(0)
 
     def add(rank):
@@ -90,7 +90,10 @@ def test_rows_in_any_other_order_are_found_in_the_end():
 
 
 def test_the_rank_that_captures_it_now_is_asked_first():
-    assert opened(range(1, 2), lambda rank: range(-rank % MANY, -rank % MANY + 1), owner=lambda name: 95) == [0, 95]
+    def rows_of(rank):
+        return range(-rank % MANY, -rank % MANY + 1)
+
+    assert opened(range(1, 2), rows_of, replicas=lambda name: (0, 95)) == [0, 95]
 
 
 def test_a_row_that_is_nowhere_is_named():

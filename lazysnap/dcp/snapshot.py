@@ -17,7 +17,7 @@ from lazysnap.levels.shards import ShardPlace
 from lazysnap.resolver import FrozenEntry, RestartPlan
 from lazysnap.shard.layout import MAX_HEADER_BYTES, Layout
 from lazysnap.shard.manifest import Manifest
-from lazysnap.shard.pieces import Extent, Piece, check_coverage, distinct, extent_of
+from lazysnap.shard.pieces import Extent, Piece, extent_of, tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +157,7 @@ class OpenSnapshot:
                 )
             pieces.append(Piece(rank, item.name, offsets, item.shape))
             stored[rank, item.name] = item
-        check_coverage(name, pieces, shape)
-        return WholeTensor(dtype, shape, distinct(pieces), stored)
+        return WholeTensor(dtype, shape, tiles(name, pieces, shape), stored)
 
     def _boxes(self, name: str) -> list[tuple[int, Stored]]:
         """The boxes of a tensor that all ranks hold part of, by the rank that holds them."""

@@ -1,15 +1,13 @@
 """How large a shard will be, before the optimizer has made its state: lets memory be prepared from the start."""
 
-import math
 from collections.abc import Callable, Collection, Iterable
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lazysnap.state.modules import is_uninitialised
-from lazysnap.state.sharding import local_of
+from lazysnap.state.sharding import local_of, replicas_of
 from lazysnap.state.source import StateSource
-from lazysnap.topology import Place
 
 _STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "Rprop": 2}
 """Tensors of the size of a parameter that an optimizer keeps for it."""
@@ -24,18 +22,17 @@ def bytes_of_one(tensor: torch.Tensor) -> int:
     return local_of(tensor).nbytes
 
 
-def bytes_of_share(replicated: Iterable[torch.Tensor], place: Place) -> Bytes:
-    """What one of several ranks captures of a tensor, roughly; ``replicated``: what the ranks of a node share."""
+def bytes_of_share(replicated: Iterable[torch.Tensor], crew: Collection[int]) -> Bytes:
+    """What one of several ranks captures of a tensor, roughly; ``replicated``: what the ranks of a node (``crew``)
+    share beside DTensors that several of them hold.
+    """
     pointers = {tensor.data_ptr() for tensor in replicated}
 
     def size(tensor: torch.Tensor) -> int:
         if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            # Of those that hold the same one captures it, which one is a function of the name.
-            copies = [mesh.size(dim) for dim, kind in enumerate(tensor.placements) if isinstance(kind, Replicate)]
-            return -(-local_of(tensor).nbytes // math.prod(copies))
+            return -(-local_of(tensor).nbytes // max(1, sum(rank in crew for rank in replicas_of(tensor))))
         is_shared = tensor.data_ptr() in pointers
-        return -(-tensor.nbytes // place.local_world_size) if is_shared else tensor.nbytes
+        return -(-tensor.nbytes // len(crew)) if is_shared else tensor.nbytes
 
     return size
 

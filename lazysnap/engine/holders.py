@@ -11,21 +11,23 @@ from lazysnap.engine.assembly import Assembly
 from lazysnap.errors import ShardCorrupt
 from lazysnap.resolver import Entry
 
-Owner = Callable[[str], "int | None"]
-"""The rank that would capture now what this one wants of a tensor, if that can be said."""
+Replicas = Callable[[str], Collection[int]]
+"""The ranks that hold now what this one wants of a tensor, as far as that can be said: one of them captured it, or
+those of a node together.
+"""
 
 
 class Holders:
     """The shards of one snapshot that were not opened yet."""
 
-    def __init__(self, chosen: Mapping[int, Entry], near: int, neighbours: Collection[int], owner: Owner) -> None:
+    def __init__(self, chosen: Mapping[int, Entry], near: int, neighbours: Collection[int], replicas: Replicas) -> None:
         """``chosen``: where each rank's shard is; ``near``: whose part is most like this rank's; ``neighbours``: ranks
         that share a node with it.
         """
         order = sorted(chosen, key=lambda rank: (rank not in neighbours, chosen[rank].speed, abs(rank - near), rank))
-        self._left = dict.fromkeys(order)
+        self._left = {rank: number for number, rank in enumerate(order)}
         self._first = min(chosen, default=0)
-        self._owner = owner
+        self._replicas = replicas
 
     def take(self, rank: int) -> None:
         """It is opened."""
@@ -34,10 +36,11 @@ class Holders:
     def likeliest(self, assembly: Assembly) -> int | None:
         """Whose shard to open next, ``None`` if all are."""
         name = next(iter(assembly.missing))
-        for rank in (self._owner(name), self._by_rows(assembly, name)):
-            if rank in self._left:
-                return rank
-        return next(iter(self._left), None)
+        holding = [rank for rank in self._replicas(name) if rank in self._left]
+        if holding:
+            return min(holding, key=self._left.__getitem__)
+        by_rows = self._by_rows(assembly, name)
+        return by_rows if by_rows in self._left else next(iter(self._left), None)
 
     def _by_rows(self, assembly: Assembly, name: str) -> int:
         """Where the first hole lies, if all ranks hold equal parts in their order."""

@@ -16,7 +16,7 @@ from lazysnap.errors import LazySnapError, ShardCorrupt
 from lazysnap.resolver import Entry, RestartPlan
 from lazysnap.state.codec import tensor_names
 from lazysnap.state.modules import held_names
-from lazysnap.state.sharding import owner_of
+from lazysnap.state.sharding import replicas_of
 from lazysnap.state.source import StateSource
 
 Target = Callable[[str], "torch.Tensor | None"]
@@ -65,7 +65,7 @@ class PartReader:
             raise BadShard(chosen[own], error) from error
         target = target_of(self._source, expected, named)
         assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape))
-        holders = Holders(chosen, *self._nearby(plan), partial(self._owner, plan, target))
+        holders = Holders(chosen, *self._nearby(plan), partial(self._replicas, plan, target))
         levels = set()
 
         def add(rank: int) -> None:
@@ -104,10 +104,10 @@ class PartReader:
         rank, size = self._world.rank, self._world.size
         if plan.world_size != size:
             return rank * plan.world_size // size, []
-        return rank, [place.rank for place in self._world.places if place.node == self._world.place.node]
+        return rank, self._world.crew
 
-    def _owner(self, plan: RestartPlan, target: Target, name: str) -> int | None:
-        return owner_of(target(name), name) if plan.world_size == self._world.size else None
+    def _replicas(self, plan: RestartPlan, target: Target, name: str) -> tuple[int, ...]:
+        return replicas_of(target(name)) if plan.world_size == self._world.size else ()
 
     def _open(self, plan: RestartPlan, entry: Entry) -> list[OpenShard]:
         """A shard, and the immutable tensors that it refers to."""

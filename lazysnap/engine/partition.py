@@ -1,8 +1,9 @@
 """What of the walked state this rank captures: its own tensors, its shards, and its share of what all ranks hold.
 
 Replicated state (DDP) is cut by rows into shares of equal size over the ranks of a node, so that together they hold one
-copy per node (topology.share); a DTensor's local shard is captured by the rank that owns it. Worked out once, from what
-this rank knows alone; a later boundary only takes the same views of the live tensors again.
+copy per node (topology.share); so is a DTensor's local shard over those of them that hold the same one (HSDP, tensors
+that a mesh dimension replicates). Worked out once, from what this rank knows alone; a later boundary only takes the
+same views of the live tensors again.
 """
 
 import json
@@ -15,9 +16,9 @@ import torch
 from lazysnap.capture.plan import Key, key_of
 from lazysnap.shard.checksum import digest
 from lazysnap.shard.pieces import volume
-from lazysnap.state.sharding import held_part, local_of
+from lazysnap.state.sharding import Held, held_part, local_of
 from lazysnap.state.walk import Walk
-from lazysnap.topology import Place, share
+from lazysnap.topology import share
 
 
 @dataclass(frozen=True)
@@ -28,43 +29,59 @@ class _Part:
     rows: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """What several ranks of a node hold."""
+
+    index: int
+    local: torch.Tensor
+    scope: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Of ``local`` in the whole."""
+
+
 class Partition:
     """The parts of one walk; holds as long as the names and kinds of its tensors stay."""
 
-    def __init__(self, walk: Walk, replicated: Collection[Key], place: Place) -> None:
-        """``replicated``: memory that holds the same on every rank. Raises: UnsupportedState."""
+    def __init__(self, walk: Walk, replicated: Collection[Key], rank: int, crew: Collection[int]) -> None:
+        """``replicated``: memory that holds the same on every rank; ``crew``: those that ``rank`` shares with, itself
+        among them. Raises: UnsupportedState.
+        """
         self._of = walk.names
         self.facts: dict[str, dict[str, Any]] = {}
         """By name: ``scope``, ``global_shape``, ``offsets``, as in the manifest; nothing for what is rank-scoped."""
         parts: list[_Part] = []
-        common: list[int] = []
+        shared: dict[tuple[int, ...], list[_Shared]] = {}
         self._tied: dict[int, int] = {}
         first: dict[object, int] = {}
         for index, (tensor, name) in enumerate(zip(walk.tensors, walk.names, strict=True)):
             held = held_part(tensor, name)
-            is_whole = held is None and key_of(tensor) not in replicated
-            primary = index if is_whole else first.setdefault(_identity(tensor, index), index)
+            is_own = held is None and key_of(tensor) not in replicated
+            primary = index if is_own else first.setdefault(_identity(tensor, index), index)
             if primary != index:
                 self._tied[index] = primary
-            elif held is not None:
-                if held.captured_here and (volume(held.local.shape) or not volume(held.global_shape)):
-                    parts.append(_Part(index))
-                    self.facts[name] = _facts("shard", held.global_shape, held.offsets)
-            elif is_whole:
+            elif is_own:
                 parts.append(_Part(index))
             else:
-                common.append(index)
-        tensors = [walk.tensors[index] for index in common]
-        named = [(walk.names[i], list(t.shape), str(t.dtype)) for i, t in zip(common, tensors, strict=True)]
-        self.common = digest(json.dumps(named).encode())
-        """Of the replicated tensors' names, shapes and dtypes: must be the same on all ranks that share them."""
-        sizes = [(t.shape[0] if t.dim() else 1, t.nbytes // max(1, t.shape[0] if t.dim() else 1)) for t in tensors]
-        for rows in share(sizes, place.local_rank, place.local_world_size):
-            tensor, index = tensors[rows.index], common[rows.index]
-            whole = (rows.start, rows.stop) == (0, sizes[rows.index][0])
-            parts.append(_Part(index, None if whole else (rows.start, rows.stop)))
-            offsets = (rows.start, *(0 for _ in tensor.shape[1:])) if tensor.dim() else ()
-            self.facts[walk.names[index]] = _facts("full", tuple(tensor.shape), offsets)
+                one, ranks = _shared(index, tensor, held, crew)
+                # Of a shard without bytes there is nothing to keep but where the whole tensor has none.
+                if rank in ranks and (volume(one.local.shape) or not volume(one.global_shape)):
+                    shared.setdefault(ranks, []).append(one)
+        self.common = {",".join(map(str, ranks)): _digest(walk, ones) for ranks, ones in shared.items()}
+        """By the ranks that share them, what of the tensors must be the same on all of these: names, shapes, dtypes."""
+        for ranks, ones in shared.items():
+            sizes = [_rows(one.local) for one in ones]
+            for rows in share(sizes, ranks.index(rank), len(ranks)):
+                one = ones[rows.index]
+                whole = (rows.start, rows.stop) == (0, sizes[rows.index][0])
+                parts.append(_Part(one.index, None if whole else (rows.start, rows.stop)))
+                start = (one.offsets[0] + rows.start, *one.offsets[1:]) if one.offsets else ()
+                self.facts[walk.names[one.index]] = {
+                    "scope": one.scope,
+                    "global_shape": list(one.global_shape),
+                    "offsets": list(start),
+                }
         self._parts = sorted(parts, key=lambda part: part.index)
         self._names = [walk.names[part.index] for part in self._parts]
         self._paths = [walk.paths[part.index] for part in self._parts]
@@ -84,7 +101,7 @@ class Partition:
         mine = [
             local_of(tensors[part.index])
             if part.rows is None
-            else tensors[part.index].detach()[part.rows[0] : part.rows[1]]
+            else local_of(tensors[part.index]).detach()[part.rows[0] : part.rows[1]]
             for part in self._parts
         ]
         return replace(walk, tensors=mine, names=self._names, paths=self._paths)
@@ -105,8 +122,26 @@ def _identity(tensor: torch.Tensor, index: int) -> object:
     return (key_of(local), local.shape, local.stride(), local.dtype, tensor.shape) if local.numel() else index
 
 
-def _facts(scope: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> dict[str, Any]:
-    return {"scope": scope, "global_shape": list(shape), "offsets": list(offsets)}
+def _shared(
+    index: int, tensor: torch.Tensor, held: Held | None, crew: Collection[int]
+) -> tuple[_Shared, tuple[int, ...]]:
+    """A tensor, or a part of one, that others may hold as well, and those of ``crew`` that do."""
+    if held is None:
+        shape = tuple(tensor.shape)
+        return _Shared(index, tensor, "full", shape, (0,) * len(shape)), tuple(sorted(crew))
+    near = tuple(rank for rank in held.replicas if rank in crew)
+    return _Shared(index, held.local, "shard", held.global_shape, held.offsets), near
+
+
+def _rows(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many, and the bytes of each; a tensor without dimensions is one."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    return rows, tensor.nbytes // max(1, rows)
+
+
+def _digest(walk: Walk, ones: Collection[_Shared]) -> str:
+    named = [(walk.names[one.index], list(one.local.shape), list(one.offsets), str(one.local.dtype)) for one in ones]
+    return digest(json.dumps(named).encode())
 
 
 def replicated_keys(parameters: Collection[torch.nn.Parameter], optimizers: Collection[Any]) -> set[Key]:

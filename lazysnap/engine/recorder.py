@@ -109,7 +109,7 @@ class Recorder:
         if self._plan is None:
             self.frozen.prepare()
         if self._reserved is None:
-            size = bytes_of_one if self._world is None else bytes_of_share(self._replicated(), self._world.place)
+            size = bytes_of_one if self._world is None else bytes_of_share(self._replicated(), self._world.crew)
             self._reserve(estimate_image_bytes(self._source, self.frozen.names, size))
 
     def is_ready(self) -> bool:

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -92,6 +92,11 @@ class World:
         """Where this rank runs. Collective at the first use of ``places``."""
         return self.places[self.rank]
 
+    @cached_property
+    def crew(self) -> list[int]:
+        """The ranks of this node, in order. Collective at the first use of ``places``."""
+        return [place.rank for place in self.places if place.node == self.place.node]
+
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's ``value`` (plain JSON), in the order of the ranks; ``what`` they do. Collective. Blocks.
 
@@ -171,20 +176,20 @@ class World:
     def settle(self, walked: Walk, replicated: Collection[Key]) -> Partition:
         """What this rank captures of the state. Collective at its first call, later ones are not.
 
-        Where the ranks of a node do not hold the same replicated tensors, each captures its own whole.
+        Where ranks of a node that should hold the same tensors do not, each of the node captures its own whole.
         Raises: WaitTimeout, and at once from then on: no snapshots without a common plan.
         """
         if self._lost is not None:
             raise self._lost  # asked once: the others will not answer later either
-        partition = Partition(walked, replicated, self.place)
+        partition = Partition(walked, replicated, self.rank, self.crew)
         if self._shares is None:
             try:
-                common = self.exchange("the first boundary", partition.common)
+                told = self.exchange("the first boundary", partition.common)
             except WaitTimeout as error:
                 self._lost = error
                 raise
-            self._shares = len({common[place.rank] for place in self.places if place.node == self.place.node}) == 1
-        return partition if self._shares else Partition(walked, (), self.place)
+            self._shares = _agree({rank: told[rank] for rank in self.crew})
+        return partition if self._shares else Partition(walked, (), self.rank, (self.rank,))
 
     def board(self) -> Board:
         """Where ranks tell each other what needs no collective; each call connects anew. Blocks: one round trip.
@@ -222,3 +227,13 @@ class World:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def _agree(told: Mapping[int, Mapping[str, str]]) -> bool:
+    """Whether those that share tensors all said the same of them; ``told``: by rank, see ``Partition.common``."""
+    return all(
+        told[int(other)].get(ranks) == seen
+        for common in told.values()
+        for ranks, seen in common.items()
+        for other in ranks.split(",")
+    )

@@ -116,13 +116,18 @@ class Cover:
 
 
 def apart(boxes: Sequence[Piece]) -> list[Piece]:
-    """Those of ``boxes`` that overlap none taken before them, along the dimension that is cut most."""
+    """Those of ``boxes`` that overlap none taken before them, along the dimension that is cut most.
+
+    They fill what is filled twice or more: by replicas that were cut at other places (nodes with other numbers of
+    ranks), each of which fills it without holes.
+    """
     axis = _most_cut(boxes)
     if axis is None:
         return list(boxes[:1])
     taken: list[Piece] = []
     reaching: list[Piece] = []
-    for piece in sorted(boxes, key=lambda piece: piece.offsets[axis]):
+    # Along this dimension a piece is compared only with those that reach beyond its beginning.
+    for piece in sorted(boxes, key=lambda piece: (piece.offsets[axis], piece.offsets)):
         reaching = [other for other in reaching if other.offsets[axis] + other.shape[axis] > piece.offsets[axis]]
         if not any(overlaps(reaching, piece.offsets, piece.shape)):
             taken.append(piece)
@@ -135,21 +140,13 @@ def _most_cut(boxes: Sequence[Piece]) -> int | None:
     return max(dims, key=lambda d: len({piece.offsets[d] for piece in boxes}), default=None)
 
 
-def check_coverage(name: str, pieces: Sequence[Piece], whole: Extent) -> None:
-    """See to it that the boxes fill the tensor without overlap. Raises: ShardCorrupt, saying what is missing.
+def tiles(name: str, pieces: Sequence[Piece], whole: Extent) -> list[Piece]:
+    """Those of the pieces that fill the tensor without overlap. Raises: ShardCorrupt, saying how much is missing.
 
     Neither DCP nor safetensors look at this when they load: a lost shard in the middle would leave garbage, silently.
     """
-    boxes = distinct(pieces)
-    covered = sum(volume(piece.shape) for piece in boxes)
+    found = apart(distinct(pieces))
+    covered = sum(volume(piece.shape) for piece in found)
     if covered != volume(whole):
         raise ShardCorrupt(f"tensor {name}: its pieces cover {covered} of {volume(whole)} elements of {list(whole)}")
-    # Along the dimension that is cut most, a piece is compared only with those that reach beyond its beginning.
-    axis = max(range(len(whole)), key=lambda d: len({piece.offsets[d] for piece in boxes}), default=0)
-    reaching: list[Piece] = []
-    # Without dimensions there is one box: ``distinct`` saw to it.
-    for piece in sorted(boxes, key=lambda piece: piece.offsets[axis]) if whole else ():
-        reaching = [other for other in reaching if other.offsets[axis] + other.shape[axis] > piece.offsets[axis]]
-        for other in overlaps(reaching, piece.offsets, piece.shape):
-            raise ShardCorrupt(f"tensor {name}: pieces of ranks {other.piece.rank} and {piece.rank} overlap")
-        reaching.append(piece)
+    return found

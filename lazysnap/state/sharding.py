@@ -1,6 +1,5 @@
 """What of a tensor this rank holds: DTensors as their local shard, replicated tensors as this rank's share."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +8,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lazysnap.errors import UnsupportedState
-from lazysnap.shard.pieces import volume
-from lazysnap.topology import replica_owner
 
 
 @dataclass(frozen=True)
@@ -22,8 +19,8 @@ class Held:
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     """Where ``local`` begins in the whole."""
-    captured_here: bool = True
-    """Whether this rank captures it; otherwise another one that holds the same does."""
+    replicas: tuple[int, ...]
+    """The ranks that hold this very part, this one among them, in order; none outside the mesh."""
 
 
 def held_part(tensor: torch.Tensor, name: str) -> Held | None:
@@ -37,36 +34,24 @@ def held_part(tensor: torch.Tensor, name: str) -> Held | None:
         raise UnsupportedState(f"{name}: a DTensor with partial values cannot be captured; reduce it before")
     mesh = tensor.device_mesh
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return Held(tensor.to_local().detach(), tuple(tensor.shape), (0,) * tensor.dim(), captured_here=False)
     local = tensor.to_local().detach()
+    if mesh.get_coordinate() is None:
+        return Held(local, tuple(tensor.shape), (0,) * tensor.dim(), ())
     if tuple(local.shape) != tuple(shape):
         raise UnsupportedState(f"{name}: its local shard is {list(local.shape)}, its placements say {list(shape)}")
-    return Held(local, tuple(tensor.shape), tuple(offsets), _is_owner(name, tensor, coordinate))
+    return Held(local, tuple(tensor.shape), tuple(offsets), replicas_of(tensor))
 
 
-def _is_owner(name: str, tensor: DTensor, coordinate: Sequence[int]) -> bool:
-    return tuple(coordinate) == _owner(name, tensor, coordinate)
-
-
-def _owner(name: str, tensor: DTensor, coordinate: Sequence[int]) -> tuple[int, ...]:
-    """Along replicated mesh dimensions exactly one rank captures: a pure function of the name. Where it sits."""
-    mesh = tensor.device_mesh
-    replicated = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
-    number = replica_owner(name, volume([mesh.size(dim) for dim in replicated]))
-    found = list(coordinate)
-    for dim in reversed(replicated):
-        number, found[dim] = divmod(number, mesh.size(dim))
-    return tuple(found)
-
-
-def owner_of(target: Any, name: str) -> int | None:
-    """The rank that captures what this one holds of a DTensor called ``name``; ``None`` for others, or outside."""
-    coordinate = target.device_mesh.get_coordinate() if isinstance(target, DTensor) else None
+def replicas_of(tensor: Any) -> tuple[int, ...]:
+    """The ranks that hold the same part of a DTensor as this one, in order: they differ from it along replicated mesh
+    dimensions only. None of another tensor, or outside the mesh.
+    """
+    coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
     if coordinate is None:
-        return None
-    return int(target.device_mesh.mesh[_owner(name, target, coordinate)])
+        return ()
+    kinds = zip(tensor.placements, coordinate, strict=True)
+    where = tuple(slice(None) if isinstance(kind, Replicate) else at for kind, at in kinds)
+    return tuple(sorted(tensor.device_mesh.mesh[where].flatten().tolist()))
 
 
 def like(target: DTensor, local: torch.Tensor) -> DTensor:

@@ -112,7 +112,7 @@ def write_rank(snapshot: Snapshot, rank: int, state, replicated=()) -> Manifest:
     for name, tensor in zip(walked.names, walked.tensors, strict=True):
         held = held_part(tensor, name)
         if held is not None:
-            if held.captured_here and (held.local.numel() or 0 in held.global_shape):
+            if held.replicas[:1] == (rank,) and (held.local.numel() or 0 in held.global_shape):
                 key = (held.local.data_ptr(), held.local.shape)
                 if held.local.numel() and seen.setdefault(key, name) != name:
                     aliases[name] = seen[key]

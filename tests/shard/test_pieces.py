@@ -1,6 +1,7 @@
 """Tensors in pieces: any box is put together exactly, and what is missing or doubled is said."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazysnap.errors import ShardCorrupt
-from lazysnap.shard.pieces import Cover, Piece, check_coverage, extent_of, overlaps
+from lazysnap.shard.pieces import Cover, Piece, extent_of, overlaps, tiles
 
 
 def cuts(size, parts):
@@ -35,7 +36,7 @@ def test_any_cut_gives_any_other_cut(shape, data):
         piece.rank: whole[tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.shape, strict=True))]
         for piece in pieces
     }
-    check_coverage("x", pieces, shape)
+    tiles("x", pieces, shape)
 
     for wanted in grid(shape, others):
         out = np.full(wanted.shape, -1)
@@ -49,18 +50,33 @@ def test_a_missing_piece_is_found():
     pieces = grid((8, 4), (4, 1))
 
     with pytest.raises(ShardCorrupt, match=r"cover 24 of 32 elements of \[8, 4\]"):
-        check_coverage("x", pieces[:2] + pieces[3:], (8, 4))
+        tiles("x", pieces[:2] + pieces[3:], (8, 4))
 
 
-def test_pieces_that_overlap_are_found():
-    with pytest.raises(ShardCorrupt, match="overlap"):
-        check_coverage("x", [Piece(0, "x", (0,), (6,)), Piece(1, "x", (4,), (2,))], (8,))
+def test_pieces_that_overlap_are_not_counted_twice():
+    with pytest.raises(ShardCorrupt, match="cover 6 of 8"):
+        tiles("x", [Piece(0, "x", (0,), (6,)), Piece(1, "x", (4,), (2,))], (8,))
 
 
 def test_replicas_count_once():
     pieces = grid((8,), (2,))
 
-    check_coverage("x", [*pieces, Piece(7, "x", (0,), (4,))], (8,))
+    assert tiles("x", [*pieces, Piece(7, "x", (0,), (4,))], (8,)) == pieces
+
+
+@settings(deadline=None)
+@given(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.integers(1, 4), st.data())
+def test_nodes_that_cut_the_same_shards_at_other_rows_hold_replicas(shape, columns, data):
+    """Each node has every shard of a mesh, and cuts its rows into as many parts as it has ranks for it."""
+    nodes = [grid(shape, (data.draw(st.integers(1, 4)), columns)) for _ in range(data.draw(st.integers(1, 3)))]
+    pieces = [replace(piece, rank=rank) for rank, piece in enumerate(itertools.chain(*nodes))]
+
+    found = tiles("x", data.draw(st.permutations(pieces)), shape)
+
+    seen = np.zeros(shape, dtype=int)
+    for piece in found:
+        seen[tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.shape, strict=True))] += 1
+    assert (seen == 1).all()
 
 
 @pytest.mark.parametrize(
