@@ -5,6 +5,7 @@
 #   make bench   what a snapshot stalls and costs (BENCH="--params 100m --threads 2" for the large one)
 #   make levels  rates of memory, disk, NFS and S3 beside their raw limits, losses at a sudden death (LEVELS="--size-mb 64")
 #   make restore seconds from the start of a process to its first step, beside Lightning and DCP (RESTORE="--size 30m")
+#   make nodes   rates of one file per node beside one per rank (NODES="--ranks 2 --size-mb 64 --levels local")
 #   make scale   cost with many ranks: counted with 2 to 8, simulated up to 16,384 (SCALE="--simulated 8,512")
 #   make lint    lint, types, import layers
 #   make format  let ruff format the code
@@ -24,13 +25,15 @@ DEMO ?=
 BENCH ?= --params small
 LEVELS ?=
 RESTORE ?=
+NODES ?=
+SCALE ?=
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
-.PHONY: help demo test lint format bench levels restore scale clean
+.PHONY: help demo test lint format bench levels restore nodes scale clean
 
 help:
-	@sed -n '2,12s/^# \{0,1\}//p' Makefile
+	@sed -n '2,14s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/kill_and_resume.py $(DEMO)
@@ -56,6 +59,9 @@ levels: $(VENV)/.dev
 
 restore: $(VENV)/.dev
 	$(BIN)/python benchmarks/restore.py $(RESTORE)
+
+nodes: $(VENV)/.dev
+	$(BIN)/python benchmarks/nodes.py $(NODES)
 
 scale: $(VENV)/.dev
 	$(BIN)/python benchmarks/scale.py $(SCALE)

@@ -42,7 +42,7 @@ def main() -> None:
     snapshot = engine.restore("latest")
     first = snapshot.step if snapshot else 0
     print(f"resumed at step {first} from {snapshot.level}" if snapshot else "a fresh start", flush=True)
-    engine.prepare()
+    engine.wait_ready(timeout_s=60)  # else the first steps go by before there is memory to capture them into
     try:
         for step in range(first + 1, args.max_steps + 1):
             loss = model.loss(*batch_of(data, step, 16))

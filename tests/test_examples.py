@@ -1,9 +1,14 @@
 """The examples do what the README says: they are run as a user runs them."""
 
+import contextlib
 import os
+import queue
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +46,76 @@ def test_the_plain_loop_goes_on_where_it_ended(tmp_path):
     second = run("plain_loop.py", "--max-steps", "5", *common, job_id=f"plain-{tmp_path}")
     assert "a fresh start" in first
     assert f"resumed at step 3 from {tmp_path}" in second
+
+
+class Torchrun:
+    """An example on two ranks, and what it says."""
+
+    def __init__(self, script: str, *arguments: str, job_id: str) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "3", str(ROOT / "examples" / script), *arguments]
+        environment = {"OMP_NUM_THREADS": "1", "LAZYSNAP_JOB_ID": job_id, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.text = ""
+        self._deadline = time.monotonic() + 400
+        self._coming = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._coming.put(line)
+        self._coming.put("")
+
+    def follow(self, until: str | None) -> None:
+        """Read on until something was said; ``None``: to the end."""
+        while until is None or until not in self.text:
+            try:
+                line = self._coming.get(timeout=max(0.0, self._deadline - time.monotonic()))
+            except queue.Empty:
+                pytest.fail(f"did not come to {until or 'its end'!r} in time: {self.text[-4000:]}")
+            if not line:
+                break
+            self.text += line
+
+    def end(self) -> None:
+        # The workers are in sessions of their own: the launcher takes them along if it is asked, not if it is killed.
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(40)
+        self.process.kill()
+        self.process.wait(20)
+        self._reader.join(20)
+        self.process.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(540)
+def test_two_ranks_go_on_from_memory_when_one_of_them_was_killed(tmp_path):
+    job = Torchrun("ddp_loop.py", "--max-steps", "40", "--dirpath", str(tmp_path), job_id=f"ddp-{tmp_path}")
+    try:
+        job.follow("step 10 loss")
+        fresh = dict(re.findall(r"rank (\d), process (\d+): a fresh start", job.text))
+        os.kill(int(fresh["1"]), signal.SIGKILL)
+        job.follow(None)
+        code = job.process.wait(60)
+    finally:
+        job.end()
+
+    resumed = re.findall(r"rank (\d), process \d+: resumed at step (\d+) from memory", job.text)
+    steps = {step for _, step in resumed}
+    assert {rank for rank, _ in resumed} == {"0", "1"}, job.text[-4000:]
+    # Rank 0 was through step 10; what was begun two steps before was whole on both by then.
+    assert len(steps) == 1
+    assert int(steps.pop()) >= 8
+    assert f"finished at step 40 after {40 * 2 * 16 * 64:,} characters" in job.text
+    assert code == 0, job.text[-4000:]
 
 
 @pytest.mark.slow
