@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 HERE = pathlib.Path(__file__).parent
@@ -68,6 +68,14 @@ class Zygote:
         self.process.wait(60)
         self.process.stdout.close()
         shutil.rmtree(self.bytecode, ignore_errors=True)
+
+
+def until(is_so: Callable[[], bool], tell: Callable[[], str], *, timeout_s: float = 40) -> None:
+    """Wait for what others do; ``tell`` what it looks like if they do not."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, tell()
+        time.sleep(0.01)
 
 
 @dataclass
@@ -143,6 +151,29 @@ class Job:
         path = self.place / "journal"
         lines = path.read_text().splitlines() if path.exists() else []
         return sorted(line.split() for line in lines if line.split()[1] == word)
+
+    def resumed(self) -> int:
+        """The step that all ranks went on from."""
+        [step] = {int(line[2]) for line in self.events("resumed")}
+        return step
+
+    def origins(self) -> list[list[str]]:
+        """What each rank went on from: step, level, digest of what is common to all."""
+        return [line[2:5] for line in self.events("resumed")]
+
+    def stopped(self) -> set[str]:
+        """Digests of what is common to all, where the ranks stopped."""
+        return {line[3] for line in self.events("stopped")}
+
+    def own(self, word: str) -> list[list[str]]:
+        """What each rank alone had when it ``stopped`` or ``resumed``: buffers, what its loop keeps, the next numbers
+        that it draws.
+        """
+        return [line[-3:] for line in self.events(word)]
+
+    def begun(self, rank: int) -> set[int]:
+        """Steps of which a rank began to take a snapshot."""
+        return {int(line[2]) for line in self.events("begun") if line[0] == str(rank)}
 
     def output(self) -> str:
         return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.place.glob("output.*")))

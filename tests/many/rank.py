@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import struct
@@ -89,8 +90,8 @@ def make_odd(odd: str | None, rank: int, model: torch.nn.Module, optimizer: torc
         model.register_buffer("odd", torch.eye(3).to_sparse())
     if odd == "swapped":
         optimizer.param_groups[0]["params"].reverse()
-    # A dict is filled in place, an object loads itself.
-    return Unloader(rank) if odd == "unloadable" else {"rank": rank}
+    # A dict is filled in place, an object loads itself. Whose it is comes back, or is known at a fresh start.
+    return Unloader(rank) if odd == "unloadable" else {"rank": None, "drawn": 0.0}
 
 
 def device_of(rank: int, world: int) -> torch.device:
@@ -141,14 +142,29 @@ def average(model: torch.nn.Module) -> None:
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of parameters and optimizer state as a whole, whatever the mesh; collective for DTensors."""
+    """Of parameters and optimizer, settings included, as a whole, whatever the mesh; collective for DTensors."""
     total = hashlib.sha256()
     for parameter in model.parameters():
         total.update(whole(parameter.detach()).contiguous().cpu().numpy().tobytes())
     for state in optimizer.state_dict()["state"].values():
         for key in sorted(state):
             total.update(whole(torch.as_tensor(state[key])).contiguous().cpu().numpy().tobytes())
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        total.update(json.dumps(settings, sort_keys=True).encode())
     return total.hexdigest()
+
+
+def own(model: torch.nn.Module, loop: dict) -> list[str]:
+    """What is of this rank alone: its buffers, what its loop keeps, and what it would draw next."""
+    total = hashlib.sha256()
+    for buffer in model.buffers():
+        total.update(whole(buffer).cpu().numpy().tobytes())
+    ahead, plain = torch.Generator(), random.Random()
+    ahead.set_state(torch.get_rng_state())
+    plain.setstate(random.getstate())
+    draw = torch.rand((), generator=ahead, dtype=torch.float64).item()
+    return [total.hexdigest(), f"{loop['rank']}:{loop['drawn']}", f"{draw}:{plain.random()}"]
 
 
 def load_by_dcp(url: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -275,12 +291,16 @@ def main() -> None:
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
     )
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})
+    # What each draws is its own from the start, as with a sampler or dropout.
+    torch.manual_seed(1000 + rank)
+    random.seed(rank)
     snapshot = engine.restore(settings.get("which", "latest"))
+    if snapshot is None:
+        loop["rank"] = rank
     start = snapshot.step if snapshot else 0
-    write("resumed", start, snapshot.level if snapshot else "nothing", digest(model, optimizer))
+    write("resumed", start, snapshot.level if snapshot else "nothing", digest(model, optimizer), *own(model, loop))
     write("exchanges", engine._world.exchanges)
     if settings.get("look"):
-        write("draw", torch.rand((), dtype=torch.float64).item())
         engine.abandon()
         os._exit(0)
     write("keeper", start, engine._client._connection.peer_pid)
@@ -294,13 +314,17 @@ def main() -> None:
         generator = torch.Generator().manual_seed(step)
         # Ranks of one tensor-parallel group work on the same part.
         part, parts = (rank // 2, world // 2) if kind == "tp" else (rank, world)
-        tokens = torch.randint(0, 37, (8,), generator=generator)[part::parts].to(device)
+        tokens = torch.randint(0, 37, (16,), generator=generator)[part::parts].to(device)
+        loop["drawn"] = torch.rand(()).item() + random.random()
         # Ranks that train apart may do so by a hook, too: see build().
         apart = model.no_sync() if kind == "local" and settings["period"] != 3 else contextlib.nullcontext()
         with apart:
-            loss = torch.nn.functional.cross_entropy(model(tokens), tokens) + torch.rand(()) * 0
-            loss.backward()
+            loss = torch.nn.functional.cross_entropy(model(tokens), tokens)
+            # Ranks of one tensor-parallel group draw different numbers, and must have the same loss.
+            (loss if kind == "tp" else loss * loop["drawn"]).backward()
         optimizer.step()
+        for group in optimizer.param_groups:  # as a schedule does
+            group["lr"] *= 0.98
         optimizer.zero_grad()
         if kind == "local" and step % settings["period"] == 0:
             average(model)
@@ -327,7 +351,7 @@ def main() -> None:
         if settings.get("stop_at") == step:
             if "await_log" in settings:
                 write("awaited", said.wait(30))
-            write("stopped", step, digest(model, optimizer), torch.rand((), dtype=torch.float64).item())
+            write("stopped", step, digest(model, optimizer), *own(model, loop))
             if settings.get("wait_durable"):
                 write("durable", step, engine.wait(step, until="durable", timeout_s=settings.get("wait_s", 20)))
             engine.abandon()
@@ -335,7 +359,7 @@ def main() -> None:
     write("closed", engine.close())
     write("persisted", *engine.statistics().persisted.values())
     with open(f"{settings['result']}.{rank}", "w") as result:
-        result.write(digest(model, optimizer))
+        result.write(" ".join([digest(model, optimizer), *own(model, loop)]))
     if dist.is_initialized():
         sys.stdout.flush()
         dist.barrier()

@@ -8,11 +8,6 @@ from lazysnap.levels import open_store
 LOOK = {"look": True, "collective_timeout_s": 20.0}
 
 
-def resumed(job):
-    """Where each rank went on from: step and level."""
-    return [tuple(line[2:4]) for line in job.events("resumed")]
-
-
 def test_a_damaged_shard_of_one_rank_on_storage_makes_all_take_the_next_snapshot(job, end_keepers):
     assert set(job.run("ddp", 2, stop_at=5, wait_durable=True)) == {9}, job.output()
     end_keepers(job)
@@ -23,7 +18,7 @@ def test_a_damaged_shard_of_one_rank_on_storage_makes_all_take_the_next_snapshot
     assert set(job.run("ddp", 2, **LOOK)) == {0}, job.output()
 
     level = job.levels[0]["url"]
-    assert resumed(job) == [("4", level)] * 2
+    assert [line[:2] for line in job.origins()] == [["4", level]] * 2
     assert "step 5" in job.output()
     assert "block" in job.output()
 
@@ -44,7 +39,7 @@ def test_a_damaged_shard_of_one_rank_in_memory_makes_all_take_the_next_snapshot(
 
     assert set(job.run("ddp", 2, **LOOK)) == {0}, job.output()
 
-    assert resumed(job) == [("4", "memory")] * 2
+    assert [line[:2] for line in job.origins()] == [["4", "memory"]] * 2
     assert "step 5" in job.output()
 
 
@@ -52,14 +47,14 @@ def test_a_damaged_shard_of_one_rank_in_memory_makes_all_take_the_next_snapshot(
 def test_a_rank_that_dies_while_all_resume_leaves_the_snapshots_as_they_were(make_job, point):
     job = make_job(levels=[])
     assert set(job.run("ddp", 2, stop_at=4)) == {9}, job.output()
-    stopped = {line[3] for line in job.events("stopped")}
+    stopped = job.stopped()
 
     assert -9 in job.run("ddp", 2, faults={1: f"{point}:1:kill"}), job.output()
     assert job.events("resumed") == []
     assert set(job.run("ddp", 2, **LOOK)) == {0}, job.output()
 
-    assert resumed(job) == [("4", "memory")] * 2
-    assert {line[4] for line in job.events("resumed")} == stopped
+    assert [line[:2] for line in job.origins()] == [["4", "memory"]] * 2
+    assert {line[2] for line in job.origins()} == stopped
 
 
 def test_a_rank_that_is_silent_at_the_restart_ends_it_at_the_deadline_with_one_clear_error(make_job):

@@ -1,9 +1,9 @@
 """One rank, some or all killed at any point of a snapshot: all resume one common step, at most one interval back."""
 
 import random
-import time
 
 import pytest
+from jobs import until
 
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
@@ -47,12 +47,6 @@ def whole(job, world):
     return set.intersection(*(gated[rank] & begun(job, rank) for rank in range(world)))
 
 
-def resumed(job):
-    """The step that all ranks went on from."""
-    [step] = {int(line[2]) for line in job.events("resumed")}
-    return step
-
-
 def fault(point, count):
     """A fault at about the same time of the training whatever the point."""
     return f"{point}:{count * 8 if 'tensor' in point else count}:kill"
@@ -68,7 +62,7 @@ def test_a_common_step_survives_a_change_of_size(make_job, passage):
 
     assert set(job.run("ddp", 2, steps=12)) == {0}, job.output()
 
-    assert resumed(job) >= common >= 5
+    assert job.resumed() >= common >= 5
 
 
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
@@ -81,14 +75,14 @@ def test_a_common_step_survives_death_at_every_point(make_job, wanted, victims, 
     for point in POINTS:
         codes = job.run("ddp", 2, faults=dict.fromkeys(victims, fault(point, 3)), **settings)
         assert -9 in codes, (point, codes, job.output())
-        assert resumed(job) >= reached, (point, job.output())
+        assert job.resumed() >= reached, (point, job.output())
         common = whole(job, 2)
         assert common, (point, job.output())
         reached = max(common)
 
     assert set(job.run("ddp", 2, **settings)) == {0}, job.output()
 
-    assert resumed(job) >= reached
+    assert job.resumed() >= reached
     assert job.results() == wanted("ddp", 2, steps=LONG)
 
 
@@ -106,12 +100,12 @@ def test_any_of_four_ranks_die_anywhere_while_some_lag_and_again_right_after_the
         lags = {str(rank): {"lag_s": chance.choice([0.0, 0.02])} for rank in range(4)}
         codes = job.run(kind, 4, faults=faults, by_rank=lags, **settings)
         assert -9 in codes, (codes, job.output())
-        assert resumed(job) >= reached, job.output()
-        reached = max(resumed(job), *whole(job, 4) or [0])
+        assert job.resumed() >= reached, job.output()
+        reached = max(job.resumed(), *whole(job, 4) or [0])
 
     assert set(job.run(kind, 4, **settings)) == {0}, job.output()
 
-    assert resumed(job) >= reached
+    assert job.resumed() >= reached
     assert job.results() == wanted(kind, 4, steps=24)
 
 
@@ -133,7 +127,7 @@ def test_with_local_sgd_a_common_step_survives_too(make_job, wanted, every, peri
 
     assert set(job.run("local", 2, **settings)) == {0}, job.output()
 
-    assert resumed(job) >= max(common)
+    assert job.resumed() >= max(common)
     assert job.results() == wanted("local", 2, period=period)
 
 
@@ -157,14 +151,14 @@ def test_a_rank_and_its_memory_lost_at_any_point_of_storage_leaves_what_all_have
         at = 3 if point.startswith(("keeper", "level.store.c", "level.store.p")) else 1
         codes = job.run("ddp", 2, steps=200, faults={1: f"{point}:{at}:kill-both"})
         assert -9 in codes, (point, codes, job.output())
-        assert resumed(job) >= held, (point, job.output())
+        assert job.resumed() >= held, (point, job.output())
         found = candidates([open_store(url).inventory()])
         assert found, point
         held = found[0].step
 
     assert set(job.run("ddp", 2, steps=200)) == {0}, job.output()
 
-    assert resumed(job) >= held
+    assert job.resumed() >= held
     assert job.results() == wanted("ddp", 2, steps=200)
 
 
@@ -175,15 +169,12 @@ def test_what_all_have_in_memory_goes_to_storage_when_they_died(make_job, end_ke
     assert codes == [-9, -9], job.output()
     newest = max(whole(job, 2))
     store = open_store(str(tmp_path / "level"))
-    deadline = time.monotonic() + 20
-    while not (found := candidates([store.inventory()])) or found[0].step < newest:
-        assert time.monotonic() < deadline, job.output()
-        time.sleep(0.02)
+    until(lambda: any(plan.step >= newest for plan in candidates([store.inventory()])), job.output)
     end_keepers(job)
 
     assert set(job.run("ddp", 2, look=True)) == {0}, job.output()
 
-    assert resumed(job) >= newest
+    assert job.resumed() >= newest
     assert {line[3] for line in job.events("resumed")} == {str(tmp_path / "level")}
 
 

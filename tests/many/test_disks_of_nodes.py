@@ -1,16 +1,15 @@
 """Each node has a disk that no other one sees: what all of them have stays, whatever becomes of a disk or a keeper."""
 
 import threading
-import time
 
 import pytest
+from jobs import until
 
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.engine.slots import slots_needed
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
-TIMEOUT_S = 40
 KEEP_LAST = 2
 MOST_AHEAD = slots_needed(SnapshotConfig(levels=[PersistentLevel("unused")]), world_size=2) + 2
 """See ``Persister.most_ahead``."""
@@ -43,19 +42,6 @@ def job(make_job):
     return make_job(nodes=("node-a", "node-b"), levels=[])
 
 
-def resumed(job):
-    """The step that all ranks went on from."""
-    [step] = {int(line[2]) for line in job.events("resumed")}
-    return step
-
-
-def until(is_so, what):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def test_each_keeps_what_all_have(job, disks, end_keepers):
     assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=12)) == {0}, job.output()
 
@@ -80,7 +66,7 @@ def test_a_disk_that_is_away_for_long_costs_the_others_nothing_that_all_had(job,
 
     def break_disk():
         # Then all ranks know of two that are complete: one by itself is not followed by a deletion.
-        until(lambda: min([*disks.held(0), *disks.held(1)], default=1) > 1, "nothing was deleted")
+        until(lambda: min([*disks.held(0), *disks.held(1)], default=1) > 1, job.output)
         broken.rename(aside)
         broken.write_text("no directory any more")
         seen.append(max(int(line[2]) for line in job.events("gated")))
@@ -105,7 +91,7 @@ def test_a_disk_that_is_away_for_long_costs_the_others_nothing_that_all_had(job,
     assert len(last) == KEEP_LAST
     assert last[0] <= seen[0]
     assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=40)) == {0}, job.output()
-    assert resumed(job) == last[0]
+    assert job.resumed() == last[0]
     assert disks.held(0) == disks.held(1) == [39, 40]
 
 
@@ -131,7 +117,7 @@ def test_a_rank_that_dies_between_commit_and_telling_leaves_what_all_have(job, d
 
     assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=60)) == {0}, job.output()
 
-    assert resumed(job) == last[0]
+    assert job.resumed() == last[0]
     assert disks.held(0) == disks.held(1) == [59, 60]
 
 

@@ -12,15 +12,15 @@ def test_ranks_resume_as_if_nothing_had_happened(make_job, end_keepers, kind, pl
     assert set(whole.run(kind, 2)) == {0}, whole.output()
 
     assert set(broken.run(kind, 2, stop_at=4, wait_durable=True)) == {9}, broken.output()
-    stopped = broken.events("stopped")
+    [stopped], owned = broken.stopped(), broken.own("stopped")
     if place == "storage":
         end_keepers(broken)
     assert set(broken.run(kind, 2)) == {0}, broken.output()
 
     level = "memory" if place == "memory" else broken.levels[0]["url"]
-    resumed = broken.events("resumed")
-    assert [tuple(line[2:4]) for line in resumed] == [("4", level)] * 2, broken.output()
-    assert {line[4] for line in resumed} == {line[3] for line in stopped}
+    assert broken.origins() == [["4", level, stopped]] * 2, broken.output()
+    assert broken.own("resumed") == owned
+    assert len({tuple(mine) for mine in owned}) == 2
     assert broken.results() == whole.results()
 
 
@@ -28,12 +28,13 @@ def test_ranks_resume_as_if_nothing_had_happened(make_job, end_keepers, kind, pl
 def test_ranks_of_a_mesh_find_their_own_state_random_numbers_included(make_job, kind):
     job = make_job(levels=[])
     assert set(job.run(kind, 4, stop_at=4)) == {9}, job.output()
-    stopped = job.events("stopped")
+    [stopped], owned = job.stopped(), job.own("stopped")
 
     assert set(job.run(kind, 4, look=True)) == {0}, job.output()
 
-    assert [line[2:] for line in job.events("resumed")] == [["4", "memory", line[3]] for line in stopped]
-    assert [line[2] for line in job.events("draw")] == [line[4] for line in stopped]
+    assert job.origins() == [["4", "memory", stopped]] * 4
+    assert job.own("resumed") == owned
+    assert len({draws for *_, draws in owned}) == 4
     assert "not continued" not in job.output()
 
 
@@ -71,12 +72,12 @@ def test_sharded_ranks_of_two_nodes_resume_without_each_others_keepers(make_job,
     by_rank = {str(rank): {"node": nodes[rank // 2]} for rank in range(4)}
     job = make_job(nodes=nodes, **({"levels": []} if place == "memory" else {}))
     assert set(job.run("fsdp", 4, stop_at=3, by_rank=by_rank, wait_durable=place == "storage")) == {9}, job.output()
-    stopped = {line[3] for line in job.events("stopped")}
+    [stopped], owned = job.stopped(), job.own("stopped")
     if place == "storage":
         end_keepers(job)
 
     assert set(job.run("fsdp", 4, look=True, by_rank=by_rank)) == {0}, job.output()
 
     level = "memory" if place == "memory" else job.levels[0]["url"]
-    assert [line[2:4] for line in job.events("resumed")] == [["3", level]] * 4, job.output()
-    assert {line[4] for line in job.events("resumed")} == stopped
+    assert job.origins() == [["3", level, stopped]] * 4, job.output()
+    assert job.own("resumed") == owned
