@@ -1,5 +1,6 @@
 """Trainings of several ranks, started as processes, and what they wrote down."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -12,7 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 HERE = pathlib.Path(__file__).parent
@@ -98,10 +101,17 @@ class Job:
         return self.root / f"run{self.runs}"
 
     def run(
-        self, kind: str, world: int, *, faults: dict[int, str] | None = None, spare: bool = False, **settings
+        self,
+        kind: str,
+        world: int,
+        *,
+        faults: dict[int, str] | None = None,
+        spare: bool = False,
+        log: bool = False,
+        **settings,
     ) -> list[int]:
         """Start all ranks and wait; their exit codes. As a launcher does, the first to fail takes the others along, but
-        if they are to be ``spare``d.
+        if they are to be ``spare``d. ``log``: see ``passed``.
         """
         self.runs += 1
         self.place.mkdir(parents=True)
@@ -120,9 +130,26 @@ class Job:
             env = {"LAZYSNAP_JOB_ID": str(self.root)}
             if rank in (faults or {}):
                 env["LAZYSNAP_FAULT"] = faults[rank]
+            if log:
+                env["LAZYSNAP_FAULT_LOG"] = str(self.root / f"points.{rank}")
             arguments = [str(HERE / "rank.py"), json.dumps({**common, "rank": rank})]
             waiting[rank] = self.zygote.start(arguments, env, self.place / f"output.{rank}")
         return self._wait(waiting, spare=spare)
+
+    @contextlib.contextmanager
+    def held(self, work: Callable[[], None]) -> Iterator[None]:
+        """Ranks that ``hold_at`` a step go on when ``work`` is done, beside the next run."""
+        place = self.root / f"run{self.runs + 1}"
+
+        def let_go() -> None:
+            until(lambda: self.place == place and bool(self.events("held")), self.output)
+            work()
+            (place / "result-go").touch()
+
+        with ThreadPoolExecutor(1) as pool:
+            working = pool.submit(let_go)
+            yield
+            working.result()
 
     def _wait(self, waiting: dict, *, spare: bool) -> list[int]:
         codes: dict[int, int] = {}
@@ -174,6 +201,10 @@ class Job:
     def begun(self, rank: int) -> set[int]:
         """Steps of which a rank began to take a snapshot."""
         return {int(line[2]) for line in self.events("begun") if line[0] == str(rank)}
+
+    def passed(self, rank: int) -> Counter[str]:
+        """How often a rank and its keeper passed each fault point in all runs that logged it."""
+        return Counter((self.root / f"points.{rank}").read_text().splitlines())
 
     def output(self) -> str:
         return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.place.glob("output.*")))

@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.dcp import SnapshotReader
 from lazysnap.engine.world import World
+from lazysnap.errors import WaitTimeout
 
 WIDTH = 24
 
@@ -72,26 +73,28 @@ class Hoarder(torch.optim.SGD):
 
 
 class Unloader:
-    """Does not take its state back."""
+    """Does not take its state back, or dies of it."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, *, dies: bool) -> None:
+        self.dies = dies
 
     def state_dict(self) -> dict:
-        return {"rank": self.rank}
+        return {}
 
     def load_state_dict(self, state: dict) -> None:
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("not today")
 
 
-def make_odd(odd: str | None, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> object:
+def make_odd(odd: str | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> object:
     """What this rank alone has that cannot be restored; what its loop keeps."""
     if odd == "sparse":
         model.register_buffer("odd", torch.eye(3).to_sparse())
     if odd == "swapped":
         optimizer.param_groups[0]["params"].reverse()
     # A dict is filled in place, an object loads itself. Whose it is comes back, or is known at a fresh start.
-    return Unloader(rank) if odd == "unloadable" else {"rank": None, "drawn": 0.0}
+    return Unloader(dies=odd == "dying") if odd in ("unloadable", "dying") else {"rank": None, "drawn": 0.0}
 
 
 def device_of(rank: int, world: int) -> torch.device:
@@ -195,16 +198,35 @@ def talk(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
     write("told", *(f"{number}:{len(text)}" for number, text in told))
 
 
+def until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 40
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"in vain: {what}")
+        time.sleep(0.001)
+
+
 def stay_behind(paces: int, by: list[int], step: int, last: int) -> None:
     """Let another rank be ahead: ``by`` names it, and by how many steps."""
     rank, ahead = by
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        found = os.pread(paces, 8, 8 * rank)
-        if found and struct.unpack("<q", found)[0] >= min(step + ahead, last):
-            return
-        time.sleep(0.001)
-    raise TimeoutError(f"rank {rank} did not come to step {step + ahead}")
+    wanted = struct.pack(">q", min(step + ahead, last))
+    until(lambda: os.pread(paces, 8, 8 * rank) >= wanted, f"rank {rank} to come to step {step + ahead}")
+
+
+def keeper_of(engine: SnapshotEngine) -> int | None:
+    connection = engine._client._connection
+    return connection and connection.peer_pid
+
+
+@contextlib.contextmanager
+def timed(write: Callable[..., None]) -> Iterator[None]:
+    """Tells how long others were waited for in vain."""
+    started = time.monotonic()
+    try:
+        yield
+    except WaitTimeout:
+        write("missed", time.monotonic() - started)
+        raise
 
 
 def listen(text: str) -> threading.Event:
@@ -277,7 +299,7 @@ def main() -> None:
     optimizer = Hoarder(trained, lr=1e-2) if "hoard" in settings else torch.optim.AdamW(trained, lr=1e-2)
     if "hoard" in settings:
         optimizer.size = settings["hoard"] << 20
-    loop = make_odd(settings.get("odd"), rank, model, optimizer)
+    loop = make_odd(settings.get("odd"), model, optimizer)
     if settings.get("dcp"):
         write("loaded", load_by_dcp(settings["dcp"], model, optimizer), digest(model, optimizer))
         os._exit(0)
@@ -290,11 +312,13 @@ def main() -> None:
         averaging_period=settings.get("period"),
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
     )
-    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})
+    with timed(write):
+        engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})
     # What each draws is its own from the start, as with a sampler or dropout.
     torch.manual_seed(1000 + rank)
     random.seed(rank)
-    snapshot = engine.restore(settings.get("which", "latest"))
+    with timed(write):
+        snapshot = engine.restore(settings.get("which", "latest"))
     if snapshot is None:
         loop["rank"] = rank
     start = snapshot.step if snapshot else 0
@@ -303,7 +327,8 @@ def main() -> None:
     if settings.get("look"):
         engine.abandon()
         os._exit(0)
-    write("keeper", start, engine._client._connection.peer_pid)
+    keeper = keeper_of(engine)
+    write("keeper", start, keeper)
     engine.prepare()
     write("ready", engine.wait_ready(timeout_s=30))
     paces = os.open(f"{settings['result']}-paces", os.O_RDWR | os.O_CREAT, 0o600)
@@ -334,6 +359,9 @@ def main() -> None:
         write("trained", step, time.monotonic())
         if settings.get("silent"):
             continue
+        if settings.get("renewed_at") == step:
+            until(lambda: keeper_of(engine) not in (None, keeper), "another keeper")
+            write("renewed", engine.wait_ready(timeout_s=30))
         if engine.boundary(step):
             write("begun", step)
         else:
@@ -341,13 +369,16 @@ def main() -> None:
             engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
-        os.pwrite(paces, struct.pack("<q", step), 8 * rank)
+        os.pwrite(paces, struct.pack(">q", step), 8 * rank)
         if engine._recorder.agreement is not None:
             write("agreed", engine._recorder.agreement.marks.agreed, len(engine._client.slots()))
         write("collectives", engine._world.exchanges)
         if settings.get("die_at") == step and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             write("died", step, time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
+        if settings.get("hold_at") == step:
+            write("held", step)
+            until(lambda: os.path.exists(settings["result"] + "-go"), "being let go")
         if settings.get("stop_at") == step:
             if "await_log" in settings:
                 write("awaited", said.wait(30))

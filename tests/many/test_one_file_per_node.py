@@ -138,14 +138,18 @@ def test_a_keeper_that_is_killed_alone_costs_the_level_the_snapshots_of_that_mom
     """
     [level] = job.levels
     level["keep_last"] = 30
-    assert set(job.run("ddp", 2, steps=24, faults={victim: f"{point}:14:kill"})) == {0}, job.output()
+    # Until step 17 the keeper is killed: all slots but one may be ahead of it. Then training waits for the next one.
+    waits = {str(victim): {"renewed_at": 18}}
+    faults = {victim: f"{point}:14:kill"}
+    assert set(job.run("ddp", 2, steps=24, faults=faults, by_rank=waits)) == {0}, job.output()
 
     assert job.results() == undisturbed(24)
+    assert [line[2] for line in job.events("renewed")] == ["True"]
     steps = whole_there(level["url"])
-    assert steps[0] == 24, job.output()
-    begun = [job.begun(rank) for rank in (0, 1)]
-    # One or two; on a busy machine the next keeper takes longer to come, and steps here are short.
-    assert len((begun[0] & begun[1]) - set(steps)) <= 8, job.output()
+    begun = job.begun(0) & job.begun(1)
+    assert set(range(18, 25)) <= begun
+    # Nothing of before its death, nothing from when the next one is there.
+    assert begun - set(steps) <= set(range(13, 18)), job.output()
     assert all(names == NODE for names in files(job).values())
 
 

@@ -9,7 +9,8 @@ STEP = 3
     ("taken", "world", "others"),
     [
         ("fsdp", 4, [("fsdp", 2), ("ddp", 2), ("plain", 1)]),
-        ("ddp", 2, [("fsdp", 4), ("plain", 1)]),
+        ("ddp", 2, [("ddp", 4), ("fsdp", 4), ("plain", 1)]),
+        ("ddp", 4, [("ddp", 2)]),
         ("tp", 4, [("fsdp", 2), ("hsdp", 4)]),
     ],
 )
