@@ -327,8 +327,7 @@ def main() -> None:
     if settings.get("look"):
         engine.abandon()
         os._exit(0)
-    keeper = keeper_of(engine)
-    write("keeper", start, keeper)
+    write("keeper", start, keeper := keeper_of(engine))
     engine.prepare()
     write("ready", engine.wait_ready(timeout_s=30))
     paces = os.open(f"{settings['result']}-paces", os.O_RDWR | os.O_CREAT, 0o600)
