@@ -48,6 +48,8 @@ class Zygote:
         self.answers: dict[int, queue.SimpleQueue[int]] = {}
         self.numbers = itertools.count()
         threading.Thread(target=self._read, daemon=True).start()
+        # No deadline of a test is to pass while torch is imported on a busy machine.
+        self.start([os.devnull], {}, pathlib.Path(os.devnull)).get(timeout=240)
 
     def _read(self) -> None:
         for line in self.process.stdout:
