@@ -11,7 +11,7 @@ from lazysnap.resolver import candidates
 
 DRY = 24
 """Steps of the training whose points are written down."""
-LONG = 64
+LONG = 80
 """Steps that are enough to die at one point after the other."""
 ALL = [(0,), (1,), (0, 1)]
 
@@ -53,9 +53,9 @@ BY_CHANCE = (*FILLED, "level.local.mkdir")
 
 
 def faults(passed, point, victims, action="kill"):
-    """At about the second snapshot of a training, whatever the point."""
+    """At about the fourth snapshot after a start, whatever the point: then slots are used again."""
     victims = (0, 1) if point in FILLED else victims
-    at = {rank: 1 if point in BY_CHANCE else max(1, 5 * passed[rank][point] // (2 * DRY)) for rank in victims}
+    at = {rank: 1 if point in BY_CHANCE else max(1, 9 * passed[rank][point] // (2 * DRY)) for rank in victims}
     return {rank: f"{point}:{count}:{action}" for rank, count in at.items()}
 
 
