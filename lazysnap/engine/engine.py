@@ -114,7 +114,9 @@ class SnapshotEngine:
             logger.info("no snapshot found: starting fresh")
             return None
         self.together("checking the optimizers", lambda: check_order(self._source, snapshot.parameters))
+        faults.point("engine.restart.load")
         self.together("loading", lambda: self._source.load(snapshot.state))
+        faults.point("engine.restart.loaded")
         if snapshot.world_size != self._world.size:
             self.part_ways(snapshot)
         self.resume(snapshot)
@@ -151,6 +153,7 @@ class SnapshotEngine:
             return
         for item in held:
             if (item.run_id, item.step, item.generation) != wanted:
+                faults.point("engine.restart.discard")
                 discard(item.slot, item.sequence)
 
     # ---------------------------------------------------------------- training

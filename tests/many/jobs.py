@@ -1,5 +1,6 @@
 """Trainings of several ranks, started as processes, and what they wrote down."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -12,7 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 HERE = pathlib.Path(__file__).parent
@@ -45,6 +48,8 @@ class Zygote:
         self.answers: dict[int, queue.SimpleQueue[int]] = {}
         self.numbers = itertools.count()
         threading.Thread(target=self._read, daemon=True).start()
+        # No deadline of a test is to pass while torch is imported on a busy machine.
+        self.start([os.devnull], {}, pathlib.Path(os.devnull)).get(timeout=240)
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -70,6 +75,14 @@ class Zygote:
         shutil.rmtree(self.bytecode, ignore_errors=True)
 
 
+def until(is_so: Callable[[], bool], tell: Callable[[], str], *, timeout_s: float = 40) -> None:
+    """Wait for what others do; ``tell`` what it looks like if they do not."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, tell()
+        time.sleep(0.01)
+
+
 @dataclass
 class Job:
     """One job in a directory of its own; each ``run`` is a start of all its ranks."""
@@ -90,10 +103,17 @@ class Job:
         return self.root / f"run{self.runs}"
 
     def run(
-        self, kind: str, world: int, *, faults: dict[int, str] | None = None, spare: bool = False, **settings
+        self,
+        kind: str,
+        world: int,
+        *,
+        faults: dict[int, str] | None = None,
+        spare: bool = False,
+        log: bool = False,
+        **settings,
     ) -> list[int]:
         """Start all ranks and wait; their exit codes. As a launcher does, the first to fail takes the others along, but
-        if they are to be ``spare``d.
+        if they are to be ``spare``d. ``log``: see ``passed``.
         """
         self.runs += 1
         self.place.mkdir(parents=True)
@@ -112,9 +132,26 @@ class Job:
             env = {"LAZYSNAP_JOB_ID": str(self.root)}
             if rank in (faults or {}):
                 env["LAZYSNAP_FAULT"] = faults[rank]
+            if log:
+                env["LAZYSNAP_FAULT_LOG"] = str(self.root / f"points.{rank}")
             arguments = [str(HERE / "rank.py"), json.dumps({**common, "rank": rank})]
             waiting[rank] = self.zygote.start(arguments, env, self.place / f"output.{rank}")
         return self._wait(waiting, spare=spare)
+
+    @contextlib.contextmanager
+    def held(self, work: Callable[[], None]) -> Iterator[None]:
+        """Ranks that ``hold_at`` a step go on when ``work`` is done, beside the next run."""
+        place = self.root / f"run{self.runs + 1}"
+
+        def let_go() -> None:
+            until(lambda: self.place == place and bool(self.events("held")), self.output)
+            work()
+            (place / "result-go").touch()
+
+        with ThreadPoolExecutor(1) as pool:
+            working = pool.submit(let_go)
+            yield
+            working.result()
 
     def _wait(self, waiting: dict, *, spare: bool) -> list[int]:
         codes: dict[int, int] = {}
@@ -143,6 +180,33 @@ class Job:
         path = self.place / "journal"
         lines = path.read_text().splitlines() if path.exists() else []
         return sorted(line.split() for line in lines if line.split()[1] == word)
+
+    def resumed(self) -> int:
+        """The step that all ranks went on from."""
+        [step] = {int(line[2]) for line in self.events("resumed")}
+        return step
+
+    def origins(self) -> list[list[str]]:
+        """What each rank went on from: step, level, digest of what is common to all."""
+        return [line[2:5] for line in self.events("resumed")]
+
+    def stopped(self) -> set[str]:
+        """Digests of what is common to all, where the ranks stopped."""
+        return {line[3] for line in self.events("stopped")}
+
+    def own(self, word: str) -> list[list[str]]:
+        """What each rank alone had when it ``stopped`` or ``resumed``: buffers, what its loop keeps, the next numbers
+        that it draws.
+        """
+        return [line[-3:] for line in self.events(word)]
+
+    def begun(self, rank: int) -> set[int]:
+        """Steps of which a rank began to take a snapshot."""
+        return {int(line[2]) for line in self.events("begun") if line[0] == str(rank)}
+
+    def passed(self, rank: int) -> Counter[str]:
+        """How often a rank and its keeper passed each fault point in all runs that logged it."""
+        return Counter((self.root / f"points.{rank}").read_text().splitlines())
 
     def output(self) -> str:
         return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.place.glob("output.*")))

@@ -14,13 +14,14 @@ import hashlib
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.dcp import SnapshotReader
 from lazysnap.engine.world import World
+from lazysnap.errors import WaitTimeout
 
 WIDTH = 24
 
@@ -71,26 +73,28 @@ class Hoarder(torch.optim.SGD):
 
 
 class Unloader:
-    """Does not take its state back."""
+    """Does not take its state back, or dies of it."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, *, dies: bool) -> None:
+        self.dies = dies
 
     def state_dict(self) -> dict:
-        return {"rank": self.rank}
+        return {}
 
     def load_state_dict(self, state: dict) -> None:
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("not today")
 
 
-def make_odd(odd: str | None, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> object:
+def make_odd(odd: str | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> object:
     """What this rank alone has that cannot be restored; what its loop keeps."""
     if odd == "sparse":
         model.register_buffer("odd", torch.eye(3).to_sparse())
     if odd == "swapped":
         optimizer.param_groups[0]["params"].reverse()
-    # A dict is filled in place, an object loads itself.
-    return Unloader(rank) if odd == "unloadable" else {"rank": rank}
+    # A dict is filled in place, an object loads itself. Whose it is comes back, or is known at a fresh start.
+    return Unloader(dies=odd == "dying") if odd in ("unloadable", "dying") else {"rank": None, "drawn": 0.0}
 
 
 def device_of(rank: int, world: int) -> torch.device:
@@ -141,14 +145,29 @@ def average(model: torch.nn.Module) -> None:
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of parameters and optimizer state as a whole, whatever the mesh; collective for DTensors."""
+    """Of parameters and optimizer, settings included, as a whole, whatever the mesh; collective for DTensors."""
     total = hashlib.sha256()
     for parameter in model.parameters():
         total.update(whole(parameter.detach()).contiguous().cpu().numpy().tobytes())
     for state in optimizer.state_dict()["state"].values():
         for key in sorted(state):
             total.update(whole(torch.as_tensor(state[key])).contiguous().cpu().numpy().tobytes())
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        total.update(json.dumps(settings, sort_keys=True).encode())
     return total.hexdigest()
+
+
+def own(model: torch.nn.Module, loop: dict) -> list[str]:
+    """What is of this rank alone: its buffers, what its loop keeps, and what it would draw next."""
+    total = hashlib.sha256()
+    for buffer in model.buffers():
+        total.update(whole(buffer).cpu().numpy().tobytes())
+    ahead, plain = torch.Generator(), random.Random()
+    ahead.set_state(torch.get_rng_state())
+    plain.setstate(random.getstate())
+    draw = torch.rand((), generator=ahead, dtype=torch.float64).item()
+    return [total.hexdigest(), f"{loop['rank']}:{loop['drawn']}", f"{draw}:{plain.random()}"]
 
 
 def load_by_dcp(url: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -179,16 +198,35 @@ def talk(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
     write("told", *(f"{number}:{len(text)}" for number, text in told))
 
 
+def until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 40
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"in vain: {what}")
+        time.sleep(0.001)
+
+
 def stay_behind(paces: int, by: list[int], step: int, last: int) -> None:
     """Let another rank be ahead: ``by`` names it, and by how many steps."""
     rank, ahead = by
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        found = os.pread(paces, 8, 8 * rank)
-        if found and struct.unpack("<q", found)[0] >= min(step + ahead, last):
-            return
-        time.sleep(0.001)
-    raise TimeoutError(f"rank {rank} did not come to step {step + ahead}")
+    wanted = struct.pack(">q", min(step + ahead, last))
+    until(lambda: os.pread(paces, 8, 8 * rank) >= wanted, f"rank {rank} to come to step {step + ahead}")
+
+
+def keeper_of(engine: SnapshotEngine) -> int | None:
+    connection = engine._client._connection
+    return connection and connection.peer_pid
+
+
+@contextlib.contextmanager
+def timed(write: Callable[..., None]) -> Iterator[None]:
+    """Tells how long others were waited for in vain."""
+    started = time.monotonic()
+    try:
+        yield
+    except WaitTimeout:
+        write("missed", time.monotonic() - started)
+        raise
 
 
 def listen(text: str) -> threading.Event:
@@ -261,7 +299,7 @@ def main() -> None:
     optimizer = Hoarder(trained, lr=1e-2) if "hoard" in settings else torch.optim.AdamW(trained, lr=1e-2)
     if "hoard" in settings:
         optimizer.size = settings["hoard"] << 20
-    loop = make_odd(settings.get("odd"), rank, model, optimizer)
+    loop = make_odd(settings.get("odd"), model, optimizer)
     if settings.get("dcp"):
         write("loaded", load_by_dcp(settings["dcp"], model, optimizer), digest(model, optimizer))
         os._exit(0)
@@ -274,16 +312,22 @@ def main() -> None:
         averaging_period=settings.get("period"),
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
     )
-    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})
-    snapshot = engine.restore(settings.get("which", "latest"))
+    with timed(write):
+        engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})
+    # What each draws is its own from the start, as with a sampler or dropout.
+    torch.manual_seed(1000 + rank)
+    random.seed(rank)
+    with timed(write):
+        snapshot = engine.restore(settings.get("which", "latest"))
+    if snapshot is None:
+        loop["rank"] = rank
     start = snapshot.step if snapshot else 0
-    write("resumed", start, snapshot.level if snapshot else "nothing", digest(model, optimizer))
+    write("resumed", start, snapshot.level if snapshot else "nothing", digest(model, optimizer), *own(model, loop))
     write("exchanges", engine._world.exchanges)
     if settings.get("look"):
-        write("draw", torch.rand((), dtype=torch.float64).item())
         engine.abandon()
         os._exit(0)
-    write("keeper", start, engine._client._connection.peer_pid)
+    write("keeper", start, keeper := keeper_of(engine))
     engine.prepare()
     write("ready", engine.wait_ready(timeout_s=30))
     paces = os.open(f"{settings['result']}-paces", os.O_RDWR | os.O_CREAT, 0o600)
@@ -294,13 +338,17 @@ def main() -> None:
         generator = torch.Generator().manual_seed(step)
         # Ranks of one tensor-parallel group work on the same part.
         part, parts = (rank // 2, world // 2) if kind == "tp" else (rank, world)
-        tokens = torch.randint(0, 37, (8,), generator=generator)[part::parts].to(device)
+        tokens = torch.randint(0, 37, (16,), generator=generator)[part::parts].to(device)
+        loop["drawn"] = torch.rand(()).item() + random.random()
         # Ranks that train apart may do so by a hook, too: see build().
         apart = model.no_sync() if kind == "local" and settings["period"] != 3 else contextlib.nullcontext()
         with apart:
-            loss = torch.nn.functional.cross_entropy(model(tokens), tokens) + torch.rand(()) * 0
-            loss.backward()
+            loss = torch.nn.functional.cross_entropy(model(tokens), tokens)
+            # Ranks of one tensor-parallel group draw different numbers, and must have the same loss.
+            (loss if kind == "tp" else loss * loop["drawn"]).backward()
         optimizer.step()
+        for group in optimizer.param_groups:  # as a schedule does
+            group["lr"] *= 0.98
         optimizer.zero_grad()
         if kind == "local" and step % settings["period"] == 0:
             average(model)
@@ -310,6 +358,9 @@ def main() -> None:
         write("trained", step, time.monotonic())
         if settings.get("silent"):
             continue
+        if settings.get("renewed_at") == step:
+            until(lambda: keeper_of(engine) not in (None, keeper), "another keeper")
+            write("renewed", engine.wait_ready(timeout_s=30))
         if engine.boundary(step):
             write("begun", step)
         else:
@@ -317,17 +368,20 @@ def main() -> None:
             engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
-        os.pwrite(paces, struct.pack("<q", step), 8 * rank)
+        os.pwrite(paces, struct.pack(">q", step), 8 * rank)
         if engine._recorder.agreement is not None:
             write("agreed", engine._recorder.agreement.marks.agreed, len(engine._client.slots()))
         write("collectives", engine._world.exchanges)
         if settings.get("die_at") == step and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             write("died", step, time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
+        if settings.get("hold_at") == step:
+            write("held", step)
+            until(lambda: os.path.exists(settings["result"] + "-go"), "being let go")
         if settings.get("stop_at") == step:
             if "await_log" in settings:
                 write("awaited", said.wait(30))
-            write("stopped", step, digest(model, optimizer), torch.rand((), dtype=torch.float64).item())
+            write("stopped", step, digest(model, optimizer), *own(model, loop))
             if settings.get("wait_durable"):
                 write("durable", step, engine.wait(step, until="durable", timeout_s=settings.get("wait_s", 20)))
             engine.abandon()
@@ -335,7 +389,7 @@ def main() -> None:
     write("closed", engine.close())
     write("persisted", *engine.statistics().persisted.values())
     with open(f"{settings['result']}.{rank}", "w") as result:
-        result.write(digest(model, optimizer))
+        result.write(" ".join([digest(model, optimizer), *own(model, loop)]))
     if dist.is_initialized():
         sys.stdout.flush()
         dist.barrier()

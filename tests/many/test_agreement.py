@@ -3,14 +3,10 @@
 import pytest
 from rank_keepers import visits
 
+from lazysnap.config import SnapshotConfig
 from lazysnap.levels import open_store
 
 LOOK = {"look": True, "collective_timeout_s": 20.0}
-
-
-def resumed(job):
-    """Where each rank went on from: step and level."""
-    return [tuple(line[2:4]) for line in job.events("resumed")]
 
 
 def test_a_damaged_shard_of_one_rank_on_storage_makes_all_take_the_next_snapshot(job, end_keepers):
@@ -23,7 +19,7 @@ def test_a_damaged_shard_of_one_rank_on_storage_makes_all_take_the_next_snapshot
     assert set(job.run("ddp", 2, **LOOK)) == {0}, job.output()
 
     level = job.levels[0]["url"]
-    assert resumed(job) == [("4", level)] * 2
+    assert [line[:2] for line in job.origins()] == [["4", level]] * 2
     assert "step 5" in job.output()
     assert "block" in job.output()
 
@@ -44,32 +40,96 @@ def test_a_damaged_shard_of_one_rank_in_memory_makes_all_take_the_next_snapshot(
 
     assert set(job.run("ddp", 2, **LOOK)) == {0}, job.output()
 
-    assert resumed(job) == [("4", "memory")] * 2
+    assert [line[:2] for line in job.origins()] == [["4", "memory"]] * 2
     assert "step 5" in job.output()
 
 
-@pytest.mark.parametrize("point", ["engine.restart.ask", "engine.restart.told", "engine.restart.read"])
-def test_a_rank_that_dies_while_all_resume_leaves_the_snapshots_as_they_were(make_job, point):
-    job = make_job(levels=[])
-    assert set(job.run("ddp", 2, stop_at=4)) == {9}, job.output()
-    stopped = {line[3] for line in job.events("stopped")}
+RESUMING = ["ask", "told", "read", "load", "loaded", "discard"]
 
-    assert -9 in job.run("ddp", 2, faults={1: f"{point}:1:kill"}), job.output()
-    assert job.events("resumed") == []
+
+@pytest.mark.parametrize(
+    ("place", "victims"),
+    [("memory", (0,)), ("memory", (1,)), ("memory", (0, 1)), ("storage", (0,)), ("storage", (0, 1))],
+)
+def test_ranks_that_die_while_all_resume_leave_the_snapshots_as_they_were(make_job, end_keepers, place, victims):
+    """One after the other; before and after all agreed on one, and while it is being loaded."""
+    job = make_job(**({"levels": []} if place == "memory" else {}))
+    assert set(job.run("ddp", 2, stop_at=4, wait_durable=place == "storage")) == {9}, job.output()
+    [stopped], owned = job.stopped(), job.own("stopped")
+    if place == "storage":
+        end_keepers(job)
+    before = snapshots(job)
+    assert len(before) >= 2
+
+    # From storage there is nothing else in memory to let go.
+    for point in RESUMING if place == "memory" else RESUMING[:-1]:
+        deaths = dict.fromkeys(victims, f"engine.restart.{point}:1:kill")
+        assert -9 in job.run("ddp", 2, faults=deaths), job.output()
+        assert job.events("trained") == []
+        left = snapshots(job)
+        if point in ("loaded", "discard"):
+            # All know by then that all have this one: older ones may go, rank by rank.
+            assert {(0, 4), (1, 4)} <= left <= before if place == "memory" else left == before, point
+        else:
+            assert left == before, point
+        if point == "load":
+            dying = {str(rank): {"odd": "dying"} for rank in victims}
+            assert -9 in job.run("ddp", 2, by_rank=dying), job.output()
+            assert job.events("resumed") == []
+            assert snapshots(job) == before
     assert set(job.run("ddp", 2, **LOOK)) == {0}, job.output()
 
-    assert resumed(job) == [("4", "memory")] * 2
-    assert {line[4] for line in job.events("resumed")} == stopped
+    assert job.origins() == [["4", "memory" if place == "memory" else job.levels[0]["url"], stopped]] * 2
+    assert job.own("resumed") == owned
+
+
+def snapshots(job):
+    """What there is: in memory rank and step, on storage every file that is visible."""
+    if job.levels:
+        files = [path for path in (job.root / "level").rglob("step-*/*") if path.is_file()]
+        return {(str(path), path.read_bytes()) for path in files}
+    with visits(job) as found:
+        return {(rank, item.step) for rank, visit in found.items() for item in visit.holdings.entries}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_damage_of_one_rank_here_and_of_another_there_makes_all_take_what_is_whole_on_both(job, end_keepers, kind):
+    job.levels[0]["keep_last"] = 3
+    assert set(job.run(kind, 2, stop_at=3, wait_durable=True)) == {9}, job.output()
+    [stopped], owned = job.stopped(), job.own("stopped")
+    assert set(job.run(kind, 2, stop_at=5, wait_durable=True)) == {9}, job.output()
+    end_keepers(job)
+    store = open_store(job.levels[0]["url"])
+    entries = {(entry.step, entry.rank): entry for entry in store.inventory().entries}
+    assert {step for step, _ in entries} == {3, 4, 5}
+    for damaged in ((5, 1), (4, 0)):
+        flip_last_byte(job.root / "level" / store.place(entries[damaged]).shard_path)
+
+    assert set(job.run(kind, 2, **LOOK)) == {0}, job.output()
+
+    assert job.origins() == [["3", job.levels[0]["url"], stopped]] * 2, job.output()
+    assert job.own("resumed") == owned
+
+
+DEADLINE = {"collective_timeout_s": 1.0, "timeout_s": 1000}
+"""The training's own collectives may take much longer."""
+
+
+def missed(job):
+    """How long rank 0 waited for the other one, by its own account."""
+    [[_, _, seconds]] = [line for line in job.events("missed") if line[0] == "0"]
+    return float(seconds)
 
 
 def test_a_rank_that_is_silent_at_the_restart_ends_it_at_the_deadline_with_one_clear_error(make_job):
     job = make_job(levels=[])
 
-    codes = job.run("ddp", 2, faults={1: "engine.restart.ask:1:hang"}, collective_timeout_s=1.0)
+    codes = job.run("ddp", 2, faults={1: "engine.restart.ask:1:hang"}, **DEADLINE)
 
     assert codes[0] == 1
     assert "WaitTimeout: rank 0 of 2, what is in memory: the other ranks did not answer within 1 s" in job.output()
     assert "is a rank dead" in job.output()
+    assert 1.0 <= missed(job) < SnapshotConfig().collective_timeout_s / 10
 
 
 def test_a_rank_that_works_for_longer_than_the_deadline_is_waited_for(make_job):
@@ -85,10 +145,11 @@ def test_a_rank_that_works_for_longer_than_the_deadline_is_waited_for(make_job):
 def test_a_rank_that_makes_no_engine_is_missed_at_the_deadline(make_job):
     job = make_job(levels=[])
 
-    codes = job.run("plain", 2, by_rank={"1": {"absent": True}}, collective_timeout_s=1.0)
+    codes = job.run("plain", 2, by_rank={"1": {"absent": True}}, **DEADLINE)
 
     assert codes[0] == 1
     assert "WaitTimeout: rank 0 of 2, making the engine: the other ranks did not answer within 1 s" in job.output()
+    assert 1.0 <= missed(job) < SnapshotConfig().collective_timeout_s / 10
 
 
 def test_ranks_that_do_different_things_are_told_so_once_and_train_on(make_job):

@@ -22,11 +22,6 @@ def agreed(job):
     return max((int(line[2]) for line in job.events("agreed")), default=-1)
 
 
-def resumed(job):
-    [step] = {int(line[2]) for line in job.events("resumed")}
-    return step
-
-
 def faulty(point, victims, count=3):
     at = 60 * count if not point.startswith("engine.agreement") else 4 * count if "learn" in point else count
     return dict.fromkeys(victims, f"{point}:{at}:kill")
@@ -44,13 +39,13 @@ def test_what_was_agreed_on_survives_death_at_every_point(make_job, victims):
         who = range(3) if point == "engine.agreement.agree" else victims
         codes = job.run("plain", 3, faults=faulty(point, who), steps=ENDLESS, **APART)
         assert -9 in codes, (point, codes, job.output())
-        assert resumed(job) >= reached, (point, job.output())
+        assert job.resumed() >= reached, (point, job.output())
         assert agreed(job) > reached, (point, job.output())
         reached = agreed(job)
 
     assert set(job.run("plain", 3, look=True, **APART)) == {0}, job.output()
 
-    assert resumed(job) >= reached
+    assert job.resumed() >= reached
 
 
 def test_a_candidate_that_a_rank_heard_of_too_late_is_given_up_for_a_later_one(make_job):
@@ -61,7 +56,7 @@ def test_a_candidate_that_a_rank_heard_of_too_late_is_given_up_for_a_later_one(m
 
     job.run("plain", 2, faults=faulty("engine.agreement.joined", (0,), 4), steps=ENDLESS, **APART)
 
-    assert resumed(job) >= max(reached, 0)
+    assert job.resumed() >= max(reached, 0)
     assert agreed(job) > reached
 
 
@@ -75,7 +70,7 @@ def test_with_averagings_far_apart_three_slots_are_enough_and_the_end_is_the_sam
 
     assert set(job.run("local", 2, steps=reached + 150, **settings)) == {0}, job.output()
 
-    assert resumed(job) >= reached
+    assert job.resumed() >= reached
     whole = make_shared_job("whole", levels=[])
     assert set(whole.run("local", 2, steps=reached + 150, silent=True, period=100)) == {0}, whole.output()
     assert job.results() == whole.results()
@@ -111,7 +106,7 @@ def test_where_the_rank_that_holds_the_store_dies_the_others_train_on_and_what_w
     reached = agreed(job)
     assert reached > 0
     assert set(job.run("plain", 3, look=True, **APART)) == {0}, job.output()
-    assert resumed(job) >= reached
+    assert job.resumed() >= reached
 
 
 @pytest.mark.parametrize(("period", "text"), [(4, "each keeps the 4 newest ones"), ("never", "no step in common")])
@@ -125,4 +120,4 @@ def test_where_one_rank_cannot_ask_the_store_all_fall_back_to_counting_and_say_s
     assert job.output().count(text) == 2
     assert job.events("agreed") == []
     assert set(job.run("plain", 2, look=True)) == {0}, job.output()
-    assert resumed(job) > 0
+    assert job.resumed() > 0

@@ -25,10 +25,6 @@ def level(server):
     return {"url": url, "aggregate": "node", **settings}
 
 
-def resumed(job):
-    return [tuple(line[2:5]) for line in job.events("resumed")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "world", "others"), [("fsdp", 4, [("fsdp", 2), ("plain", 1)]), ("ddp", 2, [])])
 def test_ranks_go_on_from_the_object_of_their_node(make_job, level, end_keepers, kind, world, others):
@@ -36,16 +32,18 @@ def test_ranks_go_on_from_the_object_of_their_node(make_job, level, end_keepers,
     assert set(whole.run(kind, world, steps=6)) == {0}, whole.output()
     assert set(broken.run(kind, world, steps=6, stop_at=3, wait_durable=True)) == {9}, broken.output()
     assert [line[2:] for line in broken.events("durable")] == [["3", "True"]] * world, broken.output()
-    [stopped] = {line[3] for line in broken.events("stopped")}
+    [stopped] = broken.stopped()
+    owned = broken.own("stopped")
     end_keepers(broken)
 
     for other, ranks in others:
         assert set(broken.run(other, ranks, look=True)) == {0}, broken.output()
-        assert resumed(broken) == [("3", level["url"], stopped)] * ranks, broken.output()
+        assert broken.origins() == [["3", level["url"], stopped]] * ranks, broken.output()
         end_keepers(broken)
     assert set(broken.run(kind, world, steps=6)) == {0}, broken.output()
 
-    assert resumed(broken) == [("3", level["url"], stopped)] * world, broken.output()
+    assert broken.origins() == [["3", level["url"], stopped]] * world, broken.output()
+    assert broken.own("resumed") == owned
     assert broken.results() == whole.results()
     store = open_store(level["url"], options=level["storage_options"])
     plans = candidates([store.inventory()])

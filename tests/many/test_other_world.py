@@ -9,36 +9,40 @@ STEP = 3
     ("taken", "world", "others"),
     [
         ("fsdp", 4, [("fsdp", 2), ("ddp", 2), ("plain", 1)]),
-        ("ddp", 2, [("fsdp", 4), ("plain", 1)]),
+        ("ddp", 2, [("ddp", 4), ("fsdp", 4), ("plain", 1)]),
+        ("ddp", 4, [("ddp", 2)]),
         ("tp", 4, [("fsdp", 2), ("hsdp", 4)]),
     ],
 )
 @pytest.mark.parametrize("place", ["memory", "storage"])
 def test_a_snapshot_fits_any_other_world(job, end_keepers, taken, world, others, place):
     job.run(taken, world, stop_at=STEP, wait_durable=place == "storage")
-    stopped = {line[3] for line in job.events("stopped")}
+    stopped, owned = job.stopped(), job.own("stopped")
     assert len(stopped) == 1, job.output()
     if place == "storage":
         end_keepers(job)
 
     for kind, ranks in others:
         assert set(job.run(kind, ranks, look=True)) == {0}, job.output()
-        resumed = job.events("resumed")
-        assert len(resumed) == ranks
-        assert {line[2] for line in resumed} == {str(STEP)}, job.output()
-        assert {line[3] == "memory" for line in resumed} == {place == "memory"}
-        assert {line[4] for line in resumed} == stopped, (kind, ranks)
-        # What is of each rank alone cannot be continued by another number of them: each is told, and draws its own.
-        if ranks != world:
+        assert {step for step, _, _ in job.origins()} == {str(STEP)}, job.output()
+        assert [level == "memory" for _, level, _ in job.origins()] == [place == "memory"] * ranks
+        assert {digest for *_, digest in job.origins()} == stopped, (kind, ranks)
+        # Each gets what is of some rank alone; but what was drawn cannot be continued by another number of ranks: each
+        # is told, and draws its own.
+        mine, theirs = job.own("resumed"), [owned[rank % world] for rank in range(ranks)]
+        assert [found[:2] for found in mine] == [found[:2] for found in theirs]
+        if ranks == world:
+            assert mine == owned
+        else:
             assert job.output().count(f"taken with {world} ranks, there are {ranks} now") == ranks
-            assert len({line[2] for line in job.events("draw")}) == ranks
+            assert len({draws for *_, draws in (*mine, *owned)}) == ranks + world
         assert ("not continued exactly" in job.output()) == (ranks != world)
 
 
 @pytest.mark.parametrize(("taken", "kind", "ranks"), [("ddp", "fsdp", 3), ("fsdp", "plain", 1), ("fsdp", "ddp", 2)])
 def test_stock_torch_loads_what_several_ranks_took(job, taken, kind, ranks):
     job.run(taken, 2, stop_at=STEP, wait_durable=True)
-    stopped = {line[3] for line in job.events("stopped")}
+    stopped = job.stopped()
 
     assert set(job.run(kind, ranks, dcp=job.levels[0]["url"])) == {0}, job.output()
 

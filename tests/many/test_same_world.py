@@ -1,5 +1,8 @@
 """Several ranks that die together and start again with the same world: all resume the same step, bit for bit."""
 
+import math
+from collections import Counter
+
 import pytest
 from safetensors import safe_open
 
@@ -12,15 +15,15 @@ def test_ranks_resume_as_if_nothing_had_happened(make_job, end_keepers, kind, pl
     assert set(whole.run(kind, 2)) == {0}, whole.output()
 
     assert set(broken.run(kind, 2, stop_at=4, wait_durable=True)) == {9}, broken.output()
-    stopped = broken.events("stopped")
+    [stopped], owned = broken.stopped(), broken.own("stopped")
     if place == "storage":
         end_keepers(broken)
     assert set(broken.run(kind, 2)) == {0}, broken.output()
 
     level = "memory" if place == "memory" else broken.levels[0]["url"]
-    resumed = broken.events("resumed")
-    assert [tuple(line[2:4]) for line in resumed] == [("4", level)] * 2, broken.output()
-    assert {line[4] for line in resumed} == {line[3] for line in stopped}
+    assert broken.origins() == [["4", level, stopped]] * 2, broken.output()
+    assert broken.own("resumed") == owned
+    assert len({tuple(mine) for mine in owned}) == 2
     assert broken.results() == whole.results()
 
 
@@ -28,12 +31,13 @@ def test_ranks_resume_as_if_nothing_had_happened(make_job, end_keepers, kind, pl
 def test_ranks_of_a_mesh_find_their_own_state_random_numbers_included(make_job, kind):
     job = make_job(levels=[])
     assert set(job.run(kind, 4, stop_at=4)) == {9}, job.output()
-    stopped = job.events("stopped")
+    [stopped], owned = job.stopped(), job.own("stopped")
 
     assert set(job.run(kind, 4, look=True)) == {0}, job.output()
 
-    assert [line[2:] for line in job.events("resumed")] == [["4", "memory", line[3]] for line in stopped]
-    assert [line[2] for line in job.events("draw")] == [line[4] for line in stopped]
+    assert job.origins() == [["4", "memory", stopped]] * 4
+    assert job.own("resumed") == owned
+    assert len({draws for *_, draws in owned}) == 4
     assert "not continued" not in job.output()
 
 
@@ -48,21 +52,67 @@ def test_snapshots_need_no_collective(job):
         assert len(set(counts)) == 1, counts
 
 
-def test_each_rank_captures_its_share(job):
-    """Replicated state stands once in the shards of a node, whatever the number of its ranks, in equal shares."""
-    job.run("ddp", 2, stop_at=1, wait_durable=True)
+PARAMETERS = 37 * 24 + 2 * 24 + (24 + 1) * 96 + (96 + 1) * 24 + 24 * 37 + 3
 
+
+def stored(job, scope):
+    """What the shard of each rank holds of that scope: name, where it begins, shape, whole shape."""
     store = open_store(job.levels[0]["url"])
-    shared = []
+    found = {}
     for entry in store.inventory().entries:
-        meta = store.read_manifest(entry).meta
-        common = {name for name, facts in meta.tensors.items() if facts.get("scope") == "full"}
+        facts = store.read_manifest(entry).meta.tensors
         with safe_open(job.root / "level" / store.place(entry).shard_path, "pt") as shard:
-            shared.append(sum(shard.get_tensor(name).nbytes for name in common))
-    parameters = 37 * 24 + 2 * 24 + (24 + 1) * 96 + (96 + 1) * 24 + 24 * 37 + 3
-    assert len(shared) == 2
-    assert sum(shared) == 3 * 4 * parameters  # and two moments of each, in float32
-    assert max(shared) < 1.05 * min(shared)
+            found[entry.rank] = [
+                (name, tuple(fact["offsets"]), tuple(shard.get_slice(name).get_shape()), tuple(fact["global_shape"]))
+                for name, fact in facts.items()
+                if fact.get("scope") == scope
+            ]
+    return found
+
+
+def copies(pieces):
+    """How often all of each tensor is there."""
+    held, whole = Counter(), {}
+    for name, _, shape, of in pieces:
+        held[name] += math.prod(shape)
+        whole[name] = math.prod(of)
+    return {name: held[name] / whole[name] for name in whole}
+
+
+@pytest.mark.parametrize("on", ["aa", "aaaa", "aabb"])
+def test_each_rank_captures_its_share(make_job, on):
+    """Replicated state stands once in the shards of a node, whatever the number of its ranks, in equal shares."""
+    job = make_job(nodes=("node-a", "node-b"))
+    by_rank = {str(rank): {"node": f"node-{node}"} for rank, node in enumerate(on)}
+    assert set(job.run("ddp", len(on), stop_at=1, wait_durable=True, by_rank=by_rank)) == {9}, job.output()
+
+    found = stored(job, "full")
+    assert len(found) == len(on)
+    for node in set(on):
+        mine = [found[rank] for rank, name in enumerate(on) if name == node]
+        pieces = [piece for share in mine for piece in share]
+        assert len({piece[:2] for piece in pieces}) == len(pieces)
+        assert set(copies(pieces).values()) == {1.0}
+        sizes = [sum(math.prod(shape) for _, _, shape, _ in share) for share in mine]
+        assert sum(sizes) == 3 * PARAMETERS  # and two moments of each
+        assert max(sizes) < 1.05 * min(sizes)
+
+
+@pytest.mark.parametrize(("kind", "twice"), [("fsdp", ()), ("hsdp", ()), ("tp", ("embed", "norm", "head", "scale"))])
+def test_shards_of_a_mesh_are_stored_once(job, kind, twice):
+    """Along replicated dimensions, too. What TP leaves alone lies on two meshes that know nothing of each other."""
+    assert set(job.run(kind, 4, stop_at=1, wait_durable=True)) == {9}, job.output()
+
+    pieces = [piece for share in stored(job, "shard").values() for piece in share]
+    parameters = [piece for piece in pieces if piece[0].startswith("model.")]
+    expected = {name: 2.0 if name.split(".")[1] in twice else 1.0 for name, *_ in parameters}
+    assert copies(parameters) == expected
+    assert len(expected) == 9
+    # Each in one shard of all that have it, but where it is there twice.
+    count = Counter(piece[:2] for piece in parameters)
+    assert all(count[name, at] == expected[name] for name, at in count)
+    moments = copies([piece for piece in pieces if "exp_avg" in piece[0]])
+    assert Counter(moments.values()) == Counter(2 * list(expected.values()))
 
 
 @pytest.mark.parametrize("place", ["memory", "storage"])
@@ -71,12 +121,12 @@ def test_sharded_ranks_of_two_nodes_resume_without_each_others_keepers(make_job,
     by_rank = {str(rank): {"node": nodes[rank // 2]} for rank in range(4)}
     job = make_job(nodes=nodes, **({"levels": []} if place == "memory" else {}))
     assert set(job.run("fsdp", 4, stop_at=3, by_rank=by_rank, wait_durable=place == "storage")) == {9}, job.output()
-    stopped = {line[3] for line in job.events("stopped")}
+    [stopped], owned = job.stopped(), job.own("stopped")
     if place == "storage":
         end_keepers(job)
 
     assert set(job.run("fsdp", 4, look=True, by_rank=by_rank)) == {0}, job.output()
 
     level = "memory" if place == "memory" else job.levels[0]["url"]
-    assert [line[2:4] for line in job.events("resumed")] == [["3", level]] * 4, job.output()
-    assert {line[4] for line in job.events("resumed")} == stopped
+    assert job.origins() == [["3", level, stopped]] * 4, job.output()
+    assert job.own("resumed") == owned

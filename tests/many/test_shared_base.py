@@ -8,7 +8,7 @@ from lazysnap.levels import open_store
 @pytest.mark.parametrize("place", ["memory", "storage"])
 def test_ranks_with_the_same_base_store_it_once_and_resume_bit_for_bit(job, end_keepers, place):
     assert set(job.run("ddp", 2, base=True, stop_at=4, wait_durable=True)) == {9}, job.output()
-    stopped = {line[3] for line in job.events("stopped")}
+    stopped = job.stopped()
     if place == "storage":
         end_keepers(job)
     inventory = open_store(job.levels[0]["url"]).inventory()
@@ -19,16 +19,15 @@ def test_ranks_with_the_same_base_store_it_once_and_resume_bit_for_bit(job, end_
 
     assert set(job.run("ddp", 2, base=True, look=True)) == {0}, job.output()
 
-    found = job.events("resumed")
-    assert [line[2] for line in found] == ["4", "4"]
-    assert {line[3] == "memory" for line in found} == {place == "memory"}
-    assert {line[4] for line in found} == stopped
+    assert job.resumed() == 4
+    assert {level == "memory" for _, level, _ in job.origins()} == {place == "memory"}
+    assert {digest for *_, digest in job.origins()} == stopped
 
 
 def test_a_base_goes_with_the_world_that_changes(job):
     assert set(job.run("ddp", 2, base=True, stop_at=4)) == {9}, job.output()
-    stopped = {line[3] for line in job.events("stopped")}
+    stopped = job.stopped()
 
     for kind, world in (("ddp", 4), ("plain", 1), ("fsdp", 2)):
         assert set(job.run(kind, world, base=True, look=True)) == {0}, job.output()
-        assert {tuple(line[2:]) for line in job.events("resumed")} == {("4", "memory", *stopped)}
+        assert set(map(tuple, job.origins())) == {("4", "memory", *stopped)}

@@ -38,7 +38,7 @@ def test_tied_weights_are_stored_once_and_come_back_tied(make_job, end_keepers, 
     end_keepers(broken)
     assert set(broken.run(kind, 2, tied=True)) == {0}, broken.output()
 
-    assert [line[2] for line in broken.events("resumed")] == ["4", "4"]
+    assert broken.resumed() == 4
     assert broken.results() == whole.results()
 
 
@@ -47,9 +47,9 @@ def test_tied_weights_come_back_in_another_world(make_job, end_keepers, kind, wo
     """A mesh of one rank is one of DTensors all the same."""
     job = make_job()
     assert set(job.run(kind, world, tied=True, stop_at=4, wait_durable=True)) == {9}, job.output()
-    [before] = {line[3] for line in job.events("stopped")}
+    [before] = job.stopped()
     end_keepers(job)
 
     assert set(job.run(other, ranks, tied=True, look=True)) == {0}, job.output()
 
-    assert [line[2:] for line in job.events("resumed")] == [["4", job.levels[0]["url"], before]] * ranks
+    assert job.origins() == [["4", job.levels[0]["url"], before]] * ranks
