@@ -1,16 +1,16 @@
 """One level's thread: does what the schedule gives it, under a deadline, and says how it went."""
 
-import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotStatus
-from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, LevelHangs, LevelUnavailable
+from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, LevelHangs
+from lazysnap.keeper.bases import Bases, Beat
 from lazysnap.keeper.parts import Outcome
 from lazysnap.keeper.schedule import Committed
 from lazysnap.keeper.slot_source import SlotSource
@@ -20,9 +20,8 @@ from lazysnap.levels.belongings import Belongings, Told
 from lazysnap.levels.pace import Pace
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.shards import NodeCapture
-from lazysnap.levels.source import FileSource, MemorySource, PacedSource
+from lazysnap.levels.source import FileSource, PacedSource
 from lazysnap.resolver import Entry
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference, frozen_directory_name
 
 if TYPE_CHECKING:
     from lazysnap.keeper.persist import Persister
@@ -34,8 +33,6 @@ _MAX_HANGING = 3
 """Threads that may hang at one level at a time; then it is left alone until one comes back."""
 _NAME_RETRY_S = 5.0
 _DELETING = "deleting old snapshots"
-
-Beat = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -90,6 +87,7 @@ class Lane:
         self._where = shown(self._level.url)
         self._share = persister.team.share(self._level)
         self._pace = Pace(self._level.max_bytes_per_s)
+        self._bases = Bases(self._frozen_slot, self._pace)
         self._store: SnapshotStore | None = None
         self._own: Belongings | None = None
         """With several ranks: what this one has there, as far as ``_store`` knows."""
@@ -206,7 +204,7 @@ class Lane:
         faults.point("keeper.persist.begin")
         source = SlotSource(work.slot, work.status, beat)
         store = self._opened()
-        with self._frozen(store, source.meta, beat):
+        with self._bases.there(store, (source.meta,), beat):
             entry, manifest = store.write_entry(source.meta, PacedSource(source, self._pace, beat), beat=beat)
         return Committed(work.status.sequence, entry, manifest.meta, self._index, source.size_bytes, manifest)
 
@@ -218,7 +216,7 @@ class Lane:
         origin = self._origin(item)
         path = f"{item.entry.location}/{item.manifest.file}"
         with (
-            self._all_frozen(store, whole.members, beat, item),
+            self._bases.there(store, whole.members, beat, origin),
             FileSource(origin.storage, path, item.manifest.size_bytes) as source,
         ):
             paced = PacedSource(source, self._pace, beat)
@@ -238,54 +236,6 @@ class Lane:
                 logger.info("%s: removed what dead runs left: %s", shown(level.url), ", ".join(gone))
             self._store, self._own = store, Belongings(store, level, self._share)
         return self._store
-
-    @contextlib.contextmanager
-    def _all_frozen(
-        self, store: SnapshotStore, metas: Sequence[CaptureMeta], beat: Beat, item: Committed | None = None
-    ) -> Iterator[None]:
-        """As ``_frozen`` for several ranks."""
-        with contextlib.ExitStack() as stack:
-            for meta in {meta.frozen: meta for meta in metas}.values():
-                stack.enter_context(self._frozen(store, meta, beat, item))
-            yield
-
-    @contextlib.contextmanager
-    def _frozen(
-        self, store: SnapshotStore, meta: CaptureMeta, beat: Beat, item: Committed | None = None
-    ) -> Iterator[None]:
-        """See to it that the immutable tensors are there, and stay, while a snapshot that refers to them is written."""
-        if meta.frozen is None:
-            yield
-            return
-        self._write_frozen(store, meta, meta.frozen, beat, item)
-        with store.frozen_lease(meta.run_id, meta.frozen.digest):
-            # Somebody's retention may just have taken them for unreferenced; from here on it cannot.
-            self._write_frozen(store, meta, meta.frozen, beat, item)
-            yield
-
-    def _write_frozen(
-        self, store: SnapshotStore, meta: CaptureMeta, frozen: FrozenReference, beat: Beat, item: Committed | None
-    ) -> None:
-        if store.has_frozen(meta.run_id, frozen.digest, beat):
-            return
-        slot = self._frozen_slot(frozen.digest)
-        if slot is not None:
-            own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of immutable tensors")
-            held = MemorySource(slot.image, frozen.size_bytes)
-            store.write_frozen(
-                replace(own, run_id=meta.run_id), PacedSource(held, self._pace, beat), frozen.digest, beat
-            )
-            return
-        if item is None:
-            raise LevelUnavailable(f"the immutable tensors {frozen.digest} of step {meta.step} are gone from memory")
-        origin = self._origin(item)
-        directory = frozen_directory_name(meta.run_id, frozen.digest)
-        image = next((one for one in origin.inventory().frozen if one.location == directory), None)
-        if image is None:
-            raise LevelUnavailable(f"{shown(origin.url)}: the immutable tensors {frozen.digest} are not there any more")
-        own = origin.read_manifest(image).meta
-        with FileSource(origin.storage, origin.place(image).shard_path, frozen.size_bytes) as source:
-            store.write_frozen(own, PacedSource(source, self._pace, beat), frozen.digest, beat)
 
     def _frozen_slot(self, digest: str) -> Slot | None:
         return self._persister.frozen(digest)
