@@ -20,7 +20,6 @@ from lazysnap.errors import JobBusy, KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.attach import attach
 from lazysnap.keeper.durable import DurableSteps
 from lazysnap.keeper.events import (
-    Durable,
     KeeperEvent,
     KeeperLost,
     KeeperReady,
@@ -180,8 +179,7 @@ class KeeperClient:
             event = event_of(message)
             if event is not None:
                 self._events.append(event)
-            if isinstance(event, Durable):
-                self._durable.note(event, message["run_id"])
+            self._durable.hear(message)
             if "id" in message:
                 self._replies[int(message["id"])] = message
             self._changed.notify_all()

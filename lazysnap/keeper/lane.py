@@ -180,7 +180,9 @@ class Lane:
             self.slot = self.copying = None
             self._persister.changed.notify_all()
         if self._persister.team.world_size == 1:
-            self._retain(item)
+            is_sound = self._retain(item)
+            with self._persister.changed:
+                self._persister.read_back(item, is_sound=is_sound)
         else:
             self._confirm(item)
             self._tidy()  # sound or not: else a place where all is read back damaged fills up
@@ -263,6 +265,11 @@ class Lane:
     def _tell_failed(self, step: int, error: Exception) -> None:
         self._persister.emit({"type": "level_failed", "level": self._level.url, "step": step, "text": str(error)})
 
+    def _tell_damaged(self, item: Committed, error: Exception) -> None:
+        """It was told to be durable; it is not."""
+        event = {"type": "level_failed", "level": self._level.url, "step": item.entry.step, "text": str(error)}
+        self._persister.emit({**event, "run_id": item.entry.run_id, "sequence": item.sequence})
+
     def _protected(self, item: Committed | None) -> frozenset[int]:
         """Steps that must stay for now; they are looked at again when nothing waits for them."""
         protect = self._persister.steps_to_copy(self._index)
@@ -271,17 +278,20 @@ class Lane:
             # Names are put in later, by this thread; until then no file says that a snapshot has one.
             return protect | {naming.entry.step for naming in self.names if naming.entry is not None}
 
-    def _retain(self, item: Committed) -> None:
+    def _retain(self, item: Committed) -> bool:
+        """Delete what need not stay; ``False`` if ``item`` was read back damaged."""
         protect, store = self._protected(item), self._store
         if store is None:
-            return
+            return True
         try:
             run_id = item.entry.run_id
             self._within_deadline(_DELETING, lambda beat: store.retain(self._level, run_id, protect, beat))
         except (LazySnapError, OSError) as error:
             logger.warning("%s: old snapshots stay for now: %s", self._where, error)
             if isinstance(error, FormatError):
-                self._tell_failed(item.entry.step, error)
+                self._tell_damaged(item, error)
+                return False
+        return True
 
     def _confirm(self, item: Committed) -> None:
         """Of several ranks each reads back what it wrote, and has it counted if it is sound."""
@@ -292,7 +302,9 @@ class Lane:
             self._within_deadline(f"reading back step {entry.step}", lambda beat: own.confirm(entry, manifest, beat))
         except (LazySnapError, OSError) as error:
             logger.warning("%s: %s", self._where, error)
-            self._tell_failed(entry.step, error)
+            self._tell_damaged(item, error)
+            with self._persister.changed:
+                self._persister.read_back(item, is_sound=False)
             return
         self._count(item, len(manifest.members) or 1)
 
@@ -303,7 +315,7 @@ class Lane:
         event = {"type": "sound", "level": self._level.url, "step": item.entry.step, "ranks": ranks}
         self._persister.emit({**event, "run_id": start.run_id, "generation": start.generation})
         with self._persister.changed:
-            self._persister.states[self._index].note_sound(item.sequence)
+            self._persister.read_back(item, is_sound=True)
             if self.told is None or not self.told.is_of(start):
                 self.told = start
 

@@ -160,7 +160,7 @@ class Persister:
             )
 
     def is_durable_everywhere(self) -> bool:
-        """Whether the newest whole capture is committed at every level."""
+        """Whether the newest whole capture is committed, and not found damaged, at every level."""
         with self.changed:
             statuses = [slot.status() for slot in self._offered()]
             newest = newest_whole(statuses)
@@ -286,11 +286,7 @@ class Persister:
         """A level has a capture: slower ones may copy it."""
         state = self.states[item.level]
         state.failing = False
-        state.note_tried(item.sequence)
-        if item.sequence >= state.durable_sequence:
-            state.durable, state.durable_sequence = item.entry.step, item.sequence
-        if self.team.world_size == 1:
-            state.note_sound(item.sequence)
+        state.note_committed(item.entry.step, item.sequence)
         state.queue = [known for known in state.queue if known.sequence != item.sequence]
         self._committed[item.level, item.sequence] = item
         while len(self._committed) > _REMEMBERED:
@@ -303,6 +299,11 @@ class Persister:
         for index in range(item.level + 1, len(self.states)):
             for dropped in enqueue(self.states[index], item, self.named, len(self._slots())):
                 self._dropped(index, dropped.entry.step)
+        self.changed.notify_all()
+
+    def read_back(self, item: Committed, *, is_sound: bool) -> None:
+        """What a level committed counts as durable from now on, or never will."""
+        self.states[item.level].note_read_back(item.entry.step, item.sequence, is_sound=is_sound)
         self.changed.notify_all()
 
     def _dropped(self, index: int, step: int) -> None:

@@ -48,8 +48,10 @@ class LaneState:
     """Newest step committed there."""
     durable_sequence: int = 0
     """Its sequence number: steps repeat when a run resumes, these do not."""
+    sound: int | None = None
+    """Newest step there that counts as durable: it was read back, where the level does that."""
     sound_sequence: int = 0
-    """That of the newest capture that counts as durable: with several ranks it was read back before."""
+    """Its sequence number."""
     failing: bool = False
     """Whether the last try failed."""
     queue: list[Committed] = field(default_factory=list)
@@ -61,9 +63,18 @@ class LaneState:
         if len(self.tried) > 256:
             self.tried = set(sorted(self.tried)[-128:])
 
-    def note_sound(self, sequence: int) -> None:
-        """A capture counts as durable."""
-        self.sound_sequence = max(self.sound_sequence, sequence)
+    def note_committed(self, step: int, sequence: int) -> None:
+        """A capture is there; ``note_read_back`` follows."""
+        self.note_tried(sequence)
+        if sequence >= self.durable_sequence:
+            self.durable, self.durable_sequence = step, sequence
+
+    def note_read_back(self, step: int, sequence: int, *, is_sound: bool) -> None:
+        """What was committed counts as durable, or is as if it had never come there."""
+        if is_sound and sequence >= self.sound_sequence:
+            self.sound, self.sound_sequence = step, sequence
+        if not is_sound and sequence == self.durable_sequence:
+            self.durable, self.durable_sequence = self.sound, self.sound_sequence
 
 
 def _is_due(lane: LaneState, step: int) -> bool:

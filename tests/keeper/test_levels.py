@@ -9,6 +9,7 @@ from keeper_jobs import until
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotPhase
 from lazysnap.config import PersistentLevel
+from lazysnap.keeper.durable import DurableSteps
 from lazysnap.keeper.persist import Persister
 from lazysnap.levels import open_store
 from lazysnap.levels.memory import map_anonymous
@@ -311,24 +312,29 @@ def test_a_level_with_a_bound_is_written_no_faster(rig, tmp_path):
     assert sum(durable) >= 2 * SIZE / 1_000_000 * 0.9
 
 
-def test_a_snapshot_that_is_read_back_damaged_does_not_count(rig, tmp_path, monkeypatch):
+def damaging(trainer, level, step):
+    """What is called with the persister's events: damages a step between its commit and its being read back, once."""
+    done = threading.Event()
+
+    def damage(event):
+        if event["type"] == "durable" and event["step"] == step and event["level"] == level.url and not done.is_set():
+            path = pathlib.Path(level.url) / f"step-{step:08d}" / "rank-00000-of-00001.safetensors"
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+            done.set()
+        trainer.events.append(event)
+
+    trainer.persister.emit = damage
+    return done
+
+
+def test_a_snapshot_that_is_read_back_damaged_does_not_count(rig, tmp_path):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
     trainer = rig(level)
     trainer.capture(1)
     trainer.settle()
-    # The damage comes between the commit of step 2 and its being read back.
-    passed = threading.Event()
-
-    def damage(event):
-        trainer.events.append(event)
-        if event["type"] == "durable" and event["step"] == 2:
-            path = pathlib.Path(level.url) / "step-00000002" / "rank-00000-of-00001.safetensors"
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(data)
-            passed.set()
-
-    trainer.persister.emit = damage
+    passed = damaging(trainer, level, 2)
     trainer.capture(2)
     assert passed.wait(60)
     trainer.settle()
@@ -340,6 +346,29 @@ def test_a_snapshot_that_is_read_back_damaged_does_not_count(rig, tmp_path, monk
     trainer.capture(3)
     trainer.settle()
     assert steps_at(level) == [3]
+
+
+def test_a_snapshot_that_is_read_back_damaged_is_not_durable_until_a_second_try_made_it_so(rig, tmp_path):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
+    trainer, known = rig(level), DurableSteps()
+    passed = damaging(trainer, level, 1)
+    trainer.capture(1)
+    assert passed.wait(60)
+    trainer.settle()
+
+    assert not trainer.persister.is_durable_everywhere()
+    for event in trainer.events:
+        known.hear(event)
+    assert known.newest(level.url) == -1
+
+    trainer.persister.try_again()
+    trainer.persister.set_force(1)
+    trainer.settle()
+    assert trainer.persister.is_durable_everywhere()
+    for event in trainer.events:
+        known.hear(event)
+    assert known.newest(level.url) == 1
+    check(level, 1)
 
 
 @pytest.fixture
