@@ -172,6 +172,9 @@ class Lane:
             logger.info("%s", error)
             return
         except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            if isinstance(work, Committed) and self._persister.is_withdrawn(work):
+                logger.info("step %s is not copied to %s: it was read back damaged: %s", step, self._where, error)
+                return
             self._failed(step or 0, sequence, error)
             return
         self._committed(item, time.monotonic() - started)

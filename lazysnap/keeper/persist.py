@@ -8,6 +8,7 @@ import itertools
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from lazysnap import faults
@@ -65,6 +66,7 @@ class Persister:
         self._force = 0
         self._named: dict[int, set[str]] = {}
         self._committed: dict[tuple[int, int], Committed] = {}
+        self._withdrawn: deque[Committed] = deque(maxlen=_REMEMBERED)
         self._checksums: weakref.WeakKeyDictionary[Slot, tuple[int, Checksums]] = weakref.WeakKeyDictionary()
         self._checksumming = False
         self.states = [LaneState(level, self.team.world_size) for level in self.levels]
@@ -285,7 +287,6 @@ class Persister:
     def committed(self, item: Committed) -> None:
         """A level has a capture: slower ones may copy it."""
         state = self.states[item.level]
-        state.failing = False
         state.note_committed(item.entry.step, item.sequence)
         state.queue = [known for known in state.queue if known.sequence != item.sequence]
         self._committed[item.level, item.sequence] = item
@@ -302,9 +303,34 @@ class Persister:
         self.changed.notify_all()
 
     def read_back(self, item: Committed, *, is_sound: bool) -> None:
-        """What a level committed counts as durable from now on, or never will."""
+        """What a level committed counts as durable from now on, or never will, and nobody is to copy it."""
         self.states[item.level].note_read_back(item.entry.step, item.sequence, is_sound=is_sound)
+        if not is_sound:
+            self._committed.pop((item.level, item.sequence), None)
+            self._withdrawn.append(item)
+            self._copy_from_elsewhere(item)
         self.changed.notify_all()
+
+    def _copy_from_elsewhere(self, item: Committed) -> None:
+        """What is damaged at one level may be whole at another, or in memory still."""
+        for index in range(item.level + 1, len(self.states)):
+            state = self.states[index]
+            if (index, item.sequence) in self._committed:
+                continue
+            state.tried.discard(item.sequence)  # it may have copied the damaged one, and failed
+            state.queue = [known for known in state.queue if known.sequence != item.sequence]
+            origins = (self._committed.get((level, item.sequence)) for level in range(index))
+            origin = next((known for known in origins if known is not None), None)
+            if origin is not None:
+                enqueue(state, origin, self.named, len(self._slots()))
+        for slot in self._offered():
+            if (status := slot.status()).sequence == item.sequence and status.phase is SlotPhase.WHOLE:
+                slot.set_word(Word.PIN, 1)  # taken off again, if no level takes it
+
+    def is_withdrawn(self, item: Committed) -> bool:
+        """Whether what was to be copied was found damaged meanwhile."""
+        with self.changed:
+            return any(known is item for known in self._withdrawn)
 
     def _dropped(self, index: int, step: int) -> None:
         logger.info("step %d is left out at %s: a newer one is ready", step, shown(self.levels[index].url))

@@ -53,7 +53,7 @@ class LaneState:
     sound_sequence: int = 0
     """Its sequence number."""
     failing: bool = False
-    """Whether the last try failed."""
+    """Whether the last try failed, or was read back damaged."""
     queue: list[Committed] = field(default_factory=list)
     """What a faster level has and this one did not begin, oldest first."""
 
@@ -70,7 +70,8 @@ class LaneState:
             self.durable, self.durable_sequence = step, sequence
 
     def note_read_back(self, step: int, sequence: int, *, is_sound: bool) -> None:
-        """What was committed counts as durable, or is as if it had never come there."""
+        """What was committed counts as durable, or is as if it had never come there: the level failed."""
+        self.failing = not is_sound
         if is_sound and sequence >= self.sound_sequence:
             self.sound, self.sound_sequence = step, sequence
         if not is_sound and sequence == self.durable_sequence:

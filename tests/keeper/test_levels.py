@@ -312,8 +312,11 @@ def test_a_level_with_a_bound_is_written_no_faster(rig, tmp_path):
     assert sum(durable) >= 2 * SIZE / 1_000_000 * 0.9
 
 
-def damaging(trainer, level, step):
-    """What is called with the persister's events: damages a step between its commit and its being read back, once."""
+def damaging(trainer, level, step, until_then=lambda: True):
+    """What is called with the persister's events: damages a step between its commit and its being read back, once.
+
+    ``until_then``: what must be so before it is read back.
+    """
     done = threading.Event()
 
     def damage(event):
@@ -323,6 +326,7 @@ def damaging(trainer, level, step):
             data[-1] ^= 1
             path.write_bytes(data)
             done.set()
+            assert until(until_then, 30)
         trainer.events.append(event)
 
     trainer.persister.emit = damage
@@ -369,6 +373,33 @@ def test_a_snapshot_that_is_read_back_damaged_is_not_durable_until_a_second_try_
         known.hear(event)
     assert known.newest(level.url) == 1
     check(level, 1)
+
+
+@pytest.mark.parametrize("order", ["copied first", "read back first"])
+def test_what_a_faster_level_damaged_a_slower_one_takes_from_memory(rig, tmp_path, monkeypatch, order):
+    levels = [PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=9) for name in ("fast", "slow")]
+    fast, slow = levels
+    trainer, original = rig(*levels), faults.point
+
+    def point(name):
+        if name == "keeper.persist.cascade":
+            assert until(damaged.is_set if order == "copied first" else lambda: trainer.told("level_failed", fast.url))
+        original(name)
+
+    def has_failed():
+        return order != "copied first" or trainer.told("level_failed", slow.url)
+
+    monkeypatch.setattr(faults, "point", point)
+    damaged = damaging(trainer, fast, 1, has_failed)
+    trainer.capture(1)
+    assert until(lambda: trainer.told("level_failed", fast.url))
+    trainer.settle()
+
+    check(slow, 1)
+    trainer.capture(2)
+    trainer.settle()
+    assert [trainer.told("durable", level.url) for level in levels] == [[1, 2], [1, 2]]
+    assert trainer.persister.is_durable_everywhere()
 
 
 @pytest.fixture
