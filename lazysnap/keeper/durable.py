@@ -4,6 +4,8 @@ from collections import defaultdict
 
 from lazysnap.keeper.messages import Message
 
+_REMEMBERED = 8
+
 
 class DurableSteps:
     """Of one run, and of captures that began after it was adopted. Not thread-safe."""
@@ -23,10 +25,14 @@ class DurableSteps:
         """The keeper said something: that a snapshot was committed, or that one that was is read back damaged."""
         kind, sequence = message["type"], message.get("sequence", 0)
         if kind == "durable" and self._run_id in (None, message["run_id"]) and sequence > self._floor:
-            self._steps[message["level"]][sequence] = message["step"]
+            steps = self._steps[message["level"]]
+            steps[sequence] = message["step"]
+            if len(steps) > _REMEMBERED:
+                del steps[min(steps)]
         elif kind == "level_failed":
             self._steps[message["level"]].pop(sequence, None)
 
     def newest(self, url: str) -> int:
-        """The last step at a level; -1 if there is none."""
-        return next(reversed(self._steps[url].values()), -1)
+        """The step of the last capture at a level, which may come there before older ones; -1 if there is none."""
+        steps = self._steps[url]
+        return steps[max(steps)] if steps else -1
