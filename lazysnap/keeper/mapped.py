@@ -72,8 +72,10 @@ class MappedSlots:
             logger.debug("a slot cannot be populated: %s", error)
             return
         with self._lock:
-            self._ready.add(slot)
-            self._lock.notify_all()
+            # Else it was dropped meanwhile, and nothing may hold it.
+            if any(slot is held for held in (*self._slots.values(), *self._orphans)):
+                self._ready.add(slot)
+                self._lock.notify_all()
 
     def readopt(self, number: int, inode: int) -> bool:
         """Give an orphan its number at the new keeper; ``False`` if none has this memory."""
