@@ -30,6 +30,7 @@ from lazysnap.keeper.events import (
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.mapped import MappedImages, MappedSlots
 from lazysnap.keeper.messages import Connection, Message
+from lazysnap.keeper.questions import Questions
 from lazysnap.keeper.team import Team
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,7 @@ class KeeperClient:
         self._frozen = MappedImages()
         self._wanted: tuple[int, int, int] | None = None
         self._events: deque[KeeperEvent] = deque()
-        self._replies: dict[int, Message] = {}
-        self._next_id = 0
+        self._questions = Questions(self._changed, lambda: self._connection)
         self._durable = DurableSteps()
         self.listener: Callable[[KeeperEvent], None] = lambda event: None
         """Is told every event at once, on this client's thread; must not block."""
@@ -180,8 +180,7 @@ class KeeperClient:
             if event is not None:
                 self._events.append(event)
             self._durable.hear(message)
-            if "id" in message:
-                self._replies[int(message["id"])] = message
+            self._questions.hear(message)
             self._changed.notify_all()
         if event is not None:
             self.listener(event)
@@ -253,32 +252,12 @@ class KeeperClient:
 
     # ---------------------------------------------------------------- questions
 
-    def _ask(self, message: Message, timeout_s: float) -> Message | None:
-        """Send a question, wait for its answer; ``None`` if none came in time. Blocks."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            self._next_id += 1
-            question = self._next_id
-            connection = self._connection
-        if connection is None:
-            return None
-        try:
-            connection.send({**message, "id": question}, timeout_s=max(0.05, min(timeout_s, 5.0)))
-        except OSError:
-            return None
-        with self._changed:
-            while question not in self._replies:
-                if time.monotonic() >= deadline or self._connection is not connection:
-                    return None
-                self._changed.wait(max(0.0, min(deadline - time.monotonic(), 0.5)))
-            return self._replies.pop(question)
-
     def inventory(self, timeout_s: float) -> MemoryHoldings:
         """Whole captures that the keeper holds, of this or of a dead trainer, and what they refer to. Blocks.
 
         Raises: KeeperUnavailable, if there is no answer in time.
         """
-        reply = self._ask({"type": "inventory"}, timeout_s)
+        reply = self._questions.ask({"type": "inventory"}, timeout_s)
         if reply is None:
             raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._changed:
@@ -300,7 +279,7 @@ class KeeperClient:
         Blocks: while the keeper finds memory. Raises: MemoryBoundExceeded, if there is none.
         """
         question = {"type": "frozen", "digest": digest, "meta": meta_bytes, "image": image_bytes}
-        reply = self._ask(question, _FROZEN_S)
+        reply = self._questions.ask(question, _FROZEN_S)
         if reply is None:
             return None
         if reply["type"] != "frozen_slot":
@@ -340,7 +319,7 @@ class KeeperClient:
             return True
         tell, count = progress or (lambda done, of: None), len(self._config.levels)
         tell(0, count)
-        reply = self._ask({"type": "drain"}, timeout_s)
+        reply = self._questions.ask({"type": "drain"}, timeout_s)
         if reply is not None:
             tell(count, count)
         return reply is not None and bool(reply["ok"])
