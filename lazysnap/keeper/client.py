@@ -29,7 +29,7 @@ from lazysnap.keeper.events import (
 )
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.mapped import MappedImages, MappedSlots
-from lazysnap.keeper.messages import Connection, Message
+from lazysnap.keeper.messages import Connection, Message, Received, Unclaimed
 from lazysnap.keeper.questions import Questions
 from lazysnap.keeper.team import Team
 
@@ -99,9 +99,12 @@ class KeeperClient:
         try:
             while not self._closing:
                 connection, received = attach(self._identity, self._config, self._team)
-                for message, fds in received:
-                    self._take(message, fds)
-                self._adopt_orphans(connection)
+                try:
+                    self._take_all(received)
+                    self._adopt_orphans(connection)
+                except BaseException:
+                    connection.close()
+                    raise
                 with self._changed:
                     if self._is_closing():  # said while the keeper was starting
                         if self._said_goodbye:
@@ -143,25 +146,31 @@ class KeeperClient:
 
     def _listen(self, connection: Connection) -> None:
         connection.set_receive_timeout(None)
-        while True:
-            try:
-                received = connection.receive()
-            except (OSError, KeeperUnavailable):
-                received = None
-            if received is None:
-                break
-            for message, fds in received:
-                self._take(message, fds)
-        with self._changed:
-            self._connection = None
-            self._slots.orphan_all()
-            self._frozen.orphan_all()
-            connection.close()
-            if not self._closing:
-                self._events.append(KeeperLost("its connection ended"))
-            self._changed.notify_all()
+        try:
+            while True:
+                try:
+                    received = connection.receive()
+                except (OSError, KeeperUnavailable):
+                    received = None
+                if received is None:
+                    break
+                self._take_all(received)
+        finally:
+            with self._changed:
+                self._connection = None
+                self._slots.orphan_all()
+                self._frozen.orphan_all()
+                connection.close()
+                if not self._closing:
+                    self._events.append(KeeperLost("its connection ended"))
+                self._changed.notify_all()
 
     # ---------------------------------------------------------------- messages of the keeper
+
+    def _take_all(self, received: Received) -> None:
+        with Unclaimed(received) as messages:
+            for message, fds in messages:
+                self._take(message, fds)
 
     def _take(self, message: Message, fds: tuple[int, ...]) -> None:
         kind = message["type"]

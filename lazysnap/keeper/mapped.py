@@ -52,9 +52,8 @@ class MappedSlots:
             return
         try:
             slot = Slot.attach(fd)
-        except FormatError as error:
-            os.close(fd)
-            logger.warning("%s", error)
+        except (FormatError, OSError) as error:
+            logger.warning("a slot of the keeper cannot be mapped: %s", error)
             return
         self._slots[number] = slot
         if self._is_wanted:
@@ -130,9 +129,8 @@ class MappedImages:
         else:
             try:
                 slot = Slot.attach(fd)
-            except FormatError as error:
-                os.close(fd)
-                logger.warning("%s", error)
+            except (FormatError, OSError) as error:
+                logger.warning("the keeper's immutable tensors cannot be mapped: %s", error)
                 return
             self.drop(digest)
             self._slots[digest] = slot
