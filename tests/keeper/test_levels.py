@@ -453,17 +453,34 @@ def test_a_slow_level_that_hangs_holds_up_no_faster_one(rig, tmp_path, inject):
     assert steps_at(second)[-1] == 3
 
 
-def test_a_capture_whose_slot_was_reused_while_its_level_hung_is_never_committed(rig, tmp_path, inject, monkeypatch):
-    """The hanging write comes back when the slot holds other bytes: nothing of it may become visible."""
+@pytest.mark.parametrize(
+    ("place", "nth"),
+    [
+        ("level.local.write", 1),
+        ("level.local.sync", 1),
+        ("level.local.rename", 1),
+        ("level.local.renamed", 1),
+        ("level.store.commit", 1),
+        # Of the manifest.
+        ("level.local.sync", 2),
+        ("level.local.renamed", 2),
+    ],
+)
+def test_a_capture_whose_slot_was_reused_while_its_level_hung_is_never_committed(
+    rig, tmp_path, monkeypatch, place, nth
+):
+    """What hung comes back when the slot holds other bytes: nothing of it may become visible, or stay."""
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, timeout_s=0.3, keep_last=9)
-    back = threading.Event()
+    back, passed = threading.Event(), []
     trainer = rig(level)
     original = faults.point
 
     def point(name):
-        if name == "level.local.write" and not back.is_set() and not hung:
-            hung.append(threading.current_thread())
-            back.wait(60)
+        if name == place and not hung:
+            passed.append(name)
+            if len(passed) == nth:
+                hung.append(threading.current_thread())
+                back.wait(60)
         original(name)
 
     hung = []
