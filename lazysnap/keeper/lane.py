@@ -22,6 +22,7 @@ from lazysnap.levels.redaction import shown
 from lazysnap.levels.shards import NodeCapture
 from lazysnap.levels.source import FileSource, PacedSource
 from lazysnap.resolver import Entry
+from lazysnap.shard.manifest import CaptureMeta
 
 if TYPE_CHECKING:
     from lazysnap.keeper.persist import Persister
@@ -89,6 +90,8 @@ class Lane:
         self._pace = Pace(self._level.max_bytes_per_s)
         self._bases = Bases(self._frozen_slot, self._pace)
         self._store: SnapshotStore | None = None
+        self._start: tuple[str, str | None] | None = None
+        """Run and generation for which ``_store`` was opened, or looked through anew."""
         self._own: Belongings | None = None
         """With several ranks: what this one has there, as far as ``_store`` knows."""
         self._attempt: Attempt[Any] | None = None
@@ -208,7 +211,7 @@ class Lane:
     def _write(self, work: SlotWork, beat: Beat) -> Committed:
         faults.point("keeper.persist.begin")
         source = SlotSource(work.slot, work.status, beat)
-        store = self._opened()
+        store = self._opened(source.meta)
         with self._bases.there(store, (source.meta,), beat):
             entry, manifest = store.write_entry(source.meta, PacedSource(source, self._pace, beat), beat=beat)
         return Committed(work.status.sequence, entry, manifest.meta, self._index, source.size_bytes, manifest)
@@ -217,7 +220,7 @@ class Lane:
         faults.point("keeper.persist.cascade")
         assert item.manifest is not None
         whole = NodeCapture.of(item.manifest)
-        store = self._opened()
+        store = self._opened(item.meta)
         origin = self._origin(item)
         path = f"{item.entry.location}/{item.manifest.file}"
         with (
@@ -232,14 +235,16 @@ class Lane:
         level = self._persister.levels[item.level]
         return open_store(level.url, options=level.storage_options)
 
-    def _opened(self) -> SnapshotStore:
-        if self._store is None:
-            level = self._level
-            store = open_store(level.url, speed=self._index + 1, options=level.storage_options)
+    def _opened(self, meta: CaptureMeta) -> SnapshotStore:
+        start, level = (meta.run_id, meta.generation), self._level
+        if self._store is None or start != self._start:
+            store = self._store or open_store(level.url, speed=self._index + 1, options=level.storage_options)
+            # Between two starts others may have been here: what they left is looked for once more.
             gone = store.sweep(self._share)
             if gone:
                 logger.info("%s: removed what dead runs left: %s", shown(level.url), ", ".join(gone))
-            self._store, self._own = store, Belongings(store, level, self._share)
+            self._own = Belongings(store, level, self._share)
+            self._store, self._start = store, start
         return self._store
 
     def _frozen_slot(self, digest: str) -> Slot | None:

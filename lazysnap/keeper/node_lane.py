@@ -115,7 +115,7 @@ class LeadLane(Lane):
             parts.sort(key=lambda part: part.meta.rank)
             faults.point("keeper.node.gathered")
             source = NodeSource(parts)
-            store = self._opened()
+            store = self._opened(own.meta)
             team, metas = self._persister.team, tuple(part.meta for part in parts)
             origin = None if item is None else self._origin(item)
             stack.enter_context(self._bases.there(store, metas, beat, origin))
