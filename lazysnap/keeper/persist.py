@@ -208,8 +208,10 @@ class Persister:
 
     def file_of(self, key: CaptureKey) -> Committed | None:
         """Where a capture has a file of its own."""
-        known = (item for item in self._committed.values() if item.entry.file is None)
-        found = (item for item in known if CaptureKey.of(item.meta) == key)
+        queued = (item for state in self.states for item in state.queue)
+        copying = (lane.copying for lane in self._lanes if lane.copying is not None)
+        known = itertools.chain(self._committed.values(), queued, copying)  # older ones are remembered as they wait
+        found = (item for item in known if item.entry.file is None and CaptureKey.of(item.meta) == key)
         return max(found, key=lambda item: item.sequence, default=None)  # the last, if a step was passed twice
 
     def slot_of(self, key: CaptureKey) -> tuple[Slot, CaptureMeta, int] | None:
