@@ -116,26 +116,28 @@ class Lane:
         """The thread: until the persister stops."""
         persister = self._persister
         while True:
-            with persister.changed:
-                if persister.stopping:
-                    return
-                work = persister.work_for(self._index)
-                if work is None or isinstance(work, Waiting):
-                    persister.changed.wait(_IDLE_S)
-                else:
-                    self._take(work)
-            if work is None or isinstance(work, Waiting):
-                self._idle(is_waiting=work is not None)
-                continue
             try:
-                self._do(work)
+                with persister.changed:
+                    if persister.stopping:
+                        return
+                    work = persister.work_for(self._index)
+                    if work is None or isinstance(work, Waiting):
+                        persister.changed.wait(_IDLE_S)
+                    else:
+                        self._take(work)
+                if work is None or isinstance(work, Waiting):
+                    self._idle(is_waiting=work is not None)
+                else:
+                    self._do(work)
             except Exception:  # the rim of the thread: a bug here must not end persistence
                 logger.exception("%s", self._where)
+                time.sleep(_IDLE_S)
             finally:
-                with persister.changed:
-                    self.slot = self.copying = self._attempt = None
-                    self.is_busy = False
-                    persister.changed.notify_all()
+                if self.is_busy:
+                    with persister.changed:
+                        self.slot = self.copying = self._attempt = None
+                        self.is_busy = False
+                        persister.changed.notify_all()
 
     def _idle(self, *, is_waiting: bool) -> None:
         """Nothing to do here now."""
@@ -255,7 +257,9 @@ class Lane:
     def _committed(self, item: Committed, seconds: float) -> None:
         faults.point("keeper.persist.committed")
         with self._persister.changed:
-            self._persister.committed(item)
+            left_out = self._persister.committed(item)
+        for message in left_out:
+            self._persister.emit(message)
         step, size = item.entry.step, item.own_bytes
         whole = size if item.manifest is None else item.manifest.size_bytes
         logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, whole, seconds)

@@ -286,8 +286,9 @@ class Persister:
         newest_tried = max(self.states[wanted_by[0]].tried, default=0)
         return newest_tried > status.sequence and not is_asked_for(self.states, step, status.sequence, self.named)
 
-    def committed(self, item: Committed) -> None:
-        """A level has a capture: slower ones may copy it."""
+    def committed(self, item: Committed) -> list[Message]:
+        """A level has a capture: slower ones may copy it. What is to be told, once the lock is free, of what is left
+        out for it: a trainer that hangs takes its time to listen."""
         state = self.states[item.level]
         state.note_committed(item.entry.step, item.sequence)
         state.queue = [known for known in state.queue if known.sequence != item.sequence]
@@ -299,10 +300,14 @@ class Persister:
         for slot in self._slots() if item.entry.file is None else ():
             if item.manifest is not None and slot.status().sequence == item.sequence:
                 self._checksums[slot] = (item.sequence, item.manifest.checksums)
+        left_out = []
         for index in range(item.level + 1, len(self.states)):
             for dropped in enqueue(self.states[index], item, self.named, len(self._slots())):
-                self._dropped(index, dropped.entry.step)
+                url, step = self.levels[index].url, dropped.entry.step
+                logger.info("step %d is left out at %s: a newer one is ready", step, shown(url))
+                left_out.append({"type": "level_dropped", "level": url, "step": step})
         self.changed.notify_all()
+        return left_out
 
     def read_back(self, item: Committed, *, is_sound: bool) -> None:
         """What a level committed counts as durable from now on, or never will, and nobody is to copy it."""
@@ -333,10 +338,6 @@ class Persister:
         """Whether what was to be copied was found damaged meanwhile."""
         with self.changed:
             return any(known is item for known in self._withdrawn)
-
-    def _dropped(self, index: int, step: int) -> None:
-        logger.info("step %d is left out at %s: a newer one is ready", step, shown(self.levels[index].url))
-        self.emit({"type": "level_dropped", "level": self.levels[index].url, "step": step})
 
     def failed(self, index: int, sequence: int) -> None:
         """A level could not take a capture."""

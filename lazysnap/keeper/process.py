@@ -195,11 +195,11 @@ class Keeper:
             return
         levels = tuple(PersistentLevel(**fields) for fields in message["levels"])
         memory = MemoryLevel(linger_s=message["linger_s"], max_bytes=message["max_bytes"])
+        team = Team.from_fields(message["team"])
         self._linger_s, self._max_bytes = memory.linger_s, memory.max_bytes
         self._trainer, self._trainer_since = connection, time.time()
         self._watch(connection)
         faults.set_peer(connection.peer_pid)
-        team = Team.from_fields(message["team"])
         if (levels, team) != (self._levels, self._team):
             self._persister.stop()
             self._levels, self._team = levels, team

@@ -9,6 +9,7 @@ from keeper_jobs import until
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotPhase
 from lazysnap.config import PersistentLevel
+from lazysnap.keeper import persist
 from lazysnap.keeper.durable import DurableSteps
 from lazysnap.keeper.persist import Persister
 from lazysnap.levels import open_store
@@ -511,3 +512,43 @@ def test_a_name_that_another_run_left_behind_names_nothing(rig, tmp_path):
     trainer.settle()
 
     assert [entry.names for entry in open_store(level.url).inventory().entries] == [()]
+
+
+def test_a_trainer_that_listens_to_nothing_holds_up_no_other_level(rig, tmp_path, inject):
+    """What is told takes seconds then: never under the lock that all levels need."""
+    fast = PersistentLevel(tmp_path / "fast", every_n_steps=1)
+    slow = PersistentLevel(tmp_path / "slow", every_n_steps=1, timeout_s=60)
+    inject("keeper.persist.cascade:1:hang")
+    trainer, free = rig(fast, slow), []
+
+    def emit(event):
+        if event["type"] == "level_dropped":
+            other = threading.Thread(target=lambda: free.append(trainer.persister.steps_to_copy(0)), daemon=True)
+            other.start()
+            other.join(20)
+            assert free
+        trainer.events.append(event)
+
+    trainer.persister.emit = emit
+    for step in (1, 2, 3):
+        trainer.capture(step)
+        assert until(lambda step=step: step in trainer.told("durable", fast.url), 30)
+
+    assert trainer.told("level_dropped", slow.url) == [2]
+
+
+def test_an_error_in_what_a_level_is_to_do_next_does_not_end_its_thread(rig, tmp_path, monkeypatch):
+    level, raised, original = PersistentLevel(tmp_path / "a", every_n_steps=1), [], persist.slot_for
+
+    def slot_for(*arguments, **settings):
+        if any(status.step == 1 for status in arguments[2]) and not raised:
+            raised.append(True)
+            raise RuntimeError("injected")
+        return original(*arguments, **settings)
+
+    monkeypatch.setattr(persist, "slot_for", slot_for)
+    trainer = rig(level)
+    trainer.capture(1)
+
+    assert until(lambda: trainer.told("durable") == [1])
+    assert raised

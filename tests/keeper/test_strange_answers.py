@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 import threading
+import time
 
 import pytest
 from keeper_jobs import until
@@ -15,7 +16,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.errors import FormatError, KeeperUnavailable, LevelUnavailable
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import connect_to
+from lazysnap.keeper.launch import connect_to, reach_keeper
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.parts import CaptureKey, Known, Outcome
 from lazysnap.keeper.visit import Visit
@@ -236,3 +237,13 @@ def test_a_keeper_outlives_a_lead_that_talks_nonsense(tmp_path):
             assert until(lambda: member.told("durable") == [5])
         assert until(lambda: not slot.status().pinned)
         assert member.told("level_failed") == []
+
+
+def test_a_hello_that_cannot_be_understood_makes_nobody_the_trainer(tmp_path):
+    member = Member(tmp_path)
+    with contextlib.closing(member), contextlib.closing(reach_keeper(member.identity, time.monotonic() + 20)) as other:
+        other.send({"type": "hello", "levels": [], "linger_s": 1.0, "max_bytes": None, "team": {"ranks": 7}})
+
+        member.start()  # else this one is refused while the other stays
+
+        member.adopt(5, pin=True)
