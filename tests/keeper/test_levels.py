@@ -552,3 +552,38 @@ def test_an_error_in_what_a_level_is_to_do_next_does_not_end_its_thread(rig, tmp
 
     assert until(lambda: trainer.told("durable") == [1])
     assert raised
+
+
+def test_a_level_where_three_threads_hang_is_left_alone_until_one_returns(rig, tmp_path, monkeypatch):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, timeout_s=0.3)
+    trainer, original = rig(level), faults.point
+    hanging, may_return, is_stuck = [], [threading.Event() for _ in range(3)], threading.Event()
+    is_stuck.set()
+
+    def point(name):
+        if name == "level.local.write" and is_stuck.is_set():
+            hanging.append(threading.current_thread())
+            may_return[len(hanging) - 1].wait(60)
+        original(name)
+
+    monkeypatch.setattr(faults, "point", point)
+    for step in (1, 2, 3, 4):
+        trainer.capture(step)
+        trainer.settle()
+
+    texts = [event["text"] for event in trainer.events if event["type"] == "level_failed"]
+    assert ["did not move" in text for text in texts] == [True, True, True, False]
+    assert "3 earlier operations still hang there" in texts[-1]
+    assert len(hanging) == 3
+
+    is_stuck.clear()
+    may_return[1].set()
+    hanging[1].join(20)
+    writers = [thread for thread in threading.enumerate() if thread.name.endswith("writing step 2")]
+    assert until(lambda: not any(thread.is_alive() for thread in writers))
+    trainer.capture(5)
+    trainer.settle()
+
+    assert steps_at(level) == [5]
+    for event in may_return:
+        event.set()
