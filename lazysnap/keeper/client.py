@@ -320,7 +320,7 @@ class KeeperClient:
             return True
 
     def drain(self, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> bool:
-        """Block until the newest whole capture is committed at every level; ``False`` if it could not be.
+        """Block until the newest whole capture is committed at every level, and not found damaged; ``False`` if not.
 
         ``progress`` is called with the number of levels done and of all levels.
         """

@@ -261,8 +261,6 @@ class Keeper:
     def _on_begun(self, message: Message, fds: tuple[int, ...]) -> None:
         self._persister.wake()
 
-    _on_captured = _on_begun
-
     def _on_reserve(self, message: Message, fds: tuple[int, ...]) -> None:
         self._wanted = (int(message["meta"]), int(message["image"]), int(message["count"]))
         self._settled = None  # what was there once may have been let go for other sizes meanwhile
