@@ -64,7 +64,7 @@ class Rank:
         size = self._size
         self._slot.begin(number + 1, sequence=number + 1, image_bytes=size, meta=meta.to_bytes(), pin=True)
         self._slot.commit()
-        self._connection.send({"type": "captured"})
+        self._connection.send({"type": "begun"})
 
     def wait_durable(self) -> None:
         """Until its keeper says so."""

@@ -117,25 +117,29 @@ class Slot:
         try:
             os.ftruncate(fd, PAGE + meta_capacity + image_capacity)
             os.pwrite(fd, struct.pack("<3Q", _MAGIC, meta_capacity, image_capacity), 0)
-            return cls.attach(fd)
         except BaseException:
             os.close(fd)
             raise
+        return cls.attach(fd)
 
     @classmethod
     def attach(cls, fd: int) -> "Slot":
-        """Map the slot behind ``fd``, which the slot owns from then on.
+        """Map the slot behind ``fd``, which the slot owns from then on; it is closed if it cannot be mapped.
 
-        Raises: FormatError, if the memory is no slot of this version.
+        Raises: FormatError, if the memory is no slot of this version; OSError, if there is no room for a mapping.
         """
-        size = os.fstat(fd).st_size
-        magic, meta_capacity, image_capacity = struct.unpack("<3Q", os.pread(fd, 24, 0).ljust(24, b"\0"))
-        if magic != _MAGIC or PAGE + meta_capacity + image_capacity != size:
-            raise FormatError(
-                f"shared memory of {size} bytes is no arena slot of this version (magic {magic:#x}, "
-                f"capacities {meta_capacity} + {image_capacity}); restart the keeper of this job"
-            )
-        return cls(fd, mmap.mmap(fd, size))
+        try:
+            size = os.fstat(fd).st_size
+            magic, meta_capacity, image_capacity = struct.unpack("<3Q", os.pread(fd, 24, 0).ljust(24, b"\0"))
+            if magic != _MAGIC or PAGE + meta_capacity + image_capacity != size:
+                raise FormatError(
+                    f"shared memory of {size} bytes is no arena slot of this version (magic {magic:#x}, "
+                    f"capacities {meta_capacity} + {image_capacity}); restart the keeper of this job"
+                )
+            return cls(fd, mmap.mmap(fd, size))
+        except BaseException:
+            os.close(fd)
+            raise
 
     @classmethod
     def attach_all(cls, fds: Iterable[int]) -> "list[Slot]":
@@ -146,8 +150,7 @@ class Slot:
         left, slots = deque(fds), list[Slot]()
         try:
             while left:
-                slots.append(cls.attach(left[0]))
-                left.popleft()
+                slots.append(cls.attach(left.popleft()))
         except BaseException:
             for slot in slots:
                 slot.close()

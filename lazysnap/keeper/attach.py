@@ -8,14 +8,12 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import reach_keeper
-from lazysnap.keeper.messages import Connection, Message
+from lazysnap.keeper.messages import Connection, Received
 from lazysnap.keeper.team import Team
 
 _BUSY_GRACE_S = 3.0
 """A trainer that was just killed may take a moment to be gone."""
 _RETRY_S = 0.02
-
-Received = list[tuple[Message, tuple[int, ...]]]
 
 
 def attach(identity: JobIdentity, config: SnapshotConfig, team: Team) -> tuple[Connection, Received]:

@@ -20,7 +20,6 @@ from lazysnap.errors import JobBusy, KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.attach import attach
 from lazysnap.keeper.durable import DurableSteps
 from lazysnap.keeper.events import (
-    Durable,
     KeeperEvent,
     KeeperLost,
     KeeperReady,
@@ -30,7 +29,8 @@ from lazysnap.keeper.events import (
 )
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.mapped import MappedImages, MappedSlots
-from lazysnap.keeper.messages import Connection, Message
+from lazysnap.keeper.messages import Connection, Message, Received, Unclaimed
+from lazysnap.keeper.questions import Questions
 from lazysnap.keeper.team import Team
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,7 @@ class KeeperClient:
         self._frozen = MappedImages()
         self._wanted: tuple[int, int, int] | None = None
         self._events: deque[KeeperEvent] = deque()
-        self._replies: dict[int, Message] = {}
-        self._next_id = 0
+        self._questions = Questions(self._changed, lambda: self._connection)
         self._durable = DurableSteps()
         self.listener: Callable[[KeeperEvent], None] = lambda event: None
         """Is told every event at once, on this client's thread; must not block."""
@@ -100,9 +99,12 @@ class KeeperClient:
         try:
             while not self._closing:
                 connection, received = attach(self._identity, self._config, self._team)
-                for message, fds in received:
-                    self._take(message, fds)
-                self._adopt_orphans(connection)
+                try:
+                    self._take_all(received)
+                    self._adopt_orphans(connection)
+                except BaseException:
+                    connection.close()
+                    raise
                 with self._changed:
                     if self._is_closing():  # said while the keeper was starting
                         if self._said_goodbye:
@@ -144,25 +146,31 @@ class KeeperClient:
 
     def _listen(self, connection: Connection) -> None:
         connection.set_receive_timeout(None)
-        while True:
-            try:
-                received = connection.receive()
-            except (OSError, KeeperUnavailable):
-                received = None
-            if received is None:
-                break
-            for message, fds in received:
-                self._take(message, fds)
-        with self._changed:
-            self._connection = None
-            self._slots.orphan_all()
-            self._frozen.orphan_all()
-            connection.close()
-            if not self._closing:
-                self._events.append(KeeperLost("its connection ended"))
-            self._changed.notify_all()
+        try:
+            while True:
+                try:
+                    received = connection.receive()
+                except (OSError, KeeperUnavailable):
+                    received = None
+                if received is None:
+                    break
+                self._take_all(received)
+        finally:
+            with self._changed:
+                self._connection = None
+                self._slots.orphan_all()
+                self._frozen.orphan_all()
+                connection.close()
+                if not self._closing:
+                    self._events.append(KeeperLost("its connection ended"))
+                self._changed.notify_all()
 
     # ---------------------------------------------------------------- messages of the keeper
+
+    def _take_all(self, received: Received) -> None:
+        with Unclaimed(received) as messages:
+            for message, fds in messages:
+                self._take(message, fds)
 
     def _take(self, message: Message, fds: tuple[int, ...]) -> None:
         kind = message["type"]
@@ -180,10 +188,8 @@ class KeeperClient:
             event = event_of(message)
             if event is not None:
                 self._events.append(event)
-            if isinstance(event, Durable):
-                self._durable.note(event, message["run_id"])
-            if "id" in message:
-                self._replies[int(message["id"])] = message
+            self._durable.hear(message)
+            self._questions.hear(message)
             self._changed.notify_all()
         if event is not None:
             self.listener(event)
@@ -255,32 +261,12 @@ class KeeperClient:
 
     # ---------------------------------------------------------------- questions
 
-    def _ask(self, message: Message, timeout_s: float) -> Message | None:
-        """Send a question, wait for its answer; ``None`` if none came in time. Blocks."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            self._next_id += 1
-            question = self._next_id
-            connection = self._connection
-        if connection is None:
-            return None
-        try:
-            connection.send({**message, "id": question}, timeout_s=max(0.05, min(timeout_s, 5.0)))
-        except OSError:
-            return None
-        with self._changed:
-            while question not in self._replies:
-                if time.monotonic() >= deadline or self._connection is not connection:
-                    return None
-                self._changed.wait(max(0.0, min(deadline - time.monotonic(), 0.5)))
-            return self._replies.pop(question)
-
     def inventory(self, timeout_s: float) -> MemoryHoldings:
         """Whole captures that the keeper holds, of this or of a dead trainer, and what they refer to. Blocks.
 
         Raises: KeeperUnavailable, if there is no answer in time.
         """
-        reply = self._ask({"type": "inventory"}, timeout_s)
+        reply = self._questions.ask({"type": "inventory"}, timeout_s)
         if reply is None:
             raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._changed:
@@ -302,7 +288,7 @@ class KeeperClient:
         Blocks: while the keeper finds memory. Raises: MemoryBoundExceeded, if there is none.
         """
         question = {"type": "frozen", "digest": digest, "meta": meta_bytes, "image": image_bytes}
-        reply = self._ask(question, _FROZEN_S)
+        reply = self._questions.ask(question, _FROZEN_S)
         if reply is None:
             return None
         if reply["type"] != "frozen_slot":
@@ -334,7 +320,7 @@ class KeeperClient:
             return True
 
     def drain(self, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> bool:
-        """Block until the newest whole capture is committed at every level; ``False`` if it could not be.
+        """Block until the newest whole capture is committed at every level, and not found damaged; ``False`` if not.
 
         ``progress`` is called with the number of levels done and of all levels.
         """
@@ -342,7 +328,7 @@ class KeeperClient:
             return True
         tell, count = progress or (lambda done, of: None), len(self._config.levels)
         tell(0, count)
-        reply = self._ask({"type": "drain"}, timeout_s)
+        reply = self._questions.ask({"type": "drain"}, timeout_s)
         if reply is not None:
             tell(count, count)
         return reply is not None and bool(reply["ok"])

@@ -1,13 +1,18 @@
 """What a trainer knows to be durable of its own part, by level."""
 
-from lazysnap.keeper.events import Durable
+from collections import defaultdict
+
+from lazysnap.keeper.messages import Message
+
+_REMEMBERED = 8
 
 
 class DurableSteps:
     """Of one run, and of captures that began after it was adopted. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._steps: dict[str, int] = {}
+        self._steps: dict[str, dict[int, int]] = defaultdict(dict)
+        """By level: the last few, by the sequence numbers of their captures."""
         self._run_id: str | None = None
         self._floor = 0
 
@@ -16,11 +21,18 @@ class DurableSteps:
         self._run_id, self._floor = run_id, newest_sequence
         self._steps.clear()
 
-    def note(self, event: Durable, run_id: str) -> None:
-        """A snapshot was committed."""
-        if self._run_id in (None, run_id) and event.sequence > self._floor:
-            self._steps[event.level] = event.step
+    def hear(self, message: Message) -> None:
+        """The keeper said something: that a snapshot was committed, or that one that was is read back damaged."""
+        kind, sequence = message["type"], message.get("sequence", 0)
+        if kind == "durable" and self._run_id in (None, message["run_id"]) and sequence > self._floor:
+            steps = self._steps[message["level"]]
+            steps[sequence] = message["step"]
+            if len(steps) > _REMEMBERED:
+                del steps[min(steps)]
+        elif kind == "level_failed":
+            self._steps[message["level"]].pop(sequence, None)
 
     def newest(self, url: str) -> int:
-        """The last step at a level; -1 if there is none."""
-        return self._steps.get(url, -1)
+        """The step of the last capture at a level, which may come there before older ones; -1 if there is none."""
+        steps = self._steps[url]
+        return steps[max(steps)] if steps else -1

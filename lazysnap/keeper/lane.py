@@ -1,16 +1,16 @@
 """One level's thread: does what the schedule gives it, under a deadline, and says how it went."""
 
-import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotStatus
-from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, LevelHangs, LevelUnavailable
+from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, LevelHangs
+from lazysnap.keeper.bases import Bases, Beat
 from lazysnap.keeper.parts import Outcome
 from lazysnap.keeper.schedule import Committed
 from lazysnap.keeper.slot_source import SlotSource
@@ -20,9 +20,9 @@ from lazysnap.levels.belongings import Belongings, Told
 from lazysnap.levels.pace import Pace
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.shards import NodeCapture
-from lazysnap.levels.source import FileSource, MemorySource, PacedSource
+from lazysnap.levels.source import FileSource, PacedSource
 from lazysnap.resolver import Entry
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference, frozen_directory_name
+from lazysnap.shard.manifest import CaptureMeta
 
 if TYPE_CHECKING:
     from lazysnap.keeper.persist import Persister
@@ -34,8 +34,6 @@ _MAX_HANGING = 3
 """Threads that may hang at one level at a time; then it is left alone until one comes back."""
 _NAME_RETRY_S = 5.0
 _DELETING = "deleting old snapshots"
-
-Beat = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,10 @@ class Lane:
         self._where = shown(self._level.url)
         self._share = persister.team.share(self._level)
         self._pace = Pace(self._level.max_bytes_per_s)
+        self._bases = Bases(self._frozen_slot, self._pace)
         self._store: SnapshotStore | None = None
+        self._start: tuple[str, str | None] | None = None
+        """Run and generation for which ``_store`` was opened, or looked through anew."""
         self._own: Belongings | None = None
         """With several ranks: what this one has there, as far as ``_store`` knows."""
         self._attempt: Attempt[Any] | None = None
@@ -115,26 +116,28 @@ class Lane:
         """The thread: until the persister stops."""
         persister = self._persister
         while True:
-            with persister.changed:
-                if persister.stopping:
-                    return
-                work = persister.work_for(self._index)
-                if work is None or isinstance(work, Waiting):
-                    persister.changed.wait(_IDLE_S)
-                else:
-                    self._take(work)
-            if work is None or isinstance(work, Waiting):
-                self._idle(is_waiting=work is not None)
-                continue
             try:
-                self._do(work)
+                with persister.changed:
+                    if persister.stopping:
+                        return
+                    work = persister.work_for(self._index)
+                    if work is None or isinstance(work, Waiting):
+                        persister.changed.wait(_IDLE_S)
+                    else:
+                        self._take(work)
+                if work is None or isinstance(work, Waiting):
+                    self._idle(is_waiting=work is not None)
+                else:
+                    self._do(work)
             except Exception:  # the rim of the thread: a bug here must not end persistence
                 logger.exception("%s", self._where)
+                time.sleep(_IDLE_S)
             finally:
-                with persister.changed:
-                    self.slot = self.copying = self._attempt = None
-                    self.is_busy = False
-                    persister.changed.notify_all()
+                if self.is_busy:
+                    with persister.changed:
+                        self.slot = self.copying = self._attempt = None
+                        self.is_busy = False
+                        persister.changed.notify_all()
 
     def _idle(self, *, is_waiting: bool) -> None:
         """Nothing to do here now."""
@@ -174,6 +177,9 @@ class Lane:
             logger.info("%s", error)
             return
         except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            if isinstance(work, Committed) and self._persister.is_withdrawn(work):
+                logger.info("step %s is not copied to %s: it was read back damaged: %s", step, self._where, error)
+                return
             self._failed(step or 0, sequence, error)
             return
         self._committed(item, time.monotonic() - started)
@@ -182,7 +188,9 @@ class Lane:
             self.slot = self.copying = None
             self._persister.changed.notify_all()
         if self._persister.team.world_size == 1:
-            self._retain(item)
+            is_sound = self._retain(item)
+            with self._persister.changed:
+                self._persister.read_back(item, is_sound=is_sound)
         else:
             self._confirm(item)
             self._tidy()  # sound or not: else a place where all is read back damaged fills up
@@ -205,8 +213,8 @@ class Lane:
     def _write(self, work: SlotWork, beat: Beat) -> Committed:
         faults.point("keeper.persist.begin")
         source = SlotSource(work.slot, work.status, beat)
-        store = self._opened()
-        with self._frozen(store, source.meta, beat):
+        store = self._opened(source.meta)
+        with self._bases.there(store, (source.meta,), beat):
             entry, manifest = store.write_entry(source.meta, PacedSource(source, self._pace, beat), beat=beat)
         return Committed(work.status.sequence, entry, manifest.meta, self._index, source.size_bytes, manifest)
 
@@ -214,11 +222,11 @@ class Lane:
         faults.point("keeper.persist.cascade")
         assert item.manifest is not None
         whole = NodeCapture.of(item.manifest)
-        store = self._opened()
+        store = self._opened(item.meta)
         origin = self._origin(item)
         path = f"{item.entry.location}/{item.manifest.file}"
         with (
-            self._all_frozen(store, whole.members, beat, item),
+            self._bases.there(store, whole.members, beat, origin),
             FileSource(origin.storage, path, item.manifest.size_bytes) as source,
         ):
             paced = PacedSource(source, self._pace, beat)
@@ -229,63 +237,17 @@ class Lane:
         level = self._persister.levels[item.level]
         return open_store(level.url, options=level.storage_options)
 
-    def _opened(self) -> SnapshotStore:
-        if self._store is None:
-            level = self._level
-            store = open_store(level.url, speed=self._index + 1, options=level.storage_options)
+    def _opened(self, meta: CaptureMeta) -> SnapshotStore:
+        start, level = (meta.run_id, meta.generation), self._level
+        if self._store is None or start != self._start:
+            store = self._store or open_store(level.url, speed=self._index + 1, options=level.storage_options)
+            # Between two starts others may have been here: what they left is looked for once more.
             gone = store.sweep(self._share)
             if gone:
                 logger.info("%s: removed what dead runs left: %s", shown(level.url), ", ".join(gone))
-            self._store, self._own = store, Belongings(store, level, self._share)
+            self._own = Belongings(store, level, self._share)
+            self._store, self._start = store, start
         return self._store
-
-    @contextlib.contextmanager
-    def _all_frozen(
-        self, store: SnapshotStore, metas: Sequence[CaptureMeta], beat: Beat, item: Committed | None = None
-    ) -> Iterator[None]:
-        """As ``_frozen`` for several ranks."""
-        with contextlib.ExitStack() as stack:
-            for meta in {meta.frozen: meta for meta in metas}.values():
-                stack.enter_context(self._frozen(store, meta, beat, item))
-            yield
-
-    @contextlib.contextmanager
-    def _frozen(
-        self, store: SnapshotStore, meta: CaptureMeta, beat: Beat, item: Committed | None = None
-    ) -> Iterator[None]:
-        """See to it that the immutable tensors are there, and stay, while a snapshot that refers to them is written."""
-        if meta.frozen is None:
-            yield
-            return
-        self._write_frozen(store, meta, meta.frozen, beat, item)
-        with store.frozen_lease(meta.run_id, meta.frozen.digest):
-            # Somebody's retention may just have taken them for unreferenced; from here on it cannot.
-            self._write_frozen(store, meta, meta.frozen, beat, item)
-            yield
-
-    def _write_frozen(
-        self, store: SnapshotStore, meta: CaptureMeta, frozen: FrozenReference, beat: Beat, item: Committed | None
-    ) -> None:
-        if store.has_frozen(meta.run_id, frozen.digest, beat):
-            return
-        slot = self._frozen_slot(frozen.digest)
-        if slot is not None:
-            own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of immutable tensors")
-            held = MemorySource(slot.image, frozen.size_bytes)
-            store.write_frozen(
-                replace(own, run_id=meta.run_id), PacedSource(held, self._pace, beat), frozen.digest, beat
-            )
-            return
-        if item is None:
-            raise LevelUnavailable(f"the immutable tensors {frozen.digest} of step {meta.step} are gone from memory")
-        origin = self._origin(item)
-        directory = frozen_directory_name(meta.run_id, frozen.digest)
-        image = next((one for one in origin.inventory().frozen if one.location == directory), None)
-        if image is None:
-            raise LevelUnavailable(f"{shown(origin.url)}: the immutable tensors {frozen.digest} are not there any more")
-        own = origin.read_manifest(image).meta
-        with FileSource(origin.storage, origin.place(image).shard_path, frozen.size_bytes) as source:
-            store.write_frozen(own, PacedSource(source, self._pace, beat), frozen.digest, beat)
 
     def _frozen_slot(self, digest: str) -> Slot | None:
         return self._persister.frozen(digest)
@@ -295,7 +257,9 @@ class Lane:
     def _committed(self, item: Committed, seconds: float) -> None:
         faults.point("keeper.persist.committed")
         with self._persister.changed:
-            self._persister.committed(item)
+            left_out = self._persister.committed(item)
+        for message in left_out:
+            self._persister.emit(message)
         step, size = item.entry.step, item.own_bytes
         whole = size if item.manifest is None else item.manifest.size_bytes
         logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, whole, seconds)
@@ -313,6 +277,11 @@ class Lane:
     def _tell_failed(self, step: int, error: Exception) -> None:
         self._persister.emit({"type": "level_failed", "level": self._level.url, "step": step, "text": str(error)})
 
+    def _tell_damaged(self, item: Committed, error: Exception) -> None:
+        """It was told to be durable; it is not."""
+        event = {"type": "level_failed", "level": self._level.url, "step": item.entry.step, "text": str(error)}
+        self._persister.emit({**event, "run_id": item.entry.run_id, "sequence": item.sequence})
+
     def _protected(self, item: Committed | None) -> frozenset[int]:
         """Steps that must stay for now; they are looked at again when nothing waits for them."""
         protect = self._persister.steps_to_copy(self._index)
@@ -321,17 +290,20 @@ class Lane:
             # Names are put in later, by this thread; until then no file says that a snapshot has one.
             return protect | {naming.entry.step for naming in self.names if naming.entry is not None}
 
-    def _retain(self, item: Committed) -> None:
+    def _retain(self, item: Committed) -> bool:
+        """Delete what need not stay; ``False`` if ``item`` was read back damaged."""
         protect, store = self._protected(item), self._store
         if store is None:
-            return
+            return True
         try:
             run_id = item.entry.run_id
             self._within_deadline(_DELETING, lambda beat: store.retain(self._level, run_id, protect, beat))
         except (LazySnapError, OSError) as error:
             logger.warning("%s: old snapshots stay for now: %s", self._where, error)
             if isinstance(error, FormatError):
-                self._tell_failed(item.entry.step, error)
+                self._tell_damaged(item, error)
+                return False
+        return True
 
     def _confirm(self, item: Committed) -> None:
         """Of several ranks each reads back what it wrote, and has it counted if it is sound."""
@@ -342,7 +314,9 @@ class Lane:
             self._within_deadline(f"reading back step {entry.step}", lambda beat: own.confirm(entry, manifest, beat))
         except (LazySnapError, OSError) as error:
             logger.warning("%s: %s", self._where, error)
-            self._tell_failed(entry.step, error)
+            self._tell_damaged(item, error)
+            with self._persister.changed:
+                self._persister.read_back(item, is_sound=False)
             return
         self._count(item, len(manifest.members) or 1)
 
@@ -353,7 +327,7 @@ class Lane:
         event = {"type": "sound", "level": self._level.url, "step": item.entry.step, "ranks": ranks}
         self._persister.emit({**event, "run_id": start.run_id, "generation": start.generation})
         with self._persister.changed:
-            self._persister.states[self._index].note_sound(item.sequence)
+            self._persister.read_back(item, is_sound=True)
             if self.told is None or not self.told.is_of(start):
                 self.told = start
 

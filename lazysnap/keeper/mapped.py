@@ -52,9 +52,8 @@ class MappedSlots:
             return
         try:
             slot = Slot.attach(fd)
-        except FormatError as error:
-            os.close(fd)
-            logger.warning("%s", error)
+        except (FormatError, OSError) as error:
+            logger.warning("a slot of the keeper cannot be mapped: %s", error)
             return
         self._slots[number] = slot
         if self._is_wanted:
@@ -72,8 +71,10 @@ class MappedSlots:
             logger.debug("a slot cannot be populated: %s", error)
             return
         with self._lock:
-            self._ready.add(slot)
-            self._lock.notify_all()
+            # Else it was dropped meanwhile, and nothing may hold it.
+            if any(slot is held for held in (*self._slots.values(), *self._orphans)):
+                self._ready.add(slot)
+                self._lock.notify_all()
 
     def readopt(self, number: int, inode: int) -> bool:
         """Give an orphan its number at the new keeper; ``False`` if none has this memory."""
@@ -128,9 +129,8 @@ class MappedImages:
         else:
             try:
                 slot = Slot.attach(fd)
-            except FormatError as error:
-                os.close(fd)
-                logger.warning("%s", error)
+            except (FormatError, OSError) as error:
+                logger.warning("the keeper's immutable tensors cannot be mapped: %s", error)
                 return
             self.drop(digest)
             self._slots[digest] = slot

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from lazysnap.errors import KeeperUnavailable
@@ -18,6 +19,25 @@ _MAX_FDS = 16
 _READ_BYTES = 1 << 16
 
 Message = dict[str, Any]
+Received = list[tuple[Message, tuple[int, ...]]]
+
+
+class Unclaimed:
+    """Messages to be taken one by one; what is left of them at the end, because one cannot be used, is closed."""
+
+    def __init__(self, received: Received) -> None:
+        self._left = deque(received)
+
+    def __iter__(self) -> Iterator[tuple[Message, tuple[int, ...]]]:
+        while self._left:
+            yield self._left.popleft()
+
+    def __enter__(self) -> "Unclaimed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in (fd for _, fds in self._left for fd in fds):
+            os.close(fd)
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
@@ -71,7 +91,7 @@ class Connection:
         """Whether this end was closed."""
         return self.sock.fileno() < 0
 
-    def receive(self, *, wait: bool = True) -> "list[tuple[Message, tuple[int, ...]]] | None":
+    def receive(self, *, wait: bool = True) -> Received | None:
         """Read what is there: whole messages with their descriptors; ``None`` at the end. Blocks until readable.
 
         With ``wait=False`` it does not block; ``None`` if nothing is there.
@@ -90,7 +110,7 @@ class Connection:
         if not data:
             return None
         self._buffer += data
-        messages: list[tuple[Message, tuple[int, ...]]] = []
+        messages: Received = []
         try:
             while len(self._buffer) >= 4:
                 length = int.from_bytes(self._buffer[:4], "little")
@@ -103,9 +123,8 @@ class Connection:
                 messages.append(self._parse(bytes(self._buffer[4 : 4 + length])))
                 del self._buffer[: 4 + length]
         except KeeperUnavailable:
-            for fd in (fd for _, fds in messages for fd in fds):  # nobody gets to know of these
-                os.close(fd)
-            raise
+            with Unclaimed(messages):  # nobody gets to know of these
+                raise
         return messages
 
     def _parse(self, body: bytes) -> tuple[Message, tuple[int, ...]]:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from lazysnap import faults
 from lazysnap.arena import Slot
 from lazysnap.errors import CaptureAborted, KeeperUnavailable, LevelUnavailable
+from lazysnap.keeper.bases import Beat
 from lazysnap.keeper.gathering import Gathering, Offer, check_offer
-from lazysnap.keeper.lane import Beat, Followed, Lane, SlotWork, Waiting, Work
+from lazysnap.keeper.lane import Followed, Lane, SlotWork, Waiting, Work
 from lazysnap.keeper.launch import connect_to
 from lazysnap.keeper.messages import Connection, Message
 from lazysnap.keeper.node_source import FilePart, NodeSource, Part
@@ -114,9 +115,10 @@ class LeadLane(Lane):
             parts.sort(key=lambda part: part.meta.rank)
             faults.point("keeper.node.gathered")
             source = NodeSource(parts)
-            store = self._opened()
+            store = self._opened(own.meta)
             team, metas = self._persister.team, tuple(part.meta for part in parts)
-            stack.enter_context(self._all_frozen(store, metas, beat, item))
+            origin = None if item is None else self._origin(item)
+            stack.enter_context(self._bases.there(store, metas, beat, origin))
             capture = NodeCapture(Stem.of_node(team.node, team.nodes), metas)
             entry, manifest = store.write_entry(capture, PacedSource(source, self._pace, beat), beat=beat)
             faults.point("keeper.node.written")

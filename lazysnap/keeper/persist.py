@@ -8,6 +8,7 @@ import itertools
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from lazysnap import faults
@@ -65,6 +66,7 @@ class Persister:
         self._force = 0
         self._named: dict[int, set[str]] = {}
         self._committed: dict[tuple[int, int], Committed] = {}
+        self._withdrawn: deque[Committed] = deque(maxlen=_REMEMBERED)
         self._checksums: weakref.WeakKeyDictionary[Slot, tuple[int, Checksums]] = weakref.WeakKeyDictionary()
         self._checksumming = False
         self.states = [LaneState(level, self.team.world_size) for level in self.levels]
@@ -160,7 +162,7 @@ class Persister:
             )
 
     def is_durable_everywhere(self) -> bool:
-        """Whether the newest whole capture is committed at every level."""
+        """Whether the newest whole capture is committed, and not found damaged, at every level."""
         with self.changed:
             statuses = [slot.status() for slot in self._offered()]
             newest = newest_whole(statuses)
@@ -206,8 +208,10 @@ class Persister:
 
     def file_of(self, key: CaptureKey) -> Committed | None:
         """Where a capture has a file of its own."""
-        known = (item for item in self._committed.values() if item.entry.file is None)
-        found = (item for item in known if CaptureKey.of(item.meta) == key)
+        queued = (item for state in self.states for item in state.queue)
+        copying = (lane.copying for lane in self._lanes if lane.copying is not None)
+        known = itertools.chain(self._committed.values(), queued, copying)  # older ones are remembered as they wait
+        found = (item for item in known if item.entry.file is None and CaptureKey.of(item.meta) == key)
         return max(found, key=lambda item: item.sequence, default=None)  # the last, if a step was passed twice
 
     def slot_of(self, key: CaptureKey) -> tuple[Slot, CaptureMeta, int] | None:
@@ -282,15 +286,11 @@ class Persister:
         newest_tried = max(self.states[wanted_by[0]].tried, default=0)
         return newest_tried > status.sequence and not is_asked_for(self.states, step, status.sequence, self.named)
 
-    def committed(self, item: Committed) -> None:
-        """A level has a capture: slower ones may copy it."""
+    def committed(self, item: Committed) -> list[Message]:
+        """A level has a capture: slower ones may copy it. What is to be told, once the lock is free, of what is left
+        out for it: a trainer that hangs takes its time to listen."""
         state = self.states[item.level]
-        state.failing = False
-        state.note_tried(item.sequence)
-        if item.sequence >= state.durable_sequence:
-            state.durable, state.durable_sequence = item.entry.step, item.sequence
-        if self.team.world_size == 1:
-            state.note_sound(item.sequence)
+        state.note_committed(item.entry.step, item.sequence)
         state.queue = [known for known in state.queue if known.sequence != item.sequence]
         self._committed[item.level, item.sequence] = item
         while len(self._committed) > _REMEMBERED:
@@ -300,14 +300,44 @@ class Persister:
         for slot in self._slots() if item.entry.file is None else ():
             if item.manifest is not None and slot.status().sequence == item.sequence:
                 self._checksums[slot] = (item.sequence, item.manifest.checksums)
+        left_out = []
         for index in range(item.level + 1, len(self.states)):
             for dropped in enqueue(self.states[index], item, self.named, len(self._slots())):
-                self._dropped(index, dropped.entry.step)
+                url, step = self.levels[index].url, dropped.entry.step
+                logger.info("step %d is left out at %s: a newer one is ready", step, shown(url))
+                left_out.append({"type": "level_dropped", "level": url, "step": step})
+        self.changed.notify_all()
+        return left_out
+
+    def read_back(self, item: Committed, *, is_sound: bool) -> None:
+        """What a level committed counts as durable from now on, or never will, and nobody is to copy it."""
+        self.states[item.level].note_read_back(item.entry.step, item.sequence, is_sound=is_sound)
+        if not is_sound:
+            self._committed.pop((item.level, item.sequence), None)
+            self._withdrawn.append(item)
+            self._copy_from_elsewhere(item)
         self.changed.notify_all()
 
-    def _dropped(self, index: int, step: int) -> None:
-        logger.info("step %d is left out at %s: a newer one is ready", step, shown(self.levels[index].url))
-        self.emit({"type": "level_dropped", "level": self.levels[index].url, "step": step})
+    def _copy_from_elsewhere(self, item: Committed) -> None:
+        """What is damaged at one level may be whole at another, or in memory still."""
+        for index in range(item.level + 1, len(self.states)):
+            state = self.states[index]
+            if (index, item.sequence) in self._committed:
+                continue
+            state.tried.discard(item.sequence)  # it may have copied the damaged one, and failed
+            state.queue = [known for known in state.queue if known.sequence != item.sequence]
+            origins = (self._committed.get((level, item.sequence)) for level in range(index))
+            origin = next((known for known in origins if known is not None), None)
+            if origin is not None:
+                enqueue(state, origin, self.named, len(self._slots()))
+        for slot in self._offered():
+            if (status := slot.status()).sequence == item.sequence and status.phase is SlotPhase.WHOLE:
+                slot.set_word(Word.PIN, 1)  # taken off again, if no level takes it
+
+    def is_withdrawn(self, item: Committed) -> bool:
+        """Whether what was to be copied was found damaged meanwhile."""
+        with self.changed:
+            return any(known is item for known in self._withdrawn)
 
     def failed(self, index: int, sequence: int) -> None:
         """A level could not take a capture."""

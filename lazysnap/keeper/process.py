@@ -195,11 +195,11 @@ class Keeper:
             return
         levels = tuple(PersistentLevel(**fields) for fields in message["levels"])
         memory = MemoryLevel(linger_s=message["linger_s"], max_bytes=message["max_bytes"])
+        team = Team.from_fields(message["team"])
         self._linger_s, self._max_bytes = memory.linger_s, memory.max_bytes
         self._trainer, self._trainer_since = connection, time.time()
         self._watch(connection)
         faults.set_peer(connection.peer_pid)
-        team = Team.from_fields(message["team"])
         if (levels, team) != (self._levels, self._team):
             self._persister.stop()
             self._levels, self._team = levels, team
@@ -260,8 +260,6 @@ class Keeper:
 
     def _on_begun(self, message: Message, fds: tuple[int, ...]) -> None:
         self._persister.wake()
-
-    _on_captured = _on_begun
 
     def _on_reserve(self, message: Message, fds: tuple[int, ...]) -> None:
         self._wanted = (int(message["meta"]), int(message["image"]), int(message["count"]))

@@ -5,12 +5,14 @@ of a faster one. A level in front of the head, which failed, tries each new capt
 it recovers by itself. Every level takes the newest first; what it has not begun when a newer one is ready is left out,
 but for what its retention asks for by step or by name.
 
-With several ranks nothing that is due is left out, and everything goes in order: which steps a level has must not
-depend on how busy one rank is, or no snapshot might be complete there. Back-pressure holds the captures instead. Of
-what is not due the newest wait for the case that all ranks die: as many as memory holds, since not all may have the
-very newest.
+With several ranks everything goes in order, and the level that reads the slots leaves out nothing that is due:
+back-pressure holds the captures instead. A slower level has none, as slots are free when a faster one has them. Where
+it cannot keep up it leaves out steps that others leave out as well, as far as possible (``late``), or no snapshot might
+be complete there. Of what is not due the newest wait for the case that all ranks die: as many as memory holds, since
+not all may have the very newest.
 """
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -48,10 +50,12 @@ class LaneState:
     """Newest step committed there."""
     durable_sequence: int = 0
     """Its sequence number: steps repeat when a run resumes, these do not."""
+    sound: int | None = None
+    """Newest step there that counts as durable: it was read back, where the level does that."""
     sound_sequence: int = 0
-    """That of the newest capture that counts as durable: with several ranks it was read back before."""
+    """Its sequence number."""
     failing: bool = False
-    """Whether the last try failed."""
+    """Whether the last try failed, or was read back damaged."""
     queue: list[Committed] = field(default_factory=list)
     """What a faster level has and this one did not begin, oldest first."""
 
@@ -61,9 +65,19 @@ class LaneState:
         if len(self.tried) > 256:
             self.tried = set(sorted(self.tried)[-128:])
 
-    def note_sound(self, sequence: int) -> None:
-        """A capture counts as durable."""
-        self.sound_sequence = max(self.sound_sequence, sequence)
+    def note_committed(self, step: int, sequence: int) -> None:
+        """A capture is there; ``note_read_back`` follows."""
+        self.note_tried(sequence)
+        if sequence >= self.durable_sequence:
+            self.durable, self.durable_sequence = step, sequence
+
+    def note_read_back(self, step: int, sequence: int, *, is_sound: bool) -> None:
+        """What was committed counts as durable, or is as if it had never come there: the level failed."""
+        self.failing = not is_sound
+        if is_sound and sequence >= self.sound_sequence:
+            self.sound, self.sound_sequence = step, sequence
+        if not is_sound and sequence == self.durable_sequence:
+            self.durable, self.durable_sequence = self.sound, self.sound_sequence
 
 
 def _is_due(lane: LaneState, step: int) -> bool:
@@ -121,13 +135,16 @@ def is_asked_for(lanes: Sequence[LaneState], step: int, sequence: int, named: Co
 def enqueue(lane: LaneState, item: Committed, named: Collection[int], spare: int = 1) -> list[Committed]:
     """Queue what a faster level has now; what is left out for it, of those that were due.
 
-    ``spare``: with several ranks, how many of the newest stay that are not due.
+    ``spare``: with several ranks, how many of the newest stay that are not due; so many captures fit into memory.
     """
     if item.sequence in lane.tried or any(known.sequence == item.sequence for known in lane.queue):
         return []
     if lane.world_size > 1:
-        lane.queue = _without_passed([*lane.queue, item], lane, named, spare)
-        return []
+        items = _without_passed([*lane.queue, item], lane, named, spare)
+        left_out = late(items, lane, named, spare)
+        passed = {known.sequence for known in left_out}
+        lane.queue = [known for known in items if known.sequence not in passed]
+        return left_out
     dropped = [
         known
         for known in lane.queue
@@ -137,6 +154,38 @@ def enqueue(lane: LaneState, item: Committed, named: Collection[int], spare: int
     ]
     lane.queue = [*(known for known in lane.queue if known not in dropped), item]
     return [known for known in dropped if _is_due(lane, known.entry.step)]
+
+
+def late(items: Sequence[Committed], lane: LaneState, named: Collection[int], spare: int) -> list[Committed]:
+    """What a slower level leaves out, because it is behind, of what is due and neither named nor asked for by step.
+
+    At most n wait: half of what other ranks keep that is complete nowhere, or those that have it all would take back
+    what this one is about to bring. Never the newest; else what is a multiple of the smallest power of two times
+    ``every_n_steps`` goes first, the oldest of these before others. So the slower a rank, the rarer its steps, but what
+    is left to one is left to each that is faster.
+
+    *Claim*: a level where a copy takes at most c times as long as training takes for ``every_n_steps`` leaves out no
+    multiple of 2^v ``every_n_steps``, if 2^v >= 2c; c of the slowest rank says which steps all have. *Proof*: when such
+    a step goes, n wait beside the newest that are all such multiples, as others would have gone before them. The oldest
+    has waited for more than (n - 1) 2^v >= 2 (n - 1) c >= n c (for n >= 2), in which the copy at hand and those of the
+    at most n - 1 before it were done, so it does not wait any more.
+    """
+    most = most_waiting(lane.level, spare)
+    due = [item for item in items if _is_due(lane, item.entry.step)]
+    due = [item for item in due if item.sequence not in named and not is_wanted(lane.level, item.entry.step)]
+    older = sorted(due, key=lambda item: item.sequence)[:-1]
+    older.sort(key=lambda item: (_power_of_two(item.entry.step // lane.level.every_n_steps), item.sequence))
+    return older[: max(0, len(due) - most)]
+
+
+def most_waiting(level: PersistentLevel, spare: int) -> int:
+    """How many captures that are due wait for a slower level, with several ranks."""
+    return max(2, (level.keep_last + spare + 2) // 2)
+
+
+def _power_of_two(number: int) -> int:
+    """The greatest that divides it."""
+    return number & -number or sys.maxsize
 
 
 def _without_passed(items: list[Committed], lane: LaneState, named: Collection[int], spare: int) -> list[Committed]:

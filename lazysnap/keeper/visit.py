@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import os
+import logging
 import time
 
 from lazysnap.arena import Slot
@@ -10,7 +10,9 @@ from lazysnap.errors import FormatError, KeeperUnavailable
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.messages import Connection
+from lazysnap.keeper.messages import Connection, Unclaimed
+
+logger = logging.getLogger(__name__)
 
 _MOST_PER_NODE = 256
 
@@ -55,18 +57,19 @@ class Visit:
             received = connection.receive()
             if received is None:
                 break
-            for message, fds in received:
-                if message["type"] == "inventory":
-                    return self._holdings(message)
-                self._take(message, fds)
+            with Unclaimed(received) as messages:
+                for message, fds in messages:
+                    if message["type"] == "inventory":
+                        return self._holdings(message)
+                    self._take(message, fds)
         raise KeeperUnavailable("the keeper did not tell what it holds")
 
     def _take(self, message: dict[str, object], fds: tuple[int, ...]) -> None:
         for fd in fds:
             try:
                 slot = Slot.attach(fd)
-            except FormatError:
-                os.close(fd)
+            except (FormatError, OSError) as error:  # what is in it is not there, then
+                logger.info("%s", error)
                 continue
             if message["type"] == "slot":
                 self._slots[int(str(message["slot"]))] = slot

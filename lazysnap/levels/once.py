@@ -13,7 +13,9 @@ _PUBLISHED_S = 300.0
 """How long the commit of a shard that is published is waited for."""
 _UNPUBLISHED_S = 30.0
 """How long another one's unpublished bytes are: only to save the work, they may be those of a dead writer."""
-_POLL_S = 0.02
+_POLL_S, _MOST_POLL_S = 0.02, 1.0
+"""Each time twice as long: what is asked of a place must not grow with the number of those that wait for one."""
+_BEAT_S = 0.2
 
 
 def write_once(
@@ -26,7 +28,7 @@ def write_once(
 
     Raises: LevelUnavailable, if the other one does not end within some minutes; what ``write`` raises.
     """
-    started = time.monotonic()
+    started, rest_s = time.monotonic(), _POLL_S
     while True:
         manifest = committed()
         if manifest is not None:
@@ -42,9 +44,16 @@ def write_once(
             raise LevelUnavailable(
                 f"{place.where}: another writer is at it, or died at it; the next snapshot is tried again"
             )
+        _rest(rest_s, beat)
+        rest_s = min(2 * rest_s, _MOST_POLL_S)
+
+
+def _rest(seconds: float, beat: Callable[[], None] | None) -> None:
+    deadline = time.monotonic() + seconds
+    while (left_s := deadline - time.monotonic()) > 0:
         if beat is not None:
             beat()
-        time.sleep(_POLL_S)
+        time.sleep(min(left_s, _BEAT_S))
 
 
 def _uncommitted(place: ShardPlace) -> set[str]:

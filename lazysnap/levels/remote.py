@@ -43,8 +43,10 @@ class Abilities:
 
 
 _abilities: dict[str, Abilities] = {}
-_creating = threading.Lock()
-"""Some drivers look first and put then: within one process that is made one act."""
+_creating: dict[str, threading.Lock] = {}
+"""By URL. Some drivers look first and put then: within one process that is made one act."""
+_CREATE_S = 60.0
+"""How long another thread's small object may take to get there."""
 
 
 def _is_precondition(error: BaseException) -> bool:
@@ -237,11 +239,16 @@ class FsspecStorage(LocklessStorage):
     def create(self, path: str, data: bytes) -> None:
         """See ``LocklessStorage``."""
         self.reach("put", path)
+        creating = _creating.setdefault(self.url, threading.Lock())
+        if not creating.acquire(timeout=_CREATE_S):
+            where = self._redaction.clean(self.url)
+            raise LevelUnavailable(f"{where}: creating {path}: another object is still on its way there, or hangs")
         try:
-            with _creating:
-                self._make(f"creating {path}", path, "pipe_file", data, mode="create")
+            self._make(f"creating {path}", path, "pipe_file", data, mode="create")
         except FileExistsError:
             raise NameTaken(f"{self._redaction.clean(self.url)}/{path}: there is one already") from None
+        finally:
+            creating.release()
         self.reach("put_done", path)
 
     # ---------------------------------------------------------------- writing and reading

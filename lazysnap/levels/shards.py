@@ -140,13 +140,19 @@ def check_place(manifest: Manifest, place: ShardPlace) -> None:
 
 
 def write_shard(
-    place: ShardPlace, metas: Sequence[CaptureMeta], source: BlockSource, *, expected: str | None = None
+    place: ShardPlace,
+    metas: Sequence[CaptureMeta],
+    source: BlockSource,
+    *,
+    expected: str | None = None,
+    beat: Callable[[], None] | None = None,
 ) -> Manifest:
     """Write and commit; on return both files are durable. ``metas``: of the rank, or of all that a node's shard holds.
 
     Raises: NameTaken, and what another writer has there is untouched; ShardCorrupt, if the bytes have not the
-    ``expected`` digest; LevelError, CaptureAborted, OSError, and nothing is left or visible.
+    ``expected`` digest; LevelError, CaptureAborted, OSError, what ``beat`` raises, and nothing is left or visible.
     """
+    beat = beat or (lambda: None)
     faults.point("level.store.begin")
     try:
         writer = place.storage.begin(place.shard_path, source.size_bytes)
@@ -167,7 +173,9 @@ def write_shard(
             members = tuple(metas) if place.stem.is_node else ()
             manifest = Manifest(metas[0], place.stem.shard, header_bytes, checksums, time.time_ns(), members)
             faults.point("level.store.commit")
+            beat()  # whoever was given up while that hung commits nothing
             place.storage.put(place.manifest_path, manifest.encode(), exclusive=True)
+            beat()  # and if it was this that hung, takes it back: nobody knows of it
         except NameTaken:
             if is_published and _is_there(place, manifest):
                 return manifest  # a driver repeated what it got no answer to, and was told of its own

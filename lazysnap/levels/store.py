@@ -132,7 +132,7 @@ class SnapshotStore:
                 directory, previous = self._directory_for(meta, whole.stem, taken)
                 place = ShardPlace(self.storage, directory, whole.stem)
                 try:
-                    manifest = write_shard(place, whole.members, source, expected=expected)
+                    manifest = write_shard(place, whole.members, source, expected=expected, beat=beat)
                 except NameTaken:
                     taken.add(directory)
                     continue
@@ -171,7 +171,7 @@ class SnapshotStore:
         place = ShardPlace(self.storage, frozen_directory_name(meta.run_id, digest), FROZEN_STEM)
 
         def write() -> Manifest:
-            manifest = write_shard(place, (meta,), source, expected=digest)
+            manifest = write_shard(place, (meta,), source, expected=digest, beat=beat)
             self._images.written(place)
             return manifest
 

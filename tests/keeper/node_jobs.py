@@ -32,12 +32,12 @@ def image_of(rank, step):
     return layout.header + bytes([(step + 100 * rank) % 251]) * SIZES[rank]
 
 
-def capture(rank, step, *, whole=True, pin=False, frozen=None):
+def capture(rank, step, *, whole=True, pin=False, frozen=None, generation=GENERATION):
     """A slot with a capture that is whole, or of which the header has landed."""
     image = image_of(rank, step)
     slot = Slot.create(1 << 16, len(image))
     slot.set_word(Word.READY, 1)
-    meta = CaptureMeta(RUN, 1, step, rank, 2, 3, generation=GENERATION, frozen=frozen)
+    meta = CaptureMeta(RUN, 1, step, rank, 2, 3, generation=generation, frozen=frozen)
     slot.begin(step, sequence=step, image_bytes=len(image), meta=meta.to_bytes(), pin=pin)
     slot.image[: len(image)] = image
     slot.advance(4096)

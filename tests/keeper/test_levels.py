@@ -9,6 +9,8 @@ from keeper_jobs import until
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotPhase
 from lazysnap.config import PersistentLevel
+from lazysnap.keeper import persist
+from lazysnap.keeper.durable import DurableSteps
 from lazysnap.keeper.persist import Persister
 from lazysnap.levels import open_store
 from lazysnap.levels.memory import map_anonymous
@@ -311,24 +313,33 @@ def test_a_level_with_a_bound_is_written_no_faster(rig, tmp_path):
     assert sum(durable) >= 2 * SIZE / 1_000_000 * 0.9
 
 
-def test_a_snapshot_that_is_read_back_damaged_does_not_count(rig, tmp_path, monkeypatch):
+def damaging(trainer, level, step, until_then=lambda: True):
+    """What is called with the persister's events: damages a step between its commit and its being read back, once.
+
+    ``until_then``: what must be so before it is read back.
+    """
+    done = threading.Event()
+
+    def damage(event):
+        if event["type"] == "durable" and event["step"] == step and event["level"] == level.url and not done.is_set():
+            path = pathlib.Path(level.url) / f"step-{step:08d}" / "rank-00000-of-00001.safetensors"
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+            done.set()
+            assert until(until_then, 30)
+        trainer.events.append(event)
+
+    trainer.persister.emit = damage
+    return done
+
+
+def test_a_snapshot_that_is_read_back_damaged_does_not_count(rig, tmp_path):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
     trainer = rig(level)
     trainer.capture(1)
     trainer.settle()
-    # The damage comes between the commit of step 2 and its being read back.
-    passed = threading.Event()
-
-    def damage(event):
-        trainer.events.append(event)
-        if event["type"] == "durable" and event["step"] == 2:
-            path = pathlib.Path(level.url) / "step-00000002" / "rank-00000-of-00001.safetensors"
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(data)
-            passed.set()
-
-    trainer.persister.emit = damage
+    passed = damaging(trainer, level, 2)
     trainer.capture(2)
     assert passed.wait(60)
     trainer.settle()
@@ -340,6 +351,56 @@ def test_a_snapshot_that_is_read_back_damaged_does_not_count(rig, tmp_path, monk
     trainer.capture(3)
     trainer.settle()
     assert steps_at(level) == [3]
+
+
+def test_a_snapshot_that_is_read_back_damaged_is_not_durable_until_a_second_try_made_it_so(rig, tmp_path):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
+    trainer, known = rig(level), DurableSteps()
+    passed = damaging(trainer, level, 1)
+    trainer.capture(1)
+    assert passed.wait(60)
+    trainer.settle()
+
+    assert not trainer.persister.is_durable_everywhere()
+    for event in trainer.events:
+        known.hear(event)
+    assert known.newest(level.url) == -1
+
+    trainer.persister.try_again()
+    trainer.persister.set_force(1)
+    trainer.settle()
+    assert trainer.persister.is_durable_everywhere()
+    for event in trainer.events:
+        known.hear(event)
+    assert known.newest(level.url) == 1
+    check(level, 1)
+
+
+@pytest.mark.parametrize("order", ["copied first", "read back first"])
+def test_what_a_faster_level_damaged_a_slower_one_takes_from_memory(rig, tmp_path, monkeypatch, order):
+    levels = [PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=9) for name in ("fast", "slow")]
+    fast, slow = levels
+    trainer, original = rig(*levels), faults.point
+
+    def point(name):
+        if name == "keeper.persist.cascade":
+            assert until(damaged.is_set if order == "copied first" else lambda: trainer.told("level_failed", fast.url))
+        original(name)
+
+    def has_failed():
+        return order != "copied first" or trainer.told("level_failed", slow.url)
+
+    monkeypatch.setattr(faults, "point", point)
+    damaged = damaging(trainer, fast, 1, has_failed)
+    trainer.capture(1)
+    assert until(lambda: trainer.told("level_failed", fast.url))
+    trainer.settle()
+
+    check(slow, 1)
+    trainer.capture(2)
+    trainer.settle()
+    assert [trainer.told("durable", level.url) for level in levels] == [[1, 2], [1, 2]]
+    assert trainer.persister.is_durable_everywhere()
 
 
 @pytest.fixture
@@ -393,17 +454,34 @@ def test_a_slow_level_that_hangs_holds_up_no_faster_one(rig, tmp_path, inject):
     assert steps_at(second)[-1] == 3
 
 
-def test_a_capture_whose_slot_was_reused_while_its_level_hung_is_never_committed(rig, tmp_path, inject, monkeypatch):
-    """The hanging write comes back when the slot holds other bytes: nothing of it may become visible."""
+@pytest.mark.parametrize(
+    ("place", "nth"),
+    [
+        ("level.local.write", 1),
+        ("level.local.sync", 1),
+        ("level.local.rename", 1),
+        ("level.local.renamed", 1),
+        ("level.store.commit", 1),
+        # Of the manifest.
+        ("level.local.sync", 2),
+        ("level.local.renamed", 2),
+    ],
+)
+def test_a_capture_whose_slot_was_reused_while_its_level_hung_is_never_committed(
+    rig, tmp_path, monkeypatch, place, nth
+):
+    """What hung comes back when the slot holds other bytes: nothing of it may become visible, or stay."""
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, timeout_s=0.3, keep_last=9)
-    back = threading.Event()
+    back, passed = threading.Event(), []
     trainer = rig(level)
     original = faults.point
 
     def point(name):
-        if name == "level.local.write" and not back.is_set() and not hung:
-            hung.append(threading.current_thread())
-            back.wait(60)
+        if name == place and not hung:
+            passed.append(name)
+            if len(passed) == nth:
+                hung.append(threading.current_thread())
+                back.wait(60)
         original(name)
 
     hung = []
@@ -434,3 +512,78 @@ def test_a_name_that_another_run_left_behind_names_nothing(rig, tmp_path):
     trainer.settle()
 
     assert [entry.names for entry in open_store(level.url).inventory().entries] == [()]
+
+
+def test_a_trainer_that_listens_to_nothing_holds_up_no_other_level(rig, tmp_path, inject):
+    """What is told takes seconds then: never under the lock that all levels need."""
+    fast = PersistentLevel(tmp_path / "fast", every_n_steps=1)
+    slow = PersistentLevel(tmp_path / "slow", every_n_steps=1, timeout_s=60)
+    inject("keeper.persist.cascade:1:hang")
+    trainer, free = rig(fast, slow), []
+
+    def emit(event):
+        if event["type"] == "level_dropped":
+            other = threading.Thread(target=lambda: free.append(trainer.persister.steps_to_copy(0)), daemon=True)
+            other.start()
+            other.join(20)
+            assert free
+        trainer.events.append(event)
+
+    trainer.persister.emit = emit
+    for step in (1, 2, 3):
+        trainer.capture(step)
+        assert until(lambda step=step: step in trainer.told("durable", fast.url), 30)
+
+    assert trainer.told("level_dropped", slow.url) == [2]
+
+
+def test_an_error_in_what_a_level_is_to_do_next_does_not_end_its_thread(rig, tmp_path, monkeypatch):
+    level, raised, original = PersistentLevel(tmp_path / "a", every_n_steps=1), [], persist.slot_for
+
+    def slot_for(*arguments, **settings):
+        if any(status.step == 1 for status in arguments[2]) and not raised:
+            raised.append(True)
+            raise RuntimeError("injected")
+        return original(*arguments, **settings)
+
+    monkeypatch.setattr(persist, "slot_for", slot_for)
+    trainer = rig(level)
+    trainer.capture(1)
+
+    assert until(lambda: trainer.told("durable") == [1])
+    assert raised
+
+
+def test_a_level_where_three_threads_hang_is_left_alone_until_one_returns(rig, tmp_path, monkeypatch):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, timeout_s=0.3)
+    trainer, original = rig(level), faults.point
+    hanging, may_return, is_stuck = [], [threading.Event() for _ in range(3)], threading.Event()
+    is_stuck.set()
+
+    def point(name):
+        if name == "level.local.write" and is_stuck.is_set():
+            hanging.append(threading.current_thread())
+            may_return[len(hanging) - 1].wait(60)
+        original(name)
+
+    monkeypatch.setattr(faults, "point", point)
+    for step in (1, 2, 3, 4):
+        trainer.capture(step)
+        trainer.settle()
+
+    texts = [event["text"] for event in trainer.events if event["type"] == "level_failed"]
+    assert ["did not move" in text for text in texts] == [True, True, True, False]
+    assert "3 earlier operations still hang there" in texts[-1]
+    assert len(hanging) == 3
+
+    is_stuck.clear()
+    may_return[1].set()
+    hanging[1].join(20)
+    writers = [thread for thread in threading.enumerate() if thread.name.endswith("writing step 2")]
+    assert until(lambda: not any(thread.is_alive() for thread in writers))
+    trainer.capture(5)
+    trainer.settle()
+
+    assert steps_at(level) == [5]
+    for event in may_return:
+        event.set()

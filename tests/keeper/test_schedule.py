@@ -1,5 +1,10 @@
 """Which level does what next, without processes."""
 
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.schedule import (
@@ -8,6 +13,7 @@ from lazysnap.keeper.schedule import (
     enqueue,
     head,
     is_asked_for,
+    most_waiting,
     next_queued,
     queued,
     slot_for,
@@ -106,7 +112,7 @@ def sequences(items):
     return [known.sequence for known in items]
 
 
-def test_of_several_ranks_nothing_that_is_due_is_left_out_and_little_else_waits():
+def test_of_several_ranks_little_waits_that_is_not_due():
     (state,) = lanes(1000, world_size=2, keep_every_n_steps=700)
     for sequence in range(10, 2100, 10):
         assert enqueue(state, item(sequence), {50}, spare=3) == []
@@ -114,6 +120,61 @@ def test_of_several_ranks_nothing_that_is_due_is_left_out_and_little_else_waits(
     assert sequences(queued(state, force=False, named={50})) == [50, 700, 1000, 1400, 2000]
     # If all ranks die now, these are copied as well.
     assert sequences(queued(state, force=True, named={50})) == [50, 700, 1000, 1400, 2000, 2070, 2080, 2090]
+
+
+def run(copy_takes, *, captures, spare=4, keep_last=1):
+    """One rank's slower level: what it brings, while a capture comes each second, and its longest queue.
+
+    ``copy_takes``: seconds, for one copy after the other.
+    """
+    (state,) = lanes(10, world_size=2, keep_last=keep_last)
+    brought, longest, free_at, left_out = [], 0, 0.0, []
+    for second in range(1, captures + 1):
+        while state.queue and free_at < second:
+            work = next_queued(state, force=False, named=())
+            state.queue.remove(work)
+            brought.append(work.entry.step // 10)
+            # It cannot begin before it is there.
+            free_at = max(free_at, work.entry.step / 10) + next(copy_takes)
+        left_out += enqueue(state, item(10 * second), set(), spare)
+        longest = max(longest, len(state.queue))
+    return brought, longest, [known.entry.step // 10 for known in left_out]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    slowest=st.floats(0.1, 6.0),
+    keep_last=st.integers(1, 4),
+    spare=st.integers(1, 6),
+    parts=st.tuples(*[st.lists(st.floats(0.05, 1.0), min_size=1, max_size=9)] * 2),
+)
+def test_slower_levels_of_ranks_that_lag_differently_still_have_steps_in_common(slowest, keep_last, spare, parts):
+    captures, power = 200, 1
+    while power < 2 * slowest:
+        power *= 2
+    for part in parts:
+        copies = (slowest * share for share in itertools.cycle(part))
+        brought, longest, left_out = run(copies, captures=captures, spare=spare, keep_last=keep_last)
+
+        assert longest <= most_waiting(PersistentLevel("/0", every_n_steps=10, keep_last=keep_last), spare)
+        assert brought == sorted(set(brought))
+        assert not [second for second in left_out if second % power == 0]
+        waiting = captures - 2 * longest * max(power, slowest)
+        assert set(range(power, int(waiting), power)) <= set(brought)
+
+
+def test_a_slower_level_of_several_ranks_that_keeps_up_leaves_nothing_out():
+    brought, _, left_out = run(itertools.repeat(0.9), captures=100)
+
+    assert (brought, left_out) == (list(range(1, 100)), [])
+
+
+def test_a_slower_level_of_several_ranks_leaves_out_what_is_the_smallest_multiple_but_never_the_newest():
+    (state,) = lanes(10, world_size=2, keep_every_n_steps=70, keep_last=1)
+    left_out = [known.sequence for step in range(10, 170, 10) for known in enqueue(state, item(step), {30}, spare=3)]
+
+    assert sequences(state.queue) == [30, 70, 80, 120, 140, 160]
+    assert left_out == [10, 50, 20, 60, 90, 100, 110, 40, 130, 150]
 
 
 def test_ranks_that_died_at_different_steps_are_left_one_that_all_have():

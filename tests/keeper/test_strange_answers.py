@@ -5,16 +5,21 @@ import os
 import socket
 import struct
 import threading
+import time
 
 import pytest
 from keeper_jobs import until
 from node_jobs import GENERATION, RUN, Member, capture
 
 from lazysnap.arena import PAGE, Slot
+from lazysnap.config import SnapshotConfig
 from lazysnap.errors import FormatError, KeeperUnavailable, LevelUnavailable
-from lazysnap.keeper.launch import connect_to
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import connect_to, reach_keeper
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.parts import CaptureKey, Known, Outcome
+from lazysnap.keeper.visit import Visit
 
 KEY = CaptureKey(GENERATION, RUN, 5).fields()
 NODE = "node-00000-of-00001"
@@ -58,6 +63,15 @@ def too_large():
 
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
+
+
+def copies(*fds):
+    """Descriptors in this process of the same memory: other tests' threads, which open what they like, do not count."""
+    inodes, count = {os.fstat(fd).st_ino for fd in fds}, 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed just now
+            count += os.fstat(int(name)).st_ino in inodes
+    return count
 
 
 SLOT = {"type": "part", "url": None, "sequence": 5, "frozen": False}
@@ -115,6 +129,49 @@ def test_all_slots_are_mapped_or_none():
             Slot.attach_all([os.dup(slot.fd), os.memfd_create("empty"), os.dup(slot.fd)])
 
         assert descriptors() == before
+
+
+@pytest.mark.parametrize("kind", ["slot", "frozen_slot"])
+def test_what_cannot_be_mapped_costs_a_trainer_no_descriptor_and_nothing_else(tmp_path, kind):
+    """Neither a slot for which there is no room, nor what follows a message that cannot be used."""
+    config = SnapshotConfig(job_id=str(tmp_path), keeper_timeout_s=20.0)
+    identity = JobIdentity.from_config(config)
+    has_more = threading.Event()
+    with contextlib.closing(capture(0, 5)) as slot, contextlib.ExitStack() as stack:
+        large = too_large()
+        stack.callback(os.close, large)
+        names = {"slot": 7, "digest": "7" * 32}
+
+        def answer(message):
+            if message["type"] == "hello":
+                return [({"type": "welcome", "pid": os.getpid()}, ()), ({"type": kind, **names}, (large,))]
+            has_more.set()
+            return [({"type": kind}, ()), ({"type": kind, **names}, (slot.fd,))]
+
+        stack.enter_context(keeper_at(identity.address, answer))
+        before = copies(large, slot.fd)
+        client = KeeperClient(identity, config)
+        client.connect(20)
+        client.begun(slot, 1)
+
+        assert has_more.wait(20)
+        assert until(lambda: [type(event).__name__ for event in client.poll_events()][-1:] == ["KeeperLost"])
+        assert until(lambda: copies(large, slot.fd) <= before)
+        client.abandon()
+
+
+def test_keepers_of_others_are_looked_at_without_what_cannot_be_mapped(tmp_path):
+    identity = JobIdentity.from_config(SnapshotConfig(job_id=str(tmp_path)))
+    with contextlib.ExitStack() as stack:
+        large = too_large()
+        stack.callback(os.close, large)
+        told = [({"type": "slot", "slot": 7}, (large,)), ({"type": "inventory", "entries": []}, ())]
+        stack.enter_context(keeper_at(identity.address, lambda _: told))
+        before = copies(large)
+
+        with contextlib.closing(Visit(identity, 20)) as visit:
+            assert visit.holdings.entries == ()
+        assert until(lambda: copies(large) <= before)
 
 
 def test_descriptors_before_bytes_that_are_no_message_are_closed():
@@ -189,3 +246,13 @@ def test_a_keeper_outlives_a_lead_that_talks_nonsense(tmp_path):
             assert until(lambda: member.told("durable") == [5])
         assert until(lambda: not slot.status().pinned)
         assert member.told("level_failed") == []
+
+
+def test_a_hello_that_cannot_be_understood_makes_nobody_the_trainer(tmp_path):
+    member = Member(tmp_path)
+    with contextlib.closing(member), contextlib.closing(reach_keeper(member.identity, time.monotonic() + 20)) as other:
+        other.send({"type": "hello", "levels": [], "linger_s": 1.0, "max_bytes": None, "team": {"ranks": 7}})
+
+        member.start()  # else this one is refused while the other stays
+
+        member.adopt(5, pin=True)

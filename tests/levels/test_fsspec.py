@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import threading
 import traceback
 import uuid
 
@@ -14,7 +15,7 @@ from drivers import DRIVERS, ObjectStore, Talkative
 from s3_work import MIB, SHARD, SIZE, blocks, download, pattern, upload
 
 from lazysnap.errors import LevelUnavailable, NameTaken, ShardCorrupt
-from lazysnap.levels import lockless, open_store
+from lazysnap.levels import lockless, open_store, remote
 from lazysnap.levels.lockless import claim_path
 from lazysnap.levels.owner import sign
 from lazysnap.levels.redaction import Redaction
@@ -302,3 +303,32 @@ def test_drivers_are_not_shared_with_the_rest_of_the_program(place):
 def test_an_unknown_protocol_is_refused_with_what_to_do():
     with pytest.raises(LevelUnavailable, match="nosuchthing"):
         open_store("nosuchthing://x/run")
+
+
+def test_a_put_that_hangs_at_one_place_holds_up_no_other(place, monkeypatch):
+    here, elsewhere = (FsspecStorage(f"objects://{place}-{name}/run") for name in ("here", "elsewhere"))
+    assert here.can_create()
+    assert elsewhere.can_create()
+    entered, may_go_on, original = threading.Event(), threading.Event(), ObjectStore.pipe_file
+
+    def pipe_file(driver, path, value, mode="overwrite", **settings):
+        if mode == "create" and "-here" in path and not entered.is_set():
+            entered.set()
+            assert may_go_on.wait(60)
+        return original(driver, path, value, mode=mode, **settings)
+
+    monkeypatch.setattr(ObjectStore, "pipe_file", pipe_file)
+    monkeypatch.setattr(remote, "_CREATE_S", 0.2)
+    hanging = threading.Thread(target=here.create, args=("a", b"1"), daemon=True)
+    hanging.start()
+    assert entered.wait(20)
+
+    elsewhere.create("a", b"2")
+    assert elsewhere.get("a") == b"2"
+    with pytest.raises(LevelUnavailable, match="hangs"):
+        here.create("b", b"3")
+
+    may_go_on.set()
+    hanging.join(20)
+    here.create("b", b"3")
+    assert [here.get(name) for name in "ab"] == [b"1", b"3"]

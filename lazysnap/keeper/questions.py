@@ -1,0 +1,54 @@
+"""What a trainer asked its keeper, and waits for."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from lazysnap.keeper.messages import Connection, Message
+
+_SEND_S = 5.0
+_LOOK_S = 0.5
+
+
+class Questions:
+    """Asked by any thread; another one hands over the answers."""
+
+    def __init__(self, lock: threading.Condition, connection: Callable[[], Connection | None]) -> None:
+        """``lock`` is notified when the connection, which is looked at under it, ends."""
+        self._lock = lock
+        self._connection = connection
+        self._last = 0
+        self._open: dict[int, Message | None] = {}
+        """By number; ``None``: not answered yet."""
+
+    def ask(self, message: Message, timeout_s: float) -> Message | None:
+        """Send a question, wait for its answer; ``None`` if none came in time. Blocks."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            connection = self._connection()
+            if connection is None:
+                return None
+            self._last += 1
+            number = self._last
+            self._open[number] = None
+        try:
+            connection.send({**message, "id": number}, timeout_s=max(0.05, min(timeout_s, _SEND_S)))
+            return self._answer(number, connection, deadline)
+        except OSError:
+            return None
+        finally:
+            with self._lock:
+                del self._open[number]
+
+    def _answer(self, number: int, connection: Connection, deadline: float) -> Message | None:
+        with self._lock:
+            while (answer := self._open[number]) is None:
+                if time.monotonic() >= deadline or self._connection() is not connection:
+                    return None
+                self._lock.wait(max(0.0, min(deadline - time.monotonic(), _LOOK_S)))
+            return answer
+
+    def hear(self, message: Message) -> None:
+        """A message, which may be an answer; one that comes too late is for nobody. The caller holds the lock."""
+        if message.get("id") in self._open:
+            self._open[message["id"]] = message

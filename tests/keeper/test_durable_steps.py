@@ -1,0 +1,45 @@
+"""What a trainer makes of what its keeper says is durable."""
+
+from lazysnap.keeper.durable import DurableSteps
+
+RUN = "ab" * 8
+
+
+def heard(*told, kind="durable", known=None):
+    known = known or DurableSteps()
+    for sequence, step in told:
+        known.hear({"type": kind, "level": "/a", "step": step, "sequence": sequence, "run_id": RUN})
+    return known
+
+
+def test_a_level_that_takes_the_newest_first_has_it_still_when_it_came_to_older_ones():
+    assert heard((3, 30), (2, 20)).newest("/a") == 30
+
+
+def test_a_step_that_is_passed_again_counts_by_its_capture():
+    assert heard((3, 30), (4, 10)).newest("/a") == 10
+
+
+def test_what_is_read_back_damaged_leaves_the_one_before():
+    known = heard((3, 30), (4, 40))
+
+    assert heard((4, 40), kind="level_failed", known=known).newest("/a") == 30
+    assert known.newest("/b") == -1
+
+
+def test_captures_of_before_a_run_was_adopted_do_not_count_nor_those_of_another_run():
+    known = DurableSteps()
+    known.adopt(RUN, 5)
+
+    assert heard((4, 40), (5, 50), known=known).newest("/a") == -1
+    assert heard((6, 10), known=known).newest("/a") == 10
+    known.adopt("cd" * 8, 0)
+    assert heard((7, 70), known=known).newest("/a") == -1
+
+
+def test_only_the_last_few_are_remembered():
+    known = heard(*((sequence, sequence) for sequence in range(1, 100)))
+
+    heard(*((sequence, sequence) for sequence in range(91, 100)), kind="level_failed", known=known)
+
+    assert known.newest("/a") == -1
