@@ -72,10 +72,13 @@ class Voter:
             return self._ask(board, key, str(ballot), str(ballot.carried(passed, self._every)))
         if passed < ballot.candidate:
             return False
+        # In this order. What is not chosen when it is marked never will be, so what is whole after that stays so. The
+        # other way round it might be chosen after the look, and written over, and the next one chosen before the mark.
+        stays = self._marks.keeps(ballot.candidate)
         presence = self._look(ballot.candidate)
         if presence is Presence.COMING:
             return False
-        if presence is Presence.WHOLE and self._marks.keeps(ballot.candidate):
+        if presence is Presence.WHOLE and stays:
             return self._join(board, key, ballot.candidate)
         return self._raise(board, key, ballot, passed)
 

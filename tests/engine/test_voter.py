@@ -44,6 +44,10 @@ class LossyStore:
         return ask
 
 
+class Died(Exception):
+    """In the middle of an act of the thread that agrees: nothing of it comes after this."""
+
+
 class Rank:
     """The training of one rank beside its voter: captures into slots, some of which fail, some are pinned."""
 
@@ -59,16 +63,18 @@ class Rank:
         self.step = self.sequence = 0
         self.writing = self.chosen = None
         self.is_asking = self.is_dead = False
-        self.lag, self.drift = 1.0, None
+        self.lag, self.hears, self.drift, self.frailty = 1.0, 1.0, None, 0.0
 
     def whole(self):
         return {slot.step for slot in self.slots if slot.phase is SlotPhase.WHOLE}
 
     def look(self, step):
+        answer = Presence.GONE
         for slot in self.slots:
             if slot.step == step and slot.phase in (SlotPhase.WHOLE, SlotPhase.CAPTURING):
-                return Presence.WHOLE if slot.phase is SlotPhase.WHOLE else Presence.COMING
-        return Presence.GONE
+                answer = Presence.WHOLE if slot.phase is SlotPhase.WHOLE else Presence.COMING
+        self.between(most=30)  # an answer is of one moment, what is made of it of a later one
+        return answer
 
     def train(self):
         """One act of the training thread: choosing a slot and writing into it are two."""
@@ -104,20 +110,24 @@ class Rank:
         self.slots[index] = SlotStatus(phase, slot.step, slot.sequence, 0, 0, slot.pinned, True)
 
     def vote(self):
-        if self.is_asking or self.is_dead:
+        if self.is_asking or self.is_dead or self.chance.random() > self.hears:
             return
         self.is_asking = True
         try:
             self.voter.act(self.board, KEY)
-        except BoardUnavailable:
+        except (BoardUnavailable, Died):
             pass
         finally:
             self.is_asking = False
 
-    def between(self):
+    def between(self, most=3):
         """While a question is under way, everybody else goes on, this rank's training, too."""
-        for _ in range(self.chance.choice((0, 0, 1, 3))):
+        for _ in range(self.chance.choice((0, 0, 1, most))):
             act(self.ranks, self.chance)
+        if self.chance.random() < self.frailty:
+            self.die()
+        if self.is_dead:
+            raise Died
 
     def die(self):
         self.is_dead = True
@@ -186,6 +196,18 @@ def test_so_it_is_when_answers_are_lost_captures_fail_and_ranks_are_of_different
     assert ranks[0].peek() > 20
 
 
+@pytest.mark.parametrize("seed", range(15))
+def test_so_it_is_when_news_come_so_late_that_the_candidate_is_written_over_by_then(seed):
+    ranks, chance = make(seed)
+    for rank in ranks:
+        rank.hears = 0.05
+
+    for _ in range(6000):
+        act(ranks, chance)
+
+    assert ranks[0].peek() > 0
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_a_rank_that_dies_at_any_point_leaves_what_was_agreed_on_and_the_others_train_on(seed):
     ranks, chance = make(seed, losses=0.05)
@@ -193,6 +215,10 @@ def test_a_rank_that_dies_at_any_point_leaves_what_was_agreed_on_and_the_others_
         act(ranks, chance)
     victims = chance.sample(ranks, chance.randint(1, 2))
 
+    for victim in victims:
+        victim.frailty = 0.05  # inside what it asks or looks at
+    for _ in range(2000):
+        act(ranks, chance)
     for victim in victims:
         victim.die()
     steps = [rank.step for rank in ranks]
