@@ -3,10 +3,9 @@
 import logging
 import threading
 
-from lazysnap.arena import Check, SlotPhase, Word
 from lazysnap.engine.board import BoardUnavailable
-from lazysnap.engine.marks import Marks
-from lazysnap.engine.voter import Presence, Voter
+from lazysnap.engine.marks import Marks, Presence
+from lazysnap.engine.voter import Voter
 from lazysnap.engine.world import World
 from lazysnap.keeper.client import KeeperClient
 
@@ -100,12 +99,4 @@ class Agreement:
         slots = self._client.slots()
         if not slots:
             return Presence.COMING  # between two keepers: the memory is there
-        for slot in slots:
-            status = slot.status()
-            if status.step != step or not self.marks.is_ours(status):
-                continue
-            if status.phase is SlotPhase.WHOLE and not slot.word(Word.UNCHECKED) & Check.DEVICE:
-                return Presence.WHOLE
-            if status.phase in (SlotPhase.WHOLE, SlotPhase.CAPTURING):
-                return Presence.COMING
-        return Presence.GONE
+        return self.marks.look(slots, step)

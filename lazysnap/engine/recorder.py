@@ -265,11 +265,11 @@ class Recorder:
     def _hold(self) -> None:
         """Mark what the slots may not lose to a change of their size: what other ranks may go back to, too."""
         slots = self._client.slots()
-        statuses = [slot.status() for slot in slots]
         if self.agreement is not None:
-            held = self.agreement.marks.held(statuses)
-        else:
-            held = {*newest_whole(statuses, kept_whole(self._config, self.meta.world_size))}
+            self.agreement.marks.hold(slots)
+            return
+        statuses = [slot.status() for slot in slots]
+        held = {*newest_whole(statuses, kept_whole(self._config, self.meta.world_size))}
         for index, slot in enumerate(slots):
             if statuses[index].held != (index in held):
                 slot.set_word(Word.HELD, index in held)

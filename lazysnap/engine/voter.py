@@ -1,20 +1,11 @@
 """One rank's part in agreeing on snapshots that all have: what it asks the board next. No thread, no clock."""
 
-import enum
 from collections.abc import Callable
 
 from lazysnap import faults
 from lazysnap.engine.ballot import Ballot, next_candidate
 from lazysnap.engine.board import Board
-from lazysnap.engine.marks import Marks
-
-
-class Presence(enum.Enum):
-    """What a rank has of a step."""
-
-    COMING = "coming"
-    WHOLE = "whole"
-    GONE = "gone"
+from lazysnap.engine.marks import Marks, Presence
 
 
 class Voter:
