@@ -11,7 +11,7 @@ from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.arena import PAGE, Slot, SlotPhase, SlotStatus, Word
 from lazysnap.engine.ballot import NONE, Ballot
 from lazysnap.engine.board import Board, BoardUnavailable
-from lazysnap.engine.marks import Marks
+from lazysnap.engine.marks import Marks, Presence
 from lazysnap.engine.slots import slots_needed
 from lazysnap.engine.voter import Voter
 from lazysnap.keeper.machine import may_drop
@@ -312,3 +312,59 @@ def test_what_an_earlier_start_left_in_memory_is_not_taken_for_a_candidate():
     assert not marks.is_ours(old)
     assert marks.choose([old, base, new], [True] * 3) == 0
     assert marks.keeps(6)
+
+
+@pytest.fixture
+def slots():
+    """Of one rank, with the captures 1, 2 and 3."""
+    slots = [Slot.create(PAGE, PAGE) for _ in range(3)]
+    for number, slot in enumerate(slots, 1):
+        capture(slot, number)
+    yield slots
+    for slot in slots:
+        slot.close()
+
+
+def capture(slot, step):
+    slot.begin(step, sequence=step, image_bytes=0, meta=b"", pin=False)
+    slot.commit()
+
+
+def test_a_candidate_that_is_written_over_while_a_rank_looks_at_it_is_not_counted(slots):
+    marks, store = Marks(NONE, 0), dist.HashStore()
+    store.set(KEY, str(Ballot(NONE, 1, 0)))
+
+    def choose():
+        return marks.choose([slot.status() for slot in slots], [True] * 3)
+
+    def look(step):
+        answer = marks.look(slots, step)
+        capture(slots[chosen], 4)
+        assert choose() == 1
+        return answer
+
+    chosen = choose()  # before anybody heard of the candidate that is in it
+    assert chosen == 0
+    voter, board = Voter(marks, look, 2, 1), Board(store, 1.0)
+    voter.passed = 4
+    assert voter.act(board, KEY)  # hears of it
+    voter.act(board, KEY)
+
+    assert board.count(f"{KEY}/1") == 0
+    assert Ballot.of(store.get(KEY).decode()).candidate > 1
+
+
+def test_what_a_rank_finds_whole_the_keeper_does_not_let_go_and_what_goes_is_not_found(slots):
+    marks = Marks(NONE, 0)
+    marks.learn(Ballot(NONE, 1, 0))
+    before = [slot.status() for slot in slots]
+
+    assert marks.look(slots, 1) is Presence.WHOLE
+    assert not may_drop([slot.status() for slot in slots], 0)
+    assert may_drop(before, 0)  # the keeper looked before that
+    assert not slots[0].let_go()
+    assert marks.look(slots, 1) is Presence.WHOLE
+
+    marks.learn(Ballot(NONE, 2, 0))
+    assert slots[1].let_go()
+    assert marks.look(slots, 2) is Presence.GONE
