@@ -301,16 +301,16 @@ class SnapshotEngine:
             time.sleep(0.001)
 
     def flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
-        """Block until the newest capture is durable at every level; ``False`` after the deadline.
+        """Block until the newest capture is durable at every level; ``False`` after the deadline, or if it was dropped.
 
         With several ranks durable on all of them, so all are to call it at the same step.
-        ``progress`` is called with bytes done and bytes to do.
+        ``progress`` is called with the number of levels done and of all levels.
         """
         self.gate()
         self._verify()
         done = self._durability.flush(self._statistics.last_whole_step, timeout_s, progress)
         self._hear()
-        return done
+        return done and not self._recorder.has_lost_last
 
     def _verify(self) -> None:
         with self._lock:

@@ -2,11 +2,11 @@
 
 import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lazysnap.arena import Check, Slot, SlotPhase, SlotStatus, Word
 from lazysnap.engine.ballot import Ballot
-from lazysnap.engine.slots import choose_slot
+from lazysnap.engine.slots import choose_slot, newest_whole
 
 
 class Presence(enum.Enum):
@@ -52,10 +52,7 @@ class Marks:
         """Say in the slots which captures others count on: the keeper lets none of them go."""
         with self._lock:  # else one thread takes away, by what it knew before, what the other one just gave
             statuses = [slot.status() for slot in slots]
-            held = self._held(statuses)
-            for index, slot in enumerate(slots):
-                if statuses[index].held != (index in held):
-                    slot.set_word(Word.HELD, index in held)
+            _hold(slots, statuses, self._held(statuses))
 
     def look(self, slots: Sequence[Slot], step: int) -> Presence:
         """What is there of ``step``; ``WHOLE``: and neither training nor the keeper takes it away, if it ``keeps``."""
@@ -91,3 +88,15 @@ class Marks:
         if status.step not in (self.agreed, self.candidate):
             return False
         return self.is_ours(status) or status.step == self._base
+
+
+def hold_newest(slots: Sequence[Slot], count: int) -> None:
+    """Say so of the ``count`` newest whole captures: ranks that agree by counting go back to none before."""
+    statuses = [slot.status() for slot in slots]
+    _hold(slots, statuses, newest_whole(statuses, count))
+
+
+def _hold(slots: Sequence[Slot], statuses: Sequence[SlotStatus], held: Collection[int]) -> None:
+    for index, slot in enumerate(slots):
+        if statuses[index].held != (index in held):
+            slot.set_word(Word.HELD, index in held)
