@@ -94,6 +94,8 @@ class Voter:
         self._marks.learn(told)
         if before is None or told.candidate != before.candidate:
             self._is_late = self.passed is not None and self.passed >= told.candidate
-        if before is not None and told.candidate > before.candidate and answer == desired:
+        # Who was counted after the one that changed the word has deleted the counter has made it anew.
+        is_ours = before is not None and (answer == desired or before.candidate == self._joined)
+        if before is not None and is_ours and told.candidate > before.candidate:
             board.forget(f"{key}/{before.candidate}")
         return told != before

@@ -204,7 +204,7 @@ def make():
             return NONE if word == "?" else Ballot.of(word).agreed
 
         for rank in ranks:
-            rank.peek = peek
+            rank.peek, rank.keys = peek, store.num_keys
         return ranks, chance
 
     yield ranks_of
@@ -222,6 +222,7 @@ def test_what_was_agreed_on_is_whole_on_all_ranks_at_every_moment_and_they_go_on
         act(ranks, chance)
 
     assert ranks[0].peek() > ranks[0].step // 3
+    assert ranks[0].keys() <= 1 + 2 * len(ranks)  # the word, and counters that somebody has still to leave behind
     assert all(len(rank.keeper.slots) == 4 for rank in ranks)
 
 
@@ -248,6 +249,7 @@ def test_so_it_is_when_news_come_so_late_that_the_candidate_is_written_over_by_t
         act(ranks, chance)
 
     assert ranks[0].peek() > 0
+    assert ranks[0].keys() <= 1 + 2 * len(ranks)
 
 
 @pytest.mark.parametrize("hears", [1.0, 0.1])
