@@ -37,14 +37,12 @@ class Agreement:
         self._over = threading.Event()
         self._failures = 0
         """In a row: how often the board did not answer."""
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="lazysnap-agreement", daemon=True)
+        self._thread.start()
 
     def passed(self, step: int) -> None:
         """The boundary after ``step`` is over: its capture began, or was left out. Hot."""
         self._voter.passed = step
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lazysnap-agreement", daemon=True)
-            self._thread.start()
         self.wake()
 
     def wake(self) -> None:
@@ -56,8 +54,7 @@ class Agreement:
         """Let it end. Blocks: until its present question is answered, at most some seconds."""
         self._over.set()
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join(_END_S)
+        self._thread.join(_END_S)
 
     # ---------------------------------------------------------------- the thread
 

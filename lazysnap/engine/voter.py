@@ -37,9 +37,9 @@ class Voter:
         return self._ballot is not None and self.passed < self._ballot.candidate
 
     def has_to_tell(self) -> bool:
-        """Whether this rank came to the candidate and did not say yet what it has of it."""
+        """Whether this rank came to the candidate and did not say yet what it has of it; or knows of none."""
         ballot = self._ballot
-        return ballot is not None and not self.is_idle() and self._joined != ballot.candidate
+        return not self.is_idle() and (ballot is None or self._joined != ballot.candidate)
 
     def act(self, board: Board, key: str) -> bool:
         """Ask what is to be asked now. Whether anything moved, so that it may be worth asking on at once.
