@@ -187,8 +187,10 @@ class SnapshotEngine:
         """Tell that optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
 
         ``force``: capture it also between the steps that ``every_n_steps`` names (the last one, or before an exit).
-        Does not block on copies, storage or the keeper. With several ranks the first one is collective, the others not;
-        where storage holds all slots, it waits at most ``gate_timeout_s`` for one: no rank leaves a step out alone.
+        Does not block on copies, storage or the keeper, but for the first after ``wait_ready``: where the memory was
+        estimated too small it waits at most ``gate_timeout_s`` for more. With several ranks the first is collective,
+        the others not; where storage holds all slots, it waits at most ``gate_timeout_s`` for one: no rank leaves a
+        step out alone.
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node. Nothing else.
         """
@@ -287,7 +289,8 @@ class SnapshotEngine:
             return False
         if until == "durable":
             # A level takes captures as it comes to them: ask for the newest, this one or a later one.
-            self.flush(timeout_s)
+            if not self._durability.has(step):
+                self.flush(timeout_s)
             return self._durability.has(step)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -324,7 +327,8 @@ class SnapshotEngine:
     def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:
         """End well: make the newest capture durable, send the keeper away, free the memory. Idempotent.
 
-        Blocks: at most ``drain_timeout_s`` for storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
+        Blocks: with several ranks at most ``collective_timeout_s`` for the others; at most ``drain_timeout_s`` for
+        storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
         ``False`` if something could not be made durable: it stays in memory, as after a crash, and a restart finds it;
         or if the last boundary that was due was not captured. ``True`` if there was none. With several ranks
         collective; where one is missing at the deadline memory stays likewise, for the restart of all.
