@@ -18,6 +18,7 @@ import enum
 import mmap
 import os
 import struct
+import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ _MAGIC = 0x31504E53595A414C  # "LAZYSNP1"
 SLACK_BYTES = 8 << 20
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+_FENCE = threading.Lock()
+"""Processors may look first and let others see later what was written before; not across a lock."""
 
 
 class Word(enum.IntEnum):
@@ -52,6 +55,7 @@ class Word(enum.IntEnum):
     UNCHECKED = 14  # whole, but not to be persisted yet: see Check
     PLAN = 13  # checksum of the header that stands in the image, 0: none
     HELD = 15  # set by the trainer: it counts on what the slot holds, also when its captures have another size now
+    GOING = 16  # set by the keeper: it lets the slot go, so nobody is to count on what it holds any more
 
 
 class Check(enum.IntFlag):
@@ -243,6 +247,18 @@ class Slot:
     def discard(self) -> None:
         """Mark the capture as torn; it is never offered. Nothing else in the slot changes."""
         self._words[Word.VOID] = 1
+
+    def let_go(self) -> bool:
+        """Keeper: whether the slot may go; ``False``, if the trainer holds it.
+
+        Each says first what it does, and looks then what the other one said: of both at once at most one goes on.
+        """
+        self._words[Word.GOING] = 1
+        with _FENCE:
+            pass
+        if self._words[Word.HELD]:
+            self._words[Word.GOING] = 0
+        return bool(self._words[Word.GOING])
 
     def unpin(self) -> None:
         """Keeper: persistence no longer reads this slot."""

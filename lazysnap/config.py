@@ -150,7 +150,7 @@ class SnapshotConfig:
     flush_budget_s: float = 30.0
     """On SIGTERM or at exit after an error: seconds to make the last capture durable before going on."""
     drain_timeout_s: float = 600.0
-    """At a clean end: seconds to wait until the newest capture is durable at the first level."""
+    """At a clean end: seconds to wait until the newest capture is durable at every level."""
 
     def __post_init__(self) -> None:
         _check_positive("SnapshotConfig", "every_n_steps", self.every_n_steps)

@@ -3,10 +3,9 @@
 import logging
 import threading
 
-from lazysnap.arena import Check, SlotPhase, Word
 from lazysnap.engine.board import BoardUnavailable
-from lazysnap.engine.marks import Marks
-from lazysnap.engine.voter import Presence, Voter
+from lazysnap.engine.marks import Marks, Presence
+from lazysnap.engine.voter import Voter
 from lazysnap.engine.world import World
 from lazysnap.keeper.client import KeeperClient
 
@@ -38,14 +37,12 @@ class Agreement:
         self._over = threading.Event()
         self._failures = 0
         """In a row: how often the board did not answer."""
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="lazysnap-agreement", daemon=True)
+        self._thread.start()
 
     def passed(self, step: int) -> None:
         """The boundary after ``step`` is over: its capture began, or was left out. Hot."""
         self._voter.passed = step
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lazysnap-agreement", daemon=True)
-            self._thread.start()
         self.wake()
 
     def wake(self) -> None:
@@ -57,8 +54,7 @@ class Agreement:
         """Let it end. Blocks: until its present question is answered, at most some seconds."""
         self._over.set()
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join(_END_S)
+        self._thread.join(_END_S)
 
     # ---------------------------------------------------------------- the thread
 
@@ -100,12 +96,4 @@ class Agreement:
         slots = self._client.slots()
         if not slots:
             return Presence.COMING  # between two keepers: the memory is there
-        for slot in slots:
-            status = slot.status()
-            if status.step != step or not self.marks.is_ours(status):
-                continue
-            if status.phase is SlotPhase.WHOLE and not slot.word(Word.UNCHECKED) & Check.DEVICE:
-                return Presence.WHOLE
-            if status.phase in (SlotPhase.WHOLE, SlotPhase.CAPTURING):
-                return Presence.COMING
-        return Presence.GONE
+        return self.marks.look(slots, step)

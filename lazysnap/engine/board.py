@@ -9,7 +9,8 @@ import datetime
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lazysnap.errors import LazySnapError
+from lazysnap.errors import LazySnapError, LevelHangs
+from lazysnap.levels.attempt import Attempt
 
 _Answer = TypeVar("_Answer")
 
@@ -23,13 +24,23 @@ class Board:
 
     def __init__(self, store: Any, timeout_s: float) -> None:
         """``store``: of ``torch.distributed``, with keys of this group alone. Raises: BoardUnavailable."""
-        self._store = self._asked("connecting", store.clone)
-        self._store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        self._timeout_s = timeout_s
+        self._store: Any = self._asked("connecting", lambda: self._connected(store))
 
-    @staticmethod
-    def _asked(what: str, ask: Callable[[], _Answer]) -> _Answer:
+    def _connected(self, store: Any) -> Any:
+        own = store.clone()
+        own.set_timeout(datetime.timedelta(seconds=self._timeout_s))
+        return own
+
+    def _asked(self, what: str, ask: Callable[[], _Answer]) -> _Answer:
+        """In a thread of its own: torch has no deadline for a host that takes a question and does not answer."""
+        attempt = Attempt(lambda beat: ask(), f"the process group's store: {what}")
         try:
-            return ask()
+            return attempt.result(self._timeout_s)
+        except LevelHangs as error:
+            raise BoardUnavailable(
+                f"the process group's store does not answer: {what}: not within {self._timeout_s:g} s"
+            ) from error
         except (RuntimeError, ValueError, AttributeError) as error:  # torch's own errors are RuntimeErrors
             text = str(error).partition("\n")[0]
             raise BoardUnavailable(f"the process group's store does not answer: {what}: {text}") from error

@@ -190,8 +190,10 @@ class SnapshotEngine:
         """Tell that optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
 
         ``force``: capture it also between the steps that ``every_n_steps`` names (the last one, or before an exit).
-        Does not block on copies, storage or the keeper. With several ranks the first one is collective, the others not;
-        where storage holds all slots, it waits at most ``gate_timeout_s`` for one: no rank leaves a step out alone.
+        Does not block on copies, storage or the keeper, but for the first after ``wait_ready``: where the memory was
+        estimated too small it waits at most ``gate_timeout_s`` for more. With several ranks the first is collective,
+        the others not; where storage holds all slots, it waits at most ``gate_timeout_s`` for one: no rank leaves a
+        step out alone.
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node. Nothing else.
         """
@@ -290,7 +292,8 @@ class SnapshotEngine:
             return False
         if until == "durable":
             # A level takes captures as it comes to them: ask for the newest, this one or a later one.
-            self.flush(timeout_s)
+            if not self._durability.has(step):
+                self.flush(timeout_s)
             return self._durability.has(step)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -304,16 +307,16 @@ class SnapshotEngine:
             time.sleep(0.001)
 
     def flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
-        """Block until the newest capture is durable at every level; ``False`` after the deadline.
+        """Block until the newest capture is durable at every level; ``False`` after the deadline, or if it was dropped.
 
         With several ranks durable on all of them, so all are to call it at the same step.
-        ``progress`` is called with bytes done and bytes to do.
+        ``progress`` is called with the number of levels done and of all levels.
         """
         self.gate()
         self._verify()
         done = self._durability.flush(self._statistics.last_whole_step, timeout_s, progress)
         self._hear()
-        return done
+        return done and not self._recorder.has_lost_last
 
     def _verify(self) -> None:
         with self._lock:
@@ -327,7 +330,8 @@ class SnapshotEngine:
     def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:
         """End well: make the newest capture durable, send the keeper away, free the memory. Idempotent.
 
-        Blocks: at most ``drain_timeout_s`` for storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
+        Blocks: with several ranks at most ``collective_timeout_s`` for the others; at most ``drain_timeout_s`` for
+        storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
         ``False`` if something could not be made durable: it stays in memory, as after a crash, and a restart finds it;
         or if the last boundary that was due was not captured. ``True`` if there was none. With several ranks
         collective; where one is missing at the deadline memory stays likewise, for the restart of all.

@@ -163,8 +163,14 @@ class FrozenTensors:
         found = set(self._freezing.changed) if self._freezing is not None else set()
         for one in self._passes:
             found.update(one.changed)
+            self._tell_failed(one)
         self._passes = [one for one in self._passes if one.is_running or one.changed]
         return found
+
+    def _tell_failed(self, one: "_Pass") -> None:
+        if one.has_failed:
+            one.has_failed = False
+            self._lost(one.sequence)
 
     def _lose(self, changed: list[str]) -> None:
         """Something wrote to tensors that are not to be trained: they are never believed immutable again."""
@@ -246,6 +252,7 @@ class FrozenTensors:
         done = threading.Event()
         done.set()
         one.run(done, self._vouch)
+        self._tell_failed(one)
         changed = sorted({*one.changed} - {*self._set.left(self._source.optimizers())})
         if changed:
             self._lose(changed)
@@ -278,6 +285,8 @@ class _Pass:
         self.changed: list[str] = []
         self.cancelled = threading.Event()
         self.is_running = True
+        self.has_failed = False
+        """Whether it could not compare, and dropped the capture for that."""
 
     def run(self, released: threading.Event, vouch: Callable[[int], None]) -> None:
         """Begin when the copy is ``released``: it is what training waits for."""
@@ -295,7 +304,7 @@ class _Pass:
             return
         except Exception as error:  # noqa: BLE001  the rim of the thread
             logger.warning("the immutable tensors could not be compared: %s: %s", type(error).__name__, error)
-            discard(self.slot, self.sequence)
+            self.has_failed = discard(self.slot, self.sequence)
         finally:
             self.is_running = False
 

@@ -1,11 +1,20 @@
 """The captures that one rank must keep because others count on them. Thread-safe."""
 
+import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from lazysnap.arena import SlotPhase, SlotStatus
+from lazysnap.arena import Check, Slot, SlotPhase, SlotStatus, Word
 from lazysnap.engine.ballot import Ballot
-from lazysnap.engine.slots import choose_slot
+from lazysnap.engine.slots import choose_slot, newest_whole
+
+
+class Presence(enum.Enum):
+    """What a rank has of a step."""
+
+    COMING = "coming"
+    WHOLE = "whole"
+    GONE = "gone"
 
 
 class Marks:
@@ -39,10 +48,27 @@ class Marks:
                 self._going = statuses[index].step
             return index
 
-    def held(self, statuses: Sequence[SlotStatus]) -> set[int]:
-        """Which captures others count on."""
-        with self._lock:
-            return self._held(statuses)
+    def hold(self, slots: Sequence[Slot]) -> None:
+        """Say in the slots which captures others count on: the keeper lets none of them go."""
+        with self._lock:  # else one thread takes away, by what it knew before, what the other one just gave
+            statuses = [slot.status() for slot in slots]
+            _hold(slots, statuses, self._held(statuses))
+
+    def look(self, slots: Sequence[Slot], step: int) -> Presence:
+        """What is there of ``step``; ``WHOLE``: and neither training nor the keeper takes it away, if it ``keeps``."""
+        self.hold(slots)
+        for slot in slots:
+            status = slot.status()
+            if status.step != step or not self.is_ours(status):
+                continue
+            if slot.word(Word.GOING):
+                return Presence.GONE
+            is_whole = status.phase is SlotPhase.WHOLE and not slot.word(Word.UNCHECKED) & Check.DEVICE
+            if is_whole and status.held:
+                return Presence.WHOLE
+            if status.phase in (SlotPhase.WHOLE, SlotPhase.CAPTURING):
+                return Presence.COMING  # not held: it began after that
+        return Presence.GONE
 
     def _held(self, statuses: Sequence[SlotStatus]) -> set[int]:
         return {index for index, status in enumerate(statuses) if self._holds(status)}
@@ -62,3 +88,15 @@ class Marks:
         if status.step not in (self.agreed, self.candidate):
             return False
         return self.is_ours(status) or status.step == self._base
+
+
+def hold_newest(slots: Sequence[Slot], count: int) -> None:
+    """Say so of the ``count`` newest whole captures: ranks that agree by counting go back to none before."""
+    statuses = [slot.status() for slot in slots]
+    _hold(slots, statuses, newest_whole(statuses, count))
+
+
+def _hold(slots: Sequence[Slot], statuses: Sequence[SlotStatus], held: Collection[int]) -> None:
+    for index, slot in enumerate(slots):
+        if statuses[index].held != (index in held):
+            slot.set_word(Word.HELD, index in held)

@@ -14,15 +14,17 @@ from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.agreement import Agreement
+from lazysnap.engine.ballot import NONE
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.estimate import bytes_of_one, bytes_of_share, estimate_image_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
+from lazysnap.engine.marks import hold_newest
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
 from lazysnap.engine.parameters import names_of_parameters
 from lazysnap.engine.partition import Partition, replicated_keys
-from lazysnap.engine.slots import choose_slot, kept_whole, newest_whole, slots_needed, wants_agreement
+from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed, wants_agreement
 from lazysnap.engine.world import World
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.policy import is_due, is_wanted
@@ -31,6 +33,7 @@ from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
+_REMEMBERED = 64
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
 
@@ -57,7 +60,7 @@ class Recorder:
         self._log = log
         self.meta = MetaWriter.fresh()
         self.names = Names(client)
-        self.frozen = FrozenTensors(source, client, log, self.meta, self.names.lost)
+        self.frozen = FrozenTensors(source, client, log, self.meta, self._lost)
         self._walker = StateWalker()
         self._world: World | None = None
         self._partition: Partition | None = None
@@ -69,18 +72,22 @@ class Recorder:
         self._reserved: tuple[int, int] | None = None
         self._sequence = 0
         self._begun: _Begun | None = None
+        self._whole: dict[int, int] = {}
+        """Steps of the last captures that are whole, by sequence number."""
         self.last_step: int | None = None
         """Of the last capture, or of the snapshot that was resumed from."""
         self._seen_step: int | None = None
         self._last_pinned: int | None = None
+        self.has_lost_last = False
+        """Whether the last capture that began was dropped."""
         self._keepers_lost = 0
         self.encoded_once = False
         self.is_promised = False
         """Whether somebody waited until captures can begin, and none began yet."""
         self._agrees = False
         """Whether all ranks agree on what they have, in words."""
-        self._resumed = (0, -1)
-        """How often a snapshot was resumed, and the step of the last."""
+        self._resumed = NONE
+        """The step of the snapshot that was resumed."""
         self.agreement: Agreement | None = None
 
     def join(self, world: World) -> None:
@@ -122,9 +129,10 @@ class Recorder:
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
         self.last_step = self._seen_step = step
-        self._log.statistics.last_whole_step = None  # from here on
         self.frozen.reset()
-        self._resumed = (self._resumed[0] + 1, step)
+        self._whole, self.has_lost_last = {}, False
+        self._log.statistics.last_whole_step = None  # from here on
+        self._resumed = step
         self._end_agreement()
 
     # ---------------------------------------------------------------- at a boundary
@@ -205,7 +213,7 @@ class Recorder:
         self._captures.begin(job)
         faults.point("engine.begun")
         self._begun = _Begun(step, slot, job.sequence)
-        self.last_step = step
+        self.last_step, self.has_lost_last = step, False
         self._last_pinned = step if pin else self._last_pinned
         self._log.statistics.began += 1
         self._log.statistics.shard_bytes = size
@@ -264,15 +272,10 @@ class Recorder:
 
     def _hold(self) -> None:
         """Mark what the slots may not lose to a change of their size: what other ranks may go back to, too."""
-        slots = self._client.slots()
-        statuses = [slot.status() for slot in slots]
         if self.agreement is not None:
-            held = self.agreement.marks.held(statuses)
+            self.agreement.marks.hold(self._client.slots())
         else:
-            held = {*newest_whole(statuses, kept_whole(self._config, self.meta.world_size))}
-        for index, slot in enumerate(slots):
-            if statuses[index].held != (index in held):
-                slot.set_word(Word.HELD, index in held)
+            hold_newest(self._client.slots(), kept_whole(self._config, self.meta.world_size))
 
     def _reserve(self, image_bytes: int) -> None:
         wanted = (self._meta_capacity, image_bytes)
@@ -300,10 +303,9 @@ class Recorder:
 
     def _agreed(self) -> Agreement | None:
         if self.agreement is None and self._agrees and self._world is not None:
-            times, base = self._resumed
-            key, every = f"lazysnap/{self.meta.generation}/{times}", self._config.every_n_steps
-            # Not before: what others left in memory is known now.
-            self.agreement = Agreement(self._world, self._client, key, every, base)
+            # Not before: what others left in memory is known now. Every resume begins another generation.
+            key, every = f"lazysnap/{self.meta.generation}", self._config.every_n_steps
+            self.agreement = Agreement(self._world, self._client, key, every, self._resumed)
         return self.agreement
 
     def _wants_persistence(self, step: int, slots: list[Slot]) -> bool:
@@ -331,7 +333,8 @@ class Recorder:
             self.agreement.wake()
         if job.phase is CapturePhase.WHOLE:
             statistics.whole += 1
-            statistics.last_whole_step = job.step
+            statistics.last_whole_step = self._whole[job.sequence] = job.step
+            self._whole = dict([*self._whole.items()][-_REMEMBERED:])
             statistics.bytes_captured += job.plan.layout.size_bytes
             statistics.copy.add(job.copy_s)
             return
@@ -339,8 +342,15 @@ class Recorder:
             statistics.torn += 1
         else:
             statistics.failed += 1
-        self.names.lost(job.sequence)
+        self._lost(job.sequence)
         self._log.note_once("dropped", "the snapshot of step %d is dropped: %s", job.step, job.reason)
+
+    def _lost(self, sequence: int) -> None:
+        """A capture that was whole turned out to be worth nothing."""
+        self.names.lost(sequence)
+        self._whole.pop(sequence, None)
+        self._log.statistics.last_whole_step = max(self._whole.items(), default=(0, None))[1]
+        self.has_lost_last |= sequence == self._sequence
 
     # ---------------------------------------------------------------- names
 

@@ -51,6 +51,12 @@ class _Column:
     counted: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """Each only once: a keeper that took a dead one's place writes the same step again."""
     void: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    owed: dict[int, int] = field(default_factory=dict)
+    """Of those that wait: for how many ranks it has still to count, as the board could not be reached."""
+    full: set[int] = field(default_factory=set)
+    """Whose counter this rank found full, and that it did not get into the word yet."""
+    doubtful: set[int] = field(default_factory=set)
+    """What it took back, or not: the answer was lost. Their files stay, others may call them complete."""
 
     def counter(self, step: int) -> str:
         """The key of a step's counter."""
@@ -93,6 +99,8 @@ class Tally:
         self._run_id = ""
         self._columns: dict[str, _Column] = {}
         self._heard: deque[Sound | Surplus | KeeperReady] = deque()
+        self._unanswered: set[KeeperEvent] = set()
+        """What of it is surplus."""
         self._news: deque[Complete] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -115,6 +123,7 @@ class Tally:
             self._stored = stored or {}
             self._columns = {}
             self._heard.clear()  # of what was before
+            self._unanswered.clear()
 
     # ---------------------------------------------------------------- asked by others
 
@@ -125,8 +134,10 @@ class Tally:
         if not isinstance(event, KeeperReady) and event.generation != self._generation:
             return  # of a start before this one: who knows which of those ranks are left
         with self._changed:
-            if self._is_closed:
-                return
+            if self._is_closed or event in self._unanswered:
+                return  # a keeper names them again until it is told
+            if isinstance(event, Surplus):
+                self._unanswered.add(event)
             self._heard.append(event)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lazysnap-tally", daemon=True)
@@ -192,6 +203,8 @@ class Tally:
                 if self._is_closed:
                     return
                 event = self._heard.popleft() if self._heard else None
+                if isinstance(event, Surplus):
+                    self._unanswered.discard(event)
                 self._is_busy, self._asked_now = True, self._asked_now and event is not None
             try:
                 self._do(event)
@@ -228,12 +241,15 @@ class Tally:
             for column in self._columns.values():
                 self._tell(column)
             return
+        if isinstance(event, Sound):
+            self._owe(event)
         board = self._board = self._board or self._connect()
         if isinstance(event, Sound):
-            self._count(board, event)
+            self._catch_up(board)
         elif isinstance(event, Surplus):
             self._take_back(board, event)
         else:
+            self._catch_up(board)
             for column in list(self._columns.values()):
                 self._look(board, column)
         self._is_silent = False
@@ -252,23 +268,34 @@ class Tally:
                 self._columns[event.level] = _Column(level, f"{event.run_id}/{event.generation}/{index}")
             return self._columns[event.level]
 
-    def _count(self, board: Board, event: Sound) -> None:
+    def _owe(self, event: Sound) -> None:
         column = self._column(event)
         if column is None or event.step in column.counted:
             return
         with self._changed:
-            # Before it is known to have arrived: to count too little loses nothing, to count twice might.
             column.counted.append(event.step)
             if not event.ranks:
                 column.waiting.clear()  # nothing to take back: the newest is enough
+            else:
+                column.owed[event.step] = event.ranks
             column.waiting[event.step] = event.ranks
-        faults.point("engine.tally.count")
-        if event.ranks and board.add(column.counter(event.step), event.ranks) == self._ranks:
-            faults.point("engine.tally.full")
-            self._publish(board, column, event.step)
+
+    def _catch_up(self, board: Board) -> None:
+        """Count and publish what is to be, also what could not be before."""
+        for column in list(self._columns.values()):
+            for step in list(column.full):
+                self._publish(board, column, step)
+            while column.owed:
+                # Before it is known to have arrived: to count too little loses nothing, to count twice might.
+                step, ranks = column.owed.popitem()
+                faults.point("engine.tally.count")
+                if board.add(column.counter(step), ranks) == self._ranks:
+                    faults.point("engine.tally.full")
+                    self._publish(board, column, step)
 
     def _publish(self, board: Board, column: _Column, step: int) -> None:
         """The counter of that step is full: add it to the word."""
+        column.full.add(step)
         word = board.swap(column.name, _ABSENT, _ABSENT)
         while True:
             wanted = column.word_with(word, step)
@@ -278,6 +305,7 @@ class Tally:
             word = found  # another rank completed another step
         faults.point("engine.tally.published")
         board.forget(column.counter(step))
+        column.full.discard(step)
         self._take(board, column, wanted)
 
     def _look(self, board: Board, column: _Column) -> None:
@@ -293,6 +321,8 @@ class Tally:
             column.count, column.complete = count, steps
             passed = [step for step in column.waiting if column.is_passed(step)]
             column.waiting = {n: ranks for n, ranks in column.waiting.items() if n not in steps and n not in passed}
+            column.doubtful &= column.waiting.keys()
+            column.owed = {n: ranks for n, ranks in column.owed.items() if n not in passed}
         self._tell(column)
         for step in passed:
             board.forget(column.counter(step))  # complete before, or never
@@ -302,12 +332,20 @@ class Tally:
         column = self._column(event)
         if column is None or event.step in column.complete or column.is_passed(event.step):
             return
+        if event.step in column.full or event.step in column.doubtful:
+            return
         ranks = column.waiting.get(event.step, 0)
         faults.point("engine.tally.take_back")
-        if ranks and board.add(column.counter(event.step), -ranks) + ranks == self._ranks:
-            # Full before that: who filled it died before it could say so.
-            self._publish(board, column, event.step)
-            return
+        if ranks and column.owed.pop(event.step, None) is None:
+            # Before it is known to have arrived: a second one would not find the counter full that the first one found.
+            column.doubtful.add(event.step)
+            before = board.add(column.counter(event.step), -ranks) + ranks
+            column.doubtful.discard(event.step)
+            column.waiting[event.step] = 0
+            if before == self._ranks:
+                # Who filled it died before it could say so.
+                self._publish(board, column, event.step)
+                return
         self._look(board, column)
         # Complete by now, or never: without this rank's part the others' come to less than all, also later ones.
         board.forget(column.counter(event.step))

@@ -1,20 +1,11 @@
 """One rank's part in agreeing on snapshots that all have: what it asks the board next. No thread, no clock."""
 
-import enum
 from collections.abc import Callable
 
 from lazysnap import faults
 from lazysnap.engine.ballot import Ballot, next_candidate
 from lazysnap.engine.board import Board
-from lazysnap.engine.marks import Marks
-
-
-class Presence(enum.Enum):
-    """What a rank has of a step."""
-
-    COMING = "coming"
-    WHOLE = "whole"
-    GONE = "gone"
+from lazysnap.engine.marks import Marks, Presence
 
 
 class Voter:
@@ -46,9 +37,9 @@ class Voter:
         return self._ballot is not None and self.passed < self._ballot.candidate
 
     def has_to_tell(self) -> bool:
-        """Whether this rank came to the candidate and did not say yet what it has of it."""
+        """Whether this rank came to the candidate and did not say yet what it has of it; or knows of none."""
         ballot = self._ballot
-        return ballot is not None and not self.is_idle() and self._joined != ballot.candidate
+        return not self.is_idle() and (ballot is None or self._joined != ballot.candidate)
 
     def act(self, board: Board, key: str) -> bool:
         """Ask what is to be asked now. Whether anything moved, so that it may be worth asking on at once.
@@ -72,10 +63,13 @@ class Voter:
             return self._ask(board, key, str(ballot), str(ballot.carried(passed, self._every)))
         if passed < ballot.candidate:
             return False
+        # In this order. What is not chosen when it is marked never will be, so what is whole after that stays so. The
+        # other way round it might be chosen after the look, and written over, and the next one chosen before the mark.
+        stays = self._marks.keeps(ballot.candidate)
         presence = self._look(ballot.candidate)
         if presence is Presence.COMING:
             return False
-        if presence is Presence.WHOLE and self._marks.keeps(ballot.candidate):
+        if presence is Presence.WHOLE and stays:
             return self._join(board, key, ballot.candidate)
         return self._raise(board, key, ballot, passed)
 
@@ -100,6 +94,8 @@ class Voter:
         self._marks.learn(told)
         if before is None or told.candidate != before.candidate:
             self._is_late = self.passed is not None and self.passed >= told.candidate
-        if before is not None and told.candidate > before.candidate and answer == desired:
+        # Who was counted after the one that changed the word has deleted the counter has made it anew.
+        is_ours = before is not None and (answer == desired or before.candidate == self._joined)
+        if before is not None and is_ours and told.candidate > before.candidate:
             board.forget(f"{key}/{before.candidate}")
         return told != before

@@ -196,10 +196,12 @@ class World:
 
         Raises: BoardUnavailable.
         """
+        if self._group is None:
+            raise BoardUnavailable("the process group was destroyed")
         try:
             store = self._group.get_group_store()
         except (AttributeError, RuntimeError) as error:
-            raise BoardUnavailable("the process group was destroyed") from error
+            raise BoardUnavailable(f"this torch does not give the process group's store: {error}") from error
         return Board(store, self._timeout.total_seconds())
 
     def has_board(self) -> bool:

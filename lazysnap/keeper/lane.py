@@ -340,7 +340,7 @@ class Lane:
 
         def tidy(beat: Beat) -> list[int]:
             own.tidy(told, protect, beat)
-            return own.surplus(told, protect, self._persister.most_ahead())
+            return own.surplus(told, protect, self._persister.most_ahead(), beat)
 
         try:
             surplus = self._within_deadline(_DELETING, tidy)

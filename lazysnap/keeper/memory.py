@@ -85,6 +85,7 @@ class SlotPool:
                     # The same memory: the connection broke, not the keeper. Two slots of it would overwrite each other.
                     slot.close()
                     return number
+            slot.set_word(Word.GOING, 0)  # its keeper died over it
             number = self._next
             self._next += 1
             self._slots[number] = slot
@@ -111,7 +112,7 @@ class SlotPool:
         for index, (number, slot) in enumerate(items):
             if fits(slot, meta, image) and len(fitting) <= count:
                 continue
-            if may_drop(statuses, index) and not is_read(slot):
+            if may_drop(statuses, index) and not is_read(slot) and slot.let_go():
                 self._drop(number)
                 fitting = [other for other in fitting if other is not slot]
             elif slot not in fitting:

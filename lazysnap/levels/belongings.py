@@ -88,6 +88,9 @@ class Belongings:
         self._passes = 0
         self._unreferenced: frozenset[str] = frozenset()
         """Where images lie that nothing referred to at the last look."""
+        self._named_for: Told | None = None
+        self._named: set[int] = set()
+        """Surplus that the owner heard of."""
 
     def confirm(self, entry: Entry, manifest: Manifest, beat: Beat) -> None:
         """Read back what was just committed, and what it refers to. Raises: ShardCorrupt, and it is no snapshot now."""
@@ -201,20 +204,29 @@ class Belongings:
         given = names_in(self._store.storage, directory, names, problems)
         return bool(problems) or any(run_id in (None, file.run_id) for _, run_id in given)
 
-    def surplus(self, told: Told, protect: frozenset[int], ahead: int) -> list[int]:
+    def surplus(self, told: Told, protect: frozenset[int], ahead: int, beat: Beat) -> list[int]:
         """Steps that are not known to be complete, and more than there may be: their owner should take them back.
 
         ``ahead``: persisted steps that others may be behind. Where one of them fails for longer, what the others wrote
-        meanwhile is complete nowhere.
+        meanwhile is complete nowhere. Each is named once for what is ``told``: until the owner says more it cannot act.
         """
+        if told is not self._named_for:
+            self._named_for, self._named = told, set()
         files = self._written if self._files is None else self._files
         of_start = (told.run_id, told.generation)
         mine = {one.step: one for one in files.values() if (one.run_id, one.generation) == of_start}
         newest = kept(sorted(mine), self._level, told.complete)
         oldest = newest[0] if len(newest) == self._level.keep_last else -1  # what is older goes in any case
         waiting = sorted(step for step in mine if step > oldest and step not in told.complete)
-        found = [step for step in waiting[: -(self._level.keep_last + ahead)] if step not in told.void | protect]
-        return [step for step in found if not self._is_named(mine[step])]
+        passed = told.void | protect | self._named
+        found = []
+        for step in waiting[: -(self._level.keep_last + ahead)]:
+            if step not in passed:
+                beat()
+                if not self._is_named(mine[step]):
+                    found.append(step)
+        self._named.update(found)
+        return found
 
     def _clear_images(self, told: Told) -> None:
         """Images that nothing refers to any more. One of each node looks at all manifests, and only after something

@@ -229,6 +229,20 @@ def test_a_change_that_no_sample_covers_never_gets_to_storage(job, tmp_path):
     assert all(matches(tuning, snapshot) for snapshot in kept.values())
 
 
+@pytest.mark.parametrize("end", ["close", "flush"])
+def test_a_snapshot_that_is_dropped_at_the_end_is_not_told_to_be_durable(job, tmp_path, end):
+    tuning = job.start(tmp_path)
+    tuning.run(1, 2)
+    assert tuning.engine.flush(TIMEOUT_S)
+    change_unseen(tuning)
+    tuning.run(3, 3)
+    assert tuning.engine.statistics().last_whole_step == 3
+
+    assert not (tuning.engine.close() if end == "close" else tuning.engine.flush(TIMEOUT_S))
+
+    assert tuning.engine.statistics().last_whole_step == 2
+
+
 def test_a_base_that_is_unfrozen_in_the_middle_is_captured_from_then_on(job):
     tuning = job.start()
     tuning.run(1, 2)

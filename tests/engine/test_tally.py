@@ -16,6 +16,30 @@ RUN, START, AGAIN = "0" * 16, "1" * 16, "1" * 15 + "2"
 TIMEOUT_S = 20.0
 
 
+class LossyStore:
+    """The next call of that kind is made, or not, and its answer is lost."""
+
+    def __init__(self, store):
+        self.store, self.loses = store, {}
+
+    def clone(self):
+        own = LossyStore(self.store.clone())
+        own.loses = self.loses
+        return own
+
+    def __getattr__(self, name):
+        def ask(*args):
+            lost = self.loses.pop(name, None)
+            if lost == "question":
+                raise RuntimeError("lost")
+            answer = getattr(self.store, name)(*args)
+            if lost == "answer":
+                raise RuntimeError("lost")
+            return answer
+
+        return ask
+
+
 class Ranks:
     """The tallies of several ranks, each with a connection of its own to one store."""
 
@@ -24,6 +48,7 @@ class Ranks:
         self.level = PersistentLevel(str(root / "level"), keep_last=keep_last)
         self.keys = self.store.num_keys()
         self.is_up = True
+        self.lossy = LossyStore(self.store)
         config = SnapshotConfig(levels=(self.level,), job_id=str(root))
         # Not connected: what they tell their keepers goes nowhere.
         clients = [KeeperClient(JobIdentity.from_config(config), config) for _ in range(number)]
@@ -34,7 +59,7 @@ class Ranks:
     def board(self):
         if not self.is_up:
             raise BoardUnavailable("down")
-        return Board(self.store, TIMEOUT_S)
+        return Board(self.lossy, TIMEOUT_S)
 
     def sound(self, rank, *steps, ranks=1, start=START):
         for step in steps:
@@ -199,3 +224,56 @@ def test_a_store_that_is_away_is_told_once_and_asked_again(make_ranks, caplog):
         ranks.sound(rank, 6)
 
     assert all(tally.wait(6, TIMEOUT_S) for tally in ranks.tallies)
+
+
+def test_what_was_heard_while_the_store_was_away_is_counted_when_it_is_back(make_ranks):
+    ranks = make_ranks(2)
+    ranks.sound(0, 4)
+    ranks.settle()
+    ranks.is_up = False
+    ranks.sound(1, 4)
+    ranks.settle()
+
+    ranks.is_up = True
+
+    assert all(tally.wait(4, TIMEOUT_S) for tally in ranks.tallies)
+
+
+def test_a_step_that_is_full_is_published_though_the_first_try_was_lost(make_ranks):
+    ranks = make_ranks(2)
+    ranks.sound(0, 4)
+    ranks.settle()
+    ranks.lossy.loses["compare_set"] = "question"
+    ranks.sound(1, 4)
+
+    assert all(tally.wait(4, TIMEOUT_S) for tally in ranks.tallies)
+
+
+def test_what_may_have_been_taken_back_from_a_full_counter_is_not_given_up(make_ranks):
+    """Who filled it may only be slow to say that it is complete."""
+    ranks = make_ranks(2)
+    ranks.sound(0, 5)
+    ranks.settle()
+    ranks.board().add(f"{RUN}/{START}/0/5", 1)
+    ranks.lossy.loses["add"] = "answer"
+    ranks.surplus(0, 5)
+    ranks.settle()
+
+    ranks.surplus(0, 5)
+    ranks.settle()
+
+    [column] = ranks.tallies[0]._columns.values()
+    assert list(column.void) == []
+
+
+def test_what_keepers_name_again_and_again_while_the_store_is_away_is_remembered_once(make_ranks):
+    ranks = make_ranks(2)
+    ranks.sound(0, *range(50))
+    ranks.settle()
+    tally = ranks.tallies[0]
+    with tally._changed:  # the thread cannot take any of it
+        for _ in range(20):
+            for step in range(50):
+                ranks.surplus(0, step)
+        assert len(tally._heard) == 50
+    ranks.settle()

@@ -56,7 +56,7 @@ class Place:
         ]
 
     def surplus(self, rank, *complete, **told):
-        return self.own[rank].surplus(self.told(*complete, **told), frozenset(), 2)
+        return self.own[rank].surplus(self.told(*complete, **told), frozenset(), 2, lambda: None)
 
     def held(self, rank):
         return sorted({entry.step for entry in self.stores[0].inventory().entries if entry.rank == rank})
@@ -110,6 +110,21 @@ def test_what_is_not_complete_stays_until_its_rank_has_taken_its_part_back(place
     assert place.tidy(ranks=[0]) == [[]]
     assert place.tidy(ranks=[0], void=[1]) == [[1]]
     assert place.surplus(0, void=[1]) == [2]
+
+
+def test_what_is_surplus_is_named_once_until_its_owner_says_more(place):
+    """While the owner cannot ask the others, each further snapshot would cost more and more."""
+    place.write(0, *range(1, 11))
+    own, told, listed = place.own[0], place.told(), []
+
+    def surplus(told):
+        return own.surplus(told, frozenset(), 2, lambda: listed.append(1))
+
+    assert surplus(told) == [1, 2, 3, 4, 5, 6, 7]
+    place.write(0, 11)
+    assert surplus(told) == [8]
+    assert len(listed) == 8  # so many times it asked the level for names
+    assert surplus(place.told()) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_of_a_step_that_was_taken_back_and_is_complete_all_the_same_nothing_goes(place):
