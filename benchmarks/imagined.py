@@ -25,6 +25,7 @@ from lazysnap.shard.stem import parse_file_name
 from lazysnap.topology import places, share
 
 RUN, GENERATION, STARTED = "00000000000000ab", "00000000000000cd", 1
+URL = "s3://imagined/run"
 PER_NODE = 8
 WIDTH = 4096
 LAYERS = 19
@@ -143,7 +144,7 @@ def manifest_of(meta: CaptureMeta, header_bytes: int, size_bytes: int) -> Manife
 class ImaginedStorage:
     """A place that has every rank's shard of some steps; counts what is asked of it."""
 
-    url = "imagined"
+    url = URL
     parallel_writes = parallel_reads = 1
     checks_writes = True
 

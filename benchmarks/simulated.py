@@ -1,27 +1,38 @@
-"""What one rank of N does, with nothing but the pure functions: plan, restart, retention; for scale.py."""
+"""What one rank of N does, through the package's own code: plan, restart, retention; for scale.py.
 
-import json
+The engine and ``fetch`` are the real ones. Not there: the other ranks (fellows.py), storage and its manifests
+(imagined.py), the keeper, and what is in the tensors.
+"""
+
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import imagined
-from imagined import ImaginedStorage, Small, Whole
+from fellows import Fellows
+from imagined import URL, ImaginedStorage, Small, Whole
 
-from lazysnap.config import PersistentLevel
+from lazysnap.config import PersistentLevel, SnapshotConfig
+from lazysnap.engine import engine, restart
 from lazysnap.engine.assembly import Assembly, OpenShard
 from lazysnap.engine.holders import Holders, complete
-from lazysnap.engine.survey import fields_of, inventory_of, merged, sites_of
+from lazysnap.engine.part import Part
+from lazysnap.engine.reading import LevelReader
+from lazysnap.engine.restart import Restart
+from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
+from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels.belongings import Belongings, Told
 from lazysnap.levels.retention import Share
 from lazysnap.levels.shards import entry_of
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import Entry, Inventory, candidates
+from lazysnap.resolver import Entry, RestartPlan
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import directory_name
 from lazysnap.shard.stem import Stem
 from lazysnap.state.codec import tensor_names
-from lazysnap.topology import places
+from lazysnap.state.objects import ObjectState
+from lazysnap.state.walk import walk
 
 KEPT = 3
 """Snapshots on storage; and whole captures in each keeper's memory."""
@@ -33,108 +44,119 @@ class Clock:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def run(self, work: Callable[[], Any], storage: ImaginedStorage | None = None) -> Any:
-        """Do it and count it."""
+    def run(self, work: Callable[[], Any], *makers: Any) -> Any:
+        """Do it and count it; ``makers`` know what they spent on making things up."""
         started = time.process_time()
-        before = storage.made_up_s if storage else 0.0
+        before = sum(maker.made_up_s for maker in makers)
         result = work()
-        self.seconds += time.process_time() - started - ((storage.made_up_s - before) if storage else 0.0)
+        made_up = sum(maker.made_up_s for maker in makers) - before
+        self.seconds += time.process_time() - started - made_up
         return result
 
 
-def parsed(texts: list[str]) -> list[Any]:
-    """As ``World.exchange`` has it."""
-    return [json.loads(text) for text in texts]
+def make_config() -> SnapshotConfig:
+    """One level at a URL."""
+    return SnapshotConfig(levels=(PersistentLevel(URL, every_n_steps=1, keep_last=KEPT),), job_id="imagined")
 
 
 def plan(kind: str, ranks: int) -> dict[str, Any]:
-    """One rank's planning: who sits where, its share, the layout, what is written beside it."""
+    """One rank's planning: the engine is made, who sits where, its share, the layout, what is written beside it."""
     rank = 0
-    texts = [json.dumps(["making the engine", name]) for name in imagined.nodes(ranks)]
-    common = [json.dumps(["the first boundary", "0" * 32])] * ranks
     imagined.tensors()
-    clock = Clock()
+    clock, fellows = Clock(), Fellows(ranks, rank)
 
-    def work() -> int:
-        at = places([name for _, name in parsed(texts)])
-        digests = parsed(common)
-        assert len({digests[place.rank][1] for place in at if place.node == at[rank].node}) == 1
+    def make() -> engine.SnapshotEngine:
+        with mock.patch.object(engine, "World", return_value=fellows):
+            return engine.SnapshotEngine(make_config(), {})
+
+    def settle() -> tuple[int, int]:
+        fellows.settle(walk({}), ())
         layout, meta = imagined.capture(kind, rank, ranks, 1)
-        return len(imagined.manifest_of(meta, len(layout.header), layout.size_bytes).encode())
+        return layout.size_bytes, len(imagined.manifest_of(meta, len(layout.header), layout.size_bytes).encode())
 
-    manifest_bytes = clock.run(work)
+    made = clock.run(make, fellows)
+    making_s = clock.seconds
+    _, manifest_bytes = clock.run(settle, fellows)
+    made.abandon()
     held = sum(4 * imagined.volume(part) for _, _, part in imagined.pieces(kind, rank, ranks).values())
-    told = sum(map(len, texts)) + sum(map(len, common))
-    return {"cpu_s": clock.seconds, "manifest_bytes": manifest_bytes, "shard_bytes": held, "told_bytes": told}
-
-
-def memory_answers(ranks: int) -> list[str]:
-    """What every rank's keeper holds, as it is told to all."""
-    node = imagined.nodes(ranks)
-    return [
-        json.dumps(["what is in memory", ["", [fields_of(held(rank, ranks, node[rank]))]]]) for rank in range(ranks)
-    ]
-
-
-def held(rank: int, ranks: int, node: str) -> Inventory:
-    """One keeper's captures."""
-    facts = (imagined.RUN, imagined.STARTED)
-    entries = tuple(
-        Entry("memory", 0, *facts, 10 + n, rank, ranks, f"{rank % 8}/{n}", node=node, generation=imagined.GENERATION)
-        for n in range(KEPT)
-    )
-    return Inventory(f"memory of {rank}", entries)
-
-
-def resolve(kind: str, taken: int, ranks: int, rank: int) -> dict[str, Any]:
-    """One rank's restart from storage after the memory was lost (told of all the same), up to reading its tensors.
-
-    The other ranks' answers have the size and form of its own.
-    """
-    storage = ImaginedStorage(taken, range(1, KEPT + 1), Whole(kind))
-    store = SnapshotStore(storage)
-    at = imagined.place_list(ranks)
-    memory = memory_answers(ranks)
-    clock = Clock()
-    # Rank 0 lists for all.
-    listing = clock.run(lambda: store.listing().to_fields(), storage)
-    listed = dict(storage.asked)
-    names = [json.dumps(["what is on storage", [["s3://imagined", listing]] if n == 0 else []]) for n in range(ranks)]
-
-    def survey() -> tuple[list[Inventory], Inventory]:
-        found = [inventory_of(item) for _, [_, inventories] in parsed(memory) for item in inventories]
-        [site] = sites_of([answer for _, answer in parsed(names)], at)
-        return found, store.inventory(site.listing, (site.members.index(rank), len(site.members)))
-
-    storage.asked.clear()
-    found, mine = clock.run(survey, storage)
-    survey_reads = storage.asked["get"]
-    text = json.dumps(["what of it is whole", [fields_of(mine)]])
-    answers = [text.replace(f'"rank": {rank},', f'"rank": {other},') for other in range(ranks)]
-    if taken > ranks:
-        pairs = [(f'"rank": {rank + ranks},', f'"rank": {other + ranks},') for other in range(ranks)]
-        answers = [answer.replace(*pair) for answer, pair in zip(answers, pairs, strict=True)]
-
-    def agree() -> Any:
-        inventories = found + merged([inventory_of(item) for _, [item] in parsed(answers)])
-        return candidates(inventories)[-1]  # the oldest on storage: all were looked at
-
-    chosen_plan = clock.run(agree)
-    storage.asked.clear()
-    opened = clock.run(lambda: open_part(kind, store, chosen_plan, rank, ranks), storage)
     return {
         "cpu_s": clock.seconds,
-        "lists": sum(listed.values()),
-        "survey_reads": survey_reads,
-        "shards_opened": opened,
-        "told_bytes": sum(map(len, memory)) + sum(map(len, names)) + sum(map(len, answers)),
+        "making_s": making_s,
+        "told_bytes": fellows.told_bytes,
+        "shard_bytes": held,
+        "manifest_bytes": manifest_bytes,
+        "said": fellows.said,
     }
 
 
-def open_part(kind: str, store: SnapshotStore, plan: Any, rank: int, ranks: int) -> int:
+class ImaginedKeeper:
+    """Holds whole captures of one rank that are newer than those on storage."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        facts: dict[str, Any] = {"run_id": imagined.RUN, "run_started_ns": imagined.STARTED, "frozen": None}
+        place: dict[str, Any] = {"rank": rank, "world_size": ranks, "generation": imagined.GENERATION}
+        slot: Any = None
+        self._held = MemoryHoldings(
+            tuple(MemoryEntry(slot, 10 + n, sequence=n, checksums=None, **facts, **place) for n in range(KEPT))
+        )
+
+    def connect(self, timeout_s: float) -> None:
+        """See ``KeeperClient``."""
+
+    def inventory(self, timeout_s: float) -> MemoryHoldings:
+        """See ``KeeperClient``."""
+        return self._held
+
+
+class ImaginedReader:
+    """In the place of ``PartReader``: opens shards until nothing is missing, and reads no tensor."""
+
+    def __init__(self, kind: str, store: SnapshotStore, storage: ImaginedStorage, fellows: Fellows) -> None:
+        self._kind, self._store, self._storage, self._fellows = kind, store, storage, fellows
+        self.opened = 0
+        self.asked_before: dict[str, int] = {}
+        """Of storage, until the first shard was opened."""
+
+    def read(self, plan: RestartPlan, chosen: dict[int, Entry]) -> Part:
+        """See ``PartReader``."""
+        self.asked_before = self.asked_before or dict(self._storage.asked)
+        self.opened = open_part(self._kind, self._store, chosen, plan, self._fellows)
+        return Part({}, [chosen[self._fellows.rank % plan.world_size].level], None)
+
+
+def resolve(kind: str, taken: int, ranks: int, rank: int) -> dict[str, Any]:
+    """One rank's restart from storage after the memory was lost (told of all the same), up to reading its tensors."""
+    storage = ImaginedStorage(taken, range(1, KEPT + 1), Whole(kind))
+    store = SnapshotStore(storage, speed=1)
+    others = SnapshotStore(ImaginedStorage(taken, range(1, KEPT + 1), Whole(kind)))
+    fellows = Fellows(ranks, rank, lambda: [[URL, others.listing().to_fields()]])
+    reader = ImaginedReader(kind, store, storage, fellows)
+    config = make_config()
+    client: Any = ImaginedKeeper(rank, ranks)
+    told = Restart(config, ObjectState({}), client, JobIdentity.from_config(config), fellows)
+    clock = Clock()
+    clock.run(lambda: fellows.place, fellows)  # when the engine was made
+    clock.seconds, fellows.told_bytes, fellows.said[:] = 0.0, 0, []
+    with (
+        mock.patch.object(LevelReader, "_open", return_value=store),
+        mock.patch.object(restart, "PartReader", return_value=reader),
+    ):
+        snapshot = clock.run(lambda: restart.fetch("latest", told), storage, fellows)
+    assert (snapshot.step, snapshot.level) == (KEPT, URL), snapshot
+    assert [step for _, step in snapshot.stored[URL]] == list(range(1, KEPT + 1)), snapshot.stored
+    return {
+        "cpu_s": clock.seconds,
+        "lists": reader.asked_before.get("list", 0),
+        "survey_reads": reader.asked_before["get"],
+        "shards_opened": reader.opened,
+        "told_bytes": fellows.told_bytes,
+        "said": fellows.said,
+    }
+
+
+def open_part(kind: str, store: SnapshotStore, chosen: dict[int, Entry], plan: RestartPlan, fellows: Fellows) -> int:
     """Open shards until nothing is missing, as ``engine.part`` does; how many."""
-    taken = plan.world_size
-    chosen = {number: offers[0] for number, offers in enumerate(plan.sources)}
+    rank, ranks, taken = fellows.rank, fellows.size, plan.world_size
     same = taken == ranks
     neighbours = range(rank // 8 * 8, rank // 8 * 8 + 8) if same else ()
     holders = Holders(chosen, rank if same else rank * taken // ranks, neighbours, lambda name: ())
@@ -166,7 +188,7 @@ def retention(ranks: int) -> dict[str, Any]:
     rank = ranks // 2
     storage = ImaginedStorage(ranks, range(1, KEPT + 2), Small())
     store = SnapshotStore(storage)
-    level = PersistentLevel("imagined", keep_last=KEPT)
+    level = PersistentLevel(URL, keep_last=KEPT)
     own = Belongings(store, level, Share.of_rank(rank, ranks))
     kept = tuple(range(2, KEPT + 2))
     gone = own.tidy(Told(imagined.RUN, imagined.GENERATION, kept), frozenset(), lambda: None)  # looks round, once

@@ -1,11 +1,18 @@
 """What one rank does at a restart, and per snapshot, does not grow with the number of ranks; counted, never timed."""
 
+import contextlib
+import re
+import uuid
 from pathlib import Path
 
 import pytest
+import torch
 
+from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.engine.assembly import Assembly, OpenShard
 from lazysnap.engine.holders import Holders, complete
+from lazysnap.engine.restart import Restart, fetch
+from lazysnap.engine.world import World
 from lazysnap.errors import ShardCorrupt
 from lazysnap.resolver import Entry
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -30,7 +37,7 @@ def test_a_rank_of_the_same_world_reads_as_much_whatever_their_number(simulated,
         found = [simulated.resolve(kind, ranks, ranks, rank) for rank in (0, ranks // 2, ranks - 1)]
 
         assert {one["survey_reads"] for one in found} == {simulated.KEPT}
-        assert {one["lists"] for one in found} == {1 + simulated.KEPT}
+        assert [one["lists"] for one in found] == [1 + simulated.KEPT, 0, 0]  # one lists for all
         assert max(one["shards_opened"] for one in found) <= opened
 
 
@@ -48,6 +55,60 @@ def test_a_rank_asks_a_level_as_little_after_a_snapshot_whatever_their_number(si
 
     assert asked[0] == asked[1]
     assert asked[0]["operations"] == 5
+
+
+class Listening(World):
+    """Notes what this rank tells the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def exchange_after(self, what, work):
+        [answer] = super().exchange_after(what, work)
+        self.said.append((what, answer))
+        return [answer]
+
+
+def form(value):
+    """Of what is told: its lists, and the names of fields."""
+    if isinstance(value, dict):
+        return {name: form(item) for name, item in value.items() if name != "mark"}  # of directories, not of URLs
+    if isinstance(value, list | tuple):
+        forms = [form(item) for item in value]
+        return [one for number, one in enumerate(forms) if one not in forms[:number] or one == "value"]
+    return "value"
+
+
+def forms(said):
+    return [(re.sub("[0-9]+", "N", what), form(answer)) for what, answer in said]
+
+
+def test_the_simulated_restart_tells_the_others_what_a_real_one_tells(simulated, tmp_path):
+    config = SnapshotConfig(levels=(PersistentLevel(tmp_path, every_n_steps=1),), job_id=uuid.uuid4().hex)
+    with contextlib.closing(SnapshotEngine(config, {"state": {"weight": torch.ones(3)}})) as engine:
+        assert engine.wait_ready(60)
+        assert engine.boundary(1)
+        assert engine.flush(60)
+        world = Listening()
+        assert fetch("latest", Restart(config, engine._source, engine._client, engine._identity, world)).step == 1
+
+    real = forms(world.said)
+    assert [what for what, _ in real] == [
+        "what is in memory",
+        "what is on storage",
+        "what of it is whole",
+        "reading step N",
+    ]
+    for ranks in (8, 16):
+        assert forms(simulated.resolve("ddp", 16, ranks, 0)["said"]) == real
+
+
+def test_the_simulated_plan_tells_the_others_what_they_ask_for(simulated):
+    """The engine and its answers are the real ones: where it sits, when it began, what it shares."""
+    said = simulated.plan("ddp", 16)["said"]
+
+    assert [what for what, _ in said] == ["making the engine", "making the engine", "the first boundary"]
 
 
 def shard(rank, rows):

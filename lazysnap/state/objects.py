@@ -9,6 +9,7 @@ from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.state.modules import fitted
 from lazysnap.state.optimizers import check_groups, laid_out
 from lazysnap.state.rng import collect_rng, restore_rng
+from lazysnap.state.sharders import check_sharders
 
 _RNG = "rng"
 
@@ -61,9 +62,19 @@ class ObjectState:
                     f"{type(value).__qualname__}"
                 )
         self._objects = dict(objects)
+        self._checked = False
+
+    def _check(self) -> None:
+        check_sharders(self._objects)
+        self._checked = True
 
     def collect(self) -> dict[str, Any]:
-        """See ``StateSource.collect``."""
+        """See ``StateSource.collect``.
+
+        Raises: UnsupportedState, the first time, for what FSDP 1, DeepSpeed and the like have cut.
+        """
+        if not self._checked:
+            self._check()
         state = {
             name: dict(value) if isinstance(value, dict) else unwrapped(value).state_dict()
             for name, value in self._objects.items()
@@ -107,7 +118,8 @@ class ObjectState:
         return {id(tensor): plain_name(name) for module in modules for name, tensor in module.named_parameters()}
 
     def expected(self) -> Mapping[str, torch.Tensor]:
-        """See ``StateSource.expected``: all tensors of the modules."""
+        """See ``StateSource.expected``: all tensors of the modules. Raises: as ``collect``."""
+        self._check()  # before the state_dict() of such a module, which may be a collective
         return {
             f"{name}.{key}": tensor
             for name, value in self._objects.items()

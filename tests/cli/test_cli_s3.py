@@ -11,28 +11,22 @@ from cli_level import put, run, run_json
 URL = f"s3://{seaweed.BUCKET}/cli/run"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with seaweed.running(tmp_path_factory.mktemp("s3")) as running:
-        yield running
-
-
 def options(server: seaweed.Seaweed, name: str = "--storage-option") -> list[str]:
     return [word for key, value in server.options().items() for word in (name, f"{key}={json.dumps(value)}")]
 
 
-def test_snapshots_go_to_s3_are_checked_exported_and_pruned_there_and_come_back(server, make_url, tmp_path, capsys):
+def test_snapshots_go_to_s3_are_checked_exported_and_pruned_there_and_come_back(s3_server, make_url, tmp_path, capsys):
     source, back = make_url("local"), make_url("local")
     base = torch.rand(500)
     for step in (10, 20, 30):
         state = {"model": {"base": base, "w": torch.full((5_000_000,), float(step))}}
         put(source, step, state, frozen=lambda name: name.endswith("base"), names=("best",) if step == 10 else ())
-    s3 = options(server)
+    s3 = options(s3_server)
 
     code, result = run_json(capsys, "copy", source, URL, *s3)
     assert code == 0, result
     assert [item["state"] for item in result["snapshots"]] == ["copied"] * 3
-    code, result = run_json(capsys, "copy", source, URL, "--latest", *options(server, "--to-option"))
+    code, result = run_json(capsys, "copy", source, URL, "--latest", *options(s3_server, "--to-option"))
     assert (code, result["snapshots"][0]["state"]) == (0, "there already")
 
     listed = run_json(capsys, "ls", URL, *s3)[1]
@@ -52,18 +46,18 @@ def test_snapshots_go_to_s3_are_checked_exported_and_pruned_there_and_come_back(
     code, result = run_json(capsys, "prune", URL, "--keep-last", "1", "--yes", *s3)
     assert code == 0
     assert [item["step"] for item in result["snapshots"]] == [20]
-    assert run("copy", URL, back, *options(server, "--from-option")) == 0
+    assert run("copy", URL, back, *options(s3_server, "--from-option")) == 0
     assert run_json(capsys, "verify", back)[1]["ok"] is True
     assert [item["step"] for item in run_json(capsys, "ls", back)[1]["snapshots"]] == [10, 30]
 
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket/run", URL], ids=["bucket", "key"])
-def test_what_is_wrong_is_one_line_without_secrets(server, capsys, url):
-    words = options(server)
+def test_what_is_wrong_is_one_line_without_secrets(s3_server, capsys, url):
+    words = options(s3_server)
     if url == URL:
         words += ["--storage-option", "secret=wrong-secret-here"]
     assert run("verify", url, *words) in (1, 2)
     captured = capsys.readouterr()
-    for secret in ("wrong-secret-here", server.options()["secret"], server.options()["key"]):
+    for secret in ("wrong-secret-here", s3_server.options()["secret"], s3_server.options()["key"]):
         assert secret not in captured.out + captured.err
     assert "Traceback" not in captured.err

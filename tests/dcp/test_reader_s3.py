@@ -1,8 +1,5 @@
 """The same over a real S3 server."""
 
-import shutil
-import uuid
-
 import pytest
 import seaweed
 import torch
@@ -17,18 +14,9 @@ from lazysnap.levels.source import MemorySource
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("seaweed")
-    with seaweed.running(directory) as running:
-        yield running
-    shutil.rmtree(directory)
-
-
-def test_a_snapshot_in_a_bucket_is_loaded_with_rights_to_read_only(server):
-    url = f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}/run"
-    store = open_store(url, options=server.options())
-    snapshot, cut = Snapshot(url, 2), rows(2)
+def test_a_snapshot_in_a_bucket_is_loaded_with_rights_to_read_only(s3_server, s3_url):
+    store = open_store(s3_url, options=s3_server.options())
+    snapshot, cut = Snapshot(s3_url, 2), rows(2)
     weight = torch.randn(1001, 3000)
     for rank in range(2):
         offsets, box = cut("w", weight, rank)
@@ -38,10 +26,10 @@ def test_a_snapshot_in_a_bucket_is_loaded_with_rights_to_read_only(server):
         store.write(meta, MemorySource(room, layout.size_bytes))
     target = {"w": torch.zeros(1001, 3000), "epoch": 0}
 
-    dcp.load(target, storage_reader=SnapshotReader(url, storage_options=server.options(seaweed.READER)))
+    dcp.load(target, storage_reader=SnapshotReader(s3_url, storage_options=s3_server.options(seaweed.READER)))
 
     assert bits(target["w"]) == bits(weight)
     assert target["epoch"] == 7
     store.storage.delete("step-00000010/rank-00001-of-00002.safetensors")
     with pytest.raises(CheckpointException, match="the shard of rank 1 is lost"):
-        dcp.load(target, storage_reader=SnapshotReader(url, storage_options=server.options()))
+        dcp.load(target, storage_reader=SnapshotReader(s3_url, storage_options=s3_server.options()))

@@ -1,6 +1,9 @@
 """Which ranks look at one place together: those that see the same directories, and no others."""
 
-from lazysnap.engine.survey import merged, sites_of
+import pytest
+
+from lazysnap.engine.survey import check_levels, merged, sites_of
+from lazysnap.errors import ConfigError
 from lazysnap.resolver import Inventory
 from lazysnap.topology import places
 
@@ -35,3 +38,22 @@ def test_what_is_found_at_one_level_is_one_inventory():
     found = merged([Inventory("x", problems=("a",)), Inventory("y"), Inventory("x", problems=("b",))])
 
     assert found == [Inventory("x", problems=("a", "b")), Inventory("y")]
+
+
+def test_levels_that_differ_on_one_node_are_an_error_that_names_both_ranks_and_what_they_have():
+    urls = [[URL, PATH], [URL, PATH], [URL, PATH], [URL, "s3://key:secret@bucket/other"]]
+
+    with pytest.raises(ConfigError, match=f"ranks 2 and 3 are on one node.*{PATH}.*other'") as raised:
+        check_levels(urls, NODES)
+
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("second", [[PATH, URL], [URL]])
+def test_neither_may_their_order_or_number_differ(second):
+    with pytest.raises(ConfigError, match="ranks 0 and 1 "):
+        check_levels([[URL, PATH], second, [], []], NODES)
+
+
+def test_nodes_may_have_disks_of_different_names():
+    check_levels([["/a"], ["/a"], ["/b"], ["/b"]], NODES)

@@ -1,6 +1,7 @@
 """Ranks count on one real store which snapshots all of them have."""
 
 import datetime
+import threading
 
 import pytest
 import torch.distributed as dist
@@ -49,6 +50,10 @@ class Ranks:
         self.keys = self.store.num_keys()
         self.is_up = True
         self.lossy = LossyStore(self.store)
+        self.asked = 0
+        """How often a rank that has no board asked for one."""
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on.set()
         config = SnapshotConfig(levels=(self.level,), job_id=str(root))
         # Not connected: what they tell their keepers goes nowhere.
         clients = [KeeperClient(JobIdentity.from_config(config), config) for _ in range(number)]
@@ -57,6 +62,9 @@ class Ranks:
             tally.begin(START)
 
     def board(self):
+        self.asked += 1
+        self.reached.set()
+        assert self.may_go_on.wait(TIMEOUT_S)
         if not self.is_up:
             raise BoardUnavailable("down")
         return Board(self.lossy, TIMEOUT_S)
@@ -138,32 +146,23 @@ def test_what_was_captured_before_this_start_counts_for_nothing(make_ranks):
     assert not ranks.tallies[1].wait(5, 0.0)
 
 
-def test_what_one_rank_takes_back_is_never_complete(make_ranks):
-    """Nor when the others come to it later: by then its files are gone."""
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_step_is_taken_back_until_it_is_complete_and_never_afterwards(make_ranks, is_complete):
+    """Nor is it complete when the others come to it after that: by then its files are gone."""
     ranks = make_ranks(2)
-    ranks.sound(0, 5)
+    for rank in (0, 1) if is_complete else (0,):
+        ranks.sound(rank, 5)
+    ranks.settle()
     ranks.surplus(0, 5)
     ranks.settle()
     ranks.sound(1, 5)
     ranks.settle()
-    assert not any(tally.wait(5, 0.0) for tally in ranks.tallies)
+    assert [tally.wait(5, TIMEOUT_S * is_complete) for tally in ranks.tallies] == [is_complete] * 2
 
     ranks.surplus(1, 5)
     ranks.settle()
 
-    assert ranks.new_keys() == 0
-
-
-def test_what_is_complete_is_not_taken_back(make_ranks):
-    ranks = make_ranks(2)
-    ranks.sound(0, 5)
-    ranks.sound(1, 5)
-    ranks.settle()
-    ranks.surplus(0, 5)
-    ranks.settle()
-
-    assert all(tally.wait(5, TIMEOUT_S) for tally in ranks.tallies)
-    assert ranks.new_keys() == 1
+    assert ranks.new_keys() == is_complete
 
 
 def test_a_counter_that_was_filled_by_one_that_died_at_once_is_read_by_the_next(make_ranks):
@@ -207,6 +206,28 @@ def test_a_training_that_goes_back_counts_anew(make_ranks):
     for rank in (0, 1):
         ranks.sound(rank, 60, start=AGAIN)
     assert all(tally.wait(60, TIMEOUT_S) for tally in ranks.tallies)
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_what_was_heard_before_a_training_went_back_counts_no_more(make_ranks, is_up):
+    """Neither what is being counted just then, nor what waits behind that."""
+    ranks = make_ranks(2)
+    ranks.sound(1, 5, 6)
+    ranks.settle()
+    ranks.is_up, ranks.asked = is_up, 0
+    ranks.reached.clear()
+    ranks.may_go_on.clear()
+    ranks.sound(0, 5, 6, 7, 8)
+    assert ranks.reached.wait(TIMEOUT_S)
+
+    ranks.tallies[0].begin(AGAIN)
+    ranks.may_go_on.set()
+
+    assert ranks.tallies[0].settle(TIMEOUT_S)
+    assert not ranks.tallies[0].wait(5, 0.0)
+    assert ranks.new_keys() == 2  # what the other rank counted
+    # Once for what was being counted, once to settle; never for what was heard and not looked at yet.
+    assert ranks.asked == (1 if is_up else 2)
 
 
 def test_a_store_that_is_away_is_told_once_and_asked_again(make_ranks, caplog):

@@ -121,16 +121,16 @@ class Member:
             slot.close()
 
 
-class Lead:
-    """The first rank: what its keeper does about levels, in this process."""
+class Here:
+    """One of the two ranks: what its keeper does about levels, in this process."""
 
-    def __init__(self, member):
-        self.slots, self.events, self.frozen = [], [], {}
+    def __init__(self, member, rank):
+        self.rank, self.slots, self.events, self.frozen = rank, [], [], {}
         found = (lambda: list(self.slots), self.events.append, self.frozen.get)
-        self.persister = Persister((member.level,), *found, member.teams[0])
+        self.persister = Persister((member.level,), *found, member.teams[rank])
 
     def adopt(self, step, **settings):
-        self.slots.append(capture(0, step, **settings))
+        self.slots.append(capture(self.rank, step, **settings))
         self.persister.wake()
         return self.slots[-1]
 
@@ -140,3 +140,10 @@ class Lead:
     def close(self):
         until(self.persister.is_drained)
         self.persister.stop()
+
+
+class Lead(Here):
+    """The first of them."""
+
+    def __init__(self, member):
+        super().__init__(member, 0)

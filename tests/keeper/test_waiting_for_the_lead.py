@@ -5,9 +5,10 @@ import pathlib
 
 import pytest
 from keeper_jobs import until
-from node_jobs import GENERATION, RUN, Member, image_of
+from node_jobs import GENERATION, RUN, Here, Member, image_of
 
 from lazysnap.arena import Check, Word
+from lazysnap.keeper.parts import CaptureKey
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 from lazysnap.shard.manifest import CaptureMeta
@@ -27,30 +28,45 @@ def make(tmp_path):
         yield both
 
 
-def test_a_lead_that_lives_is_waited_for_beyond_the_deadline(make):
-    """It has not come to this capture yet; it says that more is to come."""
-    lead, member = make(4.0)
-    waiting = member.adopt(5, pin=True)
+class Clock:
+    """In the place of ``time``: what a follower's deadlines are measured with goes on when a test says so."""
 
-    assert not until(lambda: member.told("level_failed"), 6.5)
-    assert waiting.status().pinned
-    lead.adopt(5, pin=True)
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        for module in ("node_lane", "parts"):
+            monkeypatch.setattr(f"lazysnap.keeper.{module}.time", self)
 
-    assert until(lambda: lead.told("durable") == member.told("durable") == [5])
-    assert until(lambda: not waiting.status().pinned)
+    def monotonic(self):
+        return self.now
 
 
-@pytest.mark.slow
-def test_but_not_for_ever(make):
-    lead, member = make(1.2)
-    waiting = member.adopt(5, pin=True)
+def test_a_lead_that_lives_is_waited_for_beyond_the_deadline_but_not_for_ever(tmp_path, monkeypatch):
+    """It has not come to this capture; asked, it says that more is to come, until ten deadlines have passed."""
+    clock = Clock(monkeypatch)
+    lead = Member(tmp_path, rank=0, timeout_s=4.0)
+    follower = Here(lead, 1)
+    news, key = follower.persister.news, CaptureKey(GENERATION, RUN, 5)
 
-    assert until(lambda: member.told("level_failed") == [5], 60.0)
-    assert until(lambda: not waiting.status().pinned)
+    def goes_on():
+        """Whether the lead says so at the next moment of the clock, too."""
+        clock.now += 3.5
+        follower.persister.wake()
+        until(lambda: news.last_sign(lead.url, key) == clock.now or follower.told("level_failed"))
+        return news.last_sign(lead.url, key) == clock.now
 
-    member.adopt(6, pin=True)
-    lead.adopt(6, pin=True)
-    assert until(lambda: lead.told("durable") == member.told("durable") == [6])
+    with contextlib.closing(lead), contextlib.closing(follower):
+        lead.start()
+        waiting = follower.adopt(5, pin=True)
+        assert not follower.persister.is_drained()  # from this moment of the clock on it is awaited
+        for _ in range(11):  # 3.5 s each: never as long as the deadline since the last answer, 38.5 in all
+            assert goes_on()
+            assert not follower.told("level_failed")
+            assert waiting.status().pinned
+
+        goes_on()  # 42 s
+
+        assert until(lambda: follower.told("level_failed") == [5])
+        assert until(lambda: not waiting.status().pinned)
 
 
 def test_a_lead_that_hangs_is_given_up_and_followed_again_when_it_is_back(make):

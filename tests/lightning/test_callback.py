@@ -11,7 +11,6 @@ import torch
 from harness import BATCH_SIZE, Net, Numbers, digest
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
@@ -286,18 +285,6 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path):
         LazySnapshotCallback(every_n_steps=0)
     with pytest.raises(ConfigError, match="SnapshotConfig"):
         LazySnapshotCallback(config={"every_n_steps": 1})
-
-
-@pytest.mark.parametrize("strategy", [FSDPStrategy, SingleDeviceStrategy])
-def test_processes_that_share_their_state_in_other_ways_are_refused_before_anything_starts(strategy):
-    class Many:
-        world_size, fast_dev_run = 2, False
-
-        def __init__(self):
-            self.strategy = strategy()
-
-    with pytest.raises(ConfigError, match=f"2 processes of {strategy.__name__} are not supported.*ModelParallel"):
-        LazySnapshotCallback().setup(Many(), Plain(), "fit")
 
 
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter`.*:UserWarning")

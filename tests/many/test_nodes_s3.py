@@ -1,28 +1,15 @@
 """One object for all ranks of a node, on a real S3 server: the same bits back, in the same world and in others."""
 
-import shutil
-import uuid
-
 import pytest
-import seaweed
 
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("seaweed")
-    with seaweed.running(directory) as running:
-        yield running
-    shutil.rmtree(directory)
-
-
 @pytest.fixture
-def level(server):
-    url = f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}/run"
-    settings = {"every_n_steps": 1, "keep_last": 2, "storage_options": server.options()}
-    return {"url": url, "aggregate": "node", **settings}
+def level(s3_server, s3_url):
+    settings = {"every_n_steps": 1, "keep_last": 2, "storage_options": s3_server.options()}
+    return {"url": s3_url, "aggregate": "node", **settings}
 
 
 @pytest.mark.slow

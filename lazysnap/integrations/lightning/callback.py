@@ -14,7 +14,7 @@ from lazysnap.integrations.lightning.latest import Latest
 from lazysnap.integrations.lightning.patches import Patches
 from lazysnap.integrations.lightning.settings import check_arguments, default_url, make_config
 from lazysnap.integrations.lightning.state import LightningState
-from lazysnap.integrations.lightning.strategies import check_optimizers, check_strategy
+from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -104,7 +104,7 @@ class LazySnapshotCallback(Callback):
             engine, state = self._engine_for(trainer), self._state
 
             def start() -> None:
-                check_optimizers(trainer)
+                check_parts(trainer)
                 state.start()
                 self._seen_step = trainer.global_step
                 engine.prepare()

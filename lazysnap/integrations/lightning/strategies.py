@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from lazysnap.errors import ConfigError
+from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.integrations.lightning.patches import Patches
 from lazysnap.state.objects import is_local_sgd
+from lazysnap.state.sharders import check_sharders
 
 _OTHERS = {
     "DeepSpeedStrategy": "ModelParallelStrategy (FSDP2) shards as ZeRO 3 does",
@@ -22,28 +23,28 @@ _OTHERS = {
 
 
 def check_strategy(trainer: Any) -> None:
-    """Raises: ConfigError, where several processes keep their state in a way that would be captured wrongly."""
-    if trainer.world_size == 1:
-        return
+    """Raises: ConfigError, where a strategy keeps its state in a way that would be captured wrongly."""
     kinds = _kinds(trainer.strategy)
-    known = kinds & {"DDPStrategy", "ModelParallelStrategy"}
-    if not known or kinds & _OTHERS.keys():
-        advice = next((text for name, text in _OTHERS.items() if name in kinds), "use one of these")
+    # DeepSpeedStrategy is a DDPStrategy, too, and cuts parameters also for one process.
+    advice = next((text for name, text in _OTHERS.items() if name in kinds), None)
+    if trainer.world_size == 1 and advice is None:
+        return
+    if advice is not None or not kinds & {"DDPStrategy", "ModelParallelStrategy"}:
+        processes = f"{trainer.world_size} process{'es' * (trainer.world_size > 1)}"
         raise ConfigError(
-            f"LazySnapshotCallback: {trainer.world_size} processes of {type(trainer.strategy).__name__} are not "
+            f"LazySnapshotCallback: {processes} of {type(trainer.strategy).__name__} are not "
             'supported, strategy="ddp" (also _spawn, _fork, _notebook) and ModelParallelStrategy are: '
-            f"{advice}, or take the callback out and use ModelCheckpoint"
+            f"{advice or 'use one of these'}, or take the callback out and use ModelCheckpoint"
         )
 
 
-def check_optimizers(trainer: Any) -> None:
-    """Raises: ConfigError, for one that shards its state over the ranks itself."""
-    for optimizer in trainer.strategy.optimizers:
-        if trainer.world_size > 1 and hasattr(optimizer, "consolidate_state_dict"):
-            raise ConfigError(
-                f"LazySnapshotCallback: {type(optimizer).__name__} shards its state over the ranks and gathers it by "
-                "collectives; shard by ModelParallelStrategy (FSDP2) instead"
-            )
+def check_parts(trainer: Any) -> None:
+    """Raises: ConfigError, for a module or an optimizer that shards its state itself."""
+    optimizers = {f"optimizer {number}": one for number, one in enumerate(trainer.strategy.optimizers)}
+    try:
+        check_sharders({"the module": trainer.lightning_module, **optimizers})
+    except UnsupportedState as error:
+        raise ConfigError(f"LazySnapshotCallback: {error}; in Lightning ModelParallelStrategy is FSDP2") from error
 
 
 def _kinds(strategy: Any) -> set[str]:

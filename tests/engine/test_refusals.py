@@ -1,0 +1,124 @@
+"""What other packages have cut is refused in a plain loop, with one process as with several, before it is captured."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_training import TIMEOUT_S
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from lazysnap import SnapshotEngine
+from lazysnap.errors import UnsupportedState
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def make_engine(job):
+    engines = []
+
+    def make(objects, *levels):
+        engines.append(SnapshotEngine(job.config(*levels), objects))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close(drain=False)
+
+
+def linear():
+    return torch.nn.Linear(4, 4)
+
+
+def fsdp1(module, **settings):
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **settings)
+
+
+def like(base, *names):
+    """A class of these names in DeepSpeed, which is not installed here: the first, of the second, and so on."""
+    cls = base
+    for name in reversed(names):
+        cls = type(name, (cls,), {"__module__": "deepspeed.runtime"})
+    return cls
+
+
+class Engine(like(torch.nn.Module, "DeepSpeedEngine")):
+    """As PipelineEngine is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = linear()
+
+
+class Optimizer(like(object, "DeepSpeedZeroOptimizer", "ZeROOptimizer", "DeepSpeedOptimizer")):
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def state_dict(self):
+        raise AssertionError("asked for its state")
+
+    def load_state_dict(self, state):
+        raise AssertionError("given a state")
+
+
+def adam(module):
+    return torch.optim.AdamW(module.parameters())
+
+
+def of_zero3():
+    module = linear()
+    for parameter in module.parameters():
+        parameter.ds_tensor = parameter.detach().clone()
+        parameter.data = torch.empty(0)
+    return module
+
+
+CASES = {
+    "FSDP 1": (lambda: {"model": fsdp1(linear())}, "model: FullyShardedDataParallel"),
+    "FSDP 1, compiled": (lambda: {"model": torch.compile(fsdp1(linear()))}, "model.*: FullyShardedDataParallel"),
+    "FSDP 1 inside": (
+        lambda: {"model": torch.nn.Sequential(linear(), fsdp1(linear()))},
+        r"model\.1: FullyShardedDataParallel",
+    ),
+    "the module that FSDP 1 wraps": (lambda: {"model": fsdp1(linear(), use_orig_params=True).module}, "FSDP 1"),
+    "an optimizer of FSDP 1": (lambda: {"optimizer": adam(fsdp1(linear()))}, "optimizer, parameter 0: .*FSDP 1"),
+    "an optimizer that shards": (
+        lambda: {"optimizer": ZeroRedundancyOptimizer(linear().parameters(), torch.optim.AdamW)},
+        "optimizer: ZeroRedundancyOptimizer",
+    ),
+    "DeepSpeed": (lambda: {"model": Engine()}, "model: Engine .DeepSpeed"),
+    "an optimizer of DeepSpeed": (lambda: {"optimizer": Optimizer(adam(linear()))}, "optimizer: Optimizer .DeepSpeed"),
+    "the module that ZeRO 3 cut": (lambda: {"model": of_zero3()}, r"model\.weight: Parameter .DeepSpeed"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
+@pytest.mark.parametrize("asked", ["boundary", "prepare", "restore"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_another_package_has_cut_is_refused(case, asked, group, make_engine):
+    make, message = CASES[case]
+    engine = make_engine({"seen": {"n": 1}, **make()})
+    calls = {"boundary": lambda: engine.boundary(1), "prepare": engine.prepare, "restore": engine.restore}
+
+    for _ in range(2):  # it is no better the second time
+        with pytest.raises(UnsupportedState, match=f"{message}.*cannot be captured.*fully_shard"):
+            calls[asked]()
+
+    assert not engine.statistics().began
+
+
+def test_fsdp2_and_a_plain_optimizer_in_a_group_of_one_are_captured(group, make_engine, tmp_path):
+    model = torch.nn.Sequential(linear(), linear())
+    fully_shard(model[0])
+    fully_shard(model)
+    engine = make_engine({"model": model, "optimizer": adam(model)}, tmp_path / "level")
+    assert engine.wait_ready(TIMEOUT_S)
+
+    assert engine.boundary(1)
+    assert engine.close()
