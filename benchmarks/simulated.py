@@ -204,7 +204,7 @@ def retention(ranks: int) -> dict[str, Any]:
 
     def work() -> list[int]:
         own.confirm(entry, manifest, lambda: None)
-        own.surplus(told, frozenset(), 5)
+        own.surplus(told, frozenset(), 5, lambda: None)
         return own.tidy(told, frozenset(), lambda: None)
 
     gone = clock.run(work, storage)
