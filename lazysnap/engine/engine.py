@@ -50,9 +50,9 @@ class SnapshotEngine:
         engine.close()
 
     One engine per process, used on the training thread. With ``torch.distributed`` initialised, every rank makes one
-    at the same point; making it, ``fetch``, ``restore``, the first ``boundary`` and ``close`` are collective then, all
-    other calls are not. Whatever fails in a keeper or a level never raises into training: it is logged once, counted in
-    ``statistics()``, and tried again.
+    at the same point; making it, ``fetch``, ``restore``, the first ``boundary`` and ``close`` are collective then;
+    others are not, but ``keep``, ``wait`` and ``flush`` are for all ranks alike. Whatever fails in a keeper or a level
+    never raises into training: it is logged once, counted in ``statistics()``, and tried again.
     """
 
     def __init__(

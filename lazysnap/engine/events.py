@@ -56,11 +56,11 @@ class EventLog:
                     self._durable[event.level] = event.step
                 if self._is_alone:
                     self._count(event.level, self._durable[event.level], 1)
-                if event.level in self._noted:
-                    self._noted.discard(event.level)
-                    logger.warning("%s works again: step %d is durable there", shown(event.level), event.step)
+                    self._works(event.level, event.step)
             elif isinstance(event, Complete):
                 self._count(event.level, event.step, event.count)
+                # Not before: with several ranks what one of them committed is still to be read back.
+                self._works(event.level, event.step)
             elif isinstance(event, LevelFailed):
                 self.statistics.level_failures[event.level] += 1
                 self.note_once(event.level, "step %d is not persisted, training goes on: %s", event.step, event.text)
@@ -76,6 +76,11 @@ class EventLog:
                 self._noted.discard("keeper")
             elif isinstance(event, MemoryRefused):
                 self.note_once("memory", "no captures into memory: %s", event.text)
+
+    def _works(self, level: str, step: int) -> None:
+        if level in self._noted:
+            self._noted.discard(level)
+            logger.warning("%s works again: step %d is durable there", shown(level), step)
 
     def _count(self, level: str, step: int, number: int) -> None:
         self.statistics.persisted[level] += number

@@ -14,6 +14,7 @@ from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.agreement import Agreement
+from lazysnap.engine.alike import check_alike, common_settings
 from lazysnap.engine.ballot import NONE
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.estimate import bytes_of_one, bytes_of_share, estimate_image_bytes
@@ -24,7 +25,7 @@ from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
 from lazysnap.engine.parameters import names_of_parameters
 from lazysnap.engine.partition import Partition, replicated_keys
-from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed, wants_agreement
+from lazysnap.engine.slots import choose_slot, kept_instead, kept_whole, slots_needed, wants_agreement
 from lazysnap.engine.world import World
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.policy import is_due, is_wanted
@@ -95,18 +96,17 @@ class Recorder:
         self._world = world
         wants = wants_agreement(self._config, world.size)
         mine = [f"{time.time_ns():016x}", self.meta.run_id, self.meta.run_started_ns, wants and world.has_board()]
-        told = world.exchange("making the engine", mine)
+        told = world.exchange("making the engine", [common_settings(self._config), *mine])
+        check_alike([settings for settings, *_ in told])
         self.meta.rank, self.meta.world_size = world.rank, world.size
-        self.meta.generation, self.meta.run_id, self.meta.run_started_ns, _ = told[0]
+        _, self.meta.generation, self.meta.run_id, self.meta.run_started_ns, _ = told[0]
         # One rank that cannot be asked would leave the others waiting for it.
         self._agrees = all(agrees for *_, agrees in told)
         if wants and not self._agrees:
             self._log.note_once(
                 "agreement",
                 "the process group's store cannot be asked by all ranks, so they agree on no snapshot in memory: %s",
-                "each keeps its newest ones, which may have no step in common"
-                if self._config.averaging_period == "never"
-                else f"each keeps the {kept_whole(self._config, world.size)} newest ones instead",
+                kept_instead(self._config, world.size),
             )
 
     # ---------------------------------------------------------------- getting ready

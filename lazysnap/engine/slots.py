@@ -10,6 +10,8 @@ from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import SnapshotConfig
 
 _KEPT_BY_AGREEMENT = 2
+_MOST_KEPT = 8
+"""Where ranks that train apart for long cannot tell each other what they have: more would be no memory at all."""
 """The last snapshot that was agreed on, and the candidate that may become the next."""
 
 
@@ -42,9 +44,16 @@ def kept_whole(config: SnapshotConfig, world_size: int = 1) -> int:
     if config.averaging_period == "never":
         return _KEPT_BY_AGREEMENT
     if config.averaging_period is not None:
-        return -(-config.averaging_period // config.every_n_steps)
+        return min(-(-config.averaging_period // config.every_n_steps), _MOST_KEPT)
     # At every step the newest that is whole everywhere may be the one before the last.
     return 2 if config.every_n_steps == 1 else 1
+
+
+def kept_instead(config: SnapshotConfig, world_size: int) -> str:
+    """What ranks do that have to agree on what they keep and cannot, for a message."""
+    kept, period = kept_whole(config, world_size), config.averaging_period
+    is_enough = isinstance(period, int) and kept * config.every_n_steps >= period
+    return f"each keeps the {kept} newest ones instead" + ("" if is_enough else ", which may have no step in common")
 
 
 def newest_whole(statuses: Sequence[SlotStatus], count: int) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.arena import SlotPhase, SlotStatus
-from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed, wants_agreement
+from lazysnap.engine.slots import choose_slot, kept_instead, kept_whole, slots_needed, wants_agreement
 
 
 def status(phase, sequence, pinned=False):
@@ -68,6 +68,16 @@ def test_slots_of_an_agreement_do_not_depend_on_the_period(period):
     assert slots_needed(SnapshotConfig(averaging_period=period), 8, agrees=True) == 3
     stored = SnapshotConfig(averaging_period=period, levels=(PersistentLevel("/x"),))
     assert slots_needed(stored, 8, agrees=True) == 4
+
+
+@pytest.mark.parametrize(
+    ("period", "slots", "is_enough"), [(4, 5, True), (8, 9, True), (9, 9, False), (1000, 9, False), ("never", 3, False)]
+)
+def test_where_ranks_cannot_agree_slots_are_bounded_and_what_that_costs_is_said(period, slots, is_enough):
+    config = SnapshotConfig(averaging_period=period)
+
+    assert slots_needed(config, 8) == slots
+    assert ("no step in common" not in kept_instead(config, 8)) is is_enough
 
 
 def test_what_is_held_by_agreement_is_left_alone_though_it_is_the_oldest():

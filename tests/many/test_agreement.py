@@ -169,3 +169,12 @@ def test_answers_of_any_length_come_to_all(job):
     assert set(job.run("talk", 3, collective_timeout_s=20.0)) == {0}, job.output()
 
     assert [line[2:] for line in job.events("told")] == [["0:0", "1:300000", "2:2"]] * 3
+
+
+def test_ranks_with_other_settings_are_all_told_when_they_begin(make_job):
+    job = make_job()
+
+    codes = job.run("plain", 2, by_rank={"1": {"every": 2}})
+
+    assert 0 not in codes
+    assert job.output().count("ConfigError: ranks 0 and 1 have other settings: every_n_steps is 1 and 2") == 2
