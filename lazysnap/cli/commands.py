@@ -95,6 +95,7 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     keeper = commands.add_parser("keeper", parents=[common], help="keep a keeper for a job, ahead of it (a sidecar)")
     keeper.add_argument("url", nargs="?", help="URL of the job's first level, as in its settings")
     keeper.add_argument("--job-id", help="the job's SnapshotConfig.job_id; default: LAZYSNAP_JOB_ID, else the URL")
+    keeper.add_argument("--local-rank", type=int, default=0, help="of several ranks on this node: whose keeper (0)")
     return root
 
 

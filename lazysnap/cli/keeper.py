@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 from lazysnap.cli.output import OK, Output
 from lazysnap.config import PersistentLevel, SnapshotConfig
+from lazysnap.errors import ConfigError
 from lazysnap.keeper.identity import JobIdentity
 
 
@@ -18,7 +20,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
     Blocks. A keeper ends with its job, or when no trainer comes for a while; then the next one is started.
     """
     levels = (PersistentLevel(args.url),) if args.url else ()
-    identity = JobIdentity.from_config(SnapshotConfig(levels=levels, job_id=args.job_id))
+    if args.local_rank < 0:
+        raise ConfigError(f"--local-rank must be 0 or more, got {args.local_rank}")
+    identity = replace(
+        JobIdentity.from_config(SnapshotConfig(levels=levels, job_id=args.job_id)), local_rank=args.local_rank
+    )
     stop = threading.Event()
     keeper: list[subprocess.Popen[bytes]] = []
 

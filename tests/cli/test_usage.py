@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import fsspec
 import pytest
@@ -166,9 +167,10 @@ def until(condition, timeout_s: float = 15.0) -> bool:
     return True
 
 
-@pytest.mark.parametrize("extra", [[], ["--json"]], ids=str)
+@pytest.mark.parametrize("extra", [[], ["--json"], ["--local-rank", "3"]], ids=str)
 def test_a_keeper_run_ahead_is_there_for_its_job_and_goes_with_sigterm(tmp_path, extra):
-    address = JobIdentity.from_config(SnapshotConfig(job_id=f"ahead-{tmp_path}")).address
+    identity = JobIdentity.from_config(SnapshotConfig(job_id=f"ahead-{tmp_path}"))
+    address = replace(identity, local_rank=int(extra[-1]) if "--local-rank" in extra else 0).address
     command = [sys.executable, "-m", "lazysnap.cli", "keeper", "--job-id", f"ahead-{tmp_path}", *extra]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as sidecar:
         try:
@@ -179,7 +181,7 @@ def test_a_keeper_run_ahead_is_there_for_its_job_and_goes_with_sigterm(tmp_path,
         finally:
             sidecar.kill()
     assert until(lambda: not listens(address))
-    if extra:
+    if "--json" in extra:
         assert json.loads(out)["job_id"] == f"ahead-{tmp_path}"
 
 
@@ -187,6 +189,8 @@ def test_a_keeper_for_no_job_is_one_clear_line(capsys, monkeypatch):
     monkeypatch.delenv("LAZYSNAP_JOB_ID", raising=False)
     assert run("keeper") == 2
     assert "job_id" in capsys.readouterr().err
+    assert run("keeper", "--job-id", "x", "--local-rank", "-1") == 2
+    assert "--local-rank must be 0 or more, got -1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["ls"], ["ls", "x", "--storage-option", "y"], ["nothing"], []])
