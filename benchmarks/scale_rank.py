@@ -52,11 +52,11 @@ class Counts:
         Connection.send, Connection._parse = counted_send, counted_parse  # type: ignore[method-assign]
         asked = Board._asked
 
-        def counted_asked(what: str, ask: Any) -> Any:
+        def counted_asked(board: Any, what: str, ask: Any) -> Any:
             self._counter["round_trips"] += 1
-            return asked(what, ask)
+            return asked(board, what, ask)
 
-        Board._asked = staticmethod(counted_asked)  # type: ignore[method-assign]
+        Board._asked = counted_asked  # type: ignore[method-assign]
 
     def _counted(self, name: str, call: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:

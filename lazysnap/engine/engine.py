@@ -291,8 +291,8 @@ class SnapshotEngine:
         if step is None:
             return False
         if until == "durable":
-            # A level takes captures as it comes to them: ask for the newest, this one or a later one.
-            if not self._durability.has(step):
+            # A level takes captures as it comes to them: ask for the newest. Several ranks all do, or none.
+            if not (self._world.is_alone and self._durability.has(step)):
                 self.flush(timeout_s)
             return self._durability.has(step)
         deadline = time.monotonic() + timeout_s

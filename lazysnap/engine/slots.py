@@ -10,9 +10,9 @@ from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import SnapshotConfig
 
 _KEPT_BY_AGREEMENT = 2
+"""The last snapshot that was agreed on, and the candidate that may become the next."""
 _MOST_KEPT = 8
 """Where ranks that train apart for long cannot tell each other what they have: more would be no memory at all."""
-"""The last snapshot that was agreed on, and the candidate that may become the next."""
 
 
 def wants_agreement(config: SnapshotConfig, world_size: int) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotStatus
-from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, LevelHangs
+from lazysnap.errors import CaptureAborted, LazySnapError, LevelHangs
 from lazysnap.keeper.bases import Bases, Beat
 from lazysnap.keeper.parts import Outcome
 from lazysnap.keeper.schedule import Committed
@@ -182,15 +182,19 @@ class Lane:
                 return
             self._failed(step or 0, sequence, error)
             return
-        self._committed(item, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._committed(item, seconds)
         with self._persister.changed:
             # Deleting large files, and reading back, take their time: the slot is free before.
             self.slot = self.copying = None
             self._persister.changed.notify_all()
         if self._persister.team.world_size == 1:
-            is_sound = self._retain(item)
+            is_sound = self._is_sound(item)
             with self._persister.changed:
                 self._persister.read_back(item, is_sound=is_sound)
+            if is_sound:
+                self._tell_durable(item, seconds)
+            self._retain(item)
         else:
             self._confirm(item)
             self._tidy()  # sound or not: else a place where all is read back damaged fills up
@@ -263,6 +267,12 @@ class Lane:
         step, size = item.entry.step, item.own_bytes
         whole = size if item.manifest is None else item.manifest.size_bytes
         logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, whole, seconds)
+        if self._persister.team.world_size > 1:
+            self._tell_durable(item, seconds)
+
+    def _tell_durable(self, item: Committed, seconds: float) -> None:
+        """With one rank it was read back before; with several it counts when all have read back theirs."""
+        step, size = item.entry.step, item.own_bytes
         event = {"type": "durable", "level": self._level.url, "step": step, "bytes": size, "seconds": seconds}
         self._persister.emit({**event, "run_id": item.entry.run_id, "sequence": item.sequence})
 
@@ -290,20 +300,34 @@ class Lane:
             # Names are put in later, by this thread; until then no file says that a snapshot has one.
             return protect | {naming.entry.step for naming in self.names if naming.entry is not None}
 
-    def _retain(self, item: Committed) -> bool:
-        """Delete what need not stay; ``False`` if ``item`` was read back damaged."""
+    def _is_sound(self, item: Committed) -> bool:
+        """Whether what was just committed is there as it was sent. One rank reads it back where the level does not."""
+        store, entry, verify = self._store, item.entry, self._level.verify
+        if store is None or not (not store.storage.checks_writes if verify is None else verify):
+            return True
+
+        def read(beat: Beat) -> None:
+            store.check_frozen(entry, beat)
+            store.verify_entry(entry, beat)
+
+        try:
+            self._within_deadline(f"reading back step {entry.step}", read)
+        except Exception as error:  # noqa: BLE001  the rim to storage packages; what cannot be read back is not there
+            logger.warning("%s: step %d does not count: %s", self._where, entry.step, error)
+            self._tell_damaged(item, error)
+            return False
+        return True
+
+    def _retain(self, item: Committed) -> None:
+        """Delete what need not stay."""
         protect, store = self._protected(item), self._store
         if store is None:
-            return True
+            return
         try:
             run_id = item.entry.run_id
             self._within_deadline(_DELETING, lambda beat: store.retain(self._level, run_id, protect, beat))
         except (LazySnapError, OSError) as error:
             logger.warning("%s: old snapshots stay for now: %s", self._where, error)
-            if isinstance(error, FormatError):
-                self._tell_damaged(item, error)
-                return False
-        return True
 
     def _confirm(self, item: Committed) -> None:
         """Of several ranks each reads back what it wrote, and has it counted if it is sound."""
@@ -312,7 +336,7 @@ class Lane:
             return
         try:
             self._within_deadline(f"reading back step {entry.step}", lambda beat: own.confirm(entry, manifest, beat))
-        except (LazySnapError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
             logger.warning("%s: %s", self._where, error)
             self._tell_damaged(item, error)
             with self._persister.changed:

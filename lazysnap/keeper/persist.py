@@ -94,7 +94,7 @@ class Persister:
             self.news.forget_failures()
             newest = max(self._committed.values(), key=lambda item: item.sequence, default=None)
             for index, state in enumerate(self.states):
-                state.tried = {sequence for sequence in state.tried if sequence <= state.durable_sequence}
+                state.tried = {sequence for sequence in state.tried if sequence <= state.sound_sequence}
                 if newest is not None and newest.level < index:
                     enqueue(state, newest, self.named, len(self._slots()))
             self.changed.notify_all()
@@ -311,7 +311,7 @@ class Persister:
 
     def read_back(self, item: Committed, *, is_sound: bool) -> None:
         """What a level committed counts as durable from now on, or never will, and nobody is to copy it."""
-        self.states[item.level].note_read_back(item.entry.step, item.sequence, is_sound=is_sound)
+        self.states[item.level].note_read_back(item.sequence, is_sound=is_sound)
         if not is_sound:
             self._committed.pop((item.level, item.sequence), None)
             self._withdrawn.append(item)

@@ -50,10 +50,8 @@ class LaneState:
     """Newest step committed there."""
     durable_sequence: int = 0
     """Its sequence number: steps repeat when a run resumes, these do not."""
-    sound: int | None = None
-    """Newest step there that counts as durable: it was read back, where the level does that."""
     sound_sequence: int = 0
-    """Its sequence number."""
+    """That of the newest capture that counts as durable: it was read back, where the level does that."""
     failing: bool = False
     """Whether the last try failed, or was read back damaged."""
     queue: list[Committed] = field(default_factory=list)
@@ -71,13 +69,13 @@ class LaneState:
         if sequence >= self.durable_sequence:
             self.durable, self.durable_sequence = step, sequence
 
-    def note_read_back(self, step: int, sequence: int, *, is_sound: bool) -> None:
-        """What was committed counts as durable, or is as if it had never come there: the level failed."""
+    def note_read_back(self, sequence: int, *, is_sound: bool) -> None:
+        """What was committed counts as durable, or never will: the level failed. Its pace stays, it wrote as much."""
         self.failing = not is_sound
+        if is_sound:
+            self.note_tried(sequence)  # a second chance may have been given meanwhile
         if is_sound and sequence >= self.sound_sequence:
-            self.sound, self.sound_sequence = step, sequence
-        if not is_sound and sequence == self.durable_sequence:
-            self.durable, self.durable_sequence = self.sound, self.sound_sequence
+            self.sound_sequence = sequence
 
 
 def _is_due(lane: LaneState, step: int) -> bool:

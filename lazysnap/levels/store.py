@@ -171,7 +171,7 @@ class SnapshotStore:
         place = ShardPlace(self.storage, frozen_directory_name(meta.run_id, digest), FROZEN_STEM)
 
         def write() -> Manifest:
-            manifest = write_shard(place, (meta,), source, expected=digest, beat=beat)
+            manifest = write_shard(place, (meta,), source, expected=digest)  # never taken back: others may refer to it
             self._images.written(place)
             return manifest
 

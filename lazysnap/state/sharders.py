@@ -72,8 +72,10 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _layers(value: Any) -> Iterator[Any]:
-    while value is not None:
+    seen = set[int]()
+    while value is not None and id(value) not in seen:
         yield value
+        seen.add(id(value))
         # vars: a proxy would find there whatever it wraps.
         held = getattr(value, "__dict__", {})
         inside = (held.get(name) for name in _INSIDE)

@@ -150,12 +150,15 @@ def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig
     trainer.capture(1)
     trainer.settle()
 
-    def emit(event):
-        if event["type"] == "durable" and event["step"] == 2:
-            flip(image_at(level.url) / SHARD)
-        trainer.events.append(event)
+    [lane] = trainer.persister._lanes
+    read_back = lane._is_sound
 
-    trainer.persister.emit = emit
+    def damage(item):
+        if item.entry.step == 2:
+            flip(image_at(level.url) / SHARD)
+        return read_back(item)
+
+    lane._is_sound = damage
     capture(trainer, reference, 2)
 
     assert until(lambda: trainer.told("level_failed") == [2])

@@ -314,23 +314,25 @@ def test_a_level_with_a_bound_is_written_no_faster(rig, tmp_path):
 
 
 def damaging(trainer, level, step, until_then=lambda: True):
-    """What is called with the persister's events: damages a step between its commit and its being read back, once.
+    """Damages a step between its commit and its being read back, once.
 
     ``until_then``: what must be so before it is read back.
     """
     done = threading.Event()
+    lane = trainer.persister._lanes[trainer.persister.levels.index(level)]
+    read_back = lane._is_sound
 
-    def damage(event):
-        if event["type"] == "durable" and event["step"] == step and event["level"] == level.url and not done.is_set():
+    def damage(item):
+        if item.entry.step == step and not done.is_set():
             path = pathlib.Path(level.url) / f"step-{step:08d}" / "rank-00000-of-00001.safetensors"
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
             path.write_bytes(data)
             done.set()
             assert until(until_then, 30)
-        trainer.events.append(event)
+        return read_back(item)
 
-    trainer.persister.emit = damage
+    lane._is_sound = damage
     return done
 
 
@@ -399,7 +401,7 @@ def test_what_a_faster_level_damaged_a_slower_one_takes_from_memory(rig, tmp_pat
     check(slow, 1)
     trainer.capture(2)
     trainer.settle()
-    assert [trainer.told("durable", level.url) for level in levels] == [[1, 2], [1, 2]]
+    assert [trainer.told("durable", level.url) for level in levels] == [[2], [1, 2]]
     assert trainer.persister.is_durable_everywhere()
 
 
@@ -587,3 +589,22 @@ def test_a_level_where_three_threads_hang_is_left_alone_until_one_returns(rig, t
     assert steps_at(level) == [5]
     for event in may_return:
         event.set()
+
+
+def test_an_older_attempts_damaged_snapshot_with_a_greater_step_costs_no_later_one(rig, tmp_path):
+    """It went wrong at step 9; the training went back, and on: what is written now is sound, and counts."""
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=2)
+    trainer = rig(level)
+    passed = damaging(trainer, level, 9)
+    trainer.capture(9)
+    assert passed.wait(60)
+    trainer.settle()
+    assert trainer.told("level_failed") == [9]
+
+    for step in (6, 7, 8):
+        trainer.capture(step)
+        trainer.settle()
+        assert trainer.persister.is_durable_everywhere()
+
+    assert trainer.told("level_failed") == [9]
+    assert trainer.told("durable") == [6, 7, 8]
