@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 HERE = pathlib.Path(__file__).parent
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 STOPPED = 9
 PRELOADED = (
     "torch.distributed.device_mesh",
