@@ -1,12 +1,15 @@
 # `make demo` and `make test` need nothing but Python >= 3.10 with pip: each sets up .venv by itself.
 #
 #   make demo    kill a real training four times, resume it, compare bit for bit
-#   make test    lint, types, import layers, tests
+#   make test    lint, types, import layers, the quick tier of the tests: minutes (LAZYSNAP_TEST_SEED=… repeats a sample)
+#   make test-all  lint, types, import layers, all tests
 #   make bench   what a snapshot stalls and costs (BENCH="--params 100m --threads 2" for the large one)
 #   make levels  rates of memory, disk, NFS and S3 beside their raw limits, losses at a sudden death (LEVELS="--size-mb 64")
 #   make restore seconds from the start of a process to its first step, beside Lightning and DCP (RESTORE="--size 30m")
-#   make nodes   rates of one file per node beside one per rank (NODES="--ranks 2 --size-mb 64 --levels local")
 #   make scale   cost with many ranks: counted with 2 to 8, simulated up to 16,384 (SCALE="--simulated 8,512")
+#   make gpu     on a machine with CUDA: tests/gpu, blocked time, rates, restores; PYTHON=… is all it needs (GPU="--sizes-gb 1")
+#   make oldest  exact resumes with the oldest PyTorch and Lightning that are supported
+#   make pythons what needs no torch, with every other Python >= 3.10 that is here
 #   make lint    lint, types, import layers
 #   make format  let ruff format the code
 #
@@ -25,21 +28,34 @@ DEMO ?=
 BENCH ?= --params small
 LEVELS ?=
 RESTORE ?=
-NODES ?=
 SCALE ?=
+GPU ?=
 BIN := $(VENV)/bin
+RUN_TESTS := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --durations 25 --durations-min 1
+OLDEST_TORCH ?= 2.8.0
+OLDEST_LIGHTNING ?= 2.5.0
+OLDEST := $(BIN)/uv pip install --quiet --python $(VENV)-oldest/bin/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"} \
+  -e . lightning==$(OLDEST_LIGHTNING) pytorch-lightning==$(OLDEST_LIGHTNING) numpy torchdata hypothesis safetensors \
+  'pytest<9.2' pytest-timeout
+WITHOUT_TORCH := tests/keeper tests/levels tests/shard tests/test_config.py tests/test_policy.py tests/test_resolver.py \
+  tests/test_topology.py $(addprefix --ignore ,tests/levels/test_cascade.py tests/levels/test_fsspec.py \
+  tests/levels/test_s3.py tests/levels/test_s3_faults.py \
+  tests/shard/test_pieces.py) --ignore-glob 'tests/shard/test_golden*.py'
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
-.PHONY: help demo test lint format bench levels restore nodes scale clean
+.PHONY: help demo test test-all lint format bench levels restore scale gpu oldest pythons clean
 
 help:
-	@sed -n '2,14s/^# \{0,1\}//p' Makefile
+	@sed -n '2,18s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/kill_and_resume.py $(DEMO)
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST)
+	$(RUN_TESTS) --tier quick $(PYTEST)
+
+test-all: lint
+	$(RUN_TESTS) --tier full $(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -60,14 +76,35 @@ levels: $(VENV)/.dev
 restore: $(VENV)/.dev
 	$(BIN)/python benchmarks/restore.py $(RESTORE)
 
-nodes: $(VENV)/.dev
-	$(BIN)/python benchmarks/nodes.py $(NODES)
-
 scale: $(VENV)/.dev
 	$(BIN)/python benchmarks/scale.py $(SCALE)
 
+gpu:  # no environment is made: torch with CUDA comes with the Python that is named
+	"$${PYTHON:-python3}" benchmarks/gpu.py $(GPU)
+
+# torch of that version may be had with CUDA only, or not at all: then the one of the main environment is taken.
+oldest: $(VENV)/.dev
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VENV)-oldest
+	{ $(OLDEST) "torch==$(OLDEST_TORCH)" || { echo "torch $(OLDEST_TORCH) cannot be had here"; $(OLDEST) "$(TORCH)"; }; }
+	$(VENV)-oldest/bin/python -c 'import torch, lightning; print("torch", torch.__version__, "lightning", lightning.__version__)'
+	$(VENV)-oldest/bin/python -m pytest --quiet -W 'ignore:Converting a tensor with requires_grad:UserWarning' \
+	  tests/lightning/test_versions.py tests/capture
+
+pythons: $(VENV)/.dev
+	found=""; for version in 3.10 3.12 3.13 3.14; do \
+	  for python in "python$$version" "$${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version".*/bin/python; do \
+	    "$$python" -c '' 2>/dev/null || continue; \
+	    found="$$found $$version"; \
+	    $(BIN)/uv venv --quiet --clear --python "$$(command -v "$$python")" $(VENV)-other; \
+	    $(BIN)/uv pip install --quiet --python $(VENV)-other/bin/python fsspec xxhash rich msgspec cryptography hypothesis psutil \
+	      'pytest<9.2' pytest-timeout pytest-xdist; \
+	    PYTHONPATH=. $(VENV)-other/bin/python -m pytest --quiet --tier quick --numprocesses 2 --dist loadgroup $(WITHOUT_TORCH); \
+	    break; \
+	  done; \
+	done; echo "tested without torch:$${found:- nothing, no other Python is here}"
+
 clean:
-	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-other runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # The first Python that is new enough; a machine may have shims that do not start.
 # Without ensurepip (Debian without python3-venv) virtualenv makes the environment.

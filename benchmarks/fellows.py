@@ -14,7 +14,7 @@ import imagined
 from lazysnap.engine.world import World
 
 NEXT_TO_LAST = "00000000000000cc"
-"""The generation of what one rank's memory holds: that of a start before, so nothing in memory is whole."""
+"""The start of what one rank's memory holds: that of a start before, so nothing in memory is whole."""
 
 
 class Fellows(World):
@@ -70,7 +70,7 @@ class Fellows(World):
             answers.append(answer.replace(nodes[self.rank], node))
         if what == "what is in memory":
             other = (self.rank + 1) % self.size
-            answers[other] = answers[other].replace(imagined.GENERATION, NEXT_TO_LAST)
+            answers[other] = answers[other].replace(imagined.START, NEXT_TO_LAST)
         return answers
 
 

@@ -13,18 +13,12 @@ from typing import Any
 
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import (
-    CaptureMeta,
-    Manifest,
-    directory_name,
-    manifest_name,
-    parse_directory_name,
-    shard_name,
-)
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.names import SnapshotName, manifest_name, shard_name
 from lazysnap.shard.stem import parse_file_name
 from lazysnap.topology import places, share
 
-RUN, GENERATION, STARTED = "00000000000000ab", "00000000000000cd", 1
+RUN, START = "00000000000000ab", "00000000000000cd"
 URL = "s3://imagined/run"
 PER_NODE = 8
 WIDTH = 4096
@@ -107,8 +101,8 @@ def capture(kind: str, rank: int, ranks: int, step: int) -> tuple[Layout, Captur
         for name, (shape, offsets, _) in held.items()
     }
     state = {name: {"$": "tensor", "v": name} for name in tensors()}
-    where = {"run_id": RUN, "run_started_ns": STARTED, "step": step, "rank": rank, "world_size": ranks}
-    return layout, CaptureMeta(**where, captured_ns=1, tensors=facts, state=state, generation=GENERATION)
+    where = {"run_id": RUN, "start": START, "step": step, "rank": rank, "world_size": ranks}
+    return layout, CaptureMeta(**where, captured_ns=1, tensors=facts, state=state)
 
 
 @dataclass(frozen=True)
@@ -117,8 +111,8 @@ class Small:
 
     def manifest(self, rank: int, ranks: int, step: int) -> Manifest:
         """One rank's."""
-        where = {"run_id": RUN, "run_started_ns": STARTED, "step": step, "rank": rank, "world_size": ranks}
-        return manifest_of(CaptureMeta(**where, captured_ns=1, state={}, generation=GENERATION), 4096, 4096)
+        where = {"run_id": RUN, "start": START, "step": step, "rank": rank, "world_size": ranks}
+        return manifest_of(CaptureMeta(**where, captured_ns=1, state={}), 4096, 4096)
 
 
 @dataclass(frozen=True)
@@ -167,7 +161,7 @@ class ImaginedStorage:
     def list(self, path: str = "", prefix: str = "") -> list[str]:
         with self._making_up("list"):
             if not path:
-                return [directory_name(step) for step in self.steps]
+                return [SnapshotName(RUN, step, START).directory for step in self.steps]
             if prefix.startswith("keep-"):
                 return []
             made = (manifest_name, shard_name)
@@ -176,10 +170,10 @@ class ImaginedStorage:
 
     def _manifest(self, path: str) -> Manifest:
         directory, name = path.split("/")
-        step, parsed = parse_directory_name(directory), parse_file_name(name)
-        if step not in self.steps or parsed is None or path in self._gone:
+        at, parsed = SnapshotName.parse(directory), parse_file_name(name)
+        if at is None or at.step not in self.steps or parsed is None or path in self._gone:
             raise FileNotFoundError(path)
-        return self._of.manifest(parsed[0].index, parsed[0].count, step)
+        return self._of.manifest(parsed[0].rank, parsed[0].world_size, at.step)
 
     def manifest(self, rank: int, step: int) -> Manifest:
         """What a rank wrote, not counted."""
@@ -196,6 +190,9 @@ class ImaginedStorage:
     def stamp(self, path: str) -> object:
         self.asked["stamp"] += 1
         return 1
+
+    def is_link(self, path: str) -> bool:
+        return False  # asks nothing: an object store has no links
 
     def is_leased(self, path: str) -> bool:
         self.asked["is_leased"] += 1

@@ -107,7 +107,7 @@ class Ours:
 
     def write(self, number: int) -> None:
         """Shard, then manifest; durable on return."""
-        meta = CaptureMeta("0" * 16, 1, number + 1, 0, 1, time.time_ns(), state={"step": number})
+        meta = CaptureMeta("0" * 16, "1" * 16, number + 1, 0, 1, time.time_ns(), state={"step": number})
         self._written[number] = self.store.write_entry(meta, MemorySource(self._image, len(self._out)))
 
     def read(self, number: int) -> None:

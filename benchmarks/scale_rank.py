@@ -39,17 +39,18 @@ class Counts:
         self._counter: Counter[str] = Counter()
         for name in COLLECTIVES:
             setattr(dist, name, self._counted(name, getattr(dist, name)))
-        send, parse = Connection.send, Connection._parse
+        send, receive = Connection.send, Connection.receive
 
         def counted_send(connection: Any, *args: Any, **kwargs: Any) -> None:
             self._counter["messages"] += 1
             send(connection, *args, **kwargs)
 
-        def counted_parse(connection: Any, body: bytes) -> Any:
-            self._counter["messages"] += 1
-            return parse(connection, body)
+        def counted_receive(connection: Any, **kwargs: Any) -> Any:
+            messages = receive(connection, **kwargs)
+            self._counter["messages"] += len(messages or ())
+            return messages
 
-        Connection.send, Connection._parse = counted_send, counted_parse  # type: ignore[method-assign]
+        Connection.send, Connection.receive = counted_send, counted_receive  # type: ignore[method-assign]
         asked = Board._asked
 
         def counted_asked(board: Any, what: str, ask: Any) -> Any:

@@ -15,9 +15,8 @@ from imagined import URL, ImaginedStorage, Small, Whole
 
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.engine import engine, restart
-from lazysnap.engine.assembly import Assembly, OpenShard
-from lazysnap.engine.holders import Holders, complete
-from lazysnap.engine.part import Part
+from lazysnap.engine.assembly import Assembly
+from lazysnap.engine.part import Part, complete, nearest_first
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.restart import Restart
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
@@ -28,8 +27,8 @@ from lazysnap.levels.shards import entry_of
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, RestartPlan
 from lazysnap.shard.layout import Layout
-from lazysnap.shard.manifest import directory_name
-from lazysnap.shard.stem import Stem
+from lazysnap.snapshots.blocks import MemoryBlocks
+from lazysnap.snapshots.reader import OpenShard
 from lazysnap.state.codec import tensor_names
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
@@ -67,7 +66,7 @@ def plan(kind: str, ranks: int) -> dict[str, Any]:
 
     def make() -> engine.SnapshotEngine:
         with mock.patch.object(engine, "World", return_value=fellows):
-            return engine.SnapshotEngine(make_config(), {})
+            return engine.SnapshotEngine(make_config(), {"loop": {}})
 
     def settle() -> tuple[int, int]:
         fellows.settle(walk({}), ())
@@ -93,8 +92,8 @@ class ImaginedKeeper:
     """Holds whole captures of one rank that are newer than those on storage."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        facts: dict[str, Any] = {"run_id": imagined.RUN, "run_started_ns": imagined.STARTED, "frozen": None}
-        place: dict[str, Any] = {"rank": rank, "world_size": ranks, "generation": imagined.GENERATION}
+        facts: dict[str, Any] = {"run_id": imagined.RUN, "frozen": None}
+        place: dict[str, Any] = {"rank": rank, "world_size": ranks, "start": imagined.START}
         slot: Any = None
         self._held = MemoryHoldings(
             tuple(MemoryEntry(slot, 10 + n, sequence=n, checksums=None, **facts, **place) for n in range(KEPT))
@@ -121,7 +120,7 @@ class ImaginedReader:
         """See ``PartReader``."""
         self.asked_before = self.asked_before or dict(self._storage.asked)
         self.opened = open_part(self._kind, self._store, chosen, plan, self._fellows)
-        return Part({}, [chosen[self._fellows.rank % plan.world_size].level], None)
+        return Part({}, [chosen[self._fellows.rank % plan.world_size].level], None, captured_ns=0)
 
 
 def resolve(kind: str, taken: int, ranks: int, rank: int) -> dict[str, Any]:
@@ -159,7 +158,7 @@ def open_part(kind: str, store: SnapshotStore, chosen: dict[int, Entry], plan: R
     rank, ranks, taken = fellows.rank, fellows.size, plan.world_size
     same = taken == ranks
     neighbours = range(rank // 8 * 8, rank // 8 * 8 + 8) if same else ()
-    holders = Holders(chosen, rank if same else rank * taken // ranks, neighbours, lambda name: ())
+    left = nearest_first(chosen, rank if same else rank * taken // ranks, neighbours)
     own = rank % taken
     assembly = Assembly(own, lambda name, shape: imagined.box(kind, shape, rank, ranks))
     opened = []
@@ -168,9 +167,10 @@ def open_part(kind: str, store: SnapshotStore, chosen: dict[int, Entry], plan: R
         manifest = store.read_manifest(chosen[number])
         layout, _ = imagined.capture(kind, number, taken, plan.step)
         parsed_layout = Layout.parse(layout.header, layout.size_bytes)
-        assembly.add(OpenShard(number, parsed_layout, manifest.meta, lambda wanted: None, f"rank {number}"))
+        blocks = MemoryBlocks(memoryview(b""), None, f"rank {number}")
+        assembly.add(OpenShard(number, manifest.meta, parsed_layout, blocks))
         opened.append(number)
-        holders.take(number)
+        left.remove(number)
         return manifest.meta
 
     names = tensor_names(add(own).state)
@@ -179,7 +179,7 @@ def open_part(kind: str, store: SnapshotStore, chosen: dict[int, Entry], plan: R
     for other in range(rank, taken, ranks):
         if other != own:
             add(other)
-    complete(assembly, holders, add, "imagined")
+    complete(assembly, left, add, "imagined")
     return len(opened)
 
 
@@ -191,14 +191,14 @@ def retention(ranks: int) -> dict[str, Any]:
     level = PersistentLevel(URL, keep_last=KEPT)
     own = Belongings(store, level, Share.of_rank(rank, ranks))
     kept = tuple(range(2, KEPT + 2))
-    gone = own.tidy(Told(imagined.RUN, imagined.GENERATION, kept), frozenset(), lambda: None)  # looks round, once
+    gone = own.tidy(Told(imagined.RUN, imagined.START, kept), frozenset(), lambda: None)  # looks round, once
     assert gone == [1], gone
     last = KEPT + 2
     storage.steps = [*kept, last]  # the others deleted theirs, too
     manifest = storage.manifest(rank, last)
     meta = manifest.meta
-    entry = entry_of(meta, store.url, store.speed, (directory_name(last), Stem.of_rank(rank, ranks)))
-    told = Told(imagined.RUN, imagined.GENERATION, (*kept[1:], last))
+    entry = entry_of(meta, store.url, store.speed, meta.name.directory)
+    told = Told(imagined.RUN, imagined.START, (*kept[1:], last))
     storage.asked.clear()
     clock = Clock()
 

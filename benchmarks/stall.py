@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doors import measure_all
 from memory import MARKER, PeakMemory
 from report import judge, picture, tables
 from rich.console import Console
@@ -77,6 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", choices=SIZES, default="small")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads for training")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--door", choices=("accelerate",), help="instead: save_state() beside stock and Lightning")
     parser.add_argument("--batch", type=int, default=None, help="default: 1 on a CPU, 16 on a GPU")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--base", type=int, default=5, help="steps without snapshots, measured")
@@ -98,6 +100,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    if args.door:
+        measure_all(args)
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
     with (args.out / "stall.jsonl").open("w") as file:

@@ -16,7 +16,7 @@ from gpt import GPT, HAMLET, GPTSize, TextWindows
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap import SnapshotEngine
 
 
 def join() -> torch.device:
@@ -56,28 +56,22 @@ def main() -> None:
 
     # The wrapped model, not `model.module`: it tells that all ranks hold the same, and each captures its share of it.
     state = {"model": model, "optimizer": optimizer, "loop": loop}
-    config = SnapshotConfig(levels=(PersistentLevel(args.dirpath),))
-    engine = SnapshotEngine(config, state)  # this, restore, the first boundary and close: all ranks together
+    engine = SnapshotEngine(args.dirpath, state)  # this, restore, the first boundary and the end: all ranks together
     snapshot = engine.restore("latest")
-    first = snapshot.step if snapshot else 0
-    start = f"resumed at step {first} from {snapshot.level}" if snapshot else "a fresh start"
+    start = f"resumed at step {snapshot.step} from {snapshot.level}" if snapshot else "a fresh start"
     print(f"rank {rank}, process {os.getpid()}: {start}", flush=True)
-    engine.wait_ready(timeout_s=60)  # else the first steps go by before there is memory to capture them into
-    try:
-        for step in range(first + 1, args.max_steps + 1):
+    with engine:  # after an exception the keeper stays, for the next start
+        while engine.step < args.max_steps:
+            step = engine.step + 1
             ids, targets = (part.to(device) for part in batch_of(data, step, 16))
             loss = cross_entropy(model(ids).flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()  # the engine's hook waits here, only if the last copy is not done yet
             loop["characters"] += ids.numel() * dist.get_world_size()
-            engine.boundary(step)  # everything of this step is over: capture it
+            engine.boundary()  # everything of this step is over: capture it
             if rank == 0 and step % 10 == 0:
                 print(f"step {step} loss {loss.item():.4f}", flush=True)
-    except BaseException:
-        engine.abandon()  # the keeper stays, for the next start
-        raise
-    engine.close(drain=True)
     if rank == 0:
         print(f"finished at step {args.max_steps} after {loop['characters']:,} characters", flush=True)
     dist.destroy_process_group()

@@ -32,7 +32,7 @@ from lazysnap.keeper.messages import peer_credentials
 SCRIPT = Path(__file__).parent / "lightning_gpt.py"
 STEP = re.compile(r"^step (\d+) loss ([\d.]+)$")
 START = re.compile(r"^starting at step (\d+)$")
-RESUMED = re.compile(r"^lazysnap\S*: resumed step (\d+) from (.+) in [\d.]+ s$")
+RESUMED = re.compile(r"^lazysnap\S*: resumed step (\d+) of run \w+ \(.*?\) from (.+?): .*restored in [\d.]+ m?s$")
 DONE = re.compile(r"^finished at step (\d+): state sha256 (\w+)$")
 SILENCE_S = 120.0
 console = Console()
@@ -216,8 +216,8 @@ def main() -> int:
         reference = Training([*common, "--no-snapshots"], environment)
         reference.follow(None)
         console.print(f"[bold]2. the same with a snapshot at every step, killed {args.kills} times")
-        disk_every = max(args.max_steps // 20, 1)
-        arguments = [*common, "--dirpath", directory, "--disk-every-n-steps", str(disk_every)]
+        persist_every = max(args.max_steps // 20, 1)
+        arguments = [*common, "--dirpath", directory, "--persist-every-n-steps", str(persist_every)]
         training, kills = run_killed(args, arguments, environment)
     report(kills)
     equal = reference.digest is not None and reference.digest == training.digest

@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from gpt import GPT, HAMLET, GPTSize, TextWindows
 
-from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig
+from lazysnap import LazySnapshotCallback
 
 SIZES = {  # layers, heads, width, context
     "tiny": (2, 2, 32, 32),
@@ -88,9 +88,8 @@ def snapshots(args: argparse.Namespace) -> list[L.Callback]:
     """The callback; `LazySnapshotCallback()` alone is enough, the settings here make it visible."""
     if args.no_snapshots:
         return []
-    level = PersistentLevel(args.dirpath, every_n_steps=args.disk_every_n_steps)
-    config = SnapshotConfig(every_n_steps=args.every_n_steps, levels=(level,))
-    return [LazySnapshotCallback(config=config)]  # (*)
+    settings = {"every_n_steps": args.every_n_steps, "persist_every_n_steps": args.persist_every_n_steps}
+    return [LazySnapshotCallback(args.dirpath, **settings)]  # (*)
 
 
 def main() -> None:
@@ -98,7 +97,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=400)
     parser.add_argument("--dirpath", default="runs/lightning_gpt", help="directory or URL for snapshots on storage")
     parser.add_argument("--every-n-steps", type=int, default=1, help="optimizer steps between captures in memory")
-    parser.add_argument("--disk-every-n-steps", type=int, default=100, help="at least so many steps between files")
+    parser.add_argument("--persist-every-n-steps", type=int, default=100, help="steps between files")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--text", type=Path, default=HAMLET, help="any UTF-8 text file")

@@ -11,15 +11,7 @@ import logging
 import torch
 from gpt import GPT, HAMLET, GPTSize, TextWindows
 
-from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
-
-
-def batch_of(data: TextWindows, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch of one step: a pure function of the step, so that there is no position to store."""
-    generator = torch.Generator().manual_seed(step)
-    picks = torch.randint(len(data), (size,), generator=generator).tolist()
-    ids, targets = zip(*(data[i] for i in picks), strict=True)
-    return torch.stack(ids), torch.stack(targets)
+from lazysnap import ResumableLoader, SnapshotEngine
 
 
 def main() -> None:
@@ -34,32 +26,31 @@ def main() -> None:
     model = GPT(GPTSize(layers=4, heads=4, width=128, context=64, vocabulary=len(data.characters)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.max_steps)
+    loader = ResumableLoader(torch.utils.data.DataLoader(data, 16, shuffle=True, drop_last=True))
+    progress = {"epoch": 0}
 
     # Random number generators are part of the state without being named.
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    config = SnapshotConfig(levels=(PersistentLevel(args.dirpath),))
-    engine = SnapshotEngine(config, state)
-    snapshot = engine.restore("latest")
-    first = snapshot.step if snapshot else 0
-    print(f"resumed at step {first} from {snapshot.level}" if snapshot else "a fresh start", flush=True)
-    engine.wait_ready(timeout_s=60)  # else the first steps go by before there is memory to capture them into
-    try:
-        for step in range(first + 1, args.max_steps + 1):
-            loss = model.loss(*batch_of(data, step, 16))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()  # the engine's hook waits here, only if the last copy is not done yet
-            schedule.step()
-            engine.boundary(step)  # everything of this step is over: capture it
-            if step % 10 == 0:
-                print(f"step {step} loss {loss.item():.4f}", flush=True)
-    except BaseException:
-        engine.abandon()  # the keeper stays, for the next start
-        raise
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader, "progress": progress}
+    with SnapshotEngine(args.dirpath, parts) as engine:
+        snapshot = engine.restore("latest")
+        start = f"resumed at step {snapshot.step} from {snapshot.level}" if snapshot else "a fresh start"
+        print(start, flush=True)
+        while engine.step < args.max_steps:
+            for batch in loader:  # after a restart: what is left of the epoch
+                loss = model.loss(*batch)
+                loss.backward()
+                optimizer.step()  # the engine's hook waits here, only if the last copy is not done yet
+                optimizer.zero_grad()
+                schedule.step()
+                engine.boundary()  # everything of this step is over: capture it
+                if engine.step % 10 == 0:
+                    print(f"step {engine.step} loss {loss.item():.4f}", flush=True)
+                if engine.step == args.max_steps:
+                    break
+            else:
+                progress["epoch"] += 1
     statistics = engine.statistics()
-    blocked_s = statistics.boundary.total_s + statistics.gate.total_s
-    print(f"{statistics.whole} snapshots in memory; training waited {blocked_s * 1e3:.0f} ms for all of them")
-    engine.close(drain=True)
+    print(f"{statistics.whole} snapshots in memory; training waited {statistics.waited_s:.1f} s in all")
 
 
 if __name__ == "__main__":

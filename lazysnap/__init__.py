@@ -6,32 +6,55 @@ Importing this package imports neither torch nor a framework; names are loaded w
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import lazysnap.console  # noqa: F401  warnings say whose they are
 from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.errors import LazySnapError
 
 if TYPE_CHECKING:
+    from lazysnap.data import ResumableLoader
+    from lazysnap.dcp.weights import load_weights
     from lazysnap.engine import SnapshotEngine
-    from lazysnap.engine.latest import latest_path
+    from lazysnap.engine.losses import LossSpike, LossWatch, NonFinite
+    from lazysnap.integrations.accelerate import LazyAccelerator
+    from lazysnap.integrations.attach import attach
     from lazysnap.integrations.lightning import LazySnapshotCallback
+    from lazysnap.integrations.transformers import LazyTrainerCallback
+    from lazysnap.snapshots.catalogue import latest_path
     from lazysnap.state.codec import register_type
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LazyAccelerator",
     "LazySnapError",
     "LazySnapshotCallback",
+    "LazyTrainerCallback",
+    "LossSpike",
+    "LossWatch",
     "MemoryLevel",
+    "NonFinite",
     "PersistentLevel",
+    "ResumableLoader",
     "SnapshotConfig",
     "SnapshotEngine",
+    "attach",
     "latest_path",
+    "load_weights",
     "register_type",
 ]
 
 _LAZY = {
+    "LazyAccelerator": "lazysnap.integrations.accelerate",
     "LazySnapshotCallback": "lazysnap.integrations.lightning",
+    "LazyTrainerCallback": "lazysnap.integrations.transformers",
+    "LossSpike": "lazysnap.engine.losses",
+    "LossWatch": "lazysnap.engine.losses",
+    "NonFinite": "lazysnap.engine.losses",
+    "ResumableLoader": "lazysnap.data",
     "SnapshotEngine": "lazysnap.engine",
-    "latest_path": "lazysnap.engine.latest",
+    "attach": "lazysnap.integrations.attach",
+    "latest_path": "lazysnap.snapshots.catalogue",
+    "load_weights": "lazysnap.dcp.weights",
     "register_type": "lazysnap.state.codec",
 }
 

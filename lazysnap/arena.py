@@ -18,9 +18,8 @@ import enum
 import mmap
 import os
 import struct
-import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import xxhash
@@ -32,8 +31,6 @@ _MAGIC = 0x31504E53595A414C  # "LAZYSNP1"
 SLACK_BYTES = 8 << 20
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
-_FENCE = threading.Lock()
-"""Processors may look first and let others see later what was written before; not across a lock."""
 
 
 class Word(enum.IntEnum):
@@ -52,21 +49,9 @@ class Word(enum.IntEnum):
     PIN = 10  # set by the trainer at begin, cleared by the keeper: do not reuse, persistence reads it
     VOID = 11  # the capture was, or may have been, torn
     READY = 12  # pages are populated
-    UNCHECKED = 14  # whole, but not to be persisted yet: see Check
+    UNCHECKED = 14  # a device copied it, and no gate has compared the sources since: not to be persisted yet
     PLAN = 13  # checksum of the header that stands in the image, 0: none
-    HELD = 15  # set by the trainer: it counts on what the slot holds, also when its captures have another size now
-    GOING = 16  # set by the keeper: it lets the slot go, so nobody is to count on what it holds any more
-
-
-class Check(enum.IntFlag):
-    """What is still to be looked at before the keeper commits a capture to storage (``Word.UNCHECKED``)."""
-
-    DEVICE = 1
-    """Whether a source changed while a device copied it."""
-    FROZEN = 2
-    """Whether the immutable tensors that the capture refers to are still the same, byte by byte."""
-    ORPHANED = 4
-    """Nobody can look any more: the trainer died. A restart may go on from it, storage never gets it."""
+    REACHED = 20  # step + 1 of the last boundary that the trainer passed; kept in the slot of the newest capture
 
 
 class SlotPhase(enum.Enum):
@@ -89,7 +74,6 @@ class SlotStatus:
     watermark: int
     pinned: bool
     ready: bool
-    held: bool = False
 
 
 def _round_up(size_bytes: int) -> int:
@@ -112,6 +96,8 @@ class Slot:
         self.meta_capacity = int(self._words[Word.META_CAPACITY])
         self.image_capacity = int(self._words[Word.IMAGE_CAPACITY])
         self.image_offset = PAGE + self.meta_capacity
+        self.before_unmap: Callable[[], object] = lambda: None
+        """Called once before the memory is unmapped: a device that may write into it is told."""
 
     @classmethod
     def create(cls, meta_capacity: int, image_capacity: int) -> "Slot":
@@ -183,6 +169,10 @@ class Slot:
         """The shard's bytes: header and data, then unused capacity (page aligned at both ends)."""
         return self._bytes[self.image_offset : self.image_offset + self.image_capacity]
 
+    def read(self, offset: int, length: int) -> memoryview:
+        """Bytes ``[offset, offset + length)`` of the image."""
+        return self.image[offset : offset + length]
+
     def word(self, word: Word) -> int:
         """Read one control word."""
         return int(self._words[word])
@@ -208,7 +198,6 @@ class Slot:
             watermark=self.word(Word.WATERMARK),
             pinned=bool(self.word(Word.PIN)),
             ready=bool(self.word(Word.READY)),
-            held=bool(self.word(Word.HELD)),
         )
 
     def begin(self, step: int, *, sequence: int, image_bytes: int, meta: bytes, pin: bool) -> None:
@@ -226,8 +215,8 @@ class Slot:
         words[Word.BEGIN] = step + 1
         words[Word.VOID] = 0
         words[Word.UNCHECKED] = 0
-        words[Word.HELD] = 0
         words[Word.WATERMARK] = 0
+        words[Word.REACHED] = 0
         words[Word.SEQUENCE] = sequence
         words[Word.IMAGE_BYTES] = image_bytes
         self._bytes[PAGE : PAGE + len(meta)] = meta
@@ -248,17 +237,13 @@ class Slot:
         """Mark the capture as torn; it is never offered. Nothing else in the slot changes."""
         self._words[Word.VOID] = 1
 
-    def let_go(self) -> bool:
-        """Keeper: whether the slot may go; ``False``, if the trainer holds it.
-
-        Each says first what it does, and looks then what the other one said: of both at once at most one goes on.
-        """
-        self._words[Word.GOING] = 1
-        with _FENCE:
-            pass
-        if self._words[Word.HELD]:
-            self._words[Word.GOING] = 0
-        return bool(self._words[Word.GOING])
+    def drop(self, sequence: int) -> bool:
+        """Discard the capture ``sequence``; ``False``, if it is no longer in the slot or was discarded before."""
+        status = self.status()
+        if status.sequence != sequence or status.phase not in (SlotPhase.WHOLE, SlotPhase.CAPTURING):
+            return False
+        self.discard()
+        return True
 
     def unpin(self) -> None:
         """Keeper: persistence no longer reads this slot."""
@@ -291,6 +276,7 @@ class Slot:
 
     def close(self) -> None:
         """Unmap and close. Views that others still hold keep the memory alive."""
+        self.before_unmap()
         # Somebody (a tensor) may still look at it: then the mapping goes with the last view.
         with contextlib.suppress(BufferError):
             self._words.release()

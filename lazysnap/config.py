@@ -1,6 +1,5 @@
 """Settings: frozen objects, checked when they are made."""
 
-import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -23,6 +22,14 @@ def _check_seconds(owner: str, name: str, value: object) -> None:
         raise ConfigError(f"{owner}.{name} must be a finite number of seconds >= 0, got {value!r}")
 
 
+def checked_url(owner: str, url: object) -> str:
+    """``url`` as text. Raises: ConfigError, if it is no path or URL."""
+    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else ""
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{owner} must be a path or URL, got {url!r}")
+    return text
+
+
 def resolve_url(url: str) -> str:
     """``url`` as it names one place: local paths made absolute with links resolved, others unchanged."""
     parts = urlsplit(url)
@@ -30,6 +37,18 @@ def resolve_url(url: str) -> str:
         path = url.split("://", 1)[1] if "://" in url else url
         return os.path.realpath(os.path.expanduser(path))
     return url.rstrip("/")
+
+
+def _check_scheme(url: str) -> None:
+    """Raises: ConfigError, for a URL of a kind that fsspec has never heard of."""
+    schemes = {part.split("://")[0] for part in url.split("::")} if "://" in url else set()
+    if schemes - {"s3", "s3a"}:
+        import fsspec  # it costs 0.1 s that local levels need not pay
+
+        for scheme in sorted(schemes - {*fsspec.available_protocols()}):
+            raise ConfigError(
+                f"PersistentLevel.url: fsspec knows no {scheme}:// and no installed package brings it; correct the URL"
+            )
 
 
 def _plain_options(options: object) -> dict[str, Any]:
@@ -72,15 +91,10 @@ class PersistentLevel:
     verify: bool | None = field(default=None, kw_only=True)
     """Read every snapshot back after its commit and before older ones are deleted. ``None``: where the place does not
     check each part itself on arrival (S3 does), so that reading back costs no transfer fees."""
-    aggregate: Literal["rank", "node"] = field(default="rank", kw_only=True)
-    """What one file holds: the shard of one rank, or those of all ranks of a node, which the first of them writes: two
-    objects per node and snapshot instead of two per rank. With one rank per node both are the same. Levels below one
-    with ``"node"`` must have it, too; below one with ``"rank"`` it is put together from the ranks' files."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.url, (str, os.PathLike)) or not os.fspath(self.url):
-            raise ConfigError(f"PersistentLevel.url must be a path or URL, got {self.url!r}")
-        object.__setattr__(self, "url", resolve_url(os.fspath(self.url)))
+        object.__setattr__(self, "url", resolve_url(checked_url("PersistentLevel.url", self.url)))
+        _check_scheme(self.url)
         _check_positive("PersistentLevel", "every_n_steps", self.every_n_steps)
         _check_positive("PersistentLevel", "keep_last", self.keep_last)
         _check_positive("PersistentLevel", "keep_every_n_steps", self.keep_every_n_steps, optional=True)
@@ -90,8 +104,6 @@ class PersistentLevel:
             raise ConfigError("PersistentLevel.timeout_s must be more than 0 seconds")
         if self.verify not in (None, True, False):
             raise ConfigError(f"PersistentLevel.verify must be True, False or None, got {self.verify!r}")
-        if self.aggregate not in ("rank", "node"):
-            raise ConfigError(f'PersistentLevel.aggregate must be "rank" or "node", got {self.aggregate!r}')
         if self.storage_options is not None:
             object.__setattr__(self, "storage_options", _plain_options(self.storage_options))
 
@@ -129,26 +141,31 @@ class SnapshotConfig:
     memory: MemoryLevel = MemoryLevel()
     """The keeper's host memory."""
     on_busy: Literal["skip", "wait"] = "skip"
-    """When no slot is free at a boundary: skip that capture, or wait for one (at most ``gate_timeout_s``)."""
-    redundancy: None = None
-    """Protection against node loss; ``None`` until a scheme is chosen."""
+    """When no slot is free at a boundary: skip that capture, or wait for one (at most ``gate_timeout_s``). Several
+    ranks always wait."""
+    require: Literal["memory", "storage"] | None = None
+    """What a training must have at its start, or it raises: ``"memory"``: captures in memory that outlives it;
+    ``"storage"``: every level takes a small write. ``None``: it warns, goes on, and does what it can: without memory
+    it writes each snapshot that is due to storage itself, and waits for that."""
     job_id: str | None = None
     """What names the job, so that a restart finds its memory. Default: the environment variable
     ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""
     gate_timeout_s: float = 60.0
-    """How long an optimizer step waits for an unfinished copy before that snapshot is dropped."""
+    """How long an optimizer step waits for an unfinished copy before that snapshot is dropped. Also how long captures
+    wait altogether for storage that holds all slots, before they go on without it until it keeps up."""
     keeper_timeout_s: float = 20.0
-    """How long to wait for the keeper to start or answer where its answer is needed (restart, drain)."""
-    averaging_period: int | Literal["never"] | None = None
-    """With local SGD, where ranks synchronise by averaging their weights: steps from one averaging to the next, or
-    ``"never"``, if the ranks train apart. They may drift apart by so many steps; up to ``2 * every_n_steps`` memory
-    keeps ``averaging_period / every_n_steps`` snapshots (no more than usual), beyond that the ranks agree on one that
-    all have, through the process group's store, beside training. Default: gradients are averaged at every step."""
+    """How long to wait for the keeper to start or answer where its answer is needed (restart, drain). A keeper that
+    does not answer for so long while training runs is named in a warning."""
+    averaging_period: int | None = None
+    """With local SGD, where ranks synchronise by averaging their weights: steps from one averaging to the next.
+    Captures fall on averagings, so ``every_n_steps`` must be a multiple of it. Default: gradients are averaged at every
+    step."""
     collective_timeout_s: float = 300.0
     """With several ranks: how long one that is silent is waited for when all make their engines, resume, plan their
     first snapshot, and close. The time that reading takes does not count."""
     flush_budget_s: float = 30.0
-    """On SIGTERM or at exit after an error: seconds to make the last capture durable before going on."""
+    """On SIGTERM under Lightning: seconds to make the last capture durable before going on. After any other error the
+    newest capture stays in memory, as after a crash, and only immutable tensors are compared, for at most so long."""
     drain_timeout_s: float = 600.0
     """At a clean end: seconds to wait until the newest capture is durable at every level."""
 
@@ -169,25 +186,35 @@ class SnapshotConfig:
         if len(set(urls)) != len(urls):
             raise ConfigError(f"SnapshotConfig.levels names one place twice: {urls}")
         object.__setattr__(self, "levels", levels)
-        for faster, slower in itertools.pairwise(levels):
-            if (faster.aggregate, slower.aggregate) == ("node", "rank"):
-                raise ConfigError(
-                    f"SnapshotConfig.levels: {slower.url} copies files of {faster.url}, which hold all ranks of a "
-                    'node: set aggregate="node" there, too, or at neither'
-                )
         if not isinstance(self.memory, MemoryLevel):
             raise ConfigError(f"SnapshotConfig.memory must be a MemoryLevel, got {self.memory!r}")
         if self.on_busy not in ("skip", "wait"):
             raise ConfigError(f'SnapshotConfig.on_busy must be "skip" or "wait", got {self.on_busy!r}')
-        if self.redundancy is not None:
-            raise ConfigError("SnapshotConfig.redundancy: no scheme is available in this version; leave it None")
+        if self.require not in ("memory", "storage", None):
+            raise ConfigError(f'SnapshotConfig.require must be "memory", "storage" or None, got {self.require!r}')
+        if self.require == "storage" and not levels:
+            raise ConfigError('SnapshotConfig.require is "storage", and no level is named: give levels=(...,)')
         if self.job_id is not None and (not isinstance(self.job_id, str) or not self.job_id.strip()):
             raise ConfigError(f"SnapshotConfig.job_id must be a non-empty string, got {self.job_id!r}")
-        if self.averaging_period is not None and self.averaging_period != "never":
-            period = self.averaging_period
-            if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-                raise ConfigError(
-                    f'SnapshotConfig.averaging_period must be an integer >= 1, "never" or None, got {period!r}'
-                )
+        _check_positive("SnapshotConfig", "averaging_period", self.averaging_period, optional=True)
+        period = self.averaging_period or 1
+        if self.every_n_steps % period:
+            raise ConfigError(
+                f"SnapshotConfig.every_n_steps must be a multiple of averaging_period ({period}), got "
+                f"{self.every_n_steps}: ranks have a state in common only where they average; set every_n_steps to "
+                f"{-(-self.every_n_steps // period) * period}"
+            )
         for name in ("gate_timeout_s", "keeper_timeout_s", "collective_timeout_s", "flush_budget_s", "drain_timeout_s"):
             _check_seconds("SnapshotConfig", name, getattr(self, name))
+
+
+def config_at(place: "SnapshotConfig | str | os.PathLike[str]") -> SnapshotConfig:
+    """``place`` itself if it is a config; of a path or URL, the config with that one level.
+
+    Raises: ConfigError, for anything else.
+    """
+    if isinstance(place, SnapshotConfig):
+        return place
+    if isinstance(place, (str, os.PathLike)):
+        return SnapshotConfig(levels=(PersistentLevel(os.fspath(place)),))
+    raise ConfigError(f"a SnapshotConfig, or a path or URL for snapshots, is needed, got {place!r}")

@@ -3,14 +3,15 @@
 ::
 
     LazySnapError
-    ├── ConfigError            (ValueError)         a setting, or a combination of settings, that cannot work
+    ├── ConfigError            (ValueError)         a setting, an argument or a call that cannot work
     ├── StateError                                  the training state and a snapshot do not fit each other
     │   ├── UnsupportedState   (TypeError)          a value that the safe encoding does not know, by its path
-    │   └── StateMismatch      (ValueError)         a snapshot of another model: names, shapes or dtypes differ
+    │   └── StateMismatch      (ValueError)         a snapshot of another model or optimizer
     ├── FormatError            (ValueError)         bytes that are not what the format says
     │   ├── FormatTooNew                            written by a newer lazysnap
     │   └── ShardCorrupt                            a checksum or a size does not agree
     ├── SnapshotNotFound       (FileNotFoundError)  nothing to restore, or not the step that was asked for
+    ├── RollbackFailed                              the loss stays bad however often training goes back
     ├── CaptureAborted                              a capture that will never be complete
     ├── KeeperError                                 the keeper process
     │   ├── KeeperUnavailable                       it cannot be started or reached
@@ -19,8 +20,7 @@
     ├── LevelError                                  one storage level
     │   ├── LevelUnavailable                        it does not answer, or refuses
     │   ├── LevelFull                               no space or quota left
-    │   ├── LevelHangs          (TimeoutError)      an operation there did not move within the level's deadline
-    │   └── NameTaken                               another writer has the name already
+    │   └── LevelHangs          (TimeoutError)      an operation there did not move within the level's deadline
     └── WaitTimeout            (TimeoutError)       a deadline passed; what was waited for may still happen
 """
 
@@ -30,7 +30,7 @@ class LazySnapError(Exception):
 
 
 class ConfigError(LazySnapError, ValueError):
-    """A setting, or a combination of settings, that cannot work."""
+    """A setting, an argument or a call that cannot work; also a combination of settings."""
 
 
 class StateError(LazySnapError):
@@ -42,7 +42,7 @@ class UnsupportedState(StateError, TypeError):
 
 
 class StateMismatch(StateError, ValueError):
-    """A snapshot of another model: names, shapes or dtypes differ. Nothing was loaded."""
+    """A snapshot of another model (names, shapes or dtypes differ) or of another optimizer. Nothing was loaded."""
 
 
 class FormatError(LazySnapError, ValueError):
@@ -59,6 +59,10 @@ class ShardCorrupt(FormatError):
 
 class SnapshotNotFound(LazySnapError, FileNotFoundError):
     """Nothing to restore, or not the step that was asked for."""
+
+
+class RollbackFailed(LazySnapError):
+    """The loss was bad again after as many rollbacks as the policy allows, without a new step in between."""
 
 
 class CaptureAborted(LazySnapError):
@@ -95,10 +99,6 @@ class LevelFull(LevelError):
 
 class LevelHangs(LevelError, TimeoutError):
     """An operation at the level did not move for ``PersistentLevel.timeout_s``."""
-
-
-class NameTaken(LevelError):
-    """Another writer has, or is writing, an object of this name; nothing of it was touched."""
 
 
 class WaitTimeout(LazySnapError, TimeoutError):

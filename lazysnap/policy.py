@@ -4,6 +4,9 @@ from collections.abc import Collection, Sequence
 
 from lazysnap.config import PersistentLevel
 
+STRIDES = (1, 2, 4, 8, 16, 32, 64)
+"""A rank whose storage is slow stores every n-th of the captures that are due, and n is one of these."""
+
 
 def is_due(level: PersistentLevel, step: int, last_step: int | None, world_size: int = 1) -> bool:
     """Whether ``level`` wants the capture at ``step``, having persisted ``last_step`` before.
@@ -47,3 +50,16 @@ def expired(
     return [
         step for step in sorted(set(steps)) if step < newest[0] and step not in protected and not is_wanted(level, step)
     ]
+
+
+def meeting_points(steps: Collection[int], level: PersistentLevel) -> set[int]:
+    """Of the snapshots ``steps`` that one rank has, those that a rank with slower storage stores next, or is storing.
+
+    The newest multiple of each stride: a slow rank stores every n-th of the captures that are due (``STRIDES``), and
+    needs less than n of them for one snapshot.
+    """
+    found = set()
+    for stride in STRIDES:
+        multiples = [step for step in steps if step // level.every_n_steps % stride == 0]
+        found.update(sorted(multiples)[-1:])
+    return found

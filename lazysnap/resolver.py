@@ -1,7 +1,7 @@
 """From what the levels hold to what a restart may restore. Pure: values in, a plan out."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -14,7 +14,8 @@ class Entry:
     speed: int
     """Rank among the levels, 0 the fastest to read."""
     run_id: str
-    run_started_ns: int
+    start: str
+    """Which start of the run it is of: only shards of one start are one snapshot."""
     step: int
     rank: int
     world_size: int
@@ -24,12 +25,8 @@ class Entry:
     """Digest of the immutable tensors that belong with it, which may be found at another level."""
     node: str | None = None
     """Which node can read it, ``None``: every one."""
-    generation: str | None = None
-    """With several ranks, which start of theirs it is of: only shards of one generation are one snapshot."""
     names: tuple[str, ...] = ()
     """What the snapshot was called by ``keep``."""
-    file: str | None = None
-    """What the names of the file begin with that holds it with the other ranks of a node; ``None``: it has its own."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,6 @@ class FrozenEntry:
 
     level: str
     speed: int
-    run_id: str
     digest: str
     location: str
     """Where in the level: a directory name, or a slot's index."""
@@ -64,10 +60,10 @@ def joined(parts: Sequence[Inventory]) -> Inventory:
     )
 
 
-def newest_generation(inventories: Iterable[Inventory]) -> str | None:
-    """The start of several ranks that was last, of those that left something."""
+def newest_start(inventories: Iterable[Inventory]) -> str | None:
+    """The newest start, of those that left something."""
     entries = (entry for inventory in inventories for entry in inventory.entries)
-    return max((entry.generation for entry in entries if entry.generation is not None), default=None)
+    return max((entry.start for entry in entries), default=None)
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class RestartPlan:
     """One snapshot, and for each rank the levels that offer its shard, fastest first."""
 
     run_id: str
-    run_started_ns: int
+    start: str
     step: int
     world_size: int
     sources: tuple[tuple[Entry, ...], ...]
@@ -83,49 +79,86 @@ class RestartPlan:
     """For each digest that an entry refers to, the levels that offer it, fastest first."""
 
     @property
+    def key(self) -> "SnapshotKey":
+        """Tells it apart from all other snapshots."""
+        return SnapshotKey(self.run_id, self.step, self.start, self.world_size)
+
+    @property
     def level(self) -> str:
         """The slowest of the levels that would be read first."""
         return max((offers[0] for offers in self.sources), key=lambda entry: entry.speed).level
 
 
-_Key = tuple[int, str, int, str, int]
-"""Start of the run, run, step, generation, world size: what the shards of one snapshot have in common."""
+@dataclass(frozen=True, order=True)
+class SnapshotKey:
+    """What the shards of one snapshot have in common. Newer snapshots have greater keys."""
+
+    run_id: str
+    step: int
+    start: str
+    world_size: int
+
+    @classmethod
+    def of(cls, entry: Entry) -> "SnapshotKey":
+        """The snapshot that a shard is part of."""
+        return cls(entry.run_id, entry.step, entry.start, entry.world_size)
+
+
+def snapshots(entries: Iterable[Entry]) -> dict[SnapshotKey, list[Entry]]:
+    """The shards of each snapshot, complete or not, wherever they are."""
+    found: dict[SnapshotKey, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        found[SnapshotKey.of(entry)].append(entry)
+    return dict(found)
+
+
+def is_complete(entries: Iterable[Entry], images: Container[str]) -> bool:
+    """Whether the shards of one snapshot are all of it. The only rule: restarts, retention and commands share it.
+
+    A snapshot is complete when the shard of every rank is present, with the immutable tensors that it refers to.
+    ``images``: digests of the immutable tensors that are present.
+    """
+    usable = [entry for entry in entries if _is_usable(entry, images)]
+    ranks = {entry.rank for entry in usable}
+    return bool(usable) and len(ranks) == usable[0].world_size and max(ranks) < usable[0].world_size
+
+
+def _is_usable(entry: Entry, images: Container[str]) -> bool:
+    return entry.frozen is None or entry.frozen in images
 
 
 def candidates(
-    inventories: Iterable[Inventory], *, step: int | None = None, name: str | None = None
+    inventories: Iterable[Inventory], *, step: int | None = None, name: str | None = None, run_id: str | None = None
 ) -> list[RestartPlan]:
-    """Every complete snapshot, the best one first: of the run started last, then of the greatest step, then
-    of the start of its ranks that was last.
+    """Every complete snapshot, the best one first: of the newest run, then of the greatest step, then of the newest
+    start.
 
-    A snapshot is complete when each of the ranks that its entries name is there at some level, and at some level the
-    immutable tensors that it refers to. With ``step`` only snapshots of that step are listed, with ``name`` those that
-    ``keep`` called so. The caller tries them in this order until one verifies.
+    See ``is_complete``; its parts may be at different levels. With ``step`` only snapshots of that step are listed,
+    with ``name`` those that ``keep`` called so, with ``run_id`` those of that run. The caller tries them in this order
+    until one verifies.
     """
     inventories = list(inventories)
-    frozen: dict[tuple[str, str], list[FrozenEntry]] = defaultdict(list)
+    frozen: dict[str, list[FrozenEntry]] = defaultdict(list)
     for image in (image for inventory in inventories for image in inventory.frozen):
-        frozen[image.run_id, image.digest].append(image)
-    found: dict[_Key, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
-    for inventory in inventories:
-        for entry in inventory.entries:
-            if entry.frozen is not None and (entry.run_id, entry.frozen) not in frozen:
-                continue
-            key = (entry.run_started_ns, entry.run_id, entry.step, entry.generation or "", entry.world_size)
-            found[key][entry.rank].append(entry)
+        frozen[image.digest].append(image)
+    found = snapshots(entry for inventory in inventories for entry in inventory.entries)
     plans = []
-    for key, ranks in sorted(found.items(), reverse=True):
-        run_started_ns, run_id, at, _, world_size = key
-        names = {given for entries in ranks.values() for entry in entries for given in entry.names}
-        asked_for = (step is None or step == at) and (name is None or name in names)
-        if set(ranks) == set(range(world_size)) and asked_for:
-            sources = tuple(
-                tuple(sorted(ranks[rank], key=lambda entry: (entry.speed, entry.location))) for rank in sorted(ranks)
-            )
-            digests = {entry.frozen for entries in sources for entry in entries if entry.frozen is not None}
-            images = {
-                digest: tuple(sorted(frozen[run_id, digest], key=lambda image: (image.speed, image.location)))
-                for digest in sorted(digests)
-            }
-            plans.append(RestartPlan(run_id, run_started_ns, at, world_size, sources, images))
+    for key, entries in sorted(found.items(), reverse=True):
+        usable = [entry for entry in entries if _is_usable(entry, frozen)]
+        names = {given for entry in usable for given in entry.names}
+        is_wanted = step in (None, key.step) and run_id in (None, key.run_id) and (name is None or name in names)
+        if not is_wanted or not is_complete(usable, frozen):
+            continue
+        ranks: dict[int, list[Entry]] = defaultdict(list)
+        for entry in usable:
+            ranks[entry.rank].append(entry)
+        sources = tuple(
+            tuple(sorted(ranks[rank], key=lambda entry: (entry.speed, entry.location))) for rank in sorted(ranks)
+        )
+        digests = {entry.frozen for entries in sources for entry in entries if entry.frozen is not None}
+        images = {
+            digest: tuple(sorted(frozen[digest], key=lambda image: (image.speed, image.location)))
+            for digest in sorted(digests)
+        }
+        plans.append(RestartPlan(key.run_id, key.start, key.step, key.world_size, sources, images))
     return plans

@@ -4,7 +4,7 @@ State that is the same on all ranks of a group is cut into contiguous shares of 
 every rank captures one share, and together they hold exactly one copy (REFT, section 4: sharded snapshots).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -62,27 +62,3 @@ def share(sizes: Sequence[tuple[int, int]], part: int, parts: int) -> list[Rows]
             found.append(Rows(index, start, stop))
         at += rows * width
     return found
-
-
-def padding(sizes: Sequence[int], cost: int) -> int:
-    """To what length all answers of ranks are brought, when all get all; what is longer is told apart at ``cost`` each.
-
-    The one with the least bytes in sum: a single long answer is not paid for by every rank.
-    """
-    best, least = 0, None
-    beyond, count = sum(sizes), len(sizes)
-    taken = 0
-    for number, size in enumerate(sorted(sizes), start=1):
-        taken += size
-        total = count * size + (beyond - taken) - (count - number) * size + (count - number) * cost
-        if least is None or total < least:
-            best, least = size, total
-    return best
-
-
-def failure_domains(nodes: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
-    """The ranks of each node, which live and die together."""
-    found: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        found.setdefault(node, []).append(rank)
-    return {node: tuple(ranks) for node, ranks in found.items()}

@@ -1,20 +1,79 @@
-"""What tests on several workers must share: a server that is started once, a process that others are forked from."""
+"""Two tiers of tests, and what tests on several workers must share.
 
+``--tier quick`` leaves out what is marked ``slow`` and takes a seeded tenth of what is marked ``sampled``, of each
+family at least one; what starts trainings is sampled unless it is marked ``always``. ``--tier full``, also without the
+option, runs everything.
+"""
+
+import os
 import pathlib
+import random
 import shutil
+import signal
+import sys
 import uuid
 
 import pytest
 import seaweed
+from support import sampling
+from support.zygote import Zygote
 
-SHARED = ("nfs", "faults", "many")
+SEED = "LAZYSNAP_TEST_SEED"
+ONE_WORKER = ("nfs", "huggingface")
+"""Folders whose tests share what is started once: a server and a guest; a process that has imported transformers."""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--tier", choices=("quick", "full"), default="full", help="quick: a sample, in minutes")
+
+
+def _compile_once(config):
+    """Where no bytecode is to be written, importing Lightning takes ten seconds, each time: write it to a cache."""
+    if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ and hasattr(config, "cache"):
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(config.cache.mkdir("bytecode"))
+        os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": sys.pycache_prefix}
+
+
+def pytest_configure(config):
+    _compile_once(config)
+    # A job in the background ignores Ctrl-C, and so would every program that a test starts and interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Programs that tests start find the package ``support``, too.
+    paths = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    # In the environment, workers and whatever tests start find it, too.
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
+    config.stash[sampling.SAMPLE] = sampling.Sample(os.environ[SEED], is_whole=config.getoption("tier") == "full")
+
+
+def pytest_report_header(config):
+    return f"tier: {config.getoption('tier')}, {SEED}={os.environ[SEED]}"
+
+
+def pytest_collection_modifyitems(config, items):
     for item in items:
-        directory = pathlib.Path(item.path).parent.name
-        if directory in SHARED:
+        directory = item.path.parent.name
+        if directory in ONE_WORKER:
             item.add_marker(pytest.mark.xdist_group(directory))
+        sampling.mark(item)
+    taken = config.stash[sampling.SAMPLE].of_tests(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+    items[:] = sorted((item for item in items if item in taken), key=sampling.turn)
+
+
+@pytest.fixture(scope="session")
+def sample(pytestconfig):
+    """What of a list this tier tries: see ``sampling.Sample.of``."""
+    return pytestconfig.stash[sampling.SAMPLE]
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """Starts the trainings of all tests of a worker."""
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -161,17 +162,6 @@ def test_levels_are_measured_end_to_end(tmp_path):
     assert "targets" in (tmp_path / "out" / "levels.txt").read_text()
 
 
-def test_one_file_per_node_is_measured_beside_one_per_rank(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "nodes.py"), "--levels", "local", "--size-mb", "1", "--ranks", "2"]
-    command += ["--rounds", "1", "--directory", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    measured = [(line["level"], line["who"]) for line in map(json.loads, result.stdout.splitlines())]
-    levels = ("local, file per rank", "local, file per node")
-    assert sorted(measured) == sorted((level, who) for level in levels for who in ("O_DIRECT", "lazysnap"))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_a_death_of_training_and_keeper_is_measured(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "losses.py"), "local", str(tmp_path / "level"), "--mb", "1"]
@@ -230,3 +220,26 @@ def test_restarts_are_measured_phase_by_phase(tmp_path):
     ], result.stderr[-3000:]
     for line in lines[1:]:
         assert line["total"][0] == pytest.approx(sum(line[phase][0] for phase in ("imports", "build", "load", "step")))
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_resumes_what_it_captured_from_memory_and_from_disk(tmp_path):
+    """On a CPU: the program is the same, the figures mean nothing."""
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--sizes-gb", "0.005", "--no-tests"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=280, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    [figures] = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+    assert figures["exact"]
+    assert figures["torn"] == 0
+    assert figures["from_disk_s"] > 0
+    assert "equal to what was captured" in (tmp_path / "report.txt").read_text()
+
+
+def test_the_gpu_benchmark_without_a_device_says_what_to_do():
+    command = [sys.executable, str(BENCHMARKS / "gpu.py")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+
+    assert done.returncode == 1
+    assert "make gpu PYTHON=" in done.stderr

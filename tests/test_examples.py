@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.sampled("examples")
 TINY = ["--size", "tiny", "--batch-size", "4"]
 
 
@@ -46,6 +47,59 @@ def test_the_plain_loop_goes_on_where_it_ended(tmp_path):
     second = run("plain_loop.py", "--max-steps", "5", *common, job_id=f"plain-{tmp_path}")
     assert "a fresh start" in first
     assert f"resumed at step 3 from {tmp_path}" in second
+
+
+def killed_at(step: int, script: str, *arguments: str, job_id: str) -> str:
+    """What an example said until it was killed, at once after it had said that this step is over."""
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "LAZYSNAP_JOB_ID": job_id},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        said = ""
+        for line in process.stdout:
+            said += line
+            if line.startswith(f"step {step} loss"):
+                process.kill()
+        assert process.wait(60) == -signal.SIGKILL, said[-4000:]
+    return said
+
+
+@pytest.mark.parametrize("script", ["plain_loop.py", "fabric.py", "accelerate_gpt.py"])
+def test_an_example_that_is_killed_goes_on_where_it_was(tmp_path, script):
+    arguments, job_id = ["--max-steps", "40", "--dirpath", str(tmp_path)], f"killed-{tmp_path}"
+    first = killed_at(20, script, *arguments, job_id=job_id)
+    second = run(script, *arguments, job_id=job_id)
+
+    assert "starting fresh" in first
+    done = max(int(step) for step in re.findall(r"^step (\d+) loss", first, flags=re.M))
+    [resumed] = re.findall(r"resumed step (\d+) of run .* from memory", second)
+    assert done - 1 <= int(resumed) <= done + 1
+    steps = [int(step) for step in re.findall(r"^step (\d+) loss", second, flags=re.M)]
+    assert int(resumed) < steps[0] <= int(resumed) + 10
+    losses = dict(re.findall(r"^step (\d+) loss ([\d.]+)$", first, flags=re.M))
+    again = dict(re.findall(r"^step (\d+) loss ([\d.]+)$", second, flags=re.M))
+    assert all(again[step] == losses[step] for step in set(losses) & set(again))
+
+
+def test_the_trainer_of_transformers_goes_on_where_it_ended(tmp_path):
+    common = ["--output-dir", str(tmp_path), "--batch-size", "4"]
+    first = run("hf_trainer.py", "--max-steps", "3", *common, job_id=f"hf-{tmp_path}")
+    second = run("hf_trainer.py", "--max-steps", "5", *common, job_id=f"hf-{tmp_path}")
+    assert re.findall(r"^step (\d+) loss", first, flags=re.M) == ["1", "2", "3"]
+    assert re.findall(r"^step (\d+) loss", second, flags=re.M) == ["4", "5"]
+
+
+@pytest.mark.slow
+def test_the_trainer_of_trl_goes_on_where_it_ended(tmp_path):
+    pytest.importorskip("trl", reason="trl and datasets take 220 MB: `uv pip install trl` to run this")
+    common = ["--output-dir", str(tmp_path)]
+    run("trl_sft.py", "--max-steps", "3", *common, job_id=f"trl-{tmp_path}")
+    second = run("trl_sft.py", "--max-steps", "5", *common, job_id=f"trl-{tmp_path}")
+    assert "resumed step 3" in second
+    assert "finished at step 5" in second
 
 
 class Torchrun:

@@ -1,17 +1,19 @@
 """From what the levels hold to the order in which a restart tries it."""
 
+from support.names import START
+
 from lazysnap.resolver import Entry, Inventory, candidates
 
 
 def entry(step: int, *, level: str = "disk", run: int = 1, rank: int = 0, world: int = 1) -> Entry:
     speed = {"memory": 0, "disk": 1, "s3": 2}[level]
-    return Entry(level, speed, f"{run:016x}", run, step, rank, world, f"step-{step:08d}")
+    return Entry(level, speed, f"{run:016x}", START, step, rank, world, f"step-{step:08d}")
 
 
 def resolve(*entries: Entry, step: int | None = None) -> list[tuple[int, int, list[list[str]]]]:
     plans = candidates([Inventory("any", entries)], step=step)
     return [
-        (plan.run_started_ns, plan.step, [[offer.level for offer in offers] for offers in plan.sources])
+        (int(plan.run_id, 16), plan.step, [[offer.level for offer in offers] for offers in plan.sources])
         for plan in plans
     ]
 

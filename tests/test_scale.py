@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.names import START
 
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.engine.assembly import Assembly, OpenShard
-from lazysnap.engine.holders import Holders, complete
+from lazysnap.engine.assembly import Assembly
+from lazysnap.engine.part import complete, nearest_first
 from lazysnap.engine.restart import Restart, fetch
 from lazysnap.engine.world import World
 from lazysnap.errors import ShardCorrupt
 from lazysnap.resolver import Entry
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.snapshots.blocks import MemoryBlocks
+from lazysnap.snapshots.reader import OpenShard
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RUN = "0" * 16
@@ -41,7 +44,7 @@ def test_a_rank_of_the_same_world_reads_as_much_whatever_their_number(simulated,
         assert max(one["shards_opened"] for one in found) <= opened
 
 
-@pytest.mark.parametrize(("kind", "opened"), [("fsdp", 4), ("ddp", 12)])
+@pytest.mark.parametrize(("kind", "opened"), [("fsdp", 5), ("ddp", 12)])
 def test_a_rank_of_half_the_world_does_too(simulated, kind, opened):
     for ranks in (16, 128):
         found = [simulated.resolve(kind, ranks, ranks // 2, rank) for rank in (0, ranks // 4, ranks // 2 - 1)]
@@ -116,31 +119,30 @@ def shard(rank, rows):
     specs = [TensorSpec("x", "F32", (len(rows), 2)), TensorSpec("own", "F32", (1,))]
     layout = Layout.plan(specs)
     facts = {"x": {"scope": "shard", "global_shape": [MANY, 2], "offsets": [rows[0], 0]}}
-    meta = CaptureMeta(RUN, 1, 1, rank, MANY, 1, tensors=facts)
-    return OpenShard(rank, layout, meta, lambda wanted: None, f"rank {rank}")
+    meta = CaptureMeta(RUN, START, 1, rank, MANY, 1, tensors=facts)
+    return OpenShard(rank, meta, layout, MemoryBlocks(memoryview(b""), None, f"rank {rank}"))
 
 
-def opened(wanted, rows_of, *, lost=(), replicas=lambda name: ()):
+def opened(wanted, rows_of, *, lost=(), near=0, neighbours=()):
     """The ranks whose shards rank 0 opens for some rows of ``x``; ``rows_of`` gives each rank's."""
-    chosen = {n: Entry("x", 1, RUN, 1, 1, n, MANY, "d") for n in range(MANY) if n not in lost}
+    chosen = {n: Entry("x", 1, RUN, START, 1, n, MANY, "d") for n in range(MANY) if n not in lost}
     assembly = Assembly(0, lambda name, shape: ((wanted[0], 0), (len(wanted), 2)))
     order = [0]
     assembly.add(shard(0, rows_of(0)))
     assembly.want(["x", "own"])
-    holders = Holders(chosen, 0, (), replicas)
-    holders.take(0)
+    left = nearest_first(chosen, near, neighbours)
+    left.remove(0)
 
     def add(rank):
         order.append(rank)
-        holders.take(rank)
         assembly.add(shard(rank, rows_of(rank)))
 
-    complete(assembly, holders, add, "step 1")
+    complete(assembly, left, add, "step 1")
     return order
 
 
-def test_rows_in_the_order_of_the_ranks_are_found_at_once():
-    assert opened(range(50, 53), lambda rank: range(rank, rank + 1)) == [0, 50, 51, 52]
+def test_rows_in_the_order_of_the_ranks_are_found_near_the_rank_that_is_most_like_this_one():
+    assert sorted(opened(range(50, 53), lambda rank: range(rank, rank + 1), near=51)) == [0, 50, 51, 52]
 
 
 def test_rows_in_any_other_order_are_found_in_the_end():
@@ -150,11 +152,11 @@ def test_rows_in_any_other_order_are_found_in_the_end():
     assert len(set(order)) == len(order) <= MANY
 
 
-def test_the_rank_that_captures_it_now_is_asked_first():
+def test_ranks_of_the_same_node_are_asked_first():
     def rows_of(rank):
         return range(-rank % MANY, -rank % MANY + 1)
 
-    assert opened(range(1, 2), rows_of, replicas=lambda name: (0, 95)) == [0, 95]
+    assert opened(range(1, 2), rows_of, neighbours=(95,)) == [0, 95]
 
 
 def test_a_row_that_is_nowhere_is_named():

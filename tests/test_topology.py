@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazysnap.topology import failure_domains, padding, places, share
+from lazysnap.topology import places, share
 
 SIZES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 40)), max_size=30)
 
@@ -39,16 +39,3 @@ def test_ranks_are_numbered_within_their_node():
     found = places(["a", "a", "b", "a", "b"])
 
     assert [(place.local_rank, place.local_world_size) for place in found] == [(0, 3), (1, 3), (0, 2), (2, 3), (1, 2)]
-    assert failure_domains(["a", "a", "b", "a", "b"]) == {"a": (0, 1, 3), "b": (2, 4)}
-
-
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.integers(0, 100))
-def test_no_other_padding_costs_less(sizes, cost):
-    def total(length):
-        return len(sizes) * length + sum(size - length + cost for size in sizes if size > length)
-
-    assert total(padding(sizes, cost)) == min(map(total, sizes))
-
-
-def test_a_single_long_answer_is_not_paid_for_by_every_rank():
-    assert padding([100] * 999 + [1_000_000], 1 << 16) == 100

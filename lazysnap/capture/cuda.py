@@ -13,18 +13,15 @@ trainer; no second host copy. Sequence at a boundary (DESIGN, section 4):
 Never run on a GPU so far: no device was at hand. tests/gpu holds the tests.
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from lazysnap.arena import Slot, Word
 from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import CapturePlan, view_of
-
-logger = logging.getLogger(__name__)
+from lazysnap.capture.registration import register
 
 SMALL_BYTES = 256 << 10
 """Lazy tensors up to this size travel through the staging buffer, coalesced with their neighbours in the file."""
@@ -46,7 +43,6 @@ class CudaCopier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._registered: dict[Slot, int] = {}
         self._plan: CapturePlan | None = None
         self._runs: list[_Run] = []
         self._big: list[int] = []
@@ -54,28 +50,9 @@ class CudaCopier:
         self._run_buffers: list[torch.Tensor] = []
         self._word = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def register(self, slot: Slot) -> None:
-        """Pin the slot's pages for DMA; without it copies would be synchronous. Blocks, once per slot."""
-        if slot in self._registered:
-            return
-        pointer = torch.frombuffer(slot.buffer, dtype=torch.uint8).data_ptr()
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        result = int(runtime.cudaHostRegister(pointer, slot.size_bytes, 1))
-        if result != 0:
-            logger.warning("cudaHostRegister failed with %d: captures will block while they copy", result)
-        self._registered[slot] = pointer if result == 0 else 0
-
-    def forget(self, slots: list[Slot]) -> None:
-        """Unpin slots that are not used any more."""
-        torch.cuda.synchronize(self._device)
-        for slot in [known for known in self._registered if known not in slots]:
-            pointer = self._registered.pop(slot)
-            if pointer:
-                torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]
-
     def begin(self, job: CaptureJob, *, last: bool) -> torch.cuda.Event:
         """Queue all copies of this device; with ``last`` the end word, too. Returns the event behind them."""
-        self.register(job.slot)
+        register(job.slot, self._device)  # usually done before, in the background
         if job.plan is not self._plan:
             self._prepare(job.plan)
         with torch.cuda.device(self._device), torch.no_grad():

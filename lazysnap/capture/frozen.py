@@ -1,8 +1,7 @@
 """Immutable tensors: parameters that require no gradient and that no optimizer holds, stored once per run.
 
-They make an image of their own, called by the checksum of its bytes. That they do not change is believed of nobody:
-every boundary compares pointers, versions and a sample of their bytes, and a capture that goes to storage waits for a
-checksum over all of them.
+They make an image of their own, called by the checksum of its bytes. That they do not change is checked: every
+boundary compares pointers, versions and a sample of their bytes, the end of training all of them.
 """
 
 import ctypes
@@ -80,6 +79,10 @@ class FrozenSet:
             return sorted({self.names[index] for (index, _), now, then in found if now != then})
         # Their memory is where it was, so it may be read.
         return [self.names[index] for samples in self._samples for index in samples.changed()]
+
+    def accept(self) -> None:
+        """The values that they had were loaded into them again. ``changed`` still compares samples of them."""
+        self._facts[:] = _facts_of(parameter for _, parameter in self.parameters)
 
     def left(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
         """Names of those that an optimizer got hold of, or that need a gradient by now. Hot: once per boundary."""

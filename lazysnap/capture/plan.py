@@ -213,8 +213,17 @@ def check_kinds(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Before anything is trained: raises UnsupportedState for a live tensor that no snapshot can hold."""
     for name, tensor in named:
         problem = _problem(tensor)
+        if tensor.device.type == "meta":
+            raise _on_meta(name)
         if problem:
             raise _unsupported(name, problem)
+
+
+def _on_meta(where: str) -> UnsupportedState:
+    return UnsupportedState(
+        f"{where}: a tensor on the meta device has no values; give the model memory, with model.to_empty(device=...), "
+        "and initialise it, before a snapshot is restored or taken"
+    )
 
 
 def _unsupported(where: str, problem: str) -> UnsupportedState:
@@ -233,10 +242,7 @@ def check_walk(walk: Walk) -> None:
                 "batch through the model before the first snapshot"
             )
         if tensor.device.type == "meta":
-            raise UnsupportedState(
-                f"{path_text(path)}: a tensor on the meta device has no values; give the model memory before the first "
-                "snapshot, with model.to_empty(device=...), and initialise it"
-            )
+            raise _on_meta(path_text(path))
         if problem:
             raise _unsupported(path_text(path), problem)
 

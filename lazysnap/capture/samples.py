@@ -32,6 +32,12 @@ def places_in(name: str, nbytes: int) -> range:
     return range(_WORD_BYTES * first, _WORD_BYTES * (first + count * stride), _WORD_BYTES * stride)
 
 
+def words_in(name: str, flat: torch.Tensor) -> torch.Tensor:
+    """A view of these words, one a row, in the bytes of a tensor. No copy."""
+    places = places_in(name, flat.numel())
+    return flat.as_strided((len(places), _WORD_BYTES), (places.step, 1), flat.storage_offset() + places.start)
+
+
 class HostSamples:
     """Of tensors in CPU memory, read straight from memory: what changed is known at once."""
 
@@ -69,8 +75,8 @@ class _Answer:
 
 
 class DeviceSamples:
-    """Of tensors on one device: a few kernels on the compute stream gather and compare; nothing waits for them, so
-    what changed is known a boundary later. Never run on a GPU so far; its tests run it on a CPU.
+    """Of tensors on one device: a few kernels on the compute stream gather and compare. Only the first answer is waited
+    for: what changes at every step is known before the first capture, what changes later a boundary later.
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> None:
@@ -78,15 +84,11 @@ class DeviceSamples:
         self._views: list[torch.Tensor] = []
         self._owners: list[int] = []
         for index, name, tensor in tensors:
-            places = places_in(name, tensor.nbytes)
-            if places:
-                flat = tensor.detach().reshape(-1).view(torch.uint8)
-                words = flat.as_strided(
-                    (len(places), _WORD_BYTES), (places.step, 1), flat.storage_offset() + places.start
-                )
-                self._views.append(words)
-                self._owners += [index] * len(places)
+            words = words_in(name, tensor.detach().reshape(-1).view(torch.uint8))
+            self._views.append(words)
+            self._owners += [index] * len(words)
         self._answers: deque[_Answer] = deque()
+        self._has_waited = False
         self._first = self._gather()
 
     def _gather(self) -> torch.Tensor:
@@ -96,15 +98,24 @@ class DeviceSamples:
             return torch.cat(self._views)
 
     def changed(self) -> list[int]:
-        """Indices of tensors that were changed at an earlier boundary; asks about this one. Does not wait."""
+        """Indices of tensors that were changed at an earlier boundary; asks about this one.
+
+        Blocks: the first time, for the answer to this one, and where the device is far behind.
+        """
         found: set[int] = set()
         while self._answers and (len(self._answers) >= _AHEAD or self._answers[0].is_there):
-            answer = self._answers.popleft()
-            if answer.done is not None:
-                answer.done.synchronize()
-            found.update(self._owners[row] for row in answer.rows.nonzero().flatten().tolist())
+            found |= self._take()
         self._answers.append(self._ask())
+        if not self._has_waited:
+            self._has_waited = True
+            found |= self._take()
         return sorted(found)
+
+    def _take(self) -> set[int]:
+        answer = self._answers.popleft()
+        if answer.done is not None:
+            answer.done.synchronize()
+        return {self._owners[row] for row in answer.rows.nonzero().flatten().tolist()}
 
     def _ask(self) -> _Answer:
         rows = (self._gather() != self._first).any(dim=1)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -10,11 +11,16 @@ from typing import NoReturn
 
 import lazysnap
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
-from lazysnap.cli.places import parse_option, secrets
+from lazysnap.cli.places import parse_option, parse_options, redactions
+from lazysnap.cli.plan import add_arguments
 from lazysnap.errors import FormatError, LazySnapError
+
+logger = logging.getLogger(__name__)
 
 _URL = "path or fsspec URL of a level, e.g. runs/lazysnap or s3://bucket/run"
 _WANTED = "a step, a name given by keep, or 'latest'"
+_ONLY_RUN = "only of the run whose id begins so, as `lazysnap ls` shows it"
+_OF_RUN = "of the run whose id begins so, as `lazysnap ls` shows it; default: the newest that has it"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,14 +53,16 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     level.add_argument("url", help=_URL)
     _add_option(level, "--storage-option", "an option of the fsspec file system, next to fsspec's own configuration")
 
-    commands.add_parser("ls", parents=[level], help="list the snapshots of a directory or URL")
+    listing = commands.add_parser("ls", parents=[level], help="list the snapshots of a directory or URL")
+    listing.add_argument("--run", metavar="ID", help=_ONLY_RUN)
 
     verify = commands.add_parser("verify", parents=[level], help="read every byte and check every checksum")
     verify.add_argument("--step", type=int, action="append", help="only this step (may be repeated)")
+    verify.add_argument("--run", metavar="ID", help=_ONLY_RUN)
 
     show = commands.add_parser("show", parents=[level], help="what a snapshot holds, without reading its data")
     show.add_argument("wanted", metavar="STEP|NAME|latest", help=_WANTED)
-    show.add_argument("--run", metavar="ID", help="of this run (its first digits), if several have that step")
+    show.add_argument("--run", metavar="ID", help=_OF_RUN)
     show.add_argument("--tensors", action="store_true", help="only the table of tensors")
     show.add_argument("--state", action="store_true", help="only the small state")
     show.add_argument("--full", action="store_true", help="shorten nothing")
@@ -62,7 +70,7 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     prune = commands.add_parser("prune", parents=[level], help="delete old snapshots, and what dead writers left")
     prune.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N complete snapshots of each run")
     prune.add_argument("--keep-every", type=int, metavar="N", help="and those whose step is a multiple of N")
-    prune.add_argument("--run", metavar="ID", help="only of this run (its first digits)")
+    prune.add_argument("--run", metavar="ID", help=_ONLY_RUN)
     prune.add_argument("--name", help="take this name from the snapshots that have it, which ends their protection")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     prune.add_argument("--yes", action="store_true", help="do not ask")
@@ -74,7 +82,7 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     which.add_argument("--all", action="store_true", help="every complete snapshot, the newest first (default)")
     which.add_argument("--latest", action="store_true", help="only the newest complete one")
     which.add_argument("--step", metavar="STEP|NAME", action="append", help="only this one (may be repeated)")
-    copy.add_argument("--run", metavar="ID", help="only of this run (its first digits)")
+    copy.add_argument("--run", metavar="ID", help=_ONLY_RUN)
     _add_option(copy, "--storage-option", "an option of the fsspec file systems on both sides")
     _add_option(copy, "--from-option", "as --storage-option, only where is read")
     _add_option(copy, "--to-option", "as --storage-option, only where is written")
@@ -82,20 +90,41 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     export = commands.add_parser("export", parents=[level], help="write a snapshot in a format of others")
     export.add_argument("wanted", metavar="STEP|NAME|latest", help=_WANTED)
     export.add_argument("--to", required=True, metavar="PATH", help="FILE.safetensors, FILE.ckpt or a directory (DCP)")
-    export.add_argument("--format", choices=("safetensors", "ckpt", "dcp"), help="if the name does not tell it")
+    export.add_argument(
+        "--format", choices=("safetensors", "ckpt", "dcp", "accelerate"), help="if the name does not tell it"
+    )
     export.add_argument("--only", metavar="NAME", help="only what is below NAME in the state, without that prefix")
-    export.add_argument("--run", metavar="ID", help="of this run (its first digits), if several have that step")
-    export.add_argument("--force", action="store_true", help="replace what is there")
+    export.add_argument("--run", metavar="ID", help=_OF_RUN)
+    export.add_argument("--force", action="store_true", help="replace an earlier export, or an empty directory")
     export.add_argument(
         "--keep-types",
         action="store_true",
         help=".ckpt: keep types that torch.load(weights_only=True) refuses, instead of making them plain",
     )
 
+    export.add_argument("--add", metavar="DIR", help="accelerate: also everything that lies in DIR")
+    export.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="accelerate: so long at most for a snapshot to come"
+    )
+    export.add_argument("--release", action="store_true", help="accelerate: then take NAME from the snapshot")
+    export.add_argument("--options-from-stdin", action="store_true", help="storage options: one JSON object on stdin")
+    export.add_argument("--after", type=int, metavar="FD", help=argparse.SUPPRESS)  # begin when this pipe is closed
+
     keeper = commands.add_parser("keeper", parents=[common], help="keep a keeper for a job, ahead of it (a sidecar)")
     keeper.add_argument("url", nargs="?", help="URL of the job's first level, as in its settings")
     keeper.add_argument("--job-id", help="the job's SnapshotConfig.job_id; default: LAZYSNAP_JOB_ID, else the URL")
-    keeper.add_argument("--local-rank", type=int, default=0, help="of several ranks on this node: whose keeper (0)")
+    keeper.add_argument(
+        "--local-rank", type=int, default=0, help="where each rank of a node runs this: only that of 0 starts a keeper"
+    )
+
+    stop = commands.add_parser("stop", parents=[common], help="end keepers that a training of this node left")
+    stop.add_argument(
+        "job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the path or URL of its first level"
+    )
+    stop.add_argument("--force", action="store_true", help="also a keeper whose newest capture cannot be stored")
+    stop.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait for so long at most (60)")
+
+    add_arguments(commands.add_parser("plan", parents=[common], help="memory, bytes and time that snapshots will take"))
     return root
 
 
@@ -110,9 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parser(as_json="--json" in arguments).parse_args(arguments)
+    if getattr(args, "options_from_stdin", False):
+        args.storage_option += parse_options(sys.stdin.read())
     options = [pair for name in ("storage_option", "from_option", "to_option") for pair in getattr(args, name, ())]
     urls = [url for url in (getattr(args, "url", None), getattr(args, "to", None)) if url]
-    output = Output(as_json=args.json, secrets=secrets(urls, options))
+    output = Output(as_json=args.json, redactions=redactions(urls, options))
     try:
         code: int = import_module(f"lazysnap.cli.{args.command}").run(args, output)
         return code
@@ -128,4 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD
     except (LazySnapError, OSError) as error:
         output.error(args.command, error)
+        return FAILED
+    except Exception as error:
+        logger.debug("%s failed", args.command, exc_info=True)
+        where = " and ".join(urls)
+        output.error(args.command, RuntimeError(f"{where}: {type(error).__name__}: {error}; this was not foreseen"))
         return FAILED

@@ -3,21 +3,22 @@
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
 from rich.filesize import decimal
 
-from lazysnap.cli.interrupt import noting_interrupts
 from lazysnap.cli.output import BAD, OK, Output
-from lazysnap.cli.places import LATEST, find, open_existing, open_place
-from lazysnap.cli.survey import beats
+from lazysnap.cli.places import open_existing, open_place
 from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, ShardCorrupt, SnapshotNotFound
-from lazysnap.levels.shards import NodeCapture, ShardPlace
+from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.levels.verified import VerifiedReader, VerifiedSource
-from lazysnap.resolver import Entry, FrozenEntry, RestartPlan, candidates
+from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
 from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.names import keep_file_name
+from lazysnap.snapshots.blocks import FileBlocks, VerifiedSource
+from lazysnap.snapshots.catalogue import LATEST, Catalogue
+from lazysnap.snapshots.reader import verify_shard
 
 Beat = Callable[[int], None]
 
@@ -29,7 +30,7 @@ class Copied:
     step: int
     run_id: str
     state: str = "there already"
-    """``copied``, ``there already``, ``newer there`` or ``bad``."""
+    """``copied``, ``there already`` or ``bad``."""
     location: str = ""
     size_bytes: int = 0
     """Bytes written."""
@@ -42,25 +43,18 @@ def run(args: argparse.Namespace, output: Output) -> int:
     target = open_place(args.to, args.storage_option, args.to_option)
     if source.url == target.url:
         raise ConfigError(f"{source.url}: both URLs name the same place")
-    plans, problems = _plans(source, args)
+    catalogue = Catalogue(source)
+    plans, problems = _plans(catalogue, args)
     started = time.perf_counter()
     done = []
-    with noting_interrupts() as interrupt:
-        target.sweep()  # what an earlier copy left that was killed
-        there = target.inventory().entries
-        for plan in plans:
-            interrupt.check()
-            work = _Work(source, target, plan, there)
-            with output.bar(f"step {plan.step}", work.total()) as advance:
-
-                def beat(count: int, advance: Beat = advance) -> None:
-                    interrupt.check()
-                    advance(count)
-
-                copied = work.run(beat)
-            done.append(copied)
-            size = f", {decimal(copied.size_bytes)}" if copied.size_bytes else ""
-            output.say(f"step {copied.step}: {copied.problem or copied.state}{size}", "red" if copied.problem else "")
+    target.sweep()  # what an earlier copy left that was killed
+    for plan in plans:
+        work = _Work(catalogue, target, plan)
+        with output.bar(f"step {plan.step}", work.total()) as advance:
+            copied = work.run(advance)
+        done.append(copied)
+        size = f", {decimal(copied.size_bytes)}" if copied.size_bytes else ""
+        output.say(f"step {copied.step}: {copied.problem or copied.state}{size}", "red" if copied.problem else "")
     seconds = time.perf_counter() - started
     bad = [*problems, *(copied.problem for copied in done if copied.problem)]
     total = sum(copied.size_bytes for copied in done)
@@ -87,98 +81,71 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return BAD if bad else OK
 
 
-def _plans(source: SnapshotStore, args: argparse.Namespace) -> tuple[list[RestartPlan], list[str]]:
+def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[RestartPlan], list[str]]:
     """What to copy, the newest first, and what cannot be."""
-    inventory = source.inventory()
     wanted = args.step or ([LATEST] if args.latest else None)
     if wanted is not None:
-        found = [find(inventory, text, args.run) for text in wanted]
-        return list({(plan.run_id, plan.step, plan.world_size): plan for plan in found}.values()), []
-    plans = [plan for plan in candidates([inventory]) if plan.run_id.startswith(args.run or "")]
+        found = [catalogue.find(text, args.run) for text in wanted]
+        return list({plan.key: plan for plan in found}.values()), []
+    plans = list(catalogue.plans(run=None if args.run is None else catalogue.run_of(args.run)))
     if not plans:
-        raise SnapshotNotFound(f"{source.url}: no complete snapshot" + "".join(f"\n{p}" for p in inventory.problems))
-    return plans, list(inventory.problems)
+        raise SnapshotNotFound(
+            f"{catalogue.store.url}: no complete snapshot" + "".join(f"\n{p}" for p in catalogue.problems)
+        )
+    return plans, catalogue.problems
 
 
 class _Work:
     """One snapshot on its way."""
 
-    def __init__(self, source: SnapshotStore, target: SnapshotStore, plan: RestartPlan, there: Iterable[Entry]) -> None:
-        """``there``: what the target held when the copying began."""
-        self._source = source
+    def __init__(self, catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan) -> None:
+        self._source = catalogue.store
         self._target = target
-        self._there = list(there)
         self._plan = plan
-        # One of the ranks of each file.
-        files = {offers[0].file or str(offers[0].rank): offers[0] for offers in reversed(plan.sources)}
-        self._entries = list(files.values())[::-1]
+        self._shards = list(zip((offers[0] for offers in plan.sources), catalogue.manifests(plan), strict=True))
+        self._images = catalogue.images(plan)
         self._copied = Copied(plan.step, plan.run_id)
-        try:
-            self._manifests = [source.read_manifest(entry) for entry in self._entries]
-            self._images = [(offers[0], source.read_manifest(offers[0])) for offers in plan.frozen.values()]
-        except (FormatError, FileNotFoundError) as error:
-            self._manifests, self._images = [], []
-            self._blame(error)
 
     def total(self) -> int:
         """Bytes to read, or to read back, at most."""
-        manifests = [*self._manifests, *(manifest for _, manifest in self._images)]
+        manifests = [manifest for _, manifest in [*self._shards, *self._images]]
         return sum(manifest.size_bytes for manifest in manifests) * (1 if self._target.storage.checks_writes else 2)
 
     def run(self, beat: Beat) -> Copied:
         """Copy what is not there yet: first the immutable tensors, then the shards, last the names."""
-        if self._copied.problem is None:
-            try:
-                with contextlib.ExitStack() as stack:
-                    for image, manifest in self._images:
-                        stack.enter_context(self._target.frozen_lease(image.run_id, image.digest))
-                        self._copy_image(image, manifest, beat)
-                    for entry, manifest in zip(self._entries, self._manifests, strict=True):
-                        self._copy_shard(entry, manifest, beat)
-            except (FormatError, FileNotFoundError) as error:
-                self._blame(error)
+        try:
+            for image, manifest in self._images:
+                self._copy_image(image, manifest, beat)
+            for entry, manifest in self._shards:
+                self._copy_shard(entry, manifest, beat)
+        except (FormatError, FileNotFoundError) as error:
+            self._copied.state, self._copied.problem = "bad", str(error)
         return self._copied
-
-    def _blame(self, error: Exception) -> None:
-        self._copied.state, self._copied.problem = "bad", str(error)
 
     def _copy_image(self, image: FrozenEntry, manifest: Manifest, beat: Beat) -> None:
         place = self._source.place(image)
-        there = self._target.place(image)
-        here = FrozenEntry(self._target.url, self._target.speed, image.run_id, image.digest, image.location)
+        here = FrozenEntry(self._target.url, self._target.speed, image.digest, image.location)
         if self._is_sound(here, manifest, beat):
             return
-        if _is_there(there):
-            there.delete()  # committed, and not what it says: no snapshot there can be restored with it
         self._write(place, manifest, beat, lambda meta, source: self._target.write_frozen(meta, source, image.digest))
         self._read_back(here, manifest, beat)
 
     def _copy_shard(self, entry: Entry, manifest: Manifest, beat: Beat) -> None:
         place = self._source.place(entry)
-        for other, found in self._same(entry):
-            if found.meta == manifest.meta and self._is_sound(other, manifest, beat):
-                self._copied.location = other.location
-                self._name(other, entry.names)
-                return
-            is_alike = (other.file is None) == (entry.file is None)  # one rank says nothing of those beside it
-            if (
-                is_alike
-                and found.meta.captured_ns > manifest.meta.captured_ns
-                and self._is_sound(other, found, lambda _: None)
-            ):
-                self._copied.state, self._copied.location = "newer there", other.location
-                return
-        written: list[Entry] = []
+        here = replace(entry, level=self._target.url, speed=self._target.speed)
+        self._copied.location = here.location
+        if self._is_sound(here, manifest, beat):
+            self._name(here)
+            return
+        # What is there is damaged, if anything is.
+        self._target.place(here).delete()
 
         def write(meta: CaptureMeta, source: VerifiedSource) -> Manifest:
-            made, result = self._target.write_entry(NodeCapture.of(manifest), source)
-            written.append(made)
-            return result
+            return self._target.write_entry(meta, source)[1]
 
         self._write(place, manifest, beat, write)
-        self._read_back(written[0], manifest, beat)
-        self._copied.location = written[0].location
-        self._name(written[0], entry.names)
+        self._read_back(here, manifest, beat)
+        self._name(here)
 
     def _write(
         self,
@@ -187,8 +154,9 @@ class _Work:
         beat: Beat,
         write: Callable[[CaptureMeta, VerifiedSource], Manifest],
     ) -> None:
-        with VerifiedReader(place, manifest) as reader:
-            result = write(manifest.meta, VerifiedSource(reader, beat))
+        blocks = FileBlocks(place, manifest)
+        with place.storage.lease(place.shard_path), contextlib.closing(blocks):
+            result = write(manifest.meta, VerifiedSource(blocks, beat))
         same_blocks = result.checksums.block_bytes == manifest.checksums.block_bytes
         if same_blocks and result.checksums != manifest.checksums:
             raise ShardCorrupt(f"{place.where}: changed between reading and writing; checksums differ")
@@ -205,33 +173,15 @@ class _Work:
     def _is_sound(self, entry: Entry | FrozenEntry, manifest: Manifest, beat: Beat) -> bool:
         """Whether exactly the bytes that ``manifest`` describes are at the target."""
         try:
-            found = self._target.verify_entry(entry, beats(manifest, beat))
+            found = verify_shard(self._target.place(entry), beat)
         except (FormatError, FileNotFoundError):
             return False
         if found.checksums.block_bytes != manifest.checksums.block_bytes:
             return found.size_bytes == manifest.size_bytes
         return found.checksums == manifest.checksums
 
-    def _same(self, entry: Entry) -> Iterator[tuple[Entry, Manifest]]:
-        """The same shard of the same run at the target, if it can be read."""
-        for other in self._there:
-            facts = (other.run_id, other.step, other.rank, other.world_size)
-            if facts != (entry.run_id, entry.step, entry.rank, entry.world_size):
-                continue
-            try:
-                found = self._target.read_manifest(other)
-            except (FormatError, FileNotFoundError):
-                continue  # retention there took it, or it is damaged
-            yield other, found
-
-    def _name(self, entry: Entry, names: Iterable[str]) -> None:
-        for name in set(names) - set(entry.names):
-            self._target.keep(entry, name)
-
-
-def _is_there(place: ShardPlace) -> bool:
-    try:
-        place.storage.size(place.manifest_path)
-    except FileNotFoundError:
-        return False
-    return True
+    def _name(self, entry: Entry) -> None:
+        there = self._target.storage.list(entry.location)
+        for name in entry.names:
+            if keep_file_name(name) not in there:
+                self._target.keep(entry, name)

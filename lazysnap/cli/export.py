@@ -1,42 +1,44 @@
-"""``lazysnap export``: a snapshot as safetensors weights, a checkpoint of Lightning or torch, or a DCP directory."""
+"""``lazysnap export``: a snapshot as safetensors weights, a checkpoint of Lightning or torch, a DCP directory, or in
+the layout of Accelerate's ``save_state``.
+"""
 
 import argparse
-import contextlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 
 from rich.filesize import decimal
 
-from lazysnap.cli.interrupt import Interrupt, noting_interrupts
 from lazysnap.cli.output import OK, Output
-from lazysnap.cli.places import find, open_existing
-from lazysnap.errors import ConfigError
-from lazysnap.export.images import RankImages, SnapshotImages
-from lazysnap.export.safetensors import bytes_to_read, write_weights
+from lazysnap.cli.places import open_existing, open_place
+from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
+from lazysnap.export.folder import add_files, adopt, in_place_when_whole
+from lazysnap.export.safetensors import bytes_of, located, write_weights
 from lazysnap.export.target import format_of, replaced_when_whole
-from lazysnap.export.weights import chosen_tensors
+from lazysnap.export.weights import chosen_tensors, registered_names
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.resolver import RestartPlan
+from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot
+
+ACCELERATE = "accelerate"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Export. Blocks. Raises: SnapshotNotFound, ShardCorrupt, UnsupportedState, ConfigError, LevelError, OSError."""
     kind = format_of(args.to, args.format)
-    if args.only is not None and kind != "safetensors":
-        raise ConfigError("--only chooses tensors for a .safetensors file")
-    if args.keep_types and kind != "ckpt":
-        raise ConfigError("--keep-types is for .ckpt files")
-    store = open_existing(args.url, args.storage_option)
-    plan = find(store.inventory(), args.wanted, args.run)
+    _check(args, kind)
     to = os.path.abspath(args.to)
-    with (
-        noting_interrupts() as interrupt,
-        replaced_when_whole(to, force=args.force) as temp,
-        SnapshotImages(store, plan) as snapshot,
-    ):
-        work = _Work(snapshot.only, args, output, interrupt)
-        notes = work.weights(temp) if kind == "safetensors" else work.state(temp, kind)
-        interrupt.check()
-    size = _size(to)
+    # What is waited for need not have a directory yet.
+    store = (open_place if args.wait else open_existing)(args.url, args.storage_option)
+    if args.add:
+        adopt(args.add)  # the training that had it written may die before the copy is made
+    if args.after is not None:
+        os.read(args.after, 1)  # nothing is ever written: it ends when all that hold the other end have ended
+    catalogue, plan = _found(store, args)
+    notes = _layout(catalogue, plan, args, to) if kind == ACCELERATE else _file(catalogue, plan, args, output)
+    size = sum(os.path.getsize(path) for path in _files(to))
     output.result(
         {
             "command": "export",
@@ -52,57 +54,99 @@ def run(args: argparse.Namespace, output: Output) -> int:
     )
     for note in notes:
         output.say(note, "yellow")
-    output.line(f"step {plan.step} of run {plan.run_id}: {to}, {kind}, {decimal(size)}")
+    output.line(f"step {plan.step} of run {catalogue.runs[plan.run_id]}: {to}, {kind}, {decimal(size)}")
     return OK
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Writes one of the formats; each method returns what the user should know."""
-
-    rank: RankImages
-    args: argparse.Namespace
-    output: Output
-    interrupt: Interrupt
-
-    def weights(self, path: str) -> list[str]:
-        """A safetensors file."""
-        names = chosen_tensors(self.rank.state, self.args.only)
-        with self._bar("exporting", bytes_to_read(self.rank, names)) as beat:
-            write_weights(self.rank, names, path, beat)
-        tied = len(names) - len({self.rank.find(name).key for name in names.values()})
-        some = f"{tied} tied tensor{'s are' if tied > 1 else ' is'}"
-        return [f"{some} stored once: load with safetensors.torch.load_model"] if tied else []
-
-    def state(self, path: str, kind: str) -> list[str]:
-        """The whole state, in one of torch's formats."""
-        from lazysnap.export.loading import load_state, registered_names  # torch: seconds to import
-
-        with self._bar("reading", sum(image.manifest.size_bytes for image in self.rank.images)) as beat:
-            state = load_state(self.rank, beat)
-        names = registered_names(self.rank.state)
-        notes = [f"values of the registered type {name!r} became what its encoder made" for name in sorted(names)]
-        if kind == "ckpt":
-            from lazysnap.export.checkpoint import write_checkpoint
-
-            return notes + write_checkpoint(state, path, keep_types=self.args.keep_types)
-        from lazysnap.export.distributed import write_distributed
-
-        write_distributed(state, path)
-        return notes
-
-    @contextlib.contextmanager
-    def _bar(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        with self.output.bar(what, total) as advance:
-
-            def beat(count: int) -> None:
-                self.interrupt.check()
-                advance(count)
-
-            yield beat
+def _check(args: argparse.Namespace, kind: str) -> None:
+    if args.only is not None and kind != "safetensors":
+        raise ConfigError("--only chooses tensors for a .safetensors file")
+    if args.keep_types and kind != "ckpt":
+        raise ConfigError("--keep-types is for .ckpt files")
+    if kind != ACCELERATE:
+        if args.add or args.wait or args.release:
+            raise ConfigError("--add, --wait and --release are for --format accelerate")
+        return
+    to = os.path.abspath(args.to)
+    if os.path.lexists(to) and not args.force and not (os.path.isdir(to) and not os.listdir(to)):
+        raise ConfigError(f"{to} is there already: add --force to replace the checkpoint in it, or choose another name")
 
 
-def _size(path: str) -> int:
-    if os.path.isdir(path):
-        return sum(os.path.getsize(os.path.join(path, name)) for name in os.listdir(path))
-    return os.path.getsize(path)
+def _found(store: SnapshotStore, args: argparse.Namespace) -> tuple[Catalogue, RestartPlan]:
+    """The snapshot that is meant, as soon as it is complete at the level. Raises: SnapshotNotFound, LevelError."""
+    deadline, pause_s = time.monotonic() + args.wait, _FIRST_PAUSE_S
+    while True:
+        catalogue = Catalogue(store)
+        is_last = time.monotonic() + pause_s > deadline
+        try:
+            if is_last:
+                return catalogue, catalogue.find(args.wanted, args.run)
+            plan = next(catalogue.meant(args.wanted, args.run), None)
+            if plan is not None:
+                return catalogue, plan
+        except (SnapshotNotFound, LevelError):
+            if is_last:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _layout(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, to: str) -> list[str]:
+    """Write the layout of Accelerate, of any number of ranks."""
+    from lazysnap.export.accelerate import OF_EVERY_RANK, read_restated, write_stock  # torch: seconds to import
+    from lazysnap.snapshots.tensors import SnapshotTensors, parts_of
+
+    with in_place_when_whole(to, {"layout": ACCELERATE, "step": plan.step, "run_id": plan.run_id}) as temp:
+        snapshot = open_snapshot(catalogue, plan)
+        first = parts_of(None, read_restated(args.add, plan.step) if args.add else {})
+        states = [
+            SnapshotTensors(snapshot, rank).state(parts_of(OF_EVERY_RANK) if rank else first)
+            for rank in range(plan.world_size)
+        ]
+        write_stock(states, temp)
+        if args.add:
+            add_files(args.add, temp)
+    if args.release:
+        catalogue.store.release(plan.run_id, args.wanted)
+    return []
+
+
+def _file(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, output: Output) -> list[str]:
+    """Write one of the other formats, of one rank; what the user should know."""
+    with replaced_when_whole(os.path.abspath(args.to), force=args.force) as temp:
+        if plan.world_size != 1:
+            raise ConfigError(f"step {plan.step} has {plan.world_size} ranks; only snapshots of one are exported")
+        snapshot = open_snapshot(catalogue, plan, verify=True)
+        if format_of(args.to, args.format) == "safetensors":
+            return _weights(snapshot, args.only, temp, output)
+        with output.bar("reading", sum(shard.blocks.size_bytes for shard in snapshot.ranks[0])) as advance:
+            return _state(snapshot, args, temp, advance)
+
+
+def _weights(snapshot: OpenSnapshot, only: str | None, path: str, output: Output) -> list[str]:
+    tensors = located(snapshot, chosen_tensors(snapshot.meta(0).state, only))
+    with snapshot.leased(), output.bar("exporting", bytes_of(tensors)) as advance:
+        write_weights(tensors, path, advance)
+    tied = len(tensors) - len({stored.key for stored in tensors.values()})
+    some = f"{tied} tied tensor{'s are' if tied > 1 else ' is'}"
+    return [f"{some} stored once: load with safetensors.torch.load_model"] if tied else []
+
+
+def _state(snapshot: OpenSnapshot, args: argparse.Namespace, path: str, advance: Callable[[int], None]) -> list[str]:
+    from lazysnap.snapshots.tensors import SnapshotTensors, parts_of  # torch: seconds to import
+
+    state = SnapshotTensors(snapshot, rank=0).state(parts_of(None), advance)
+    names = registered_names(snapshot.meta(0).state)
+    notes = [f"values of the registered type {name!r} became what its encoder made" for name in sorted(names)]
+    if format_of(args.to, args.format) == "ckpt":
+        from lazysnap.export.checkpoint import write_checkpoint
+
+        return notes + write_checkpoint(state, path, keep_types=args.keep_types)
+    from lazysnap.export.distributed import write_distributed
+
+    write_distributed(state, path)
+    return notes
+
+
+def _files(path: str) -> list[str]:
+    return [os.path.join(at, name) for at, _, names in os.walk(path) for name in names] or [path]

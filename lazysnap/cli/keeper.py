@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from typing import Any
 
 from lazysnap.cli.output import OK, Output
@@ -15,16 +14,15 @@ from lazysnap.keeper.identity import JobIdentity
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """See to it that this job has a keeper, one after the other, until SIGTERM or Ctrl-C.
+    """See to it that this job has a keeper on this node, one after the other, until SIGTERM or Ctrl-C.
 
-    Blocks. A keeper ends with its job, or when no trainer comes for a while; then the next one is started.
+    Blocks. A keeper ends with its job, or when no trainer comes for a while; then the next one is started. It serves
+    all ranks of the node: where a launcher runs this command beside each, only that of local rank 0 does anything.
     """
     levels = (PersistentLevel(args.url),) if args.url else ()
     if args.local_rank < 0:
         raise ConfigError(f"--local-rank must be 0 or more, got {args.local_rank}")
-    identity = replace(
-        JobIdentity.from_config(SnapshotConfig(levels=levels, job_id=args.job_id)), local_rank=args.local_rank
-    )
+    identity = JobIdentity.from_config(SnapshotConfig(levels=levels, job_id=args.job_id))
     stop = threading.Event()
     keeper: list[subprocess.Popen[bytes]] = []
 
@@ -36,10 +34,12 @@ def run(args: argparse.Namespace, output: Output) -> int:
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, end)
     output.say(f"keeping snapshots of job {identity.job_id}")
-    address = identity.address.encode().hex()
+    command = [sys.executable, "-m", "lazysnap.keeper", "--foreground", *identity.arguments]
     started = 0
+    if args.local_rank:
+        stop.wait()
     while not stop.is_set():
-        keeper[:] = [subprocess.Popen([sys.executable, "-m", "lazysnap.keeper", "--foreground", "--address", address])]
+        keeper[:] = [subprocess.Popen(command)]
         started += 1
         if keeper[0].wait() != OK:
             stop.wait(1.0)  # a trainer was faster and has started one of its own

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -26,13 +26,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from lazysnap.levels.storage import GOES_ON
+from lazysnap.levels.redaction import Redaction
+from lazysnap.shard.manifest import Manifest
 
 OK, BAD, FAILED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: good; something bad was found; could not look, or used wrongly; Ctrl-C."""
 
 _PIPE_WIDTH = 160
-_HIDDEN = "***"
 
 
 def safe(value: object) -> str:
@@ -51,20 +51,33 @@ def when(time_ns: int) -> str:
         return f"{time_ns} ns"
 
 
+def beats(manifest: Manifest, advance: Callable[[int], None]) -> Callable[[], None]:
+    """For a store that reads a shard: a function to call after every block, which advances a bar by its bytes."""
+    left = manifest.size_bytes
+
+    def beat() -> None:
+        nonlocal left
+        done = min(manifest.checksums.block_bytes, left)
+        left -= done
+        advance(done)
+
+    return beat
+
+
 class Output:
     """What one command prints."""
 
-    def __init__(self, *, as_json: bool, secrets: Collection[str] = ()) -> None:
-        """``secrets``: texts that are shown as ``***`` wherever they would appear."""
+    def __init__(self, *, as_json: bool, redactions: Sequence[Redaction] = ()) -> None:
+        """``redactions``: what is shown as ``***`` wherever it would appear."""
         self.as_json = as_json
-        self._secrets = sorted((secret for secret in secrets if secret), key=len, reverse=True)
+        self._redactions = redactions
         self._results = _console(stderr=False)
         self._messages = _console(stderr=True)
 
     def hide(self, text: str) -> str:
         """``text`` without secrets."""
-        for secret in self._secrets:
-            text = text.replace(secret, _HIDDEN)
+        for redaction in self._redactions:
+            text = redaction.clean(text)
         return text
 
     def cell(self, value: object, style: str = "") -> Text:
@@ -101,9 +114,8 @@ class Output:
     def error(self, command: str, error: BaseException) -> None:
         """What kept a command from its result."""
         kind = type(error).__name__
-        said = str(error).replace(f"; {GOES_ON}", "")  # nothing is trained here
-        text = f"{kind}: {said}"
-        self._messages.print(Text.assemble((f"{kind}:", "red"), " ", self.cell(said)), soft_wrap=True)
+        text = f"{kind}: {error}"
+        self._messages.print(Text.assemble((f"{kind}:", "red"), " ", self.cell(error)), soft_wrap=True)
         self.result({"command": command, "ok": False, "error": text})
 
     @contextlib.contextmanager

@@ -1,20 +1,19 @@
-"""URLs, options and names on the command line, and the stores and snapshots that they mean."""
+"""URLs and options on the command line, and the stores that they mean."""
 
 import argparse
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
-from urllib.parse import urlsplit
 
-from lazysnap.errors import ConfigError, LevelUnavailable, SnapshotNotFound
+from lazysnap.errors import ConfigError, FormatError, LevelError, LevelUnavailable
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.store import SnapshotStore, open_store
-from lazysnap.resolver import Inventory, RestartPlan, candidates
+from lazysnap.shard.names import SnapshotName
 
-LATEST = "latest"
-_LEAST_SECRET = 4
-"""Shorter values are no secrets, and would be found everywhere."""
+_MOST_LOOKED_AT = 64
 
 
 def parse_option(text: str) -> tuple[str, Any]:
@@ -31,28 +30,21 @@ def parse_option(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def secrets(urls: Iterable[str], options: Iterable[tuple[str, Any]]) -> set[str]:
-    """What must not be shown: passwords in URLs, and every text among the values of options."""
-    found = {text for _, value in options for text in _texts(value)}
-    for url in urls:
-        try:
-            found.add(urlsplit(url).password or "")
-        except ValueError:
-            continue  # whoever opens it says what is wrong with it
-    return {text for text in found if len(text) >= _LEAST_SECRET}
+def parse_options(text: str) -> list[tuple[str, Any]]:
+    """Options as one JSON object: a pipe shows them to nobody, arguments do. Raises: SystemExit, if it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise SystemExit(2)
+    return list(found.items())
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield str(value)
+def redactions(urls: Iterable[str], options: Iterable[tuple[str, Any]]) -> list[Redaction]:
+    """What must not be shown: passwords in URLs, and every text and number among the values of options."""
+    values = {"secret": [value for _, value in options]}
+    return [Redaction(url, values) for url in ("", *urls)]
 
 
 def open_place(url: str, *options: Iterable[tuple[str, Any]] | None) -> SnapshotStore:
@@ -79,29 +71,18 @@ def open_existing(url: str, *options: Iterable[tuple[str, Any]] | None) -> Snaps
     return store
 
 
-def find(inventory: Inventory, wanted: str, run: str | None = None) -> RestartPlan:
-    """The snapshot that ``STEP``, ``NAME`` or ``latest`` means: of the newest run that has it, or of ``run``.
+def levels_near(store: SnapshotStore) -> list[str]:
+    """Levels that may be meant where nothing is found: in the directories of ``store``, or the one that it is part of.
 
-    Raises: SnapshotNotFound.
+    Blocks: one listing per directory. Looks at the first few dozen only, and raises nothing: it is a hint.
     """
-    plans = [plan for plan in _meant(inventory, wanted) if plan.run_id.startswith(run or "")]
-    if plans:
-        return plans[0]
-    there = sorted({plan.step for plan in candidates([inventory])})
-    some = f"; complete are the steps {_few(there)}" if there else "; nothing there is complete"
-    more = "".join(f"\n{problem}" for problem in inventory.problems)
-    of_run = f" of run {run}" if run else ""
-    raise SnapshotNotFound(f"{inventory.level}: no complete snapshot {wanted!r}{of_run}{some}{more}")
-
-
-def _meant(inventory: Inventory, wanted: str) -> list[RestartPlan]:
-    if wanted == LATEST:
-        return candidates([inventory])
-    # A name may consist of digits; a step cannot be a name.
-    by_step = candidates([inventory], step=int(wanted)) if wanted.isascii() and wanted.isdigit() else []
-    return by_step or candidates([inventory], name=wanted)
-
-
-def _few(steps: list[int]) -> str:
-    shown = ", ".join(map(str, steps[-8:]))
-    return shown if len(steps) <= 8 else f"…, {shown}"
+    parent, _, name = store.url.rpartition("/")
+    if SnapshotName.parse(name) is not None:
+        return [parent]
+    found = []
+    with contextlib.suppress(LevelError, OSError, FormatError):
+        for name in sorted(store.storage.list())[:_MOST_LOOKED_AT]:
+            with contextlib.suppress(LevelError, OSError, FormatError):  # most likely a file
+                if any(SnapshotName.parse(inner) is not None for inner in store.storage.list(name)):
+                    found.append(f"{store.url}/{name}")
+    return found

@@ -2,27 +2,24 @@
 
 import argparse
 import sys
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import BAD, OK, Output
+from lazysnap.cli.output import BAD, OK, Output, beats
 from lazysnap.cli.places import open_existing
-from lazysnap.cli.survey import Found, Survey, beats, survey
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, FormatError, ShardCorrupt, SnapshotNotFound
-from lazysnap.levels.files import TEMP_MARK
-from lazysnap.levels.retention import is_complete, left_names
+from lazysnap.levels.leftovers import is_settled, leftovers, lone_names
 from lazysnap.levels.shards import ShardPlace
-from lazysnap.levels.storage import ABANDONED_AFTER_S
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.policy import expired
 from lazysnap.resolver import FrozenEntry
-from lazysnap.shard.manifest import parse_directory_name, parse_frozen_directory_name, parse_keep_file_name
-from lazysnap.shard.stem import parse_file_name
+from lazysnap.runs import run_of
+from lazysnap.shard.names import is_directory_of_ours, parse_keep_file_name
+from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
 
 @dataclass
@@ -62,7 +59,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         if args.keep_last < 1:
             raise ConfigError("--keep-last must be at least 1: the newest complete snapshot always stays")
         level = PersistentLevel(args.url, keep_last=args.keep_last, keep_every_n_steps=args.keep_every)
-    seen = survey(store)
+    seen = Catalogue(store).contents()
     planner = _Planner(store, seen, args, output)
     plan = planner.plan(level)
     if args.name is not None and not plan.unnamed:
@@ -84,7 +81,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             "snapshots": [_fields(found) for found in plan.going],
             "kept": [{**_fields(found), "because": reason} for found, reason in plan.staying],
             "frozen": [image.location for image, _ in plan.images],
-            "unnamed": [found.location for found in plan.unnamed],
+            "unnamed": [location for found in plan.unnamed for location in found.locations],
             "leftovers": plan.leftovers,
             "size_bytes": plan.size_bytes,
             "deleted": gone,
@@ -97,19 +94,20 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _fields(found: Found) -> dict[str, Any]:
-    return {"step": found.step, "run_id": found.run_id, "location": found.location, "size_bytes": found.size_bytes}
+    facts = {"step": found.step, "run_id": found.run_id, "size_bytes": found.size_bytes}
+    return {**facts, "location": found.locations[0], "locations": found.locations}
 
 
 class _Planner:
     """Decides, deletes nothing."""
 
-    def __init__(self, store: SnapshotStore, seen: Survey, args: argparse.Namespace, output: Output) -> None:
+    def __init__(self, store: SnapshotStore, seen: Contents, args: argparse.Namespace, output: Output) -> None:
         self._store = store
         self._output = output
         self._seen = seen
-        self._run = args.run or ""
+        self._run = None if args.run is None else run_of(args.run, [seen.inventory], seen.url)
         self._name = args.name
-        self._image_problems: dict[tuple[str, str], str] = {}
+        self._image_problems: dict[str, str] = {}
         self.problems: list[str] = []
 
     def plan(self, level: PersistentLevel | None) -> Plan:
@@ -119,7 +117,7 @@ class _Planner:
         for found in self._seen.snapshots:
             runs[found.run_id].append(found)
         for run_id, snapshots in runs.items():
-            if not run_id.startswith(self._run):
+            if self._run not in (None, run_id):
                 plan.staying += [(found, "of another run") for found in snapshots]
                 continue
             plan.unnamed += [found for found in snapshots if self._name in found.names]
@@ -132,16 +130,18 @@ class _Planner:
         steps: dict[int, list[Found]] = defaultdict(list)
         for found in snapshots:
             steps[found.step].append(found)
-        complete = [step for step in sorted(steps) if self._is_complete(steps[step])]
+        complete = [step for step in sorted(steps) if any(found.is_complete for found in steps[step])]
         named = {step for step in steps if any(set(found.names) - {self._name} for found in steps[step])}
         sound = self._sound(steps, complete, level.keep_last) if level else []
         going = set(expired(complete, level, sound=sound, protected=named)) if level else set()
         # As in retention: what never became complete is garbage once something newer is safe.
-        going |= {step for step in steps if step not in complete and sound and step < max(sound)} - named
+        worthless = {step for step in steps if step not in complete and sound and step < max(sound)} - named
+        going |= {step for step in worthless if all(map(self._is_settled, steps[step]))}
         for step in sorted(steps):
             reason = self._reason(step, steps[step], complete=complete, named=named) if step not in going else None
-            if reason is None and any(self._is_leased(found) for found in steps[step]):
-                reason = "being read"
+            if reason is None:
+                places = [place for found in steps[step] for place in _places(self._store, found)]
+                reason = next(filter(None, (place.why_it_stays() for place in places)), None)
             if reason is None:
                 plan.going += steps[step]
             else:
@@ -151,11 +151,8 @@ class _Planner:
         if step in named:
             return "called " + ", ".join(sorted({name for found in snapshots for name in found.names} - {self._name}))
         if step not in complete:
-            return "incomplete, and nothing newer is known to be sound"
-        return "newest complete" if step == complete[-1] else "to be kept"
-
-    def _is_complete(self, snapshots: list[Found]) -> bool:
-        return is_complete(entry for found in snapshots for entry, _ in found.shards if not self._seen.missing(found))
+            return "incomplete: changed within a day, or nothing newer is known to be sound"
+        return "newest complete" if complete and step == complete[-1] else "to be kept"
 
     def _sound(self, steps: dict[int, list[Found]], complete: list[int], count: int) -> list[int]:
         """The newest ``count`` complete steps that read back whole: nothing is deleted in favour of damaged ones."""
@@ -165,7 +162,7 @@ class _Planner:
                 break
             try:
                 self._check_images(steps[step])
-                shards = [pair for found in steps[step] for pair in found.files]
+                shards = [pair for found in steps[step] for pair in found.shards]
                 total = sum(manifest.size_bytes for _, manifest in shards)
                 with self._output.bar(f"reading back step {step}", total) as advance:
                     for entry, manifest in shards:
@@ -178,9 +175,9 @@ class _Planner:
 
     def _check_images(self, snapshots: list[Found]) -> None:
         """Read back the immutable tensors that they refer to, each image once. Raises: ShardCorrupt."""
-        wanted = {(found.run_id, digest) for found in snapshots for digest in found.frozen}
+        wanted = {digest for found in snapshots for digest in found.frozen}
         for image, manifest in self._seen.frozen:
-            key = image.run_id, image.digest
+            key = image.digest
             if key in wanted and key not in self._image_problems:
                 self._image_problems[key] = ""
                 with self._output.bar("reading back immutable tensors", manifest.size_bytes) as advance:
@@ -192,43 +189,38 @@ class _Planner:
             if self._image_problems[key]:
                 raise ShardCorrupt(self._image_problems[key])
 
-    def _is_leased(self, found: Found) -> bool:
-        return any(self._store.storage.is_leased(place.shard_path) for place in _places(self._store, found))
+    def _is_settled(self, found: Found) -> bool:
+        """Whether it is nobody's copy on its way: none of its files changed for a day."""
+        places = _places(self._store, found)
+        return all(is_settled(self._store.storage, path) for place in places for path in place.paths)
 
     def _unreferenced(self, staying: list[Found]) -> list[tuple[FrozenEntry, int]]:
-        """Immutable tensors that no snapshot will refer to, no reader or writer holds, and that are not new."""
+        """Immutable tensors that no snapshot will refer to, no reader or writer holds, and that did not change for a
+        day: else a snapshot that refers to them may be on its way.
+        """
         if self._seen.inventory.problems:
             return []  # a manifest that cannot be read now may refer to them
-        wanted = {(found.run_id, digest) for found in staying for digest in found.frozen}
-        storage = self._store.storage
+        wanted = {digest for found in staying for digest in found.frozen}
         images = []
         for image, manifest in self._seen.frozen:
             place = self._store.place(image)
-            is_ours = image.run_id.startswith(self._run) and (image.run_id, image.digest) not in wanted
-            is_old = time.time() - manifest.created_ns / 1e9 > ABANDONED_AFTER_S
-            if is_ours and is_old and not any(map(storage.is_leased, (place.shard_path, place.manifest_path))):
+            is_old = image.digest not in wanted and all(is_settled(self._store.storage, path) for path in place.paths)
+            if is_old and not place.why_it_stays():
                 images.append((image, manifest.size_bytes))
         return images
 
     def _leftovers(self) -> list[str]:
         """As ``SnapshotStore.sweep`` finds them; it also asks whether their writers live."""
+        storage = self._store.storage
         found = []
-        for directory in self._store.storage.list():
-            if parse_directory_name(directory) is None and parse_frozen_directory_name(directory) is None:
-                continue
-            names = self._store.storage.list(directory)
-            for name in names:
-                parsed = parse_file_name(name.removeprefix(".").split(TEMP_MARK)[0])
-                is_temporary = name.startswith(".") and TEMP_MARK in name
-                is_uncommitted = name.removesuffix(".safetensors") + ".json" not in names
-                if parsed is not None and (is_temporary or (parsed[1] == "safetensors" and is_uncommitted)):
-                    found.append(f"{directory}/{name}")
-            found += [f"{directory}/{name}" for name in left_names(names)]
+        for directory in filter(is_directory_of_ours, storage.list()):
+            found += [leftover.path for leftover in leftovers(storage, directory, None)]
+            found += lone_names(storage, directory)
         return found
 
 
 def _places(store: SnapshotStore, found: Found) -> list[ShardPlace]:
-    return [store.place(entry) for entry, _ in found.files]
+    return [store.place(entry) for entry, _ in found.shards]
 
 
 def _carry_out(store: SnapshotStore, plan: Plan, args: argparse.Namespace, output: Output) -> list[str]:
@@ -242,25 +234,24 @@ def _carry_out(store: SnapshotStore, plan: Plan, args: argparse.Namespace, outpu
             advance(1)
             places = _places(store, found)
             # Asking may have taken a while.
-            if any(store.storage.is_leased(place.shard_path) for place in places) or _is_named(store, found.location):
+            if any(place.why_it_stays() for place in places) or _is_named(store, found):
                 output.say(f"{found.location} stays: somebody reads it, or gave it a name meanwhile")
                 continue
             for place in places:
                 place.delete()
-            gone.append(found.location)
-        wanted = {(entry.run_id, entry.frozen) for entry in store.inventory().entries} if plan.images else set()
+            gone += found.locations
+        wanted = {entry.frozen for entry in store.inventory().entries} if plan.images else set()
         for image, _ in plan.images:
             advance(1)
             place = store.place(image)
-            leased = any(map(store.storage.is_leased, (place.shard_path, place.manifest_path)))
-            if (image.run_id, image.digest) not in wanted and not leased:
+            if image.digest not in wanted and not place.why_it_stays():
                 place.delete()
                 gone.append(image.location)
     return [*gone, *store.sweep()]
 
 
-def _is_named(store: SnapshotStore, location: str) -> bool:
-    return any(map(parse_keep_file_name, store.storage.list(location)))
+def _is_named(store: SnapshotStore, found: Found) -> bool:
+    return any(parse_keep_file_name(name) for location in found.locations for name in store.storage.list(location))
 
 
 def _agreed(output: Output) -> bool:
@@ -270,13 +261,18 @@ def _agreed(output: Output) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _print(output: Output, seen: Survey, plan: Plan, *, is_dry: bool) -> None:
+def _print(output: Output, seen: Contents, plan: Plan, *, is_dry: bool) -> None:
     rows: list[tuple[Found, str, str]] = [(found, "goes", "red") for found in plan.going]
     rows += [(found, f"stays: {reason}", "") for found, reason in plan.staying]
     if rows:
         table = output.table(seen.url, "step>", "what", "size>", "run", "directory")
         for found, what, style in sorted(rows, key=lambda row: (row[0].step, row[0].location)):
-            cells = (output.cell(what, style), decimal(found.size_bytes), found.run_id, output.cell(found.location))
+            cells = (
+                output.cell(what, style),
+                decimal(found.size_bytes),
+                seen.runs[found.run_id],
+                output.cell(found.location),
+            )
             table.add_row(str(found.step), *cells)
         output.show(table)
     for found in plan.unnamed:

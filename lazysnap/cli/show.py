@@ -1,107 +1,121 @@
 """``lazysnap show``: what one snapshot holds: facts, tensors, small state. Reads manifests and headers, no data."""
 
 import argparse
+import json
+from collections.abc import Iterator
 from typing import Any
 
 from rich.filesize import decimal
 
 from lazysnap.cli.output import OK, Output, safe, when
-from lazysnap.cli.places import find, open_existing
-from lazysnap.cli.state_tree import StateTree
-from lazysnap.errors import ShardCorrupt
-from lazysnap.export.images import RankImages, SnapshotImages
+from lazysnap.cli.places import open_existing
+from lazysnap.export.weights import TAG
+from lazysnap.resolver import RestartPlan
+from lazysnap.shard.names import id_time_ns
+from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot
+
+_TEXT = 60
+"""Characters that are shown of a value, unless all are asked for."""
+_DEPTH = 40
+"""What is nested more deeply is shown as one value."""
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Show. Blocks: reads manifests and the first blocks. Raises: SnapshotNotFound, ShardCorrupt, LevelError."""
-    store = open_existing(args.url, args.storage_option)
-    plan = find(store.inventory(), args.wanted, args.run)
+    catalogue = Catalogue(open_existing(args.url, args.storage_option))
+    plan = catalogue.find(args.wanted, args.run)
     both = args.tensors == args.state
-    with SnapshotImages(store, plan) as snapshot:
-        facts = _facts(store.url, snapshot)
-        tensors = [row for rank in snapshot.ranks for row in _tensors(rank)] if both or args.tensors else []
-        state = snapshot.ranks[0].state
-        shown: dict[str, Any] = {"command": "show", "ok": True, **facts}
-        if both or args.tensors:
-            shown["tensors"] = tensors
-        if both or args.state:
-            shown["state"] = state
-        output.result(shown)
-        if output.as_json:
-            return OK
-        if both:
-            _print_facts(output, facts)
-        if both or args.tensors:
-            _print_tensors(output, tensors, len(snapshot.ranks) > 1)
-        if both or args.state:
-            rank = snapshot.ranks[0]
-            tree = StateTree(lambda name: output.hide(_reference(rank, name)), full=args.full)
-            output.show(tree.draw("state" if len(snapshot.ranks) == 1 else "state of rank 0", state))
+    snapshot = open_snapshot(catalogue, plan, verify=True)
+    facts = _facts(catalogue, plan)
+    tensors = [row for rank in range(plan.world_size) for row in _tensors(snapshot, rank)]
+    state = snapshot.meta(0).state
+    shown: dict[str, Any] = {"command": "show", "ok": True, **facts}
+    if both or args.tensors:
+        shown["tensors"] = tensors
+    if both or args.state:
+        shown["state"] = state
+    output.result(shown)
+    if output.as_json:
+        return OK
+    if both:
+        _print_facts(output, facts, catalogue.runs[plan.run_id])
+    if both or args.tensors:
+        _print_tensors(output, tensors, plan.world_size > 1)
+    if both or args.state:
+        table = output.table("state" if plan.world_size == 1 else "state of rank 0", "name", "value")
+        for pair in _values(state):
+            cells = (text if args.full or len(text) <= _TEXT else f"{text[: _TEXT - 1]}…" for text in pair)
+            table.add_row(*map(output.cell, cells))
+        output.show(table)
     return OK
 
 
-def _facts(url: str, snapshot: SnapshotImages) -> dict[str, Any]:
-    plan, first = snapshot.plan, snapshot.ranks[0]
-    files = {rank.images[0].reader.where: rank.images[0].manifest for rank in snapshot.ranks}
-    frozen = {image.manifest.checksums.whole: image for rank in snapshot.ranks for image in rank.images[1:]}
+def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
+    manifests = catalogue.manifests(plan)
     return {
-        "url": url,
+        "url": catalogue.store.url,
         "step": plan.step,
         "run_id": plan.run_id,
-        "run_started_ns": plan.run_started_ns,
+        "run_started_ns": id_time_ns(plan.run_id),
         "world_size": plan.world_size,
         "location": plan.sources[0][0].location,
         "names": sorted({name for offers in plan.sources for name in offers[0].names}),
-        "captured_ns": max(rank.meta.captured_ns for rank in snapshot.ranks),
-        "created_ns": max(rank.images[0].manifest.created_ns for rank in snapshot.ranks),
-        "size_bytes": sum(manifest.size_bytes for manifest in files.values()),
+        "captured_ns": max(manifest.meta.captured_ns for manifest in manifests),
+        "created_ns": max(manifest.created_ns for manifest in manifests),
+        "size_bytes": sum(manifest.size_bytes for manifest in manifests),
         "frozen": [
-            {"digest": digest, "location": plan.frozen[digest][0].location, "size_bytes": image.manifest.size_bytes}
-            for digest, image in sorted(frozen.items())
+            {"digest": image.digest, "location": image.location, "size_bytes": manifest.size_bytes}
+            for image, manifest in catalogue.images(plan)
         ],
-        "checksum": [manifest.checksums.whole for manifest in files.values()],
-        "packages": first.meta.packages,
+        "checksum": [manifest.checksums.whole for manifest in manifests],
+        "packages": manifests[0].meta.packages,
     }
 
 
-def _tensors(rank: RankImages) -> list[dict[str, Any]]:
+def _tensors(snapshot: OpenSnapshot, rank: int) -> list[dict[str, Any]]:
     """One row for each tensor and each further name of a tied one."""
-    stored = [spec.name for image in rank.images for spec in image.layout.specs]
-    tied = [name for image in rank.images for name in image.manifest.meta.aliases]
     rows = []
-    for name in [*stored, *tied]:
-        located = rank.find(name)
-        is_tied = located.stored != name
-        rows.append(
-            {
-                "name": name,
-                "dtype": located.dtype,
-                "shape": list(located.shape),
-                "bytes": 0 if is_tied else located.spec.nbytes,
-                "image": located.image.kind,
-                "alias_of": located.stored if is_tied else None,
-                "rank": rank.meta.rank,
-            }
-        )
+    for number, shard in enumerate(snapshot.ranks[rank]):
+        for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
+            is_tied = name in shard.meta.aliases
+            stored = shard.stored(shard.meta.aliases.get(name, name))
+            rows.append(
+                {
+                    "name": name,
+                    "dtype": stored.logical or stored.spec.dtype,
+                    "shape": list(stored.shape),
+                    "bytes": 0 if is_tied else stored.spec.nbytes,
+                    "image": "frozen" if number else "shard",
+                    "alias_of": stored.name if is_tied else None,
+                    "rank": rank,
+                }
+            )
     return rows
 
 
-def _reference(rank: RankImages, name: str) -> str:
-    try:
-        located = rank.find(name)
-    except ShardCorrupt:
-        return f"tensor {name}: in no image"
-    tied = f" = {located.stored}" if located.stored != name else ""
-    return f"tensor {located.dtype} {list(located.shape)}{tied}"
+def _values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Path and value of each leaf of an encoded state, in the encoding: nothing is decoded."""
+    is_list = isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
+    if isinstance(value, dict) and value and TAG not in value and depth < _DEPTH:
+        pairs = list(value.items())
+    elif is_list and depth < _DEPTH:
+        pairs = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        is_tensor = isinstance(value, dict) and value.get(TAG) == "tensor"
+        yield path, f"tensor {value.get('v')}" if is_tensor else json.dumps(value, ensure_ascii=False)
+        return
+    for key, item in pairs:
+        yield from _values(item, f"{path}.{key}" if path else key, depth + 1)
 
 
-def _print_facts(output: Output, facts: dict[str, Any]) -> None:
+def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
     table = output.table("", "", "")
     table.show_header = False
     ranks = f"{facts['world_size']} rank{'s' * (facts['world_size'] != 1)}"
     rows = [
         ("step", str(facts["step"])),
-        ("run", f"{facts['run_id']}, started {when(facts['run_started_ns'])}"),
+        ("run", f"{run_name}, started {when(facts['run_started_ns'])}"),
         ("at", f"{facts['url']}/{facts['location']}"),
         ("names", ", ".join(facts["names"])),
         ("captured", when(facts["captured_ns"])),

@@ -10,11 +10,13 @@ from rich.filesize import decimal
 
 from lazysnap.cli.output import BAD, OK, Output
 from lazysnap.cli.places import open_existing
-from lazysnap.cli.survey import Found, Survey, beats, survey
 from lazysnap.errors import FormatError, SnapshotNotFound
+from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import Entry, FrozenEntry
-from lazysnap.shard.manifest import Manifest, directory_name
+from lazysnap.resolver import FrozenEntry
+from lazysnap.shard.manifest import Manifest
+from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
+from lazysnap.snapshots.reader import verify_shard
 
 GOOD, INCOMPLETE, DAMAGED = "good", "incomplete", "bad"
 
@@ -42,17 +44,15 @@ def run(args: argparse.Namespace, output: Output) -> int:
     """Verify. Blocks: reads everything. Exit code 1 if anything is bad, or nothing is there. Raises: LevelError."""
     started = time.perf_counter()
     store = open_existing(args.url, args.storage_option)
-    seen = survey(store)
-    chosen = [found for found in seen.snapshots if not args.step or found.step in args.step]
-    problems = [text for text in seen.inventory.problems if not args.step or _is_about(text, args.step)]
-    if args.step and not chosen and not problems:
+    run_id = None if args.run is None else Catalogue(store).run_of(args.run)
+    seen = Catalogue(store).contents(args.step).of_run(run_id)
+    problems = seen.inventory.problems
+    if args.step and not seen.snapshots and not problems:
         raise SnapshotNotFound(f"{seen.url}: no snapshot of step {', '.join(map(str, args.step))}")
-    wanted = {(found.run_id, digest) for found in chosen for digest in found.frozen}
-    images = [pair for pair in seen.frozen if not args.step or (pair[0].run_id, pair[0].digest) in wanted]
-    total = sum(found.size_bytes for found in chosen) + sum(manifest.size_bytes for _, manifest in images)
+    total = sum(found.size_bytes for found in seen.snapshots) + sum(manifest.size_bytes for _, manifest in seen.frozen)
     with output.bar("reading", total) as advance:
-        frozen = {(image.run_id, image.digest): _check_image(store, image, found, advance) for image, found in images}
-        snapshots = [_check(store, seen, found, frozen, advance) for found in chosen]
+        frozen = {one.digest: _check_image(store, one, found, advance) for one, found in seen.frozen}
+        snapshots = [_check(store, found, frozen, advance) for found in seen.snapshots]
     verdicts = [*snapshots, *frozen.values()]
     bad = [*problems, *(problem for verdict in verdicts for problem in verdict.problems)]
     is_ok = bool(verdicts) and not bad
@@ -72,36 +72,22 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return OK if is_ok else BAD
 
 
-def _is_about(problem: str, steps: list[int]) -> bool:
-    """Whether a problem of the inventory names a directory of one of these steps."""
-    return any(f"/{directory_name(step)}{end}" in problem for step in steps for end in ("/", ".", ":"))
-
-
-def _check_one(
-    store: SnapshotStore, entry: Entry | FrozenEntry, manifest: Manifest, advance: Callable[[int], None]
-) -> str | None:
+def _problem(place: ShardPlace, advance: Callable[[int], None]) -> str | None:
     """What is wrong with one shard, ``None`` if nothing is. Raises: LevelError; FileNotFoundError, if it is gone."""
     try:
-        store.verify_entry(entry, beats(manifest, advance))
+        verify_shard(place, advance)
     except FormatError as error:
         return str(error)
-    except FileNotFoundError as error:
-        # Retention takes the manifest first: only a manifest that is still there says that something is lost.
-        if isinstance(entry, FrozenEntry):
-            store.read_manifest(entry)
-        else:
-            store.read_manifest(entry)
-        return f"{store.url}/{entry.location}: a manifest without its shard: {error}"
     return None
 
 
 def _check_image(
     store: SnapshotStore, image: FrozenEntry, manifest: Manifest, advance: Callable[[int], None]
 ) -> Verdict:
-    fields = {"location": image.location, "run_id": image.run_id, "digest": image.digest}
+    fields: dict[str, Any] = {"location": image.location, "digest": image.digest}
     verdict = Verdict(fields, manifest.size_bytes)
     try:
-        problem = _check_one(store, image, manifest, advance)
+        problem = _problem(store.place(image), advance)
     except FileNotFoundError:
         problem = f"{store.url}/{image.location}: deleted while it was read"
     if problem is not None:
@@ -111,23 +97,28 @@ def _check_image(
 
 def _check(
     store: SnapshotStore,
-    seen: Survey,
     found: Found,
-    frozen: dict[tuple[str, str], Verdict],
+    frozen: dict[str, Verdict],
     advance: Callable[[int], None],
 ) -> Verdict:
-    fields = {"location": found.location, "step": found.step, "run_id": found.run_id, "names": found.names}
-    verdict = Verdict(fields, found.size_bytes, GOOD if found.is_whole else INCOMPLETE)
-    for entry, manifest in found.files:
+    fields = {
+        "location": found.locations[0],
+        "locations": found.locations,
+        "step": found.step,
+        "run_id": found.run_id,
+        "names": found.names,
+    }
+    verdict = Verdict(fields, found.size_bytes, GOOD if found.is_complete else INCOMPLETE)
+    for entry, _ in found.shards:
         try:
-            problem = _check_one(store, entry, manifest, advance)
+            problem = _problem(store.place(entry), advance)
         except FileNotFoundError:
             verdict.state = "gone"  # a running job's retention took it meanwhile
             return verdict
         if problem is not None:
             verdict.blame(problem)
     for digest in found.frozen:
-        image = frozen.get((found.run_id, digest))
+        image = frozen.get(digest)
         if image is None:
             verdict.blame(f"{store.url}/{found.location}: its immutable tensors {digest} are not there")
         elif image.state != GOOD:
@@ -135,7 +126,7 @@ def _check(
     return verdict
 
 
-def _print(output: Output, seen: Survey, snapshots: list[Verdict], bad: list[str]) -> None:
+def _print(output: Output, seen: Contents, snapshots: list[Verdict], bad: list[str]) -> None:
     if snapshots:
         table = output.table(seen.url, "step>", "state", "size>", "names", "run", "directory")
         styles = {GOOD: "green", DAMAGED: "red"}
@@ -145,8 +136,8 @@ def _print(output: Output, seen: Survey, snapshots: list[Verdict], bad: list[str
                 output.cell(verdict.state, styles.get(verdict.state, "yellow")),
                 decimal(verdict.size_bytes),
                 output.cell(", ".join(verdict.fields["names"])),
-                verdict.fields["run_id"],
-                output.cell(verdict.fields["location"]),
+                seen.runs[verdict.fields["run_id"]],
+                output.cell(", ".join(verdict.fields["locations"])),
             )
         output.show(table)
     for problem in bad:

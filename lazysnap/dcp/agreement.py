@@ -14,10 +14,9 @@ from lazysnap.resolver import RestartPlan
 class Identity:
     """What tells a snapshot from every other; the greater one is the newer one."""
 
-    run_started_ns: int
     run_id: str
     step: int
-    generation: str
+    start: str
     world_size: int
 
     @classmethod
@@ -36,8 +35,7 @@ class Identity:
 
 def identity_of(plan: RestartPlan) -> Identity:
     """Of a snapshot that was found."""
-    generation = plan.sources[0][0].generation or ""
-    return Identity(plan.run_started_ns, plan.run_id, plan.step, generation, plan.world_size)
+    return Identity(plan.run_id, plan.step, plan.start, plan.world_size)
 
 
 def noted(plan: LoadPlan, identity: Identity) -> LoadPlan:

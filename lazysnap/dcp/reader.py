@@ -23,38 +23,36 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from lazysnap.dcp.agreement import Identity, agree, identity_of, noted
-from lazysnap.dcp.catalog import Catalog, Leaf
-from lazysnap.dcp.copies import Copies
-from lazysnap.dcp.finder import SnapshotFinder
+from lazysnap.dcp.keys import Leaf, StateKeys
 from lazysnap.dcp.planner import load_value
-from lazysnap.dcp.snapshot import OpenSnapshot, open_snapshot
-from lazysnap.errors import ConfigError, FormatError, SnapshotNotFound, StateMismatch
+from lazysnap.errors import ConfigError, SnapshotNotFound, StateMismatch
 from lazysnap.levels import open_store
-from lazysnap.shard.manifest import is_keep_name
+from lazysnap.shard.names import is_keep_name
+from lazysnap.snapshots.catalogue import LATEST, Catalogue
+from lazysnap.snapshots.reader import OpenSnapshot, open_best, read
+from lazysnap.snapshots.tensors import Boxes, SnapshotTensors
 from lazysnap.state.codec import decode
 
 logger = logging.getLogger(__name__)
-
-LATEST = "latest"
 
 
 class KeyMap(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
     """What a snapshot holds, by key; lists each value once, and finds it by its other keys too."""
 
-    def __init__(self, snapshot: OpenSnapshot, catalog: Catalog) -> None:
-        super().__init__({key: _metadata(snapshot, leaf) for key, leaf in catalog.listed.items()})
+    def __init__(self, snapshot: SnapshotTensors, keys: StateKeys) -> None:
+        super().__init__({key: _metadata(snapshot, leaf) for key, leaf in keys.listed.items()})
         self._snapshot = snapshot
-        self.catalog = catalog
+        self.by_key = keys
 
     def paths(self) -> dict[str, Any]:
         """By listed key: where its value stands in a nested state dict."""
-        return {key: leaf.path for key, leaf in self.catalog.listed.items()}
+        return {key: leaf.path for key, leaf in self.by_key.listed.items()}
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in self.catalog
+        return super().__contains__(key) or key in self.by_key
 
     def __missing__(self, key: str) -> "TensorStorageMetadata | BytesStorageMetadata":
-        leaf = self.catalog.find(key)
+        leaf = self.by_key.find(key)
         if leaf is None:
             raise KeyError(key)
         return _metadata(self._snapshot, leaf)
@@ -70,7 +68,7 @@ class KeyMap(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
         return dict, (dict(self),)
 
 
-def _metadata(snapshot: OpenSnapshot, leaf: Leaf) -> "TensorStorageMetadata | BytesStorageMetadata":
+def _metadata(snapshot: SnapshotTensors, leaf: Leaf) -> "TensorStorageMetadata | BytesStorageMetadata":
     if leaf.tensor is None:
         return BytesStorageMetadata()
     dtype, shape = snapshot.facts(leaf.tensor)
@@ -105,7 +103,7 @@ class SnapshotReader(StorageReader):
         self._options = storage_options
         self._verify = verify
         self._store = open_store(url, options=storage_options)
-        self._open: OpenSnapshot | None = None
+        self._open: SnapshotTensors | None = None
         self._keys: KeyMap | None = None
         self.bytes_read = 0
         """Bytes of shards that the last load read here, without headers that were only looked at."""
@@ -118,7 +116,7 @@ class SnapshotReader(StorageReader):
     @property
     def step(self) -> int | None:
         """The step of the snapshot that was loaded last, ``None`` before the first load."""
-        return self._open.plan.step if self._open is not None else None
+        return self._open.snapshot.plan.step if self._open is not None else None
 
     # ---------------------------------------------------------------- as DCP calls it
 
@@ -144,7 +142,7 @@ class SnapshotReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Say which snapshot this rank has found."""
         assert self._open is not None
-        return noted(plan, identity_of(self._open.plan))
+        return noted(plan, identity_of(self._open.snapshot.plan))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Ranks that looked at different moments agree on the oldest of what they found."""
@@ -156,11 +154,11 @@ class SnapshotReader(StorageReader):
         Raises: ShardCorrupt, naming shard and block; LevelError; StateMismatch. What was to be filled is garbage then.
         """
         agreed = Identity.of(plan)
-        if self._open is None or identity_of(self._open.plan) != agreed:
+        if self._open is None or identity_of(self._open.snapshot.plan) != agreed:
             self._find(agreed)
         assert self._open is not None
         assert self._keys is not None
-        self._fill(self._open, self._keys.catalog, plan, planner)
+        self._fill(self._open, self._keys.by_key, plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -174,53 +172,41 @@ class SnapshotReader(StorageReader):
 
     def _find(self, agreed: Identity | None) -> None:
         """Open the best snapshot that can be opened, or the one that the ranks agreed on."""
-        finder = SnapshotFinder(self._store)
+        catalogue = Catalogue(self._store)
         step = agreed.step if agreed is not None else self._which if isinstance(self._which, int) else None
         name = self._which if isinstance(self._which, str) and self._which != LATEST and agreed is None else None
-        passed_over: list[str] = []
-        for plan in finder.plans(step=step, name=name):
-            if agreed is not None and identity_of(plan) != agreed:
-                continue
-            manifests = [finder.manifest(offers[0]) for offers in plan.sources]
-            try:
-                opened = open_snapshot(self._store, plan, manifests, _own_rank(plan.world_size))
-                with opened.naming():
-                    catalog = Catalog(opened.own.meta.state, opened.own.meta.parameters)
-                    keys = KeyMap(opened, catalog)
-            except (FormatError, FileNotFoundError) as error:
-                if agreed is not None or self._which != LATEST:
-                    raise
-                passed_over.append(str(error))
-                continue
-            self._open, self._keys = opened, keys
-            break
-        else:
-            self._raise_not_found(agreed, [*finder.problems, *passed_over])
-        for problem in [*finder.problems, *passed_over]:
+        plans = (plan for plan in catalogue.plans(step=step, name=name) if agreed in (None, identity_of(plan)))
+
+        def use(snapshot: OpenSnapshot) -> tuple[SnapshotTensors, KeyMap]:
+            opened = SnapshotTensors(snapshot, _own_rank(snapshot.plan.world_size))
+            with snapshot.naming():
+                return opened, KeyMap(opened, StateKeys(opened.meta.state, opened.meta.parameters))
+
+        found = open_best(catalogue, plans, use, is_strict=agreed is not None or self._which != LATEST)
+        problems = [*catalogue.problems, *catalogue.incomplete]
+        if found is None:
+            what = f"step {agreed.step}" if agreed is not None else self._which
+            some = f"; found: {'; '.join(problems[:8])}" if problems else ""
+            raise SnapshotNotFound(
+                f"{self._store.url}: no whole snapshot ({what}) that this rank can read{some}; `lazysnap ls` shows "
+                "what there is"
+            )
+        self._open, self._keys = found
+        for problem in problems:
             logger.warning("%s", problem)
 
-    def _raise_not_found(self, agreed: Identity | None, problems: list[str]) -> None:
-        what = f"step {agreed.step}" if agreed is not None else self._which
-        found = f"; found: {'; '.join(problems[:8])}" if problems else ""
-        raise SnapshotNotFound(
-            f"{self._store.url}: no whole snapshot ({what}) that this rank can read{found}; `lazysnap ls` shows what "
-            "there is"
-        )
-
-    def _fill(self, snapshot: OpenSnapshot, catalog: Catalog, plan: LoadPlan, planner: LoadPlanner) -> None:
-        copies = Copies(snapshot)
+    def _fill(self, snapshot: SnapshotTensors, keys: StateKeys, plan: LoadPlan, planner: LoadPlanner) -> None:
+        boxes = Boxes()
         tensors: list[tuple[ReadItem, torch.Tensor]] = []
         values: list[tuple[ReadItem, Any]] = []
-        inner: dict[str, torch.Tensor] = {}
         casts = set()
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
                 current = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
-                values.append((item, catalog.encoded(key, current)))
-                inner.update({name: torch.empty(0) for name in _tensor_names(values[-1][1])})
+                values.append((item, keys.encoded(key, current)))
                 continue
-            leaf = catalog.find(key)
+            leaf = keys.find(key)
             if leaf is None or leaf.tensor is None:
                 raise StateMismatch(f"{self._store.url}: the snapshot has no tensor {key!r}")
             whole = snapshot.whole(leaf.tensor)
@@ -234,18 +220,15 @@ class SnapshotReader(StorageReader):
                 )
             if target.dtype != whole.dtype:
                 casts.add(key)
-            copies.add(whole, offsets, target)
+            boxes.add(whole, whole.pieces, offsets, target)
             tensors.append((item, target))
-        for name in inner:
-            whole = snapshot.whole(name)
-            inner[name] = torch.empty(whole.shape, dtype=whole.dtype)
-            copies.add(whole, (0,) * len(whole.shape), inner[name])
-        copies.run(verify=self._verify)
-        self.bytes_read = copies.bytes_read
+        inner = snapshot.new([name for _, encoded in values for name in _tensor_names(encoded)], boxes)
+        with snapshot.snapshot.leased():
+            self.bytes_read = read(boxes.take(), verify=self._verify)
         for item, target in tensors:
             planner.commit_tensor(item, target)
         for item, encoded in values:
-            with snapshot.naming():
+            with snapshot.snapshot.naming():
                 value = decode(encoded, tensor=inner.__getitem__)
             load_value(planner, item, value)
         if casts:

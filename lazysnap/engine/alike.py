@@ -1,22 +1,45 @@
 """What all ranks must be configured alike, as they count on each other for it: compared when the engine is made."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import ConfigError
+from lazysnap.keeper.identity import given_job_id
 
 Settings = dict[str, Any]
 
-_OF_LEVEL = ("every_n_steps", "keep_last", "keep_every_n_steps", "aggregate")
+MAY_DIFFER = {
+    "memory.max_bytes": "nodes may have memory of different sizes; a rank whose slots do not fit says so",
+    "levels[].url": "each node may have a disk of its own",
+    "levels[].storage_options": "credentials and endpoints may be a node's own; and secrets are sent nowhere",
+    "levels[].max_bytes_per_s": "disks and networks of nodes may differ; a slow rank stores fewer of the same steps",
+    "levels[].timeout_s": "as with max_bytes_per_s; it bounds what one rank waits for at its own place",
+    "levels[].verify": "places may differ in whether they check what arrives; each rank reads back its own files",
+}
+"""Settings that are not compared, and why. All others must be the same on all ranks."""
 
 
 def common_settings(config: SnapshotConfig) -> Settings:
-    """Which steps are captured, persisted and kept, by the names of the settings; plain JSON."""
-    found: Settings = {"every_n_steps": config.every_n_steps, "averaging_period": config.averaging_period}
-    for number, level in enumerate(config.levels):
-        found |= {f"levels[{number}].{name}": getattr(level, name) for name in _OF_LEVEL}
-    return found | {"number of levels": len(config.levels)}
+    """What must be the same on all ranks, by the names of the settings; plain JSON."""
+    found: Settings = {}
+    for name, value in vars(config).items():
+        if name == "job_id":
+            found[name] = given_job_id(config)  # one that is a level's URL may differ as that does
+        elif name == "levels":
+            found["number of levels"] = len(value)
+            for number, level in enumerate(value):
+                found |= _compared(f"levels[{number}]", "levels[]", level)
+        elif dataclasses.is_dataclass(value):
+            found |= _compared(name, name, value)
+        else:
+            found[name] = value
+    return found
+
+
+def _compared(owner: str, kind: str, settings: object) -> Settings:
+    return {f"{owner}.{name}": value for name, value in vars(settings).items() if f"{kind}.{name}" not in MAY_DIFFER}
 
 
 def check_alike(told: Sequence[Settings]) -> None:
@@ -28,5 +51,6 @@ def check_alike(told: Sequence[Settings]) -> None:
             if mine.get(name) != first[name]:
                 raise ConfigError(
                     f"ranks 0 and {rank} have other settings: {name} is {first[name]!r} and {mine.get(name)!r}; give "
-                    "all ranks the same ones, or no snapshot would be complete"
+                    "all ranks the same value (SnapshotConfig; the job's name may come from LAZYSNAP_JOB_ID), or no "
+                    "snapshot would be complete"
                 )

@@ -1,15 +1,19 @@
 """Starting and finishing captures: copies on every device of the state, and what the gate waits for."""
 
+import logging
+import time
+
 import torch
 
 from lazysnap import faults
-from lazysnap.arena import Check, Slot, Word
-from lazysnap.capture.checks import demand, passed
+from lazysnap.arena import Slot, Word
 from lazysnap.capture.copier import CpuCopier, copy_eager
 from lazysnap.capture.cuda import CudaCopier
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan
 from lazysnap.shard.checksum import digest
+
+logger = logging.getLogger(__name__)
 
 
 class Captures:
@@ -61,7 +65,7 @@ class Captures:
             # Only a lone device can commit in stream order; with several, the thread that waits for all of them does.
             alone = len(devices) == 1 and not on_cpu
             if alone:
-                demand(job.slot, Check.DEVICE)
+                job.slot.set_word(Word.UNCHECKED, 1)
             self._events.append((copier, copier.begin(job, last=alone)))
         if on_cpu or not devices or len(devices) > 1:
             job.wait_for_devices = [event for _, event in self._events]
@@ -87,7 +91,7 @@ class Captures:
                 )
             else:
                 job.committed_by_device()
-                passed(job.slot, Check.DEVICE, job.slot.word(Word.SEQUENCE))
+                job.slot.set_word(Word.UNCHECKED, 0)
         elif not job.released.wait(timeout_s):
             job.give_up(CapturePhase.FAILED, f"the copy did not end within {timeout_s:g} s")
             self._hung = job
@@ -119,15 +123,20 @@ class Captures:
         if self._events:
             self._retired.append((job, [event for _, event in self._events]))
 
-    def forget(self, slots: list[Slot]) -> None:
-        """Let go of everything that refers to slots not among ``slots``."""
-        for copier in self._cuda.values():
-            copier.forget(slots)
-
     def close(self, timeout_s: float) -> None:
-        """Stop the copy thread and let the slots go."""
+        """Stop the copy thread, and wait for copies of devices, so that the slots may go. Blocks: at most twice
+        ``timeout_s``.
+        """
         self._cpu.close(timeout_s)
-        self.forget([])
+        deadline = time.monotonic() + timeout_s
+        while not all(map(_is_done, self._last_events())):
+            if time.monotonic() > deadline:
+                logger.warning("a device did not finish its copies into host memory within %g s", timeout_s)
+                return
+            time.sleep(0.001)
+
+    def _last_events(self) -> list[torch.cuda.Event]:
+        return [event for _, events in self._retired for event in events]
 
 
 def _is_done(event: torch.cuda.Event) -> bool:

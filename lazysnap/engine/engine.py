@@ -1,36 +1,44 @@
 """The engine: one pair of calls round every optimizer step, ``boundary`` and ``gate``, and ``restore`` at the start."""
 
-import dataclasses
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from types import TracebackType
 from typing import Any, Literal
 
 from lazysnap import faults
-from lazysnap.arena import SlotPhase
-from lazysnap.capture.checks import discard
 from lazysnap.capture.gate import OptimizerGates
 from lazysnap.capture.plan import check_kinds
-from lazysnap.config import SnapshotConfig
+from lazysnap.config import SnapshotConfig, config_at
+from lazysnap.console import say
+from lazysnap.data.position import position_in
+from lazysnap.engine import report
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.collector import collector_paused
+from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.durability import Durability, Progress
 from lazysnap.engine.events import EventLog
+from lazysnap.engine.former import FormerRanks
 from lazysnap.engine.names import check_name
+from lazysnap.engine.opening import opening_line, shortages
+from lazysnap.engine.probe import check_levels
+from lazysnap.engine.protection import Protection
 from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.refusal import together
 from lazysnap.engine.restart import Restart, fetch, part_ways
-from lazysnap.engine.snapshot import Snapshot
+from lazysnap.engine.rollback import Branch, Data, Rollback, WayBack, check_data, line_of
+from lazysnap.engine.snapshot import Absence, NewRun, Snapshot
 from lazysnap.engine.statistics import Statistics
 from lazysnap.engine.world import World
-from lazysnap.errors import ConfigError, KeeperUnavailable, UnsupportedState
+from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.team import Team
-from lazysnap.levels.redaction import shown
 from lazysnap.state.objects import ObjectState
-from lazysnap.state.optimizers import check_order
+from lazysnap.state.optimizers import check_optimizers
 from lazysnap.state.source import StateSource
 
 logger = logging.getLogger(__name__)
@@ -39,15 +47,21 @@ logger = logging.getLogger(__name__)
 class SnapshotEngine:
     """Captures the training state lazily at optimizer-step boundaries, and restores it.
 
-    ``state`` is a ``StateSource``, or a mapping of names to objects with ``state_dict`` and ``load_state_dict``::
+    ``state`` is a ``StateSource``, or a mapping of names to objects with ``state_dict`` and ``load_state_dict``.
+    ``config`` is a ``SnapshotConfig``, or a path or URL: the one place for snapshots, with default settings::
 
-        engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
-        snapshot = engine.restore("latest")
-        for step in range(snapshot.step if snapshot else 0, steps):
-            ...
-            optimizer.step()
-            engine.boundary(step + 1)
-        engine.close()
+        engine = SnapshotEngine("runs/a", {"model": model, "optimizer": optimizer})
+        engine.restore("latest")
+        with engine:
+            while engine.step < steps:
+                ...
+                optimizer.step()
+                engine.boundary()
+
+    At the end of the ``with`` block the engine is closed (``close``). After an exception, ``KeyboardInterrupt`` or a
+    ``SystemExit`` with an exit status it is left as after a crash (``abandon``): the next start resumes from memory.
+
+    After its end it takes no calls but ``statistics``, ``gate``, ``close`` and ``abandon``: others raise ConfigError.
 
     One engine per process, used on the training thread. With ``torch.distributed`` initialised, every rank makes one
     at the same point; making it, ``fetch``, ``restore``, the first ``boundary`` and ``close`` are collective then;
@@ -56,71 +70,143 @@ class SnapshotEngine:
     """
 
     def __init__(
-        self, config: SnapshotConfig, state: StateSource | Mapping[str, Any], *, default_url: str | None = None
+        self,
+        config: "SnapshotConfig | str | os.PathLike[str]",
+        state: StateSource | Mapping[str, Any],
+        *,
+        default_url: str | None = None,
     ) -> None:
-        self.config = config
-        self._source: StateSource = ObjectState(state) if isinstance(state, Mapping) else state
+        self.config = config = config_at(config)
+        self._source = _source_of(state)
         identity = JobIdentity.from_config(config, default_url)
         self._world = World(config.collective_timeout_s)
-        if not self._world.is_alone:
-            identity = dataclasses.replace(identity, local_rank=self._world.place.local_rank)
         self._identity = identity
-        team = None if self._world.is_alone else Team.of(self._world.places, self._world.rank, identity)
+        team = None if self._world.is_alone else Team.of(self._world.places, self._world.rank)
         self._client = KeeperClient(identity, config, team)
         self._captures = Captures()
         self._gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
         self._lock = threading.RLock()
         self._statistics = Statistics()
-        self._events = EventLog(self._statistics, is_alone=self._world.is_alone)
-        self._recorder = Recorder(config, self._source, self._client, self._captures, self._events)
+        self._protection = Protection(config, self._statistics)
+        self._events = EventLog(self._statistics, self._protection, is_alone=self._world.is_alone)
+        self._events.tells_rates = self._world.rank == 0
+        self._direct = DirectStorage(config, self._client, team)
+        self._recorder = Recorder(config, self._source, self._direct, self._captures, self._events)
         if not self._world.is_alone:
             self._recorder.join(self._world)
-        self._durability = Durability(config, self._client, self._world, self._recorder.meta.generation)
+        self._durability = Durability(config, self._direct, self._world, self._recorder.meta.start)
+        self._former = FormerRanks(config, self._client, self._world)
+        restart = Restart(config, self._source, self._client, identity, self._world)
+        self._way_back = WayBack(restart, self._recorder)
         self._prepared = False
+        self._has_opened = False
+        self._has_probed = False
+        self._is_begun = False
+        """Whether it is settled which run this is, so that captures may begin."""
+        self._is_training = False
+        """Whether the ``with`` block was entered."""
+        self._step = 0
         self._last_due: int | None = None
+        self._absence: Absence | None = None
+        self._told_start = False
+        """Whether the user was told how this training starts."""
         self._closed = False
+        self._has_ended_well = False
+        """What ``close`` returned."""
+
+    def __enter__(self) -> "SnapshotEngine":
+        """Begin training. Memory is made ready in the background, after ``restore`` if that comes later.
+
+        Raises: as ``prepare``.
+        """
+        self._check_open("with engine")
+        self._is_training = True
+        if self._told_start:
+            self.prepare()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """``close(drain=True)``, or ``abandon()`` after an exception. Blocks, and collective, as these are."""
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.close(drain=True)
+        else:
+            self.abandon()
+
+    def _check_open(self, call: str) -> None:
+        """Raises: ConfigError, after the end."""
+        if self._closed:
+            raise ConfigError(
+                f"{call}: this engine was closed, by close(), abandon() or the end of its with block; make another "
+                "SnapshotEngine to go on"
+            )
+
+    @property
+    def step(self) -> int:
+        """The step of the last boundary, or of the snapshot that was restored after it; 0 before the first."""
+        return self._step
 
     # ---------------------------------------------------------------- restart
 
     def fetch(self, which: int | str = "latest") -> Snapshot | None:
-        """Read the freshest snapshot that verifies (or that of one step, or of one name), without touching the live
-        state.
+        """Read the freshest snapshot that verifies (or that of one step, name or run), without touching the live
+        state. ``which``: see ``restore``.
 
         Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot. A level that does not
         answer within its ``timeout_s`` is passed over. With several ranks collective: all get the same one, or none.
         Raises: JobBusy, if this job runs already; StateMismatch, if the snapshot is of another model;
-        SnapshotNotFound, if a step or name was asked for that is not there; ConfigError, for a bad name; WaitTimeout,
-        if another rank is missing.
+        SnapshotNotFound, if a step, name or run was asked for that is not there; ConfigError, for a bad name;
+        WaitTimeout, if another rank is missing.
         """
         return self._fetch(which, self._client)
 
     def _fetch(self, which: int | str, client: KeeperClient | None) -> Snapshot | None:
-        return fetch(which, Restart(self.config, self._source, client, self._identity, self._world))
+        self._check_open("fetch")
+        found = fetch(which, Restart(self.config, self._source, client, self._identity, self._world))
+        if isinstance(found, Absence):
+            self._absence = found
+            return None
+        return found
 
-    def fetch_stored(self) -> Snapshot | None:
+    def fetch_stored(self, which: int | str = "latest") -> Snapshot | None:
         """As ``fetch``, from storage alone: also while another process of this job trains. Blocks. Collective, too."""
-        return self._fetch("latest", None)
+        return self._fetch(which, None)
 
     def restore(self, which: int | str = "latest") -> Snapshot | None:
         """``fetch``, then load into the live objects and continue that run. ``None``: nothing there, start fresh.
 
-        ``which``: ``"latest"``, a step, or a name that ``keep`` gave. Blocks; collective with several ranks.
+        ``which``: ``"latest"``, a step, a name that ``keep`` gave, ``"run:1f3a"`` (the newest snapshot of the run whose
+        id begins so) or ``"run:1f3a@200"`` (that step of it). If another snapshot than the newest is chosen, a new run
+        begins there: what was captured after it stays as it is, and ``"latest"`` means the new run as soon as that has
+        a complete snapshot. Blocks; collective with several ranks.
         Raises: as ``fetch``; UnsupportedState, as ``prepare``; what ``load_state_dict`` raises. With several ranks each
         of them, what one of them met; errors that are not of this package as StateError.
         """
+        self._check_open("restore")
+        started = time.perf_counter()
         self.together("checking the model", lambda: check_kinds(self._source.expected().items()))
         snapshot = self.fetch(which)
         if snapshot is None:
-            logger.info("no snapshot found: starting fresh")
+            self.tell_start()
+            self._prepare_for_training()
             return None
-        self.together("checking the optimizers", lambda: check_order(self._source, snapshot.parameters))
+        self.together(
+            "checking the optimizers", lambda: check_optimizers(self._source, snapshot.state, snapshot.parameters)
+        )
         faults.point("engine.restart.load")
         self.together("loading", lambda: self._source.load(snapshot.state))
         faults.point("engine.restart.loaded")
         if snapshot.world_size != self._world.size:
             self.part_ways(snapshot)
-        self.resume(snapshot)
+        seconds = time.perf_counter() - started
+        self.resume(snapshot, position=position_in(snapshot.state), seconds=seconds)
+        self._prepare_for_training()
         return snapshot
+
+    def _prepare_for_training(self) -> None:
+        if self._is_training:
+            self.prepare()
 
     def together(self, what: str, work: Callable[[], None]) -> None:
         """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
@@ -130,100 +216,260 @@ class SnapshotEngine:
         """Give every rank random numbers of its own, after a restart with another number of ranks. Not collective."""
         part_ways(snapshot, self._world)
 
-    def resume(self, snapshot: Snapshot) -> None:
-        """Continue the run that ``snapshot`` is of; for callers of ``fetch`` that load the state themselves."""
-        meta = self._recorder.meta
-        meta.run_id, meta.run_started_ns = snapshot.run_id, snapshot.run_started_ns
-        meta.follow(snapshot.newest_generation)
-        self._recorder.resume(snapshot.step)
-        self._last_due = None
-        self._durability.begin(meta.generation, snapshot.stored)
+    def resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
+        """Continue the run that ``snapshot`` is of, or begin a new one there (see ``restore``), and tell the user; for
+        callers of ``fetch`` that loaded the state.
+
+        ``position``: where in the data it goes on, in words; ``seconds``: what fetching and loading took together.
+        """
+        self._check_open("resume")
+        self._go_on(snapshot, snapshot.new_run or snapshot)
         if snapshot.world_size > 1 or not self._world.is_alone:
             self._discard_others(snapshot)
-        self._client.adopt_run(snapshot.run_id, snapshot.run_started_ns)
-        logger.info("resumed step %d from %s in %.2f s", snapshot.step, shown(snapshot.level), snapshot.seconds)
+        self._begin_run()
+        self._told_start = False
+        self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
+        if snapshot.new_run is not None and self._world.rank == 0:
+            new, left = snapshot.new_run, snapshot.new_run.left
+            logger.warning(
+                "a new run %s begins at step %d of run %s, which was chosen. The newest snapshot is step %d of run %s: "
+                'it stays, and "latest" means it until run %s has a complete snapshot. To go back to it, '
+                'restore("run:%s") or ckpt_path="run:%s"',
+                new.name,
+                snapshot.step,
+                snapshot.run,
+                left.step,
+                new.left_name,
+                new.name,
+                new.left_name,
+                new.left_name,
+            )
+
+    def _go_on(self, snapshot: Snapshot, run: Snapshot | NewRun | Branch) -> None:
+        """Captures from here on are of ``run``, which goes on from ``snapshot``."""
+        meta = self._recorder.meta
+        self._way_back.past.go_on(meta.run_id, snapshot.run_id, snapshot.step)
+        meta.run_id = run.run_id
+        meta.follow(snapshot.newest_start)
+        self._recorder.resume(snapshot.step, is_new_run=run is not snapshot)
+        self._step, self._last_due = snapshot.step, None
+        self._durability.begin(meta.start, snapshot.stored)
+
+    def tell_start(self, line: str | None = None) -> None:
+        """Tell the user how this training starts, if that was not told yet: ``line``, or that it starts fresh, and why.
+
+        Called by the first of ``restore``, ``resume``, ``prepare`` and ``boundary``.
+        """
+        if not self._told_start:
+            self._told_start = True
+            line = line or report.fresh(self._absence)
+            if self._world.rank == 0:
+                say(line)
+            else:
+                logger.info("rank %d: %s", self._world.rank, line)
 
     def _discard_others(self, snapshot: Snapshot) -> None:
-        """Drop what this memory holds beside ``snapshot``: not all ranks have it, and it must not outlast that."""
-        wanted = (snapshot.run_id, snapshot.step, snapshot.generation)
+        """Drop what this memory holds beside ``snapshot``, and beside the newest one where another was chosen: not all
+        ranks have it, and it must not outlast what they all have.
+        """
+        wanted = {(snapshot.run_id, snapshot.step, snapshot.start)}
+        if snapshot.new_run is not None:
+            left = snapshot.new_run.left
+            wanted.add((left.run_id, left.step, left.start))
         try:
             held = self._client.inventory(self.config.keeper_timeout_s).entries
         except KeeperUnavailable as error:
             logger.info("nothing in memory to go through: %s", error)
             return
         for item in held:
-            if (item.run_id, item.step, item.generation) != wanted:
+            if (item.run_id, item.step, item.start) not in wanted:
                 faults.point("engine.restart.discard")
-                discard(item.slot, item.sequence)
+                item.slot.drop(item.sequence)
+
+    def _begin_run(self, *, is_fresh: bool = False) -> None:
+        """From now on captures are of this run. ``is_fresh``: others that are at the levels are named, once."""
+        self._is_begun = True
+        self._client.adopt_run(self._recorder.meta.run_id, names_others=is_fresh and self._world.rank == 0)
 
     # ---------------------------------------------------------------- training
 
     def prepare(self) -> None:
-        """Start the keeper and let it make room in the background, so that the first capture does not stall.
+        """Start the keeper and let it make memory ready in the background: the first capture waits less for it.
 
-        Does not block. Optional: the first ``boundary`` does it otherwise, and captures begin some steps later.
-        Raises: UnsupportedState, for a tensor of the model that no snapshot can hold.
+        Does not block, unless something is required (``SnapshotConfig.require``): then one rank that is alone waits
+        for it, several do at their first boundary or in ``check_required``. Optional: ``with engine`` does it, or else
+        the first ``boundary``.
+        Raises: UnsupportedState, for a tensor of the model that no snapshot can hold; as ``check_required``.
         """
+        self._prepare()
+        if self._world.is_alone:
+            self.check_required()
+
+    def check_required(self) -> None:
+        """See to it that what ``SnapshotConfig.require`` names is there. Collective, if something is required.
+
+        Blocks: until it is. Raises: KeeperUnavailable, JobBusy or MemoryBoundExceeded, if there is no memory;
+        LevelUnavailable; with several ranks each of them, what one of them met.
+        """
+        if self.config.require == "memory":
+            self.together("making sure of memory", self._await_memory)
+        elif self.config.require == "storage" and not self._has_probed:
+            self._has_probed = True
+            self.together("making sure of storage", lambda: check_levels(self.config.levels))
+
+    def _await_memory(self) -> None:
+        self._prepare()
+        deadline = time.monotonic() + self.config.keeper_timeout_s + self.config.collective_timeout_s
+        while not self._recorder.is_ready():
+            self._hear()
+            self._recorder.return_slots()
+            error = self._client.refusal() or (self._protection.error if self._recorder.is_unprotected() else None)
+            if error is None and time.monotonic() > deadline:
+                error = KeeperUnavailable("the keeper did not make its slots ready in time")
+            if error is not None:
+                raise type(error)(f'SnapshotConfig(require="memory"): {error}')
+            time.sleep(0.005)
+
+    def _prepare(self) -> None:
+        self._check_open("prepare")
         if not self._prepared:
             check_kinds(self._source.expected().items())
-            # Only once: from then on the client counts which steps are durable, and this would make it forget them.
             self._prepared = True
-            self._client.adopt_run(self._recorder.meta.run_id, self._recorder.meta.run_started_ns)
+            self.tell_start()
+        # Only once: from then on the client counts which steps are durable, and this would make it forget them.
+        if not self._is_begun:
+            self._begin_run(is_fresh=True)
+        self._recorder.register_slots()  # before slots that an earlier start left are made ready
         self._client.start()
         self._gates.install(self._source.optimizers())
         self._recorder.prepare()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until all memory is there, immutable tensors in it, so that captures can begin; ``False`` after the
-        deadline. The next boundary is captured then; where the memory was estimated too small, it waits for more.
+        """Block until all memory is there, immutable tensors in it; ``False`` after the deadline, or as soon as it is
+        known that there is none.
+
+        For tests and benchmarks: in training the first boundary waits for what it needs. After this call the next one
+        does, too.
         """
         self.prepare()
-        deadline = time.monotonic() + timeout_s
+        deadline, losses = time.monotonic() + timeout_s, self._protection.losses
         while not self._recorder.is_ready():
-            if time.monotonic() > deadline:
+            self._hear()
+            self._recorder.return_slots()
+            if time.monotonic() > deadline or self._protection.losses > losses:
                 return False
             time.sleep(0.005)
         self._recorder.is_promised = True
         return True
 
-    def boundary(self, step: int, *, force: bool = False) -> bool:
+    def boundary(self, step: int | None = None, *, force: bool = False) -> bool:
         """Tell that optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
 
-        ``force``: capture it also between the steps that ``every_n_steps`` names (the last one, or before an exit).
-        Does not block on copies, storage or the keeper, but for the first after ``wait_ready``: where the memory was
-        estimated too small it waits at most ``gate_timeout_s`` for more. With several ranks the first is collective,
-        the others not; where storage holds all slots, it waits at most ``gate_timeout_s`` for one: no rank leaves a
-        step out alone.
+        ``step``: one more than ``engine.step`` if not given. ``force``: capture it also between the steps that
+        ``every_n_steps`` names (the last one, or before an exit), but never between two averagings of local SGD.
+        Blocks: the first capture, and the first after ``restore``, waits until there is memory for one snapshot, at
+        most ``gate_timeout_s``, and no longer than until it is known that there is none: if the keeper does not answer,
+        after ``keeper_timeout_s``. Later ones do not block on copies, storage or the keeper. With several ranks the
+        first is collective, the others not; where storage holds all slots, it waits for one, at most ``gate_timeout_s``
+        altogether: then storage gets fewer snapshots.
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
-        runs already on this node. Nothing else.
+        runs already on this node; ConfigError after the end; at the first boundary also what ``check_required`` raises.
+        Nothing else.
         """
-        started = time.perf_counter()
         with self._lock:
+            self._check_open("boundary")
+            step = self._step = self._step + 1 if step is None else step
             self.gate()
+            started = time.perf_counter()
             self._hear()
             refusal = self._client.refusal()
             if refusal is not None:
                 raise refusal
-            if self._closed or not self._recorder.is_due(step, force=force):
+            if step < (self._recorder.seen_step or 0):  # a loop that begins again: these are other snapshots
+                self._recorder.meta.follow(None)
+                self._durability.begin(self._recorder.meta.start, {})
+            if not self._recorder.is_due(step, force=force):
                 return False
             self._last_due = step
-            self._recorder.tell_new_keeper()
-            try:
-                self._gates.install(self._source.optimizers())
-                with collector_paused():
-                    began = self._recorder.begin(step)
-            except UnsupportedState as error:
-                if not self._recorder.encoded_once:
-                    raise
-                self._events.note_once("state", "step %d is not captured: %s", step, error)
-                began = self._recorder.skip("unsupported state")
-            except Exception as error:  # noqa: BLE001  whatever a capture meets, training goes on
-                self._events.note_once("capture", "step %d is not captured: %s: %s", step, type(error).__name__, error)
-                began = self._recorder.skip("error")
-            self._recorder.passed(step)
-            if began:
-                self._statistics.boundary.add(time.perf_counter() - started)
+            self.tell_start()
+            if not self._is_begun:
+                self._begin_run(is_fresh=True)
+            began = self._capture(step, started, force=force)
+            if not self._has_opened:
+                self._has_opened = True
+                try:
+                    self._say_sizes()
+                except (OSError, ValueError) as error:  # the machine does not tell, and training needs no answer
+                    logger.info("what the training takes is not known: %s", error)
+                self.check_required()
+                if not began and self.config.require == "memory":
+                    began = self._capture(step, started, force=force)
+            self._former.dismiss(self._recorder, self._durability)
             return began
+
+    def replan(self) -> None:
+        """Work out anew, at the next boundary, what each rank captures: what all ranks hold alike has changed.
+
+        Does not block; that boundary is collective with several ranks, so all are to call it before the same one.
+        """
+        self._check_open("replan")
+        with self._lock:
+            self._recorder.replan()
+
+    def last_boundary(self, step: int) -> bool:
+        """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Between two
+        averagings of local SGD it is not, nor after the end of the engine.
+
+        Blocks: until there is a slot, at most ``keeper_timeout_s``, and until the copies are done: what comes after a
+        training may change weights. Raises: as ``boundary``.
+        """
+        if self._closed:
+            return False
+        deadline = time.monotonic() + self.config.keeper_timeout_s
+        # A short training may end before all memory is there, and slots may still be read by a slow level.
+        while not self.boundary(step, force=True) and self._last_due == step and self._recorder.last_step != step:
+            if time.monotonic() > deadline or not self.wait_ready(max(0.0, deadline - time.monotonic())):
+                break  # ``close`` says so
+            time.sleep(0.005)
+        # Where there turned out to be no memory it is written to storage now; else this does nothing.
+        self.boundary(step, force=True)
+        self.gate()
+        return self._recorder.last_step == step
+
+    def _say_sizes(self) -> None:
+        sizes = self._recorder.sizes()
+        if sizes is None:
+            return  # nothing could be planned
+        if self._world.rank == 0:
+            is_protected = self._protection.cause is None
+            say(opening_line(self.config, sizes, self._world.size, is_protected=is_protected))
+        if self._world.is_alone or self._world.place.local_rank == 0:
+            ranks_here = 1 if self._world.is_alone else len(self._world.crew)
+            for shortage in shortages(self.config, sizes.state_bytes + sizes.frozen_bytes, ranks_here):
+                logger.warning("%s", shortage)
+
+    def _capture(self, step: int, started: float, *, force: bool) -> bool:
+        self._recorder.tell_new_keeper()
+        waited_before_s = self._statistics.memory_wait_s
+        try:
+            self._gates.install(self._source.optimizers())
+            with collector_paused():
+                began = self._recorder.begin(step, force=force)
+        except UnsupportedState as error:
+            if not self._recorder.encoded_once:
+                raise
+            self._events.note_once("state", "step %d is not captured: %s", step, error)
+            began = self._recorder.skip("unsupported state")
+        except JobBusy:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever a capture meets, training goes on
+            self._events.note_once("capture", "step %d is not captured: %s: %s", step, type(error).__name__, error)
+            began = self._recorder.skip("error")
+        seconds = time.perf_counter() - started
+        self._statistics.waited_s += seconds
+        if began:
+            self._statistics.boundary.add(seconds - (self._statistics.memory_wait_s - waited_before_s))
+        return began
 
     def _hear(self) -> None:
         """Count and log what happened."""
@@ -242,7 +488,72 @@ class SnapshotEngine:
                 return
             faults.point("engine.gated")
             self._recorder.account(job)
-            self._statistics.gate.add(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._statistics.gate.add(seconds)
+            self._statistics.waited_s += seconds
+
+    def rollback(self, *, steps: int = 1, data: Data = "skip", reason: str = "") -> Rollback:
+        """Go back in place to the newest snapshot at least ``steps`` older than the step in progress, the one after
+        the last boundary. Called in place of ``boundary(20)`` it gives step 19, and so does ``steps=2`` after it.
+
+        The state comes from memory (the keeper and this process go on), else from storage; gradients are cleared. By
+        default data loaders stay where they are, so the batches since then are skipped; ``data="repeat"`` puts them
+        back as well. ``reason``: for the line that the user sees. Snapshots with NaN in trained weights or optimizer
+        state are passed over.
+
+        Captures that are newer than the snapshot are dropped, and are not offered to ``"latest"`` any more: a new run
+        begins. Until its first capture is whole in memory, at the end of this call, a crash may still resume a newer
+        snapshot that storage has already; until storage has it, the loss of trainer and keeper together may. Where
+        nothing newer was captured, as ``LossWatch`` calls it, there is no such window.
+
+        Collective. Blocks: for reading and loading. Raises: SnapshotNotFound; ConfigError; what ``load_state_dict``
+        raises; WaitTimeout.
+        """
+        self._check_open("rollback")
+        check_data(data)
+        started = time.perf_counter()
+        self.gate()
+        last, way = self._recorder.last_step, self._way_back
+        if last is not None:  # a device may still be copying
+            self.wait(last, until="captured", timeout_s=self.config.gate_timeout_s)
+        from_step, snapshot = way.from_step, way.find(steps)
+        branch = way.branch(snapshot)
+        faults.point("engine.rollback.found")
+        if branch is not None:
+            way.drop_newer(snapshot)
+        faults.point("engine.rollback.load")
+        self.together("rolling back", lambda: way.load(snapshot, data))
+        faults.point("engine.rollback.loaded")
+        if snapshot.world_size != self._world.size:
+            self.part_ways(snapshot)
+        if branch is None:
+            self._step = snapshot.step
+            self._recorder.go_back(snapshot.step)
+        else:
+            self._go_on(snapshot, branch)
+            self._begin_run()
+            self._capture_branch(snapshot.step)
+        self._statistics.rollbacks += 1
+        done = Rollback(snapshot.step, from_step, snapshot.level, time.perf_counter() - started)
+        if self._world.rank == 0:
+            say(line_of(done, data, reason))
+        return done
+
+    def _capture_branch(self, step: int) -> None:
+        """Make the state that was loaded the newest snapshot. Collective. Blocks: until it is whole in memory."""
+        self._recorder.stores_next, self._last_due = True, step
+        timeout_s = self.config.gate_timeout_s
+        faults.point("engine.rollback.capture")
+        with self._lock:
+            began = self._capture(step, time.perf_counter(), force=True)
+        is_held = began and self.wait(step, until="captured", timeout_s=timeout_s)
+        faults.point("engine.rollback.captured")
+        if not all(self._world.exchange("capturing after a rollback", is_held)):
+            logger.warning(
+                "step %d could not be captured after the rollback: until the next capture is whole, "
+                '"latest" means the newest snapshot of the run before, which may be a bad one',
+                step,
+            )
 
     def _stepped_beside(self) -> None:
         if self._captures.discard("an optimizer stepped without passing the gate"):
@@ -257,17 +568,33 @@ class SnapshotEngine:
         Where the last boundary was not captured, the next one will be, due or not; then the step returned is the least
         that it can have. Does not block. Raises: ConfigError, for a bad name, or without persistent levels.
         """
+        self._check_open("keep")
         check_name(name)
         if not self.config.levels:
             raise ConfigError("keep: there is no persistent level that could keep a snapshot")
         with self._lock:
             return self._recorder.keep(name)
 
+    def restated(self, parts: Collection[str]) -> dict[str, Any] | None:
+        """These parts of the state as they are now, in the encoding of a manifest, over the tensors of the capture of
+        the last boundary; ``None`` where one of their tensors changed since, or there is no such capture, or ``keep``
+        would not name it.
+
+        A lazily captured tensor of more than 4 KiB counts as unchanged if its version and some of its words are those
+        of the capture. Not collective. Blocks: until that capture is whole in memory, at most ``gate_timeout_s``.
+        """
+        step = self._recorder.last_step
+        if step is None or not self.wait(step, until="captured", timeout_s=self.config.gate_timeout_s):
+            return None
+        with self._lock:
+            return self._recorder.restated(parts)
+
     def release(self, name: str) -> None:
         """Take ``name`` from this run's snapshots: retention treats them as any other. Does not block.
 
         Raises: ConfigError, for a bad name.
         """
+        self._check_open("release")
         check_name(name)
         with self._lock:
             self._recorder.names.release(name, self._recorder.meta.run_id)
@@ -282,6 +609,7 @@ class SnapshotEngine:
 
         With several ranks durable on all of them, so all are to wait for it; whole in the memory of this one.
         """
+        self._check_open("wait")
         if until not in ("captured", "durable"):
             raise ConfigError(f'wait: until must be "captured" or "durable", got {until!r}')
         if until == "durable" and not self.config.levels:
@@ -295,40 +623,47 @@ class SnapshotEngine:
             if not (self._world.is_alone and self._durability.has(step)):
                 self.flush(timeout_s)
             return self._durability.has(step)
+        if self._direct.has_step(step):
+            return True  # not in memory, and at a level already
         deadline = time.monotonic() + timeout_s
-        while True:
-            statuses = [slot.status() for slot in self._client.slots()]
-            phases = {status.phase for status in statuses if status.step == step}
-            if SlotPhase.WHOLE in phases:
-                return True
-            # Behind the gate only a device can still be at it; what is neither in flight nor whole was dropped.
-            if SlotPhase.CAPTURING not in phases or time.monotonic() > deadline:
+        # Behind the gate only a device can still be copying. A keeper that was lost is being replaced.
+        while (state := self._recorder.state_of(step)) in (CaptureState.COPYING, CaptureState.ALONE):
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
+        return state is CaptureState.HELD
 
     def flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
-        """Block until the newest capture is durable at every level; ``False`` after the deadline, or if it was dropped.
+        """Block until the newest capture is durable at every level; ``False`` after the deadline, if it was dropped, or
+        if nothing at all was captured of what was due.
 
         With several ranks durable on all of them, so all are to call it at the same step.
-        ``progress`` is called with the number of levels done and of all levels.
+        ``progress`` is called with bytes that levels have, and bytes that all of them together are to have.
         """
+        self._check_open("flush")
         self.gate()
-        self._verify()
-        done = self._durability.flush(self._statistics.last_whole_step, timeout_s, progress)
+        deadline = time.monotonic() + timeout_s
+        self._verify(timeout_s)
+        left_s = max(0.0, deadline - time.monotonic())
+        done = self._durability.flush(self._recorder.newest_whole(), left_s, progress)
         self._hear()
-        return done and not self._recorder.has_lost_last
+        is_captured = self._last_due is None or self._statistics.last_whole_step is not None
+        return done and is_captured and not self._recorder.has_lost_last
 
-    def _verify(self) -> None:
+    def _verify(self, timeout_s: float) -> None:
         with self._lock:
-            self._recorder.frozen.verify()
+            self._recorder.frozen.verify(timeout_s)
 
     def statistics(self) -> Statistics:
         """Counters and timings so far; updated in place."""
         self._hear()
+        if not self._closed:
+            self._statistics.last_whole_step = self._recorder.last_held_step()
         return self._statistics
 
     def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:
-        """End well: make the newest capture durable, send the keeper away, free the memory. Idempotent.
+        """End well: make the newest capture durable, send the keeper away, free the memory. Idempotent: called again it
+        says the same; ``False`` after ``abandon``.
 
         Blocks: with several ranks at most ``collective_timeout_s`` for the others; at most ``drain_timeout_s`` for
         storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
@@ -337,14 +672,16 @@ class SnapshotEngine:
         collective; where one is missing at the deadline memory stays likewise, for the restart of all.
         """
         if self._closed:
-            return True
+            return self._has_ended_well
         durable, over, captured = False, False, True
         try:
             self.gate()
-            self._verify()
+            self._verify(self.config.drain_timeout_s)
             over = self._world.is_alone or self._world.ends()
             durable = not drain or self._end(progress, is_common=over)
             captured = not drain or self._has_captured_last()
+            self._protection.sum_up()
+            self._former.dismiss(self._recorder, self._durability, is_end=durable and over)
         finally:
             self._leave()
             if over:
@@ -353,28 +690,51 @@ class SnapshotEngine:
                 self._client.goodbye(self.config.keeper_timeout_s)
             else:
                 self._client.abandon()
-        return durable and captured
+        self._tell_end(report.Ending.CLOSED if durable and over else report.Ending.LINGERING)
+        self._has_ended_well = durable and captured
+        return self._has_ended_well
+
+    def _tell_end(self, ending: report.Ending) -> None:
+        self._hear()
+        urls = [level.url for level in self.config.levels]
+        end = report.End(ending, urls, self.config.memory.linger_s)
+        for line in report.summary(self._statistics, end) if self._world.rank == 0 else ():
+            say(line)
 
     def _has_captured_last(self) -> bool:
-        last, newest = self._last_due, self._statistics.last_whole_step
+        last, capture = self._last_due, self._recorder.newest_whole()
+        newest = None if capture is None else capture.step
         if last is None or last == newest:
             return True
         logger.warning(
             "step %d, the last that was due, is not captured (left out so far: %s), so it is nowhere; the newest "
-            "snapshot of this training is %s. Call wait_ready before the first step, where that is the reason",
+            "snapshot of this training is %s. %s",
             last,
             dict(self._statistics.skipped) or "none",
             "none" if newest is None else f"of step {newest}",
+            self._reason(),
         )
         return False
 
+    def _reason(self) -> str:
+        """Why captures are missing, and what helps, as far as it is known."""
+        cause = self._protection.cause
+        if cause is not None:
+            return f"This training is NOT protected in memory: {cause}; {self._protection.what_is_done()}"
+        if self._statistics.skipped["no slots yet"]:
+            return "Its memory was not ready in time (gate_timeout_s)"
+        return "The messages above say why"
+
     def _end(self, progress: Progress | None, *, is_common: bool) -> bool:
-        if self._world.is_alone and not (self._statistics.began or self._client.was_attached):
+        has_any = self._statistics.began or self._client.was_attached or self._direct.has_newest
+        if self._world.is_alone and not has_any:
             return True
         started = time.monotonic()
-        durable = self._durability.end(self._statistics.last_whole_step, progress, is_common=is_common)
+        durable = self._durability.end(self._recorder.newest_whole(), progress, is_common=is_common)
         self._hear()
-        if not durable:
+        if not durable and self._protection.cause is not None:
+            logger.warning("the last snapshot is not durable at every level. %s", self._reason())
+        elif not durable:
             logger.warning(
                 "the last snapshot is not durable at every level (waited %.1f s of at most %g, drain_timeout_s); see "
                 "the messages above, if any, and the level that does not answer. Memory keeps it for %g s (linger_s) "
@@ -386,11 +746,16 @@ class SnapshotEngine:
         return durable
 
     def abandon(self) -> None:
-        """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart."""
+        """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart.
+
+        Blocks: until the immutable tensors are compared byte by byte, at most ``flush_budget_s``.
+        """
         if not self._closed:
             self.gate()
+            self._verify(self.config.flush_budget_s)
             self._leave()
             self._client.abandon()
+            self._tell_end(report.Ending.LINGERING)
 
     def _leave(self) -> None:
         self._closed = True
@@ -398,3 +763,13 @@ class SnapshotEngine:
         self._gates.remove()
         self._captures.close(self.config.gate_timeout_s)
         self._recorder.close()
+
+
+def _source_of(state: StateSource | Mapping[str, Any]) -> StateSource:
+    source = ObjectState(state) if isinstance(state, Mapping) and state else state
+    if not isinstance(source, StateSource):
+        raise ConfigError(
+            'SnapshotEngine: the state must be a dict of names to objects, as in {"model": model, "optimizer": '
+            f"optimizer}}, or a StateSource; got {'an empty one' if state == {} else type(state).__qualname__}"
+        )
+    return source

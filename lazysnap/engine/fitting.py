@@ -5,12 +5,10 @@ from collections.abc import Mapping
 import torch
 
 from lazysnap.errors import StateMismatch
+from lazysnap.snapshots.tensors import Facts
 from lazysnap.state.modules import check_loadable, held_names, is_uninitialised
 
 _SHOWN = 5
-
-Facts = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and global shape."""
 
 
 def check_fits(held: Mapping[str, Facts | None], expected: Mapping[str, torch.Tensor], where: str) -> None:

@@ -117,11 +117,11 @@ class Freezing:
         return digest_of(image, self.frozen.layout, self.beat)
 
 
-def frozen_meta(frozen: FrozenSet, run_id: str, run_started_ns: int, captured_ns: int) -> bytes:
+def frozen_meta(frozen: FrozenSet, run_id: str, start: str, captured_ns: int) -> bytes:
     """The metadata of the image, with the keys of ``CaptureMeta``."""
     fields = {
         "run_id": run_id,
-        "run_started_ns": run_started_ns,
+        "start": start,
         "step": 0,
         "rank": 0,
         "world_size": 1,

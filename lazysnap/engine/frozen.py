@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from lazysnap import faults
-from lazysnap.arena import Check, Slot
-from lazysnap.capture.checks import demand, discard, passed
+from lazysnap.arena import Slot
 from lazysnap.capture.frozen import FrozenSet, choose_frozen
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.freezing import Freezing, frozen_meta
@@ -29,7 +28,7 @@ _UNKNOWN = "0" * 32
 
 
 class FrozenTensors:
-    """Used on the training thread; the passes over all bytes run in threads of their own.
+    """Used on the training thread, under the engine's lock.
 
     ``lost`` is called with the sequence number of each capture that turned out to be worth nothing.
     """
@@ -57,10 +56,8 @@ class FrozenTensors:
         self._suspects: set[str] = set()
         self._is_used = False
         """Whether a capture refers to the set."""
-        self._unverified: dict[int, Slot] = {}
-        """Captures that refer to the set, by sequence number, that no pass over all bytes has vouched for."""
-        self._lock = threading.Lock()
-        self._passes: list[_Pass] = []
+        self._uncompared: dict[int, Slot] = {}
+        """Captures that refer to the set, by sequence number, since all bytes were last compared."""
 
     # ---------------------------------------------------------------- which, and where they are
 
@@ -84,21 +81,14 @@ class FrozenTensors:
     def _replace(self, frozen: FrozenSet | None) -> None:
         if self._freezing is not None:
             self._freezing.cancel()
-        for one in self._passes:
-            one.cancelled.set()
-            # It can never be compared any more, and the keeper waits for that.
-            if one.is_running and discard(one.slot, one.sequence):
-                self._lost(one.sequence)
-        self._passes, self._is_used = [], False
-        with self._lock:
-            self._unverified.clear()
-        self._set, self._freezing = frozen, None
+        self._set, self._freezing, self._is_used = frozen, None, False
+        self._uncompared.clear()
         self._log.statistics.frozen_bytes = 0
         if frozen is not None:
             self._freeze(frozen)
 
     def _freeze(self, frozen: FrozenSet) -> None:
-        meta = frozen_meta(frozen, self._meta.run_id, self._meta.run_started_ns, time.time_ns())
+        meta = frozen_meta(frozen, self._meta.run_id, self._meta.start, time.time_ns())
         known = {name: self._known[name] for name in frozen.names if name in self._known}
         self._freezing, self._is_known = Freezing(frozen, self._client, meta, known), False
 
@@ -107,8 +97,6 @@ class FrozenTensors:
         frozen, freezing = self._set, self._freezing
         if frozen is None or freezing is None:
             return True
-        if freezing.refusal:
-            self._log.note_once("memory", "no captures into memory: %s", freezing.refusal)
         if freezing.is_running or freezing.changed or freezing.error:
             return False
         if not freezing.holds():
@@ -119,6 +107,11 @@ class FrozenTensors:
             self._log.statistics.frozen_bytes = frozen.size_bytes
             self._is_known = True
         return True
+
+    @property
+    def refusal(self) -> str:
+        """Why there is no memory for the set; empty if there is, or it is not known yet. Hot."""
+        return "" if self._freezing is None else self._freezing.refusal
 
     def is_awaited(self) -> bool:
         """Whether waiting helps: it is being captured, and no boundary has to look at it first."""
@@ -145,7 +138,7 @@ class FrozenTensors:
         if frozen is None or freezing is None:
             return True
         left = frozen.left(self._source.optimizers())
-        changed = sorted({*frozen.changed(), *self._found()} - set(left))
+        changed = sorted({*frozen.changed(), *freezing.changed} - set(left))
         if changed:
             self._lose(changed)
         elif left:
@@ -158,19 +151,10 @@ class FrozenTensors:
             return True
         return False
 
-    def _found(self) -> set[str]:
-        """What the passes over all bytes found changed."""
-        found = set(self._freezing.changed) if self._freezing is not None else set()
-        for one in self._passes:
-            found.update(one.changed)
-            self._tell_failed(one)
-        self._passes = [one for one in self._passes if one.is_running or one.changed]
-        return found
-
-    def _tell_failed(self, one: "_Pass") -> None:
-        if one.has_failed:
-            one.has_failed = False
-            self._lost(one.sequence)
+    def is_as_it_was(self) -> bool:
+        """As ``look``, but nothing follows from it."""
+        frozen = self._set
+        return frozen is None or not (frozen.left(self._source.optimizers()) or frozen.changed())
 
     def _lose(self, changed: list[str]) -> None:
         """Something wrote to tensors that are not to be trained: they are never believed immutable again."""
@@ -180,9 +164,7 @@ class FrozenTensors:
         self._suspects.update(changed)
         for name in changed:
             self._known.pop(name, None)
-        with self._lock:
-            doubtful = list(self._unverified.items())
-        for sequence in [sequence for sequence, slot in doubtful if discard(slot, sequence)]:
+        for sequence in [sequence for sequence, slot in self._uncompared.items() if slot.drop(sequence)]:
             self._log.statistics.torn += 1
             self._lost(sequence)
         if offenders:
@@ -191,7 +173,8 @@ class FrozenTensors:
             self._log.note_once(
                 "frozen",
                 "%d tensors that need no gradient were changed all the same (%s, …): they are part of every snapshot "
-                "from now on, and snapshots in memory that were not compared byte by byte are dropped",
+                "from now on. Snapshots in memory since they were last compared byte by byte are dropped; those on "
+                "storage hold the values that the tensors had first",
                 len(offenders),
                 offenders[0],
             )
@@ -205,59 +188,44 @@ class FrozenTensors:
 
     # ---------------------------------------------------------------- captures that refer to the set
 
-    def began(self, slot: Slot, sequence: int, released: threading.Event) -> None:
-        """A capture that refers to the set began, and is pinned if its slot says so: then it is compared."""
-        if self._set is None:
-            return
+    def began(self, slot: Slot, sequence: int) -> None:
+        """A capture that refers to the set began."""
         self._is_used = True
-        with self._lock:
-            for known in [known for known, held in self._unverified.items() if held is slot]:
-                del self._unverified[known]
-            self._unverified[sequence] = slot
-        if slot.status().pinned:
-            self._compare(slot, sequence, released)
+        self._uncompared = {known: held for known, held in self._uncompared.items() if held is not slot}
+        self._uncompared[sequence] = slot
 
-    def demand(self, slot: Slot, sequence: int) -> None:
-        """A whole capture is to be persisted after all."""
-        with self._lock:
-            is_unverified = sequence in self._unverified
-        if is_unverified and not any(one.sequence == sequence for one in self._passes):
-            demand(slot, Check.FROZEN)
-            done = threading.Event()
-            done.set()
-            self._compare(slot, sequence, done)
+    def verify(self, timeout_s: float) -> None:
+        """Compare all bytes with those that were captured: training closes, or waits for storage.
 
-    def _compare(self, slot: Slot, sequence: int, released: threading.Event) -> None:
-        assert self._set is not None
-        one = _Pass(self._set, self._known, slot, sequence)
-        self._passes.append(one)
-        threading.Thread(target=one.run, args=(released, self._vouch), name="lazysnap-compare", daemon=True).start()
-
-    def _vouch(self, sequence: int) -> None:
-        """Captures up to that one began before a pass that found nothing changed."""
-        with self._lock:
-            vouched = {known: slot for known, slot in self._unverified.items() if known <= sequence}
-            for known in vouched:
-                del self._unverified[known]
-        for known, slot in vouched.items():
-            passed(slot, Check.FROZEN, known)
-
-    def verify(self) -> None:
-        """Compare all bytes now, before what is in memory is persisted as the last of this training. Blocks."""
-        with self._lock:
-            newest = max(self._unverified.items(), default=None)
-        if self._set is None or newest is None:
+        Blocks: at most ``timeout_s``. Captures count as right if the comparison fails or takes longer: pointers,
+        versions and samples were as they had to be at each boundary.
+        """
+        if self._set is None or not self._uncompared:
             return
-        one = _Pass(self._set, self._known, newest[1], newest[0])
-        done = threading.Event()
-        done.set()
-        one.run(done, self._vouch)
-        self._tell_failed(one)
-        changed = sorted({*one.changed} - {*self._set.left(self._source.optimizers())})
+        comparison = _Comparison(self._set)
+        comparison.start()
+        comparison.join(timeout_s)
+        comparison.cancelled.set()
+        if comparison.found is None:
+            self._log.note_once(
+                "comparison",
+                "the immutable tensors were not compared byte by byte: %s; snapshots rely on the samples of each step",
+                comparison.error or f"it took longer than {timeout_s:g} s",
+            )
+            return
+        differing = {name for name, checksum in comparison.found.items() if self._known[name] != checksum}
+        changed = sorted(differing - {*self._set.left(self._source.optimizers())})
         if changed:
             self._lose(changed)
+        else:
+            self._uncompared.clear()
 
     # ---------------------------------------------------------------- ending
+
+    def reloaded(self) -> None:
+        """The values that the live tensors had were loaded into them again."""
+        if self._set is not None:
+            self._set.accept()
 
     def reset(self) -> None:
         """Other values were loaded into the live tensors."""
@@ -265,48 +233,30 @@ class FrozenTensors:
         self._replace(None)
 
     def close(self) -> None:
-        """Let all threads end. Blocks: at most some seconds."""
+        """Let the thread end. Blocks: at most some seconds."""
         if self._freezing is not None:
             self._freezing.cancel(_STOP_S)
-        for one in self._passes:
-            one.cancelled.set()
-        self._passes = []
         self._set = self._freezing = None
+        self._uncompared.clear()
 
 
-class _Pass:
-    """A pass over all bytes of the live tensors, for a capture that the keeper holds back until it ended well."""
+class _Comparison(threading.Thread):
+    """A pass over all bytes of the live tensors. A device that hangs must not hang its caller."""
 
-    def __init__(self, frozen: FrozenSet, known: dict[str, str], slot: Slot, sequence: int) -> None:
+    def __init__(self, frozen: FrozenSet) -> None:
+        super().__init__(name="lazysnap-compare", daemon=True)
         self._frozen = frozen
-        self._known = dict(known)
-        self.slot = slot
-        self.sequence = sequence
-        self.changed: list[str] = []
         self.cancelled = threading.Event()
-        self.is_running = True
-        self.has_failed = False
-        """Whether it could not compare, and dropped the capture for that."""
+        self.found: dict[str, str] | None = None
+        """A checksum for each tensor, by name, once it ended well."""
+        self.error = ""
 
-    def run(self, released: threading.Event, vouch: Callable[[int], None]) -> None:
-        """Begin when the copy is ``released``: it is what training waits for."""
+    def run(self) -> None:
         try:
-            while not released.wait(0.1):
-                self._beat()
             faults.point("engine.frozen.compare")
-            found = self._frozen.digest(self._beat).tensors
-            self.changed = [name for name, checksum in found.items() if self._known[name] != checksum]
-            if not self.changed:
-                vouch(self.sequence)
-                passed(self.slot, Check.FROZEN, self.sequence)
-                return
-        except CaptureAborted:
-            return
+            self.found = self._frozen.digest(self._beat).tensors
         except Exception as error:  # noqa: BLE001  the rim of the thread
-            logger.warning("the immutable tensors could not be compared: %s: %s", type(error).__name__, error)
-            self.has_failed = discard(self.slot, self.sequence)
-        finally:
-            self.is_running = False
+            self.error = f"{type(error).__name__}: {error}"
 
     def _beat(self) -> None:
         if self.cancelled.is_set():

@@ -2,13 +2,13 @@
 
 import importlib.metadata
 import json
-import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from lazysnap.capture.plan import CapturePlan
 from lazysnap.shard.manifest import FrozenReference
+from lazysnap.shard.names import id_after, new_id
 from lazysnap.state.walk import Walk
 
 _PACKAGES = ("lazysnap", "torch", "lightning", "pytorch-lightning")
@@ -30,32 +30,29 @@ class MetaWriter:
     """Writes the metadata of one run's captures; the keys are those of ``CaptureMeta``."""
 
     run_id: str
-    run_started_ns: int
+    start: str
+    """Drawn by all ranks together."""
     rank: int = 0
     world_size: int = 1
-    generation: str | None = None
-    """Drawn by all ranks together; ``None`` with one rank."""
     parameters: dict[str, list[str]] | None = None
     _packages: dict[str, str] = field(default_factory=package_versions, repr=False)
 
     @classmethod
     def fresh(cls) -> "MetaWriter":
         """For a run that begins now."""
-        return cls(secrets.token_hex(8), time.time_ns())
+        return cls(new_id(), new_id())
 
-    def follow(self, generation: str | None) -> None:
-        """Begin another generation, later than that one: keepers and levels tell by it what is newer, and a clock may
-        go back. Steps that are passed again are other snapshots than the first, on all ranks.
+    def follow(self, newest: str | None) -> None:
+        """Begin another start, later than this one and ``newest``: steps that are passed again are other snapshots than
+        the first. The same on all ranks.
         """
-        if self.generation is not None:
-            newest = max(self.generation, generation or "")
-            self.generation = f"{min(int(newest, 16) + 1, (1 << 64) - 1):016x}"
+        self.start = id_after(self.start, max(self.start, newest or ""))
 
     def write(self, step: int, plan: CapturePlan, walked: Walk, frozen: FrozenReference | None) -> bytes:
         """The metadata of the capture of ``walked`` at ``step``. Hot: once per boundary."""
         fields: dict[str, Any] = {
             "run_id": self.run_id,
-            "run_started_ns": self.run_started_ns,
+            "start": self.start,
             "step": step,
             "rank": self.rank,
             "world_size": self.world_size,
@@ -64,8 +61,6 @@ class MetaWriter:
             "aliases": plan.aliases,
             "packages": self._packages,
         }
-        if self.generation is not None:
-            fields["generation"] = self.generation
         if self.parameters is not None:
             fields["parameters"] = self.parameters
         if frozen is not None:

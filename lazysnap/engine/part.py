@@ -1,22 +1,20 @@
 """One rank's part of one snapshot: shards are opened until nothing that it wants is missing, then it is read."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from lazysnap.engine.assembly import Assembly, OpenShard, is_empty_part, wanted_box
+from lazysnap.engine.assembly import Assembly, is_empty_part, wanted_box
 from lazysnap.engine.fitting import check_fits
-from lazysnap.engine.holders import Holders, complete
 from lazysnap.engine.shards import BadImage, ShardOpener
 from lazysnap.engine.world import World
 from lazysnap.errors import LazySnapError, ShardCorrupt
 from lazysnap.resolver import Entry, RestartPlan
+from lazysnap.snapshots.reader import OpenShard
 from lazysnap.state.codec import tensor_names
 from lazysnap.state.modules import held_names
-from lazysnap.state.sharding import replicas_of
 from lazysnap.state.source import StateSource
 
 Target = Callable[[str], "torch.Tensor | None"]
@@ -39,13 +37,16 @@ class Part:
     """That were read from."""
     parameters: dict[str, list[str]] | None
     """See ``Snapshot``."""
+    captured_ns: int
 
 
 class PartReader:
     """Reads what this rank wants of snapshots."""
 
-    def __init__(self, source: StateSource, world: World, opener: ShardOpener) -> None:
+    def __init__(self, source: StateSource, world: World, opener: ShardOpener, *, lends: bool = False) -> None:
+        """``lends``: see ``Assembly``; what is read is good until the slots are written again."""
         self._source = source
+        self._lends = lends
         self._world = world
         self._opener = opener
 
@@ -64,14 +65,16 @@ class PartReader:
         except ShardCorrupt as error:
             raise BadShard(chosen[own], error) from error
         target = target_of(self._source, expected, named)
-        assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape))
-        holders = Holders(chosen, *self._nearby(plan), partial(self._replicas, plan, target))
+        opener = self._opener
+        lend = opener.lend if self._lends else lambda shard: None
+        assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape), read=opener.read, lend=lend)
+        left = nearest_first(chosen, *self._nearby(plan))
         levels = set()
 
         def add(rank: int) -> None:
             self._add(assembly, mine if rank == own else self._open(plan, chosen[rank]), chosen[rank])
             levels.add(chosen[rank].level)
-            holders.take(rank)
+            left.remove(rank)
 
         add(own)
         # Of a live tensor the shape is known; optimizer state may have another one than its parameter.
@@ -82,10 +85,10 @@ class PartReader:
             if rank != own and rank in chosen:
                 add(rank)
         check_fits(dict.fromkeys(named) | assembly.facts(), expected, where)
-        complete(assembly, holders, add, where)
+        complete(assembly, left, add, where)
         check_fits(dict.fromkeys(named) | assembly.facts(), expected, where)
         try:
-            return Part(assembly.state(meta, target), sorted(levels), meta.parameters)
+            return Part(assembly.state(meta, target), sorted(levels), meta.parameters, meta.captured_ns)
         except (BadShard, BadImage):
             raise
         except LazySnapError as error:
@@ -106,9 +109,6 @@ class PartReader:
             return rank * plan.world_size // size, []
         return rank, self._world.crew
 
-    def _replicas(self, plan: RestartPlan, target: Target, name: str) -> tuple[int, ...]:
-        return replicas_of(target(name)) if plan.world_size == self._world.size else ()
-
     def _open(self, plan: RestartPlan, entry: Entry) -> list[OpenShard]:
         """A shard, and the immutable tensors that it refers to."""
         try:
@@ -120,6 +120,24 @@ class PartReader:
             raise
         except Exception as error:
             raise BadShard(entry, error) from error
+
+
+def nearest_first(chosen: Mapping[int, Entry], near: int, neighbours: Collection[int]) -> list[int]:
+    """The ranks in the order in which their shards are opened: the likeliest to hold what is wanted come first.
+
+    ``near``: whose part is most like this rank's; ``neighbours``: ranks of the same node, which hold what it has once.
+    """
+    return sorted(chosen, key=lambda rank: (rank not in neighbours, chosen[rank].speed, abs(rank - near), rank))
+
+
+def complete(assembly: Assembly, left: Iterable[int], add: Callable[[int], object], where: str) -> None:
+    """Open the shards that are ``left`` until nothing is missing. Raises: ShardCorrupt, if something is in none."""
+    for rank in list(left):
+        if not assembly.missing:
+            return
+        add(rank)
+    if assembly.missing:
+        raise ShardCorrupt(f"{where}: {next(iter(assembly.missing))}: a part of it is in no shard within reach")
 
 
 def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: Iterable[str]) -> Target:

@@ -1,23 +1,19 @@
 """A level as a restart reads it: whatever hangs there is passed over after the level's deadline."""
 
 import contextlib
-import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
 from lazysnap.config import PersistentLevel
-from lazysnap.engine.assembly import OpenShard
-from lazysnap.engine.filling import Wanted, fill
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.listing import Listing
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.verified import VerifiedReader
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
-from lazysnap.shard.layout import Layout
+from lazysnap.snapshots.blocks import Wanted
+from lazysnap.snapshots.reader import OpenShard, open_shard, read
 
 _Beat = Callable[[], None]
 _Result = TypeVar("_Result")
@@ -66,54 +62,34 @@ class LevelReader:
 
         return self._begin(f"looking at {shown(self.url)}", work)
 
-    def open(self, entry: Entry, where: str, stack: contextlib.ExitStack) -> OpenShard:
-        """A shard to read ranges of, verified block by block, and leased until ``stack`` ends. Raises: as ``read``."""
-        return self._ranges(entry, entry.rank, where, stack)
+    def open(self, entry: Entry | FrozenEntry, where: str, stack: contextlib.ExitStack) -> OpenShard:
+        """A shard or an image of immutable tensors, its header verified, leased until ``stack`` ends.
 
-    def open_frozen(self, entry: FrozenEntry, where: str, stack: contextlib.ExitStack) -> OpenShard:
-        """Immutable tensors to read ranges of; see ``open``."""
-        return self._ranges(entry, 0, where, stack)
+        Raises: as ``begin_names``; ShardCorrupt; FileNotFoundError.
+        """
 
-    def _ranges(self, entry: Entry | FrozenEntry, rank: int, where: str, stack: contextlib.ExitStack) -> OpenShard:
-        def work(beat: _Beat) -> tuple[VerifiedReader, Layout]:
+        def work(beat: _Beat) -> tuple[OpenShard, contextlib.ExitStack]:
             store = self._open()
             manifest = store.read_manifest(entry)
             beat()
+            place = store.place(entry)
             with contextlib.ExitStack() as until_read:
-                reader = until_read.enter_context(VerifiedReader(store.place(entry), manifest))
+                until_read.enter_context(place.storage.lease(place.shard_path))
                 beat()  # nobody may wait any more
-                layout = manifest.layout(reader.read(0, manifest.header_bytes), where)
-                until_read.pop_all()
-            return reader, layout
+                shard = open_shard(place, manifest, verify=True)
+                until_read.callback(shard.blocks.close)
+                return shard, until_read.pop_all()
 
-        reader, layout = self._attempt(f"opening {where}", work)
-        stack.callback(reader.close)
+        shard, held = self._attempt(f"opening {where}", work)
+        stack.callback(held.close)
+        return shard
 
-        def read(wanted: Sequence[Wanted]) -> None:
-            self._attempt(f"reading {where}", lambda beat: _fill(reader, wanted, beat))
-
-        return OpenShard(rank, layout, reader.manifest.meta, read, where)
+    def read(self, shard: OpenShard, wanted: Sequence[Wanted]) -> None:
+        """Read what is wanted of a shard, verified. Blocks. Raises: as ``open``."""
+        self._attempt(f"reading {shown(shard.where)}", lambda beat: read({shard: wanted}, beat=lambda count: beat()))
 
     def _begin(self, what: str, work: Callable[[_Beat], _Result]) -> Callable[[], _Result]:
         return partial(Attempt(work, what).result, self._level.timeout_s)
 
     def _attempt(self, what: str, work: Callable[[_Beat], _Result]) -> _Result:
         return self._begin(what, work)()
-
-
-def _fill(reader: VerifiedReader, wanted: Sequence[Wanted], beat: _Beat) -> None:
-    rooms: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-    block_bytes = reader.manifest.checksums.block_bytes
-    for _ in range(reader.parallel):
-        rooms.put(map_anonymous(min(block_bytes, reader.manifest.size_bytes)))
-
-    @contextlib.contextmanager
-    def block(index: int) -> Iterator[memoryview]:
-        room = rooms.get_nowait()
-        try:
-            beat()
-            yield reader.read_block(index, room)
-        finally:
-            rooms.put(room)
-
-    fill(wanted, block_bytes, block, reader.parallel)

@@ -1,33 +1,43 @@
 """What happens at a boundary: the state is walked, planned, given a slot, and its capture begun."""
 
+import json
+import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lazysnap import faults
-from lazysnap.arena import Check, Slot, SlotPhase, Word, capacity_fits
-from lazysnap.capture.checks import CHECKS_LOCK
+from lazysnap.arena import Slot, SlotPhase, SlotStatus, Word, capacity_fits
+from lazysnap.capture.frozen import FrozenSet
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature
+from lazysnap.capture.registration import registrar
+from lazysnap.capture.unchanged import is_unchanged
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.agreement import Agreement
 from lazysnap.engine.alike import check_alike, common_settings
-from lazysnap.engine.ballot import NONE
+from lazysnap.engine.backpressure import Backpressure
 from lazysnap.engine.captures import Captures
+from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.estimate import bytes_of_one, bytes_of_share, estimate_image_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
-from lazysnap.engine.marks import hold_newest
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
+from lazysnap.engine.opening import Sizes
 from lazysnap.engine.parameters import names_of_parameters
 from lazysnap.engine.partition import Partition, replicated_keys
-from lazysnap.engine.slots import choose_slot, kept_instead, kept_whole, slots_needed, wants_agreement
+from lazysnap.engine.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
 from lazysnap.engine.world import World
-from lazysnap.keeper.client import KeeperClient
+from lazysnap.errors import MemoryBoundExceeded
+from lazysnap.keeper.client import Capture
+from lazysnap.keeper.client_slots import CaptureState
+from lazysnap.keeper.slot_pool import fits, free_bytes
+from lazysnap.levels.redaction import shown
 from lazysnap.policy import is_due, is_wanted
 from lazysnap.state.rewalk import StateWalker
 from lazysnap.state.sharding import local_of
@@ -35,6 +45,8 @@ from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
 _REMEMBERED = 64
+_ASK_S = 5.0
+"""How long the keeper is waited for, once, to name what holds training up."""
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
 
@@ -46,17 +58,18 @@ class _Begun:
     step: int
     slot: Slot
     sequence: int
+    versions: list[int]
 
 
 class Recorder:
     """Begins captures; all on the training thread, and under the engine's lock."""
 
     def __init__(
-        self, config: SnapshotConfig, source: StateSource, client: KeeperClient, captures: Captures, log: EventLog
+        self, config: SnapshotConfig, source: StateSource, direct: DirectStorage, captures: Captures, log: EventLog
     ) -> None:
         self._config = config
         self._source = source
-        self._client = client
+        self._client = client = direct.client
         self._captures = captures
         self._log = log
         self.meta = MetaWriter.fresh()
@@ -69,45 +82,42 @@ class Recorder:
         self._asked: tuple[list[str], bool] = ([], False)
         """Whether there are DTensors among the tensors of these names."""
         self._plan: CapturePlan | None = None
+        self._direct_plan: CapturePlan | None = None
+        """For snapshots that are written to storage at once: immutable tensors are part of each of them."""
+        self._direct = direct
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
         self._sequence = 0
         self._begun: _Begun | None = None
+        self._first_sequence = 0
+        """Of the first capture since this start, or since the last resume; 0: none yet."""
         self._whole: dict[int, int] = {}
         """Steps of the last captures that are whole, by sequence number."""
         self.last_step: int | None = None
         """Of the last capture, or of the snapshot that was resumed from."""
         self._seen_step: int | None = None
+        self._skipped: tuple[int | None, str] | None = None
+        """The step that was left out last, and why."""
         self._last_pinned: int | None = None
         self.has_lost_last = False
         """Whether the last capture that began was dropped."""
         self._keepers_lost = 0
         self.encoded_once = False
-        self.is_promised = False
-        """Whether somebody waited until captures can begin, and none began yet."""
-        self._agrees = False
-        """Whether all ranks agree on what they have, in words."""
-        self._resumed = NONE
-        """The step of the snapshot that was resumed."""
-        self.agreement: Agreement | None = None
+        self.stores_next = False
+        """Whether storage gets the next capture, due there or not."""
+        self.is_promised = True
+        """Whether the next capture waits for memory: the first one, also after ``resume`` and ``wait_ready``."""
+        self._waits_until = 0.0
+        """Until when the capture that is being begun waits for memory."""
+        self._backpressure = Backpressure(config.gate_timeout_s)
 
     def join(self, world: World) -> None:
         """Record one of several ranks' part from now on. Collective."""
         self._world = world
-        wants = wants_agreement(self._config, world.size)
-        mine = [f"{time.time_ns():016x}", self.meta.run_id, self.meta.run_started_ns, wants and world.has_board()]
-        told = world.exchange("making the engine", [common_settings(self._config), *mine])
+        told = world.exchange("making the engine", [common_settings(self._config), self.meta.start, self.meta.run_id])
         check_alike([settings for settings, *_ in told])
         self.meta.rank, self.meta.world_size = world.rank, world.size
-        _, self.meta.generation, self.meta.run_id, self.meta.run_started_ns, _ = told[0]
-        # One rank that cannot be asked would leave the others waiting for it.
-        self._agrees = all(agrees for *_, agrees in told)
-        if wants and not self._agrees:
-            self._log.note_once(
-                "agreement",
-                "the process group's store cannot be asked by all ranks, so they agree on no snapshot in memory: %s",
-                kept_instead(self._config, world.size),
-            )
+        _, self.meta.start, self.meta.run_id = told[0]
 
     # ---------------------------------------------------------------- getting ready
 
@@ -119,48 +129,99 @@ class Recorder:
             size = bytes_of_one if self._world is None else bytes_of_share(self._replicated(), self._world.crew)
             self._reserve(estimate_image_bytes(self._source, self.frozen.names, size))
 
+    def sizes(self) -> Sizes | None:
+        """What the state and its memory take; ``None`` before the first plan."""
+        plan = self._plan or self._direct_plan
+        if plan is None:
+            return None
+        slot_bytes = Slot.bytes_for(*(self._reserved or (self._meta_capacity, plan.layout.size_bytes)))
+        frozen = plan.frozen.size_bytes if plan.frozen is not None else 0
+        held = sum(slot.size_bytes for slot in self._client.slots())
+        available = min(free_bytes() + held + frozen, self._config.memory.max_bytes or sys.maxsize)
+        return Sizes(plan.layout.size_bytes, frozen, self._slots_needed(), slot_bytes, available)
+
     def is_ready(self) -> bool:
         """Whether every slot is there, and what every capture refers to."""
         return len(self._client.slots()) >= self._slots_needed() and not self.frozen.is_awaited()
 
     def _slots_needed(self) -> int:
-        return slots_needed(self._config, self.meta.world_size, agrees=self._agrees)
+        return slots_needed(self._config, self.meta.world_size)
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, *, is_new_run: bool = False) -> None:
         """The state of ``step`` is being loaded."""
         self.last_step = self._seen_step = step
+        if self.frozen.names:
+            self._plan = None  # it refers to a set that is chosen anew
         self.frozen.reset()
-        self._whole, self.has_lost_last = {}, False
+        self.names.forget_wanted()
+        self._last_pinned = None  # the first capture from here on goes to storage
+        self._whole, self.has_lost_last, self._first_sequence = {}, False, 0
+        self.is_promised = True
         self._log.statistics.last_whole_step = None  # from here on
-        self._resumed = step
-        self._end_agreement()
+        if is_new_run:
+            self._log.begin_run(self._client.newest_sequence())
+
+    @property
+    def seen_step(self) -> int | None:
+        """The step of the last boundary, or of the snapshot that training went on from."""
+        return self._seen_step
+
+    def go_back(self, step: int) -> None:
+        """The state of ``step``, the newest that was captured, was loaded in place: training stands there again."""
+        self._seen_step = step
+        self.frozen.reloaded()
 
     # ---------------------------------------------------------------- at a boundary
 
     def is_due(self, step: int, *, force: bool) -> bool:
         """Whether the boundary after ``step`` is to be captured."""
         self._seen_step = step
+        self._reach(step)
         last = self.last_step
         if self._world is not None and step != last and step % self._config.every_n_steps == 0:
             return True  # of the step alone: on all ranks alike
         if self._world is not None:
-            return step != last and (force or bool(self.names.wanted))
+            if step % (self._config.averaging_period or 1):
+                return False  # between two averagings ranks have no step in common
+            # While storage is bypassed names wait for a capture that storage gets: no rank takes one more than others.
+            return step != last and (force or (bool(self.names.wanted) and not self._backpressure.is_bypassed))
         if last is None or step < last or step - last >= self._config.every_n_steps:
             return True
         return step != last and (force or bool(self.names.wanted))
 
-    def begin(self, step: int) -> bool:
+    def _reach(self, step: int) -> None:
+        """Note in memory that training passed ``step``: after its death the keeper knows how many steps are lost."""
+        if self._begun is not None:
+            try:
+                self._begun.slot.set_word(Word.REACHED, step + 1)
+            except ValueError:  # this slot was given back, for captures of another size
+                self._begun = None
+
+    def begin(self, step: int, *, force: bool = False) -> bool:
         """Begin the capture; ``False``, and the reason counted, if it cannot be.
 
-        Raises: UnsupportedState; whatever a capture meets.
+        Where no memory can be had, it is written to storage at once, if it is due there or ``force`` is set.
+        Blocks: the first one until its memory is there, at most ``gate_timeout_s``.
+        Raises: UnsupportedState; JobBusy; whatever a capture meets.
         """
+        try:
+            return self._begin(step, force=force)
+        finally:
+            self.is_promised = False  # a capture that waited in vain is the last one that waits
+
+    def _begin(self, step: int, *, force: bool) -> bool:
         if self._captures.is_stuck():
             return self.skip("an earlier copy hangs")
-        if self._plan is not None and not self._client.slots():
+        if self.is_unprotected():
+            return self._store(step, force=force)
+        if self.is_promised:
+            self.register_slots()  # before slots that an earlier start left are made ready
+            self._client.start()
+        elif self._plan is not None and not self._client.slots():
             self._client.start()
             return self.skip("no slots yet")
         holds = self.frozen.look()
-        if holds and self._plan is not None and not self.frozen.is_whole():
+        if holds and self._plan is not None and not self.is_promised and not self.frozen.is_whole():
             return self._skip_frozen()
         everything = self._walker.walk(self._source.collect())
         walked = self._mine(everything)
@@ -168,8 +229,17 @@ class Recorder:
         self.encoded_once = True
         is_whole = self.frozen.is_whole()
         meta = self.meta.write(step, plan, walked, self.frozen.reference())
-        self._hold()
+        # From here on: before, with several ranks, the plan may have waited for another one.
+        self._waits_until = time.monotonic() + (self._config.gate_timeout_s if self.is_promised else 0.0)
         slots = self._usable(plan, len(meta))
+        if not is_whole and self._waits_for(lambda: not self.frozen.is_awaited()):
+            is_whole = self.frozen.is_whole()
+            meta = self.meta.write(step, plan, walked, self.frozen.reference())
+        if not (slots and is_whole) and self.is_unprotected():
+            refusal = self._client.refusal()
+            if refusal is not None:
+                raise refusal
+            return self._store(step, force=force)
         if not is_whole:
             return self._skip_frozen()
         if not slots:
@@ -177,8 +247,67 @@ class Recorder:
         slot = self._free(slots, lambda: self._fitting(plan, len(meta)))
         if slot is None:
             return self.skip("all slots are in use")
-        self._start(CaptureJob(plan, slot, step, walked.tensors), meta, pin=self._wants_persistence(step, slots))
+        others = [other.status() for other in slots if other is not slot]
+        job = CaptureJob(plan, slot, step, walked.tensors)
+        self._start(job, meta, pin=self._wants_persistence(step, others))
         return True
+
+    def is_unprotected(self) -> bool:
+        """Whether captures cannot go into the keeper's memory, so that storage is all there is. Hot."""
+        protection = self._log.protection
+        if self.frozen.refusal and protection.cause is None:
+            protection.lost(MemoryBoundExceeded(f"the immutable tensors do not fit: {self.frozen.refusal}"))
+        if protection.cause is None:
+            return False
+        if protection.may_retry():
+            self._ask_again()
+        if self.frozen.refusal or self._reserved is None:
+            return True
+        fitting = [slot for slot in self._client.slots() if capacity_fits(slot.image_capacity, self._reserved[1])]
+        return len(fitting) < least_slots(self._config, self.meta.world_size)
+
+    def _ask_again(self) -> None:
+        """Start a keeper where there is none, and ask it for memory once more. Does not block."""
+        self._client.start()
+        if self._reserved is not None:
+            self._request(*self._reserved)
+
+    def _store(self, step: int, *, force: bool) -> bool:
+        """Write the state to storage now, if it is due there. Blocks: until a level has it, or fails."""
+        self._log.statistics.unprotected_steps += 1
+        self._log.protection.remind()
+        is_due = bool(self._config.levels) and (force or self._wants_persistence(step, []))
+        # With several ranks the walk may end in a collective: all of them take it at the same steps.
+        if not is_due and self.encoded_once and self._world is None:
+            return self.skip("no memory")
+        everything = self._walker.walk(self._source.collect())
+        walked = self._mine(everything)
+        plan = self._direct_plan
+        if plan is None or plan.mismatch(walked, optimizer_signature(self._source)) is not None:
+            check_walk(everything)
+            self.meta.parameters = names_of_parameters(self._source, everything, self._log)
+            plan = self._direct_plan = self._made(walked, None)
+        self.encoded_once = True
+        if not is_due:
+            return self.skip("no memory")
+        if self._direct.is_resting() and not force:
+            return self.skip("storage failed just now")
+        meta = self.meta.write(step, plan, walked, None)
+        self._sequence = max(self._sequence, self._client.newest_sequence()) + 1
+        self.last_step = self._last_pinned = step
+        job = self._direct.write(plan, walked.tensors, meta, (step, self._sequence))
+        self._log.statistics.direct.add(job.copy_s)
+        self._log.statistics.shard_bytes = plan.layout.size_bytes
+        self.has_lost_last = False
+        if job.phase is CapturePhase.WHOLE:
+            self._remember(job)
+            self._log.statistics.last_whole_step = step
+            self._name(step, job.sequence)
+            return True
+        self._log.statistics.failed += 1
+        self._lost(job.sequence)
+        self._log.note_once("dropped", "the snapshot of step %d is dropped: %s", step, job.reason)
+        return False
 
     def _mine(self, walked: Walk) -> Walk:
         """What this rank captures of the state; worked out anew when its structure changed."""
@@ -202,28 +331,41 @@ class Recorder:
 
     def _start(self, job: CaptureJob, meta: bytes, *, pin: bool) -> None:
         slot, step, size = job.slot, job.step, job.plan.layout.size_bytes
-        self._sequence = job.sequence = max(self._sequence, self._client.newest_sequence()) + 1
+        self._sequence = job.sequence = self._next_sequence()
         faults.point("engine.begin")
-        with CHECKS_LOCK:
-            slot.begin(step, sequence=job.sequence, image_bytes=size, meta=meta, pin=pin)
-            if job.plan.frozen is not None:
-                slot.set_word(Word.UNCHECKED, Check.FROZEN)
+        slot.begin(step, sequence=job.sequence, image_bytes=size, meta=meta, pin=pin)
         if pin:
             self._client.begun(slot, step)
         self._captures.begin(job)
+        self._log.protection.regained()
+        self._direct.retire()
         faults.point("engine.begun")
-        self._begun = _Begun(step, slot, job.sequence)
+        self._first_sequence = self._first_sequence or job.sequence
+        self._begun = _Begun(step, slot, job.sequence, job.versions)
+        self.stores_next = False
         self.last_step, self.has_lost_last = step, False
         self._last_pinned = step if pin else self._last_pinned
         self._log.statistics.began += 1
+        if self._skipped is not None and self._skipped[0] == step:  # tried again, with success
+            self._log.statistics.skipped -= Counter([self._skipped[1]])
         self._log.statistics.shard_bytes = size
         if job.plan.frozen is not None:
-            self.frozen.began(slot, job.sequence, job.released)
-        self._name(step, job.sequence)
+            self.frozen.began(slot, job.sequence)
+        if pin or not self._backpressure.is_bypassed:
+            self._name(step, job.sequence)
+
+    def _next_sequence(self) -> int:
+        return max(self._sequence, self._client.newest_sequence()) + 1
+
+    def replan(self) -> None:
+        """Forget what this rank captures."""
+        self._partition = self._plan = self._direct_plan = None
 
     def skip(self, reason: str) -> bool:
-        """Count a boundary that began no capture."""
-        self._log.statistics.skipped[reason] += 1
+        """Count a boundary that began no capture; once, however often it is tried."""
+        if self._skipped is None or self._skipped[0] != self._seen_step:
+            self._skipped = self._seen_step, reason
+            self._log.statistics.skipped[reason] += 1
         return False
 
     def _skip_frozen(self) -> bool:
@@ -239,11 +381,13 @@ class Recorder:
             self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
         check_walk(everything)
         self.meta.parameters = names_of_parameters(self._source, everything, self._log)
-        frozen = self.frozen.settle(walked)
+        plan = self._plan = self._made(walked, self.frozen.settle(walked))
+        return plan
+
+    def _made(self, walked: Walk, frozen: FrozenSet | None) -> CapturePlan:
         if self._partition is None:
-            self._plan = make_plan(walked, self._source, frozen)
-            return self._plan
-        plan = self._plan = make_plan(walked, self._source, frozen, self._lazy, self._partition.aliases)
+            return make_plan(walked, self._source, frozen)
+        plan = make_plan(walked, self._source, frozen, self._lazy, self._partition.aliases)
         for name, facts in self._partition.facts.items():
             plan.logical[name] = {**plan.logical.get(name, {}), **facts}
         return plan
@@ -256,85 +400,173 @@ class Recorder:
         if not slots or self._reserved is None or not capacity_fits(self._reserved[1], needed):
             # Also where some fit that an earlier start left: those asked for so far would not be enough.
             self._reserve(needed)
-            # Their size was estimated; who waited for them is not to lose the first capture over that.
-            deadline = time.monotonic() + (self._config.gate_timeout_s if self.is_promised else 0.0)
-            while not slots and time.monotonic() < deadline and not self._log.is_open("memory"):
-                time.sleep(0.001)
-                self._log.drain(self._client.poll_events())
-                slots = self._fitting(plan, meta_bytes)
+        if not slots and self._waits_for(lambda: bool(self._fitting(plan, meta_bytes))):
+            slots = self._fitting(plan, meta_bytes)
         plan.forget(slots)
         return slots
 
+    def _waits_for(self, is_there: Callable[[], bool]) -> bool:
+        """Wait for memory until the deadline of this capture, or until it is known that there is none; the result."""
+        started = time.monotonic()
+        while not (found := is_there()) and time.monotonic() < self._waits_until:
+            if self._log.protection.cause is not None or self.frozen.refusal or self._client.is_silent:
+                break
+            time.sleep(0.001)
+            self._log.drain(self._client.poll_events())
+        self._log.statistics.memory_wait_s += time.monotonic() - started
+        return found
+
     def _fitting(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
+        """Slots that the capture fits, and that stay; see ``return_slots``."""
+        self.return_slots()
         there, needed = self._client.slots(), plan.layout.size_bytes
         fits = [slot for slot in there if capacity_fits(slot.image_capacity, needed)]
         return [slot for slot in fits if slot.meta_capacity >= meta_bytes]
 
-    def _hold(self) -> None:
-        """Mark what the slots may not lose to a change of their size: what other ranks may go back to, too."""
-        if self.agreement is not None:
-            self.agreement.marks.hold(self._client.slots())
-        else:
-            hold_newest(self._client.slots(), kept_whole(self._config, self.meta.world_size))
+    def return_slots(self) -> None:
+        """Return to the keeper slots of another size, and those beyond the number needed, that hold nothing needed.
+
+        The keeper frees no slot by itself, so nothing that a capture writes into is ever freed.
+        """
+        mapped, count = self._client.mapped(), self._slots_needed()
+        if self._reserved is None:
+            return
+        fitting = [fits(slot, *self._reserved) for slot in mapped]
+        if all(fitting) and len(mapped) <= count:
+            return
+        statuses = [slot.status() for slot in mapped]
+        for index in slots_to_return(statuses, self._idle(mapped), self._kept(), fitting, count):
+            self._client.return_slot(mapped[index])
+
+    def _kept(self) -> int:
+        return kept_whole(self._config, self.meta.world_size)
+
+    def _idle(self, slots: Sequence[Slot]) -> list[bool]:
+        # A device that still writes its last capture would write into the next one's bytes and watermark.
+        return [not self._captures.is_writing(slot) for slot in slots]
 
     def _reserve(self, image_bytes: int) -> None:
         wanted = (self._meta_capacity, image_bytes)
         if self._reserved is None or self._reserved != wanted:
             self._reserved = wanted
-            self._client.reserve(self._meta_capacity, image_bytes, self._slots_needed())
+            self.register_slots()
+            self._request(*wanted)
+
+    def _request(self, meta_capacity: int, image_bytes: int) -> None:
+        needed = self._slots_needed()
+        least = least_slots(self._config, self.meta.world_size) if self._world is None else needed
+        self._client.reserve(meta_capacity, image_bytes, needed, least)
+
+    def register_slots(self) -> None:
+        """Slots are registered with CUDA before they count as ready, if the state is on such a device."""
+        self._client.make_ready(registrar(self._source.expected().values()))
 
     def _free(self, slots: list[Slot], look_again: Callable[[], list[Slot]]) -> Slot | None:
         # With several ranks no capture is left out on one of them alone: then no common one might be left.
         waits = self._config.on_busy == "wait" or self._world is not None or self.is_promised
-        self.is_promised = False
-        deadline = time.monotonic() + (self._config.gate_timeout_s if waits else 0.0)
-        kept, agreement = kept_whole(self._config, self.meta.world_size), self._agreed()
+        started, made = time.monotonic(), len(slots)
+        has_waited = False
+        self._look_at_storage(slots)
         while True:
-            # A device that still writes its last capture would write into the next one's bytes and watermark.
-            idle = [not self._captures.is_writing(slot) for slot in slots]
-            statuses = [slot.status() for slot in slots]
-            index = agreement.marks.choose(statuses, idle) if agreement else choose_slot(statuses, idle, kept)
-            if index is not None:
-                return slots[index]
-            if time.monotonic() >= deadline:
-                return None
+            slot = self._choose(slots)
+            waited_s = time.monotonic() - started
+            if slot is None and (self._client.is_silent or self._backpressure.is_over(waited_s if waits else 0.0)):
+                slot = self._choose_without_storage(slots, waited_s)
+            is_over = waited_s >= (self._config.gate_timeout_s if waits else 0.0) or self._client.is_silent
+            if slot is not None or is_over:
+                break
+            has_waited = True
             time.sleep(0.001)
             slots = look_again()  # those of another size may have made room for more
+        if has_waited:
+            if len(slots) <= made:  # else it waited for memory that was still being made, not for storage
+                self._backpressure.waited(waited_s)
+            self._log.statistics.slot_waits.add(waited_s)
+        return slot
 
-    def _agreed(self) -> Agreement | None:
-        if self.agreement is None and self._agrees and self._world is not None:
-            # Not before: what others left in memory is known now. Every resume begins another generation.
-            key, every = f"lazysnap/{self.meta.generation}", self._config.every_n_steps
-            self.agreement = Agreement(self._world, self._client, key, every, self._resumed)
-        return self.agreement
+    def _choose(self, slots: list[Slot], spared: int | None = None) -> Slot | None:
+        """The slot for the next capture; ``spared``: of this many alone the pins count."""
+        statuses = [slot.status() for slot in slots]
+        if spared is not None:
+            statuses = self._backpressure.without_pins(statuses, spared)
+        index = choose_slot(statuses, self._idle(slots), self._kept())
+        return None if index is None else slots[index]
 
-    def _wants_persistence(self, step: int, slots: list[Slot]) -> bool:
-        if self.names.wanted:
-            return True
-        levels, world_size = self._config.levels, self.meta.world_size
-        if any(is_wanted(level, step) for level in levels):
-            return True  # retention asks for this very step, whatever is being written
+    # ---------------------------------------------------------------- storage that does not keep up
+
+    def _look_at_storage(self, slots: list[Slot]) -> None:
+        """Notice what storage did since the last boundary."""
+        stored, self._log.stored = self._log.stored, {}
+        statuses = [slot.status() for slot in slots]
+        first = self._backpressure.look(statuses, stored.values())
+        if first is not None:
+            self._log.end(
+                "storage",
+                "storage of rank %d takes snapshots again: step %d is stored at %s, %d that were due are left out",
+                self.meta.rank,
+                first.step,
+                shown(first.level),
+                self._backpressure.left_out,
+            )
+        if self._client.is_silent:
+            self._backpressure.bypass(statuses)
+
+    def _choose_without_storage(self, slots: list[Slot], waited_s: float) -> Slot | None:
+        """A slot that storage holds and should have let go: training waits no longer for it."""
+        # One rank may leave a capture out, so that storage gets to the end of another one.
+        spared = max(len(slots) - self._kept() - 1, 0 if self._world is not None or self._client.is_silent else 1)
+        before = [slot.status() for slot in slots]
+        slot = self._choose(slots, spared)
+        if slot is not None and not self._backpressure.is_bypassed:
+            self._backpressure.bypass(before)
+            self._tell_bypassed(waited_s)
+        if slot is not None and slot.status().pinned:
+            self.names.lost(slot.status().sequence)
+        return slot
+
+    def _tell_bypassed(self, waited_s: float) -> None:
+        at_work = self._client.busy_levels(min(_ASK_S, self._config.keeper_timeout_s))
+        if self._client.is_silent:
+            return  # that is said by itself
+        self._log.note_once(
+            "storage",
+            "storage of rank %d holds all slots, and training has waited %.1f s for it: %s. Training and captures into "
+            "memory go on and wait no longer; storage gets a snapshot only when it has stored the one before, until it "
+            "keeps up with every_n_steps of the level. Check the disk, mount or endpoint, or raise every_n_steps",
+            self.meta.rank,
+            self._backpressure.waited_s + waited_s,
+            "; ".join(at_work) or "no level is at work",
+        )
+
+    def _wants_persistence(self, step: int, others: list[SlotStatus]) -> bool:
+        """Whether storage is to get the capture of ``step``; ``others``: what the other slots hold."""
+        levels, world_size, backpressure = self._config.levels, self.meta.world_size, self._backpressure
+        is_held = any(status.pinned for status in others)
+        # Retention asks for some very step, whatever is being written.
+        is_named = bool(self.names.wanted) or (self.stores_next and bool(levels))
+        is_asked_for = is_named or any(is_wanted(level, step) for level in levels)
         # Never of what is idle here, with several ranks: all persist the same steps.
-        if world_size == 1 and any(slot.status().pinned for slot in slots):
+        if not is_asked_for and world_size == 1 and is_held:
             return False
-        return any(is_due(level, step, self._last_pinned, world_size) for level in levels)
+        due = [level for level in levels if is_due(level, step, self._last_pinned, world_size)]
+        if not due and not is_named:
+            return False
+        is_turn = is_named or any(backpressure.is_turn(level, step) for level in due)
+        pinned = not backpressure.is_bypassed or (is_turn and not is_held)
+        backpressure.passed(self._next_sequence(), pinned=pinned, held=others)
+        if not pinned:
+            self._log.statistics.dropped.update(level.url for level in due)
+        return pinned
 
     # ---------------------------------------------------------------- what became of it
-
-    def passed(self, step: int) -> None:
-        """The boundary after ``step`` is over, with a capture or without."""
-        if self.agreement is not None:
-            self.agreement.passed(step)
 
     def account(self, job: CaptureJob) -> None:
         """A capture is over: count it."""
         statistics = self._log.statistics
-        if self.agreement is not None:
-            self.agreement.wake()
         if job.phase is CapturePhase.WHOLE:
             statistics.whole += 1
-            statistics.last_whole_step = self._whole[job.sequence] = job.step
-            self._whole = dict([*self._whole.items()][-_REMEMBERED:])
+            self._remember(job)
+            statistics.last_whole_step = self.last_held_step()
             statistics.bytes_captured += job.plan.layout.size_bytes
             statistics.copy.add(job.copy_s)
             return
@@ -345,26 +577,92 @@ class Recorder:
         self._lost(job.sequence)
         self._log.note_once("dropped", "the snapshot of step %d is dropped: %s", job.step, job.reason)
 
+    def _remember(self, job: CaptureJob) -> None:
+        self._whole[job.sequence] = job.step
+        self._whole = dict([*self._whole.items()][-_REMEMBERED:])
+
     def _lost(self, sequence: int) -> None:
         """A capture that was whole turned out to be worth nothing."""
         self.names.lost(sequence)
         self._whole.pop(sequence, None)
-        self._log.statistics.last_whole_step = max(self._whole.items(), default=(0, None))[1]
         self.has_lost_last |= sequence == self._sequence
+        self._log.statistics.last_whole_step = self.last_held_step()
+
+    def newest_whole(self) -> Capture | None:
+        """The newest capture that became whole and is not void since. Its keeper may just have died."""
+        while self._whole:
+            sequence = max(self._whole)
+            if self._state_of(sequence) is not CaptureState.LOST:
+                return Capture(sequence, self._whole[sequence])
+            self._lost(sequence)
+        return None
+
+    def _state_of(self, sequence: int) -> CaptureState:
+        """What became of a capture. One that this process wrote to storage itself is held there."""
+        return CaptureState.HELD if self._direct.has(sequence) else self._client.state_of(sequence)
+
+    def is_past_resumed(self) -> bool:
+        """Whether memory holds captures since the last resume alone: by the argument in docs/architecture.md (*How many
+        slots*) one of them is whole on all ranks then.
+        """
+        return 0 < self._first_sequence <= min(self._client.whole(), default=0)
+
+    def last_held_step(self) -> int | None:
+        """The step of the newest capture that is whole in the memory of a live keeper."""
+        held = (n for n in sorted(self._whole, reverse=True) if self._state_of(n) is CaptureState.HELD)
+        return self._whole.get(next(held, 0))
+
+    def state_of(self, step: int) -> CaptureState:
+        """What became of the last capture of ``step``."""
+        begun = self._begun
+        sequence = max((number for number, whole in self._whole.items() if whole == step), default=0)
+        if begun is not None and begun.step == step:
+            sequence = max(sequence, begun.sequence)
+        if sequence:
+            return self._state_of(sequence)
+        statuses = [slot.status() for slot in self._client.slots()]  # what was resumed
+        is_there = any(status.step == step and status.phase is SlotPhase.WHOLE for status in statuses)
+        return CaptureState.HELD if is_there else CaptureState.LOST
 
     # ---------------------------------------------------------------- names
 
     def keep(self, name: str) -> int:
         """Name the capture of the last boundary, or else that of the next; its step (of the next: the least)."""
         begun = self._begun
-        if begun is not None and begun.step == self._seen_step and self._is_there(begun):
-            self.frozen.demand(begun.slot, begun.sequence)
+        if begun is not None and begun.step == self._seen_step and self._is_there(begun) and self._may_pin(begun.slot):
             # Before the keeper hears of it: from now on the slot is not used for another capture.
             begun.slot.set_word(Word.PIN, 1)
             self.names.give(begun.step, self.meta.run_id, begun.sequence, [name])
             return begun.step
+        if self._seen_step is not None and self._direct.has_step(self._seen_step):
+            self.names.give(self._seen_step, self.meta.run_id, self._sequence, [name])
+            return self._seen_step
         self.names.wanted.append(name)
         return (self._seen_step or 0) + 1
+
+    def restated(self, parts: Collection[str]) -> dict[str, Any] | None:
+        """See ``SnapshotEngine.restated``."""
+        begun, plan, partition = self._begun, self._plan, self._partition
+        if begun is None or plan is None or begun.step != self._seen_step or not self._is_there(begun):
+            return None
+        if begun.slot.status().phase is not SlotPhase.WHOLE or not self._may_pin(begun.slot):
+            return None
+        everything = self._walker.walk(self._source.collect())
+        if partition is not None and not partition.holds_for(everything):
+            return None
+        walked = self._plain(everything) if partition is None else partition.apply(everything)
+        if plan.mismatch(walked, optimizer_signature(self._source)) is not None or not self.frozen.is_as_it_was():
+            return None
+        chosen = [index for index, path in enumerate(walked.paths) if path[0] in parts]
+        if not is_unchanged(plan, begun.slot, begun.versions, walked.tensors, chosen):
+            return None
+        state = json.loads(everything.text)
+        return {part: state[part] for part in parts if part in state}
+
+    def _may_pin(self, slot: Slot) -> bool:
+        """Whether storage may be given a capture now; one at a time, where it does not keep up."""
+        others = [other for other in self._client.slots() if other is not slot]
+        return not (self._backpressure.is_bypassed and any(other.status().pinned for other in others))
 
     @staticmethod
     def _is_there(begun: _Begun) -> bool:
@@ -382,19 +680,12 @@ class Recorder:
         if lost != self._keepers_lost and self._client.slots():
             self._keepers_lost = lost
             durable = self._log.durable_at_loss
-            self.names.say_again(
-                self.meta.run_id, min((durable.get(level.url, -1) for level in self._config.levels), default=-1)
-            )
+            self.names.say_again(min((durable.get(level.url, -1) for level in self._config.levels), default=-1))
 
     # ---------------------------------------------------------------- ending
 
     def close(self) -> None:
         """Let go of the state and of the slots. Blocks: at most some seconds."""
         self.frozen.close()
-        self._plan = None
-        self._end_agreement()
-
-    def _end_agreement(self) -> None:
-        if self.agreement is not None:
-            self.agreement.close()
-            self.agreement = None
+        self._direct.close()
+        self._plan = self._direct_plan = None

@@ -3,17 +3,34 @@
 from collections.abc import Callable
 
 from lazysnap.engine.world import World
-from lazysnap.errors import ConfigError, LazySnapError, StateError, StateMismatch, UnsupportedState
+from lazysnap.errors import (
+    ConfigError,
+    JobBusy,
+    KeeperUnavailable,
+    LazySnapError,
+    LevelUnavailable,
+    MemoryBoundExceeded,
+    StateError,
+    StateMismatch,
+    UnsupportedState,
+)
 
-_KINDS: dict[str, type[LazySnapError]] = {
-    kind.__name__: kind for kind in (ConfigError, StateMismatch, UnsupportedState)
-}
+_SHARED = (
+    ConfigError,
+    JobBusy,
+    KeeperUnavailable,
+    LevelUnavailable,
+    MemoryBoundExceeded,
+    StateMismatch,
+    UnsupportedState,
+)
+_KINDS: dict[str, type[LazySnapError]] = {kind.__name__: kind for kind in _SHARED}
 
 
 def together(world: World, what: str, work: Callable[[], None]) -> None:
     """Do ``work`` on every rank; if it raises on one of them, all raise, naming that rank and its reason. Collective.
 
-    Blocks: until all have done theirs. Raises: ConfigError, StateMismatch and UnsupportedState as ``work`` does; for
+    Blocks: until all have done theirs. Raises: as ``work`` does, of the kinds in ``_SHARED``; for
     any other error StateError, with that error as the cause on the rank that met it; WaitTimeout.
     """
     if world.is_alone:

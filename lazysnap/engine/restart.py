@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,27 @@ from lazysnap.engine.names import check_name
 from lazysnap.engine.part import BadShard, Part, PartReader
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.shards import BadImage, ShardOpener
-from lazysnap.engine.snapshot import MEMORY, Snapshot
+from lazysnap.engine.snapshot import MEMORY, Absence, NewRun, Snapshot
 from lazysnap.engine.survey import Survey, check_levels, fields_of, inventory_of
 from lazysnap.engine.world import World
 from lazysnap.errors import JobBusy, LazySnapError, ShardCorrupt, SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.visit import Visit, keepers_here
+from lazysnap.keeper.protocol import TrainerEnd
+from lazysnap.keeper.visit import Visit
 from lazysnap.levels.redaction import shown
-from lazysnap.resolver import Entry, FrozenEntry, Inventory, RestartPlan, candidates, newest_generation
+from lazysnap.resolver import (
+    Entry,
+    FrozenEntry,
+    Inventory,
+    RestartPlan,
+    SnapshotKey,
+    candidates,
+    newest_start,
+)
+from lazysnap.runs import RunChoice, check_choice, listed, run_of, runs_in, short_ids
+from lazysnap.shard.names import id_after, new_id
 from lazysnap.state.source import StateSource
 
 logger = logging.getLogger("lazysnap.engine")
@@ -56,53 +67,158 @@ class Restart:
     client: KeeperClient | None
     identity: JobIdentity
     world: World
+    has_storage: bool = True
+    """Whether levels are looked at; otherwise memory alone."""
+    lends: bool = False
+    """Whether tensors of a snapshot may be views of memory, to be copied before the next boundary."""
 
 
-def fetch(which: int | str, told: Restart) -> Snapshot | None:
-    """See ``SnapshotEngine.fetch``. Collective. Blocks.
+def fetch(which: int | str, told: Restart) -> Snapshot | Absence:
+    """See ``SnapshotEngine.fetch``; in place of ``None``, why there is none. Collective. Blocks.
 
     Raises: StateMismatch on all ranks, if one of them cannot take the freshest snapshot; WaitTimeout.
     """
     started = time.perf_counter()
-    step = which if isinstance(which, int) else None
-    name = None if which == LATEST or step is not None else str(which)
-    if name is not None:
-        check_name(name)
+    choice = Choice.of(which)
     with contextlib.ExitStack() as stack:
         search = _Search(told, stack)
+        stack.callback(search.log_problems)
         snapshot = None
+        unreadable: set[SnapshotKey] = set()
         for tries_left in reversed(range(_LISTINGS)):
             search.forget()
+            unreadable.clear()
             inventories = search.inventories()
-            plans = candidates(inventories, step=step, name=name)
+            plans = choice.plans(inventories)
             with contextlib.suppress(Vanished):  # on all ranks
-                tried = (search.attempt(plan, is_last_try=not tries_left) for plan in plans)
-                snapshot = next((found for found in tried if found is not None), None)
+                for plan in plans:
+                    snapshot = search.attempt(plan, is_last_try=not tries_left)
+                    if snapshot is not None:
+                        break
+                    unreadable.add(plan.key)
                 break
-        for problem in search.problems:
-            logger.warning("%s", problem)
         if snapshot is not None:
+            newest = next(other for other in candidates(inventories) if other.key not in unreadable)
+            is_newest = newest.key == plan.key
             return dataclasses.replace(
                 snapshot,
                 seconds=time.perf_counter() - started,
                 skipped=tuple(search.problems),
-                newest_generation=newest_generation(inventories),
-                stored={level.url: _stored(inventories, level, snapshot) for level in told.config.levels},
+                end=search.end() if choice.is_latest else None,
+                newest_start=newest_start(inventories),
+                stored={level.url: _stored(inventories, level, snapshot) for level in told.config.levels if is_newest},
+                run=short_ids(runs_in(inventories))[snapshot.run_id],
+                new_run=None if is_newest else _new_run(told.world, inventories, newest),
             )
-        if which != LATEST:
-            held = sorted({plan.step for plan in candidates(inventories)})
-            what = f"called {name!r}" if name is not None else f"of step {step}"
-            raise SnapshotNotFound(f"no whole snapshot {what}; there are {held or 'none'}")
+        if not choice.is_latest:
+            raise SnapshotNotFound(choice.missing(inventories))
+        held = {plan.step for plan in candidates(inventories)}
+        seen = {entry.step for inventory in inventories for entry in inventory.entries}
+        urls = tuple(level.url for level in told.config.levels)
+        return Absence(
+            urls,
+            incomplete=tuple(sorted(seen - held)),
+            unreadable=tuple(sorted(held)),
+            is_partial=bool(search.problems),
+        )
+
+
+def fetch_back(
+    told: Restart, is_wanted: Callable[[RestartPlan], bool], flaw: Callable[[Snapshot], str]
+) -> Snapshot | None:
+    """The newest snapshot of those ``is_wanted`` that reads whole and has no ``flaw`` on any rank. Collective. Blocks.
+
+    Raises: as ``fetch``.
+    """
+    started = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        search = _Search(told, stack)
+        stack.callback(search.log_problems)
+        inventories = search.inventories()
+        for plan in filter(is_wanted, candidates(inventories)):
+            snapshot = search.attempt(plan, is_last_try=True)
+            if snapshot is None:
+                continue
+            flaws = [text for text in told.world.exchange(f"looking at step {plan.step}", flaw(snapshot)) if text]
+            if not flaws:
+                return dataclasses.replace(
+                    snapshot,
+                    seconds=time.perf_counter() - started,
+                    skipped=tuple(search.problems),
+                    newest_start=newest_start(inventories),
+                )
+            search.problems.append(f"step {plan.step} passed over: {flaws[0]}")
     return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which snapshot a restart is to restore: the newest one, or that of a step, a name or a run."""
+
+    step: int | None = None
+    name: str | None = None
+    run: RunChoice | None = None
+
+    @classmethod
+    def of(cls, which: int | str) -> "Choice":
+        """``"latest"``, a step, a name, or ``"run:<id>"`` (see ``RunChoice``). Raises: ConfigError, for a bad one."""
+        check_choice(which)
+        if which == LATEST:
+            return cls()
+        if isinstance(which, int):
+            return cls(step=which)
+        run = RunChoice.parse(which)
+        if run is not None:
+            return cls(step=run.step, run=run)
+        check_name(which)
+        return cls(name=which)
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether the newest snapshot is wanted, whichever it is."""
+        return self == Choice()
+
+    def plans(self, inventories: list[Inventory]) -> list[RestartPlan]:
+        """Complete snapshots that are meant, the best first. Raises: SnapshotNotFound, for a run that is not there."""
+        run_id = None if self.run is None else run_of(self.run.digits, inventories)
+        return candidates(inventories, step=self.step, name=self.name, run_id=run_id)
+
+    def missing(self, inventories: list[Inventory]) -> str:
+        """That there is none, and what there is."""
+        if self.run is not None:
+            what = f"of run {self.run.digits}" + (f" of step {self.step}" if self.step is not None else "")
+            return f"no whole snapshot {what}; {listed(inventories)}"
+        held = sorted({plan.step for plan in candidates(inventories)})
+        what = f"called {self.name!r}" if self.name is not None else f"of step {self.step}"
+        names = sorted(
+            {
+                name
+                for plan in candidates(inventories)
+                for offers in plan.sources
+                for entry in offers
+                for name in entry.names
+            }
+        )
+        called = f", and the names {', '.join(names)}" if names else ""
+        return f"no whole snapshot {what}; there are {held or 'none'}{called}"
+
+
+def _new_run(world: World, inventories: list[Inventory], newest: RestartPlan) -> NewRun:
+    """A run for what is captured after an older snapshot was chosen. Collective: all ranks get that of rank 0."""
+    there = runs_in(inventories)
+    # Later than every other run, whatever the clock says: "latest" is of the newest run.
+    run_id = id_after(world.exchange("beginning a new run", new_id())[0], there[0])
+    names = short_ids([run_id, *there])
+    return NewRun(run_id, names[run_id], newest.key, names[newest.run_id])
 
 
 def _stored(inventories: list[Inventory], level: PersistentLevel, snapshot: Snapshot) -> list[tuple[str, int]]:
     """What a level has of the way to that snapshot: retention goes on from there. The same on every rank."""
-    plans = candidates(inventory for inventory in inventories if inventory.level == level.url)
-    of_run = [plan for plan in plans if plan.run_id == snapshot.run_id and plan.step <= snapshot.step]
+    plans = candidates((inventory for inventory in inventories if inventory.level == level.url), run_id=snapshot.run_id)
     newest: dict[int, str] = {}
-    for plan in of_run:
-        newest.setdefault(plan.step, plan.sources[0][0].generation or "")
+    for plan in plans:
+        if plan.step <= snapshot.step:
+            newest.setdefault(plan.step, plan.start)
     return [(newest[step], step) for step in sorted(newest)[-level.keep_last :]]
 
 
@@ -115,12 +231,13 @@ class _Search:
         self._stack = stack
         self._node = told.world.place.node
         levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(told.config.levels)}
+        levels = levels if told.has_storage else {}
         self._levels = levels
         for level in levels.values():
             level.begin_open()
         self._survey = Survey(told.world, levels)
         self._opener = ShardOpener(levels, self._visit, stack, self._passed_over)
-        self._parts = PartReader(told.source, told.world, self._opener)
+        self._parts = PartReader(told.source, told.world, self._opener, lends=told.lends)
         self._visits: dict[int, MemoryHoldings] = {}
         self._gone = False
         self._keeperless = ""
@@ -138,8 +255,18 @@ class _Search:
         self.problems = []
         self._opener.forget()
 
+    def log_problems(self) -> None:
+        """What was passed over, and why."""
+        for problem in self.problems:
+            logger.warning("%s", problem)
+
     def _passed_over(self, problem: str) -> None:
         self.problems.append(problem)
+
+    def end(self) -> TrainerEnd | None:
+        """Of the trainer before, as far as this rank's keeper knows."""
+        own = self._visits.get(self._world.place.local_rank)
+        return None if own is None else own.end
 
     # ---------------------------------------------------------------- what there is
 
@@ -163,12 +290,12 @@ class _Search:
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
         memories = [inventory_of(item) for _, listed, _ in told for item in listed]
         stored = self._survey.look(self.problems)
-        found = [*_serving_all(memories, stored), *stored]
+        found = [*memories, *stored]
         self.problems += [problem for inventory in found for problem in inventory.problems]
         return found
 
     def _memories(self) -> list[Inventory]:
-        """What this rank's keeper holds, and on the first rank of a node what is left of ranks that are no more."""
+        """What the keeper holds for this rank; on the first rank of a node also for ranks that are no more."""
         client, place = self._told.client, self._world.place
         if client is None:
             return []
@@ -184,8 +311,9 @@ class _Search:
             self._keeperless = f"no snapshot in this rank's memory can be used: {error}"
         if self._keeperless:
             self.problems.append(self._keeperless)
-        if place.local_rank == 0:
-            found += [number for number in keepers_here(self._told.identity) if number >= place.local_world_size]
+        if place.local_rank == 0 and found:
+            held = self._visits[0].local_ranks
+            found += [number for number in held if number >= place.local_world_size]
         return [self._memory(number) for number in found]
 
     def _memory(self, number: int) -> Inventory:
@@ -195,26 +323,24 @@ class _Search:
                 MEMORY,
                 0,
                 item.run_id,
-                item.run_started_ns,
+                item.start,
                 item.step,
                 item.rank,
                 item.world_size,
                 f"{number}/{item.sequence}",
                 item.frozen,
                 node=self._node,
-                generation=item.generation,
             )
             for item in holdings.entries
         )
-        images = tuple(FrozenEntry(MEMORY, 0, "", str(digest), f"{number}/{digest}") for digest in holdings.frozen)
+        images = tuple(FrozenEntry(MEMORY, 0, str(digest), f"{number}/{digest}") for digest in holdings.frozen)
         return Inventory(f"{MEMORY} of local rank {number} of {self._node}", entries, images)
 
     def _visit(self, number: int) -> MemoryHoldings:
-        """What the keeper of a local rank of this node holds; asked once."""
+        """What the keeper holds for a local rank of this node; asked once."""
         if number not in self._visits:
-            identity = dataclasses.replace(self._told.identity, local_rank=number)
             try:
-                visit = Visit(identity, self._told.config.keeper_timeout_s)
+                visit = Visit(self._told.identity, number, self._told.config.keeper_timeout_s)
             except LazySnapError as error:
                 self.problems.append(str(error))
                 self._visits[number] = MemoryHoldings()
@@ -262,32 +388,35 @@ class _Search:
             part.state,
             plan.step,
             plan.run_id,
-            plan.run_started_ns,
+            plan.start,
             level,
             seconds=0.0,
             world_size=plan.world_size,
-            generation=plan.sources[0][0].generation,
             parameters=part.parameters,
+            captured_ns=part.captured_ns,
         )
 
     def _read(self, plan: RestartPlan, own: int) -> Part:
-        bad: set[Entry] = set()
+        bad: dict[Entry, BadShard] = {}
         while True:
             chosen = self._choose(plan, own, bad)
             try:
-                return self._parts.read(plan, chosen)
+                part = self._parts.read(plan, chosen)
             except BadImage as error:  # another source of it is tried, as long as there are any
                 self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)
             except BadShard as error:
-                bad.add(error.entry)
+                bad[error.entry] = error
                 self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)
-                of_rank = f" of rank {error.entry.rank}" if plan.world_size > 1 else ""
-                self.problems.append(f"step {plan.step}{of_rank} at {shown(error.entry.level)} passed over: {error}")
+            else:
+                for entry, reason in bad.items():
+                    of_rank = f" of rank {entry.rank}" if plan.world_size > 1 else ""
+                    self.problems.append(f"step {plan.step}{of_rank} at {shown(entry.level)} passed over: {reason}")
+                return part
 
     def _is_near(self, entry: Entry) -> bool:
         return entry.node in (None, self._node) or entry.node in self._survey.reach
 
-    def _choose(self, plan: RestartPlan, own: int, bad: set[Entry]) -> dict[int, Entry]:
+    def _choose(self, plan: RestartPlan, own: int, bad: Mapping[Entry, BadShard]) -> dict[int, Entry]:
         """Per rank of the snapshot the fastest source that this one can reach."""
         chosen = {}
         for rank, offers in enumerate(plan.sources):
@@ -296,27 +425,9 @@ class _Search:
                 chosen[rank] = entry
         if own not in chosen:
             within = "" if self._world.is_alone else f" within reach of {self._node.split('/')[0]}"
-            raise ShardCorrupt(f"the shard of rank {own} is nowhere whole{within}")
+            reasons = "; ".join(map(str, bad.values())) or "it is not there"
+            raise ShardCorrupt(f"the shard of rank {own} is nowhere whole{within}: {reasons}")
         return chosen
-
-
-def _serving_all(memories: list[Inventory], stored: list[Inventory]) -> list[Inventory]:
-    """Immutable tensors in memory serve every run that refers to them, in memory or on storage."""
-    entries = [entry for inventory in (*memories, *stored) for entry in inventory.entries]
-    runs: dict[str | None, set[str]] = defaultdict(set)
-    for entry in entries:
-        runs[entry.frozen].add(entry.run_id)
-    return [
-        dataclasses.replace(
-            inventory,
-            frozen=tuple(
-                dataclasses.replace(image, run_id=run_id)
-                for image in inventory.frozen
-                for run_id in sorted(runs[image.digest])
-            ),
-        )
-        for inventory in memories
-    ]
 
 
 def part_ways(snapshot: Snapshot, world: World) -> None:

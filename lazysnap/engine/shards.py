@@ -1,32 +1,27 @@
 """Opening the shards of a snapshot for reading, wherever they are: mapped slots of this node, files of a level."""
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lazysnap.engine.assembly import OpenShard
-from lazysnap.engine.filling import Wanted, fill
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.snapshot import MEMORY
 from lazysnap.errors import LazySnapError, ShardCorrupt
 from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
-from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
+from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
+from lazysnap.snapshots.blocks import Blocks, MemoryBlocks, Wanted
+from lazysnap.snapshots.reader import OpenShard, read
 
 Failure = Callable[[Exception], Exception]
 
 
 class BadImage(LazySnapError):
     """A source of immutable tensors that turned out to be no good while it was read; it is not offered again."""
-
-
-_THREADS = min(4, os.cpu_count() or 1)
-"""For memory: either of comparing and copying is as fast as a core."""
 
 
 class ShardOpener:
@@ -39,13 +34,15 @@ class ShardOpener:
         stack: contextlib.ExitStack,
         note: Callable[[str], None],
     ) -> None:
-        """``visit``: what the keeper of a local rank holds; ``note`` is told of what is passed over here."""
+        """``visit``: what the keeper holds for a local rank; ``note`` is told of what is passed over here."""
         self._levels = levels
         self._visit = visit
         self._stack = stack
         self._note = note
         self._refused: dict[FrozenEntry, str] = {}
         self._opened: dict[Entry | FrozenEntry, OpenShard] = {}
+        self._sources: dict[Blocks, tuple[str, Failure]] = {}
+        """The level of each shard, and what makes the error that a later read raises."""
 
     def open(self, entry: Entry, failure: Failure) -> OpenShard:
         """The shard of one entry; ``failure`` makes the error that a later read raises. Blocks.
@@ -58,11 +55,12 @@ class ShardOpener:
                 shard = self._memory(entry, where)
             else:
                 shard = self._levels[entry.level].open(entry, where, self._stack)
-            expected = (entry.run_id, entry.step, entry.rank, entry.world_size, entry.generation)
+            expected = (entry.run_id, entry.step, entry.rank, entry.world_size, entry.start)
             meta = shard.meta
-            if (meta.run_id, meta.step, meta.rank, meta.world_size, meta.generation) != expected:
+            if (meta.run_id, meta.step, meta.rank, meta.world_size, meta.start) != expected:
                 raise ShardCorrupt(f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}")
-            self._opened[entry] = _failing_as(shard, failure)
+            self._opened[entry] = shard
+            self._sources[shard.blocks] = entry.level, failure
         return self._opened[entry]
 
     def _memory(self, entry: Entry, where: str) -> OpenShard:
@@ -86,8 +84,8 @@ class ShardOpener:
                 continue
             try:
                 if entry not in self._opened:
-                    refuse = partial(self._refuse, entry, where)
-                    self._opened[entry] = _failing_as(self._frozen(entry, wanted, where), refuse)
+                    shard = self._opened[entry] = self._frozen(entry, wanted, where)
+                    self._sources[shard.blocks] = entry.level, partial(self._refuse, entry, where)
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
                 self._refuse(entry, where, error)
                 continue
@@ -103,14 +101,34 @@ class ShardOpener:
         self._note(f"{where} passed over: {error}")
         return BadImage(str(error))
 
+    def read(self, shard: OpenShard, wanted: Sequence[Wanted]) -> None:
+        """Read what is wanted of a shard that was opened here, verified. Blocks. Raises: what its ``failure`` makes."""
+        level, failure = self._sources[shard.blocks]
+        try:
+            if level == MEMORY:
+                read({shard: wanted})
+            else:
+                self._levels[level].read(shard, wanted)
+        except Exception as error:
+            raise failure(error) from error
+
+    def lend(self, shard: OpenShard) -> memoryview | None:
+        """The memory of a shard, verified; ``None``, if it is in no memory. Blocks. Raises: as ``read``."""
+        _, failure = self._sources[shard.blocks]
+        try:
+            return shard.blocks.whole() if isinstance(shard.blocks, MemoryBlocks) else None
+        except Exception as error:
+            raise failure(error) from error
+
     def forget(self) -> None:
         """The levels are listed again: what was no good may be there by now."""
         self._opened.clear()
         self._refused.clear()
+        self._sources.clear()
 
     def _frozen(self, entry: FrozenEntry, wanted: FrozenReference, where: str) -> OpenShard:
         if entry.level != MEMORY:
-            return self._levels[entry.level].open_frozen(entry, where, self._stack)
+            return self._levels[entry.level].open(entry, where, self._stack)
         number, digest = entry.location.split("/")
         slot = self._visit(int(number)).frozen.get(digest)
         if slot is None:
@@ -124,37 +142,8 @@ class ShardOpener:
 
 def _mapped(image: memoryview, meta: CaptureMeta, checksums: Checksums | None, where: str) -> OpenShard:
     """Without checksums nothing can be compared: the keeper has not come to it yet, or it was done before."""
-    block_bytes = BLOCK_BYTES if checksums is None else checksums.block_bytes
-
-    @contextlib.contextmanager
-    def block(index: int) -> Iterator[memoryview]:
-        data = image[index * block_bytes : (index + 1) * block_bytes]
-        if checksums is not None:
-            checksums.verify_block(index, data, where)
-        yield data
-
     if checksums is not None and checksums.size_bytes != len(image):
         raise ShardCorrupt(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
-    for index in range(-(-min(_header_bytes(image), len(image)) // block_bytes)):
-        with block(index):  # damage is the reason, whatever the header looks like
-            pass
-    layout = Layout.parse(image, len(image), where)
-
-    def read(wanted: Sequence[Wanted]) -> None:
-        fill(wanted, block_bytes, block, _THREADS)
-
-    return OpenShard(meta.rank, layout, meta, read, where)
-
-
-def _header_bytes(image: memoryview) -> int:
-    return 8 + int.from_bytes(image[:8], "little")
-
-
-def _failing_as(shard: OpenShard, failure: Failure) -> OpenShard:
-    def read(wanted: Sequence[Wanted]) -> None:
-        try:
-            shard.fill(wanted)
-        except Exception as error:
-            raise failure(error) from error
-
-    return replace(shard, fill=read)
+    blocks = MemoryBlocks(image, checksums, where)
+    blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, whatever the header looks like
+    return OpenShard(meta.rank, meta, Layout.parse(image, len(image), where), blocks)

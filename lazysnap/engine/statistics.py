@@ -36,6 +36,8 @@ class Statistics:
     replans: int = 0
     """Times the plan was worked out again after the first."""
     keepers_lost: int = 0
+    rollbacks: int = 0
+    """How often training went back in place."""
     bytes_captured: int = 0
     shard_bytes: int = 0
     """Size of one snapshot of this rank, without immutable tensors."""
@@ -50,13 +52,26 @@ class Statistics:
     level_failures: Counter[str] = field(default_factory=Counter)
     """Snapshots given up, by level."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Snapshots that a level left out because it was slower than the ones before it, by level."""
+    """Snapshots that a level left out because it was slower than the ones before it, or than training, by level."""
     boundary: Timing = field(default_factory=Timing)
-    """Time that training was held at boundaries that began a capture."""
+    """Time that training was held at boundaries that began a capture, behind the gate, without ``memory_wait_s``."""
+    memory_wait_s: float = 0.0
+    """Seconds that training waited for memory to be ready, at its first boundary."""
+    slot_waits: Timing = field(default_factory=Timing)
+    """Time that training waited at boundaries because storage held all slots."""
     gate: Timing = field(default_factory=Timing)
     """Time that training waited for copies."""
     copy: Timing = field(default_factory=Timing)
     """Duration of the copies themselves, beside training."""
+    direct: Timing = field(default_factory=Timing)
+    """Time that training waited while it wrote snapshots to storage itself, for want of memory: see ``unprotected``."""
+    unprotected: str | None = None
+    """Why captures are not in memory that outlives this process now; ``None`` if they are."""
+    unprotected_steps: int = 0
+    """Boundaries that were due while captures could not go into such memory."""
+    waited_s: float = 0.0
+    """Seconds that training waited in all: at gates, and at boundaries that were due, captured or not."""
     last_whole_step: int | None = None
+    """Newest capture of this start that is whole in the memory of a keeper that lives."""
     last_durable_step: dict[str, int] = field(default_factory=dict)
     """Newest step committed, by level; with several ranks on all of them."""

@@ -20,7 +20,9 @@ from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.engine.board import Board, BoardUnavailable
 from lazysnap.engine.world import World
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.events import Complete, KeeperEvent, KeeperReady, Sound, Surplus
+from lazysnap.keeper.events import Complete, KeeperEvent, KeeperReady
+from lazysnap.keeper.protocol import Sound, Surplus
+from lazysnap.levels.belongings import Told
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -37,7 +39,7 @@ _ABSENT = "?"
 
 @dataclass
 class _Column:
-    """One level, in one generation of one run."""
+    """One level, in one start of one run."""
 
     level: PersistentLevel
     name: str
@@ -46,13 +48,13 @@ class _Column:
     """Of complete snapshots."""
     complete: tuple[int, ...] = ()
     """The newest ``keep_last`` of them, oldest first."""
-    waiting: dict[int, int] = field(default_factory=dict)
-    """Steps that this rank has, and that are not complete yet: for how many ranks it counted."""
+    waiting: dict[int, bool] = field(default_factory=dict)
+    """Steps that this rank has, and that are not complete yet: whether its count of the step stands."""
     counted: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """Each only once: a keeper that took a dead one's place writes the same step again."""
     void: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    owed: dict[int, int] = field(default_factory=dict)
-    """Of those that wait: for how many ranks it has still to count, as the board could not be reached."""
+    owed: set[int] = field(default_factory=set)
+    """Of those that wait: what it has still to count, as the board could not be reached."""
     full: set[int] = field(default_factory=set)
     """Whose counter this rank found full, and that it did not get into the word yet."""
     doubtful: set[int] = field(default_factory=set)
@@ -94,7 +96,7 @@ class Tally:
         self._ranks = ranks
         self._connect = board
         self._board: Board | None = None
-        self._generation = ""
+        self._start = ""
         self._stored: Mapping[str, Sequence[tuple[str, int]]] = {}
         self._run_id = ""
         self._columns: dict[str, _Column] = {}
@@ -113,13 +115,13 @@ class Tally:
         self._is_silent = False
         client.listener = self.hear
 
-    def begin(self, generation: str, stored: Mapping[str, Sequence[tuple[str, int]]] | None = None) -> None:
+    def begin(self, start: str, stored: Mapping[str, Sequence[tuple[str, int]]] | None = None) -> None:
         """Count what is captured from now on, and forget what was before: on all ranks at the same point.
 
         ``stored``: what the training goes on from, by level, see ``Snapshot.stored``.
         """
         with self._changed:
-            self._generation = generation
+            self._start = start
             self._stored = stored or {}
             self._columns = {}
             self._heard.clear()  # of what was before
@@ -131,7 +133,7 @@ class Tally:
         """What the keeper told. Does not block."""
         if not isinstance(event, (Sound, Surplus, KeeperReady)):
             return
-        if not isinstance(event, KeeperReady) and event.generation != self._generation:
+        if not isinstance(event, KeeperReady) and event.start != self._start:
             return  # of a start before this one: who knows which of those ranks are left
         with self._changed:
             if self._is_closed or event in self._unanswered:
@@ -156,6 +158,10 @@ class Tally:
         """
         urls = list(self._levels)[:levels]
         return self._until(lambda: all(self._is_complete(url, step) for url in urls), timeout_s)
+
+    def has_any(self) -> bool:
+        """Whether all ranks have any step at any level. Does not block."""
+        return any(column.complete for column in list(self._columns.values()))
 
     def _is_complete(self, url: str, step: int) -> bool:
         column = self._columns.get(url)
@@ -258,14 +264,14 @@ class Tally:
         if event.level not in self._levels:
             return None
         with self._changed:
-            if event.generation != self._generation:
+            if event.start != self._start:
                 return None  # the training has gone back since it was heard
             if event.run_id != self._run_id:
                 self._run_id = event.run_id
                 self._columns = {}
             if event.level not in self._columns:
                 index, level = self._levels[event.level]
-                self._columns[event.level] = _Column(level, f"{event.run_id}/{event.generation}/{index}")
+                self._columns[event.level] = _Column(level, f"{event.run_id}/{event.start}/{index}")
             return self._columns[event.level]
 
     def _owe(self, event: Sound) -> None:
@@ -274,11 +280,8 @@ class Tally:
             return
         with self._changed:
             column.counted.append(event.step)
-            if not event.ranks:
-                column.waiting.clear()  # nothing to take back: the newest is enough
-            else:
-                column.owed[event.step] = event.ranks
-            column.waiting[event.step] = event.ranks
+            column.owed.add(event.step)
+            column.waiting[event.step] = True
 
     def _catch_up(self, board: Board) -> None:
         """Count and publish what is to be, also what could not be before."""
@@ -287,9 +290,10 @@ class Tally:
                 self._publish(board, column, step)
             while column.owed:
                 # Before it is known to have arrived: to count too little loses nothing, to count twice might.
-                step, ranks = column.owed.popitem()
+                step = max(column.owed)
+                column.owed.discard(step)
                 faults.point("engine.tally.count")
-                if board.add(column.counter(step), ranks) == self._ranks:
+                if board.add(column.counter(step), 1) == self._ranks:
                     faults.point("engine.tally.full")
                     self._publish(board, column, step)
 
@@ -320,9 +324,9 @@ class Tally:
             self._news.append(Complete(column.level.url, steps[-1], count - column.count))
             column.count, column.complete = count, steps
             passed = [step for step in column.waiting if column.is_passed(step)]
-            column.waiting = {n: ranks for n, ranks in column.waiting.items() if n not in steps and n not in passed}
+            column.waiting = {n: counts for n, counts in column.waiting.items() if n not in steps and n not in passed}
             column.doubtful &= column.waiting.keys()
-            column.owed = {n: ranks for n, ranks in column.owed.items() if n not in passed}
+            column.owed -= set(passed)
         self._tell(column)
         for step in passed:
             board.forget(column.counter(step))  # complete before, or never
@@ -334,14 +338,15 @@ class Tally:
             return
         if event.step in column.full or event.step in column.doubtful:
             return
-        ranks = column.waiting.get(event.step, 0)
+        is_owed, counts = event.step in column.owed, column.waiting.get(event.step, False)
+        column.owed.discard(event.step)
         faults.point("engine.tally.take_back")
-        if ranks and column.owed.pop(event.step, None) is None:
+        if counts and not is_owed:
             # Before it is known to have arrived: a second one would not find the counter full that the first one found.
             column.doubtful.add(event.step)
-            before = board.add(column.counter(event.step), -ranks) + ranks
+            before = board.add(column.counter(event.step), -1) + 1
             column.doubtful.discard(event.step)
-            column.waiting[event.step] = 0
+            column.waiting[event.step] = False
             if before == self._ranks:
                 # Who filled it died before it could say so.
                 self._publish(board, column, event.step)
@@ -359,15 +364,16 @@ class Tally:
         self._tell(column)
 
     def _tell(self, column: _Column) -> None:
-        run_id, generation, _ = column.name.split("/")
-        start = {"run_id": run_id, "generation": generation, "earlier": self._stored.get(column.level.url, ())}
-        self._client.complete(column.level.url, {**start, "steps": column.complete, "void": list(column.void)})
+        run_id, start, _ = column.name.split("/")
+        earlier = tuple((started, step) for started, step in self._stored.get(column.level.url, ()))
+        told = Told(run_id, start, tuple(column.complete), frozenset(column.void), earlier)
+        self._client.complete(column.level.url, told)
 
 
-def tally_of(config: SnapshotConfig, client: KeeperClient, world: World, generation: str | None) -> Tally | None:
+def tally_of(config: SnapshotConfig, client: KeeperClient, world: World, start: str) -> Tally | None:
     """Of these ranks; ``None``, if there is one only, or nothing to count."""
     if world.is_alone or not config.levels:
         return None
     tally = Tally(config.levels, client, world.size, world.board)
-    tally.begin(generation or "")
+    tally.begin(start)
     return tally

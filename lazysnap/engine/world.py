@@ -22,13 +22,11 @@ from lazysnap.engine.board import Board, BoardUnavailable
 from lazysnap.engine.partition import Partition
 from lazysnap.errors import WaitTimeout
 from lazysnap.state.walk import Walk
-from lazysnap.topology import Place, padding, places
+from lazysnap.topology import Place, places
 
 logger = logging.getLogger("lazysnap.engine")
 
 _BEAT_S = 2.0
-_BROADCAST_BYTES = 1 << 16
-"""How many bytes in all a broadcast of its own may save or cost."""
 
 
 def node_name() -> str:
@@ -122,21 +120,12 @@ class World:
         return [item for _, item in told]
 
     def _gather(self, data: torch.Tensor, sizes: list[int]) -> list[bytes]:
-        """Every rank's bytes. One length for all would cost the longest one times the number of ranks, on each."""
-        length = max(1, padding(sizes, _BROADCAST_BYTES))
-        padded = torch.zeros(length, dtype=torch.uint8)
-        padded[: len(data)] = data[:length]
-        found = [torch.zeros(length, dtype=torch.uint8) for _ in sizes]
+        """Every rank's bytes."""
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        found = [torch.zeros_like(padded) for _ in sizes]
         dist.all_gather(found, padded, group=self._group)
-        texts = []
-        for rank, size in enumerate(sizes):
-            text = found[rank][:size].numpy().tobytes()
-            if size > length:
-                rest = data[length:].clone() if rank == self.rank else torch.zeros(size - length, dtype=torch.uint8)
-                dist.broadcast(rest, rank, group=self._group)
-                text += rest.numpy().tobytes()
-            texts.append(text)
-        return texts
+        return [data[:size].numpy().tobytes() for data, size in zip(found, sizes, strict=True)]
 
     def exchange_after(self, what: str, work: Callable[[], Any]) -> list[Any]:
         """Every rank's result of ``work`` (plain JSON), when all have theirs. Collective. Blocks: as long as they work.
@@ -203,15 +192,6 @@ class World:
         except (AttributeError, RuntimeError) as error:
             raise BoardUnavailable(f"this torch does not give the process group's store: {error}") from error
         return Board(store, self._timeout.total_seconds())
-
-    def has_board(self) -> bool:
-        """Whether the process group's store can be asked. Blocks: some round trips."""
-        try:
-            self.board().count("hello")
-        except BoardUnavailable as error:
-            logger.info("%s", error)
-            return False
-        return True
 
     def ends(self) -> bool:
         """Whether all ranks came to the end of their training. Collective. Blocks: until the deadline."""

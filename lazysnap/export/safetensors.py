@@ -1,103 +1,67 @@
 """Weights as one safetensors file, block by block: neither torch nor memory for more than a few blocks is needed."""
 
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from lazysnap.errors import UnsupportedState
-from lazysnap.export.images import Image, Located, RankImages
+from lazysnap.errors import ShardCorrupt, UnsupportedState
 from lazysnap.levels.files import pwrite_all
-from lazysnap.levels.workers import Workers
-from lazysnap.shard.checksum import block_ranges
 from lazysnap.shard.layout import Layout
-
-_THREADS = 2
-
-
-@dataclass(frozen=True)
-class _Move:
-    """Bytes ``[source, source + nbytes)`` of an image go to ``target`` in the file."""
-
-    source: int
-    nbytes: int
-    target: int
+from lazysnap.snapshots.blocks import Wanted
+from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored, read
 
 
-def write_weights(rank: RankImages, names: Mapping[str, str], path: str, beat: Callable[[int], None]) -> int:
-    """Write the tensors ``names`` (name in the file -> name in the snapshot) to a new file; its bytes.
+def located(snapshot: OpenSnapshot, names: Mapping[str, str]) -> dict[str, Stored]:
+    """Where tensors of the only rank are: ``names`` gives the name in the snapshot of each name in the file.
+
+    Raises: ShardCorrupt, if one is nowhere; UnsupportedState, for a dtype that safetensors has not got.
+    """
+    found = {}
+    for name, stored_name in names.items():
+        stored = snapshot.find(0, stored_name)
+        if stored is None:
+            raise ShardCorrupt(f"{snapshot.ranks[0][0].where}: no tensor {stored_name!r}, which the state refers to")
+        if stored.logical is not None:
+            raise UnsupportedState(
+                f"tensor {name!r} is {stored.logical}, which safetensors cannot hold; export to .ckpt or a DCP "
+                "directory, or choose other tensors with --only"
+            )
+        found[name] = stored
+    return found
+
+
+def bytes_of(tensors: Mapping[str, Stored]) -> int:
+    """What ``write_weights`` tells its ``beat`` in all."""
+    return sum({stored.key: stored.spec.nbytes for stored in tensors.values()}.values())
+
+
+def write_weights(tensors: Mapping[str, Stored], path: str, beat: Callable[[int], None]) -> int:
+    """Write tensors, by their names in the file, to a new file; its bytes.
 
     Tied tensors are stored once, under the first of their names in the alphabet, and the header's ``__metadata__`` has
-    the others, as ``safetensors.torch.save_model`` does. ``beat`` is told the bytes that were read, and may raise.
-    Blocks. Raises: UnsupportedState, for a dtype that safetensors has not got; ShardCorrupt; LevelError; OSError.
+    the others, as ``safetensors.torch.save_model`` does. ``beat`` is told the bytes that were written, and may raise.
+    Blocks. Raises: ShardCorrupt; LevelError; OSError.
     """
-    located = {name: rank.find(stored) for name, stored in names.items()}
-    for name, found in located.items():
-        _check(name, found)
-    first: dict[tuple[str, str], str] = {}
-    for name in sorted(located):
-        first.setdefault(located[name].key, name)
-    tied = {name: first[found.key] for name, found in sorted(located.items()) if first[found.key] != name}
-    specs = [replace(located[name].spec, name=name) for name in first.values()]
-    layout = Layout.plan(specs, {"format": "pt", **tied})
+    first: dict[tuple[int, str], str] = {}
+    for name in sorted(tensors):
+        first.setdefault(tensors[name].key, name)
+    tied = {name: first[tensors[name].key] for name in sorted(tensors) if first[tensors[name].key] != name}
+    layout = Layout.plan([replace(tensors[name].spec, name=name) for name in first.values()], {"format": "pt", **tied})
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(handle, layout.size_bytes)
         pwrite_all(handle, 0, memoryview(layout.header))
-        for image in rank.images:
-            moves = [
-                _Move(located[spec.name].offset, spec.nbytes, offset)
-                for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-                if located[spec.name].image is image and spec.nbytes
-            ]
-            Workers[None](_THREADS, "lazysnap-export").run(_Copier(image, handle, beat).tasks(moves))
+        jobs: dict[OpenShard, list[Wanted]] = defaultdict(list)
+        for spec, target in zip(layout.specs, layout.offsets, strict=True):
+            stored = tensors[spec.name]
+
+            def put(at: int, data: memoryview, target: int = target) -> None:
+                pwrite_all(handle, target + at, data)
+                beat(len(data))
+
+            jobs[stored.shard].append(Wanted(stored.offset, stored.offset + spec.nbytes, put))
+        read(jobs)
     finally:
         os.close(handle)
     return layout.size_bytes
-
-
-def bytes_to_read(rank: RankImages, names: Mapping[str, str]) -> int:
-    """What ``write_weights`` will tell its ``beat`` in all."""
-    chosen = {(found.key, found.spec.nbytes) for found in map(rank.find, names.values())}
-    return sum(nbytes for _, nbytes in chosen)
-
-
-def _check(name: str, found: Located) -> None:
-    if found.logical is not None:
-        raise UnsupportedState(
-            f"tensor {name!r} is {found.logical}, which safetensors cannot hold; export to .ckpt or a DCP directory, "
-            "or choose other tensors with --only"
-        )
-
-
-@dataclass(frozen=True)
-class _Copier:
-    """Copies parts of one image to a file, each block read once."""
-
-    image: Image
-    handle: int
-    beat: Callable[[int], None]
-
-    def tasks(self, moves: list[_Move]) -> Iterator[Callable[[], None]]:
-        """One task for each block that holds something wanted."""
-        moves = sorted(moves, key=lambda move: move.source)
-        first = 0
-        manifest = self.image.manifest
-        for offset, length in block_ranges(manifest.size_bytes, manifest.checksums.block_bytes):
-            while first < len(moves) and moves[first].source + moves[first].nbytes <= offset:
-                first += 1
-            last = first
-            while last < len(moves) and moves[last].source < offset + length:
-                last += 1
-            if last > first:
-                yield functools.partial(self._copy, offset, length, moves[first:last])
-
-    def _copy(self, offset: int, length: int, moves: list[_Move]) -> None:
-        self.beat(0)
-        block = self.image.reader.read(offset, length)
-        done = 0
-        for move in moves:
-            begin, end = max(move.source, offset), min(move.source + move.nbytes, offset + length)
-            pwrite_all(self.handle, move.target + begin - move.source, block[begin - offset : end - offset])
-            done += end - begin
-        self.beat(done)

@@ -1,15 +1,28 @@
-"""What is being exported: under a temporary name until it is whole and durable."""
+"""What is being exported: under a temporary name until it is whole and durable.
+
+Replaced is only what an export wrote, or an empty directory (``_foreign``): the one place that decides it.
+"""
 
 import contextlib
+import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from lazysnap.errors import ConfigError
-from lazysnap.levels.files import sync_directory, temp_name
+from lazysnap.levels.files import open_regular, sync_directory, temp_name
+from lazysnap.shard.names import is_directory_of_ours
 
 FORMATS = {".safetensors": "safetensors", ".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", "": "dcp"}
+MARK = "lazysnap-export.json"
+"""A file in every exported directory: ``torch.distributed.checkpoint`` alone would write the same other names."""
+_MARK_TEXT = json.dumps({"lazysnap": "export"}) + "\n"
+_IN_DIRECTORY = re.compile(r"\.metadata|__[0-9]{1,9}_[0-9]{1,9}\.distcp|" + re.escape(MARK))
+_ZIP, _ZIP_NAME = b"PK\x03\x04", 30
+"""How a zip file begins, and where the name of its first member stands."""
 
 
 def format_of(path: str, wanted: str | None) -> str:
@@ -20,7 +33,9 @@ def format_of(path: str, wanted: str | None) -> str:
         return wanted
     suffix = "" if path.endswith("/") else os.path.splitext(path)[1]
     if suffix not in FORMATS:
-        raise ConfigError(f"--to {path!r}: {suffix!r} names no format; add --format safetensors, ckpt or dcp")
+        raise ConfigError(
+            f"--to {path!r}: {suffix!r} names no format; add --format safetensors, ckpt, dcp or accelerate"
+        )
     return FORMATS[suffix]
 
 
@@ -29,15 +44,18 @@ def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
     """A name to write a file or directory under, beside ``path``; on success it gets that name, durably.
 
     On any error, Ctrl-C included, it is removed, and what was at ``path`` is as it was.
-    Raises: ConfigError, if something is there and ``force`` is not given.
+    Raises: ConfigError, if something is there and ``force`` is not given, or if it is not what an export wrote.
     """
-    path = os.path.abspath(path)
+    path = _real(path)
     _check(path, force=force)
     parent = os.path.dirname(path)
     temp = os.path.join(parent, temp_name(os.path.basename(path)))
     try:
         yield temp
-        _sync(temp)
+        if os.path.isdir(temp):
+            with open(os.path.join(temp, MARK), "x", encoding="ascii") as mark:
+                mark.write(_MARK_TEXT)
+        sync(temp)
         _check(path, force=force)
         _move(temp, path)
         sync_directory(parent)
@@ -45,30 +63,112 @@ def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
         _remove(temp)
 
 
+def _real(path: str) -> str:
+    """``path`` without symbolic links, except for its last name: that one is looked at."""
+    head, tail = os.path.split(path.rstrip("/"))
+    return os.path.realpath(path) if tail in ("", ".", "..") else os.path.join(os.path.realpath(head or "."), tail)
+
+
 def _check(path: str, *, force: bool) -> None:
-    if os.path.lexists(path) and not force:
+    parent = os.path.dirname(path)
+    if not os.path.isdir(parent):
+        raise ConfigError(f"{parent}: no such directory")
+    check_outside(parent)
+    if not os.path.lexists(path):
+        return
+    if not force:
         raise ConfigError(f"{path} is there already: add --force to replace it, or choose another name")
-    if not os.path.isdir(os.path.dirname(path)):
-        raise ConfigError(f"{os.path.dirname(path)}: no such directory")
+    reason = _foreign(path)
+    if reason:
+        raise ConfigError(
+            f"{path} is not replaced: {reason}. --force replaces an empty directory or what an export wrote; "
+            "choose another name, or remove it yourself"
+        )
+
+
+def check_outside(path: str) -> None:
+    """Raises: ConfigError, if a path is in a snapshot of a level."""
+    names = path.split(os.sep)
+    if any(map(is_directory_of_ours, names)):
+        raise ConfigError(f"{path} lies in a snapshot of a level, which is not changed: choose another place")
+
+
+def _foreign(path: str) -> str:
+    """Why ``path`` is not an export's; empty if it is, or an empty directory."""
+    facts = os.lstat(path)
+    if stat.S_ISLNK(facts.st_mode):
+        return "it is a symbolic link"
+    if stat.S_ISREG(facts.st_mode):
+        return "" if _is_exported_file(path) else "it is a file that no export wrote"
+    if not stat.S_ISDIR(facts.st_mode):
+        return "it is neither a file nor a directory"
+    if os.path.commonpath([os.path.realpath(os.getcwd()), path]) == path:
+        return "it is the current directory, or holds it"
+    names = os.listdir(path)
+    if not names:
+        return ""
+    for name in sorted(names):
+        if not _IN_DIRECTORY.fullmatch(name) or not stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode):
+            return f"it holds {name!r}, which no export wrote"
+    if MARK not in names or _read_start(os.path.join(path, MARK), len(_MARK_TEXT) + 1) != _MARK_TEXT.encode():
+        return f"no export wrote it: there is no {MARK} of ours in it"
+    return ""
+
+
+def _is_exported_file(path: str) -> bool:
+    """Whether it is a safetensors file, or a zip file of ``torch.save``; or empty."""
+    start = _read_start(path, 4096)
+    if start.startswith(_ZIP):
+        length = int.from_bytes(start[26:28], "little")
+        return start[_ZIP_NAME : _ZIP_NAME + length].endswith(b"/data.pkl")
+    header_bytes = int.from_bytes(start[:8], "little")
+    return not start or (start[8:9] == b"{" and 8 + header_bytes <= os.path.getsize(path))
+
+
+def _read_start(path: str, count: int) -> bytes:
+    with open(open_regular(path), "rb") as file:
+        return file.read(count)
 
 
 def _move(temp: str, path: str) -> None:
-    old = None
-    if os.path.isdir(path) and not os.path.islink(path):
-        # Directories cannot be exchanged in one step everywhere: for a moment nothing is there.
-        old = os.path.join(os.path.dirname(path), temp_name(os.path.basename(path)))
-        os.rename(path, old)
-    elif os.path.isdir(temp) and os.path.lexists(path):
-        os.unlink(path)
-    os.rename(temp, path)
-    if old is not None:
-        shutil.rmtree(old)
+    if not os.path.lexists(path) or not (os.path.isdir(path) or os.path.isdir(temp)):
+        os.rename(temp, path)
+        return
+    # Directories cannot be exchanged in one step everywhere: for a moment nothing is there.
+    old = os.path.join(os.path.dirname(path), temp_name(os.path.basename(path)))
+    os.rename(path, old)
+    try:
+        os.rename(temp, path)
+    except BaseException:
+        os.rename(old, path)
+        raise
+    _discard(old, path)
 
 
-def _sync(path: str) -> None:
+def _discard(old: str, path: str) -> None:
+    """Delete what was replaced: only an export's files. Raises: ConfigError, if something came into it meanwhile."""
+    if not os.path.isdir(old):
+        os.unlink(old)
+        return
+    handle = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for name in filter(_IN_DIRECTORY.fullmatch, os.listdir(handle)):
+            os.unlink(name, dir_fd=handle)
+    finally:
+        os.close(handle)
+    try:
+        os.rmdir(old)
+    except OSError as error:
+        raise ConfigError(f"{path} is replaced; what came into it meanwhile is in {old}: {error.strerror}") from error
+
+
+def sync(path: str) -> None:
+    """Make a file, or a directory with all that is in it, durable; what is behind links is left out. Blocks."""
+    if os.path.islink(path):
+        return
     if os.path.isdir(path):
         for name in os.listdir(path):
-            _sync(os.path.join(path, name))
+            sync(os.path.join(path, name))
         sync_directory(path)
         return
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,30 +1,55 @@
 """``python -m lazysnap.keeper --address HEX``: started by the first trainer of a job on a node."""
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
-
-from lazysnap.keeper.process import run_keeper
+import socket
 
 
 def main() -> None:
     """Detach from whoever started this, then keep."""
     parser = argparse.ArgumentParser(prog="python -m lazysnap.keeper")
     parser.add_argument("--address", required=True, help="abstract Unix socket address, in hexadecimal")
+    for name in ("--job", "--node"):
+        parser.add_argument(name, help="for people who list processes; the address alone is used")
+    parser.add_argument("--trainer", type=int, help="descriptor of a connection to the trainer that starts it")
     parser.add_argument("--foreground", action="store_true", help="do not detach")
     arguments = parser.parse_args()
     if not arguments.foreground:
         _detach()
+    trainer = None
+    if arguments.trainer is not None:
+        trainer = socket.socket(fileno=arguments.trainer)
+        trainer.set_inheritable(False)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(bytes.fromhex(arguments.address).decode())
+    except OSError:
+        # Another keeper serves this job already. Of several ranks that start one at the same time all but one end so:
+        # before anything is imported.
+        os._exit(1)
+    listener.listen(64)
+    # Only now: a launcher that ends may kill all of its children's children, and importing takes a while.
+    from lazysnap.keeper.server import run_keeper
+
+    _name_process()
     log = os.environ.get("LAZYSNAP_KEEPER_LOG")
     if log:
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
-    status = run_keeper(bytes.fromhex(arguments.address).decode())
+    run_keeper(listener, trainer)
     logging.shutdown()
     # Not sys.exit(): it would wait for a thread that hangs in a dead file system.
-    os._exit(status)
+    os._exit(0)
+
+
+def _name_process() -> None:
+    """What top and ``ps -o comm`` show."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
+        comm.write("lazysnap-keeper")
 
 
 def _detach() -> None:

@@ -1,57 +1,125 @@
 """Becoming a job's trainer: hello and the keeper's answer."""
 
 import dataclasses
+import sys
 import time
+from collections.abc import Callable
 
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import reach_keeper
-from lazysnap.keeper.messages import Connection, Received
+from lazysnap.keeper.launch import Starting, start_keeper, try_connect
+from lazysnap.keeper.messages import Connection, OtherVersion, Received
+from lazysnap.keeper.protocol import Busy, Hello, Welcome
 from lazysnap.keeper.team import Team
 
 _BUSY_GRACE_S = 3.0
 """A trainer that was just killed may take a moment to be gone."""
 _RETRY_S = 0.02
+_RETRY_UNANSWERED_S = 0.002
+"""A keeper that was just killed may still accept connections for a moment. Memory waits for the next one."""
+_START_AGAIN_S = 0.2
+"""A keeper that was started and ended at once is followed by the next; each time after twice as long."""
+_START_AGAIN_AT_MOST_S = 2.0
+
+HandOver = Callable[[Connection], None]
+"""Gives the keeper what an earlier one held."""
 
 
-def attach(identity: JobIdentity, config: SnapshotConfig, team: Team) -> tuple[Connection, Received]:
+def attach(
+    identity: JobIdentity, config: SnapshotConfig, team: Team, hand_over: HandOver = lambda _: None
+) -> tuple[Connection, Received]:
     """A connection as this job's trainer, starting a keeper if there is none, and what came with the welcome.
 
+    Memory is handed over with the hello, not after the answer: until then it is lost if this process dies.
     Blocks: at most ``keeper_timeout_s``. Raises: JobBusy, if another trainer is attached; KeeperUnavailable.
     """
     deadline = time.monotonic() + config.keeper_timeout_s
     busy_until = time.monotonic() + _BUSY_GRACE_S
+    start_at, pause_s, outcome = float("-inf"), _START_AGAIN_S, ""
+    starting: Starting | None = None
+    was_there = False
     while True:
-        connection = reach_keeper(identity, deadline)
-        received = _say_hello(connection, config, team, deadline)
+        connection = try_connect(identity)
+        was_there = connection is not None
+        if connection is None and time.monotonic() > start_at:
+            outcome = starting.failure() if starting is not None else outcome
+            start_at, pause_s = time.monotonic() + pause_s, min(2 * pause_s, _START_AGAIN_AT_MOST_S)
+            try:
+                starting = start_keeper(identity)
+                connection = starting.connection
+            except OSError as error:
+                outcome = f" ({error})"
+        received: Received = []
+        if connection is not None and _say_hello(connection, config, team, hand_over):
+            if not was_there:
+                faults.point("client.handed_over")
+            received = _answer(connection, deadline)
         reply = received[0][0] if received else None
-        if reply is not None and reply["type"] == "welcome":
-            faults.set_peer(int(reply["pid"]))
+        if isinstance(reply, Welcome):
+            assert connection is not None
+            connection.peer_pid = reply.pid
+            faults.set_peer(connection.peer_pid)
             return connection, received[1:]
-        connection.close()
-        if reply is not None and reply["type"] == "busy" and time.monotonic() > busy_until:
-            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reply["since"]))
+        if connection is not None:
+            connection.close()
+        if isinstance(reply, Busy) and time.monotonic() > busy_until:
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reply.since))
             raise JobBusy(
-                f"job {identity.job_id!r} runs already on this node: process {reply['pid']}, since {since}; "
+                f"job {identity.job_id!r} runs already on this node: process {reply.pid}, since {since}; "
                 "end it, or give this one another directory or SnapshotConfig(job_id=...)"
             )
         if time.monotonic() > deadline:
-            raise KeeperUnavailable(
-                f"the keeper of job {identity.job_id!r} is still writing what an earlier run left; try again "
-                "when it is done"
-            )
-        time.sleep(_RETRY_S)
+            silent_pid = connection.peer_pid if was_there and connection is not None and reply is None else None
+            raise KeeperUnavailable(_why(identity, config, silent_pid, is_leaving=reply is not None, outcome=outcome))
+        time.sleep(_RETRY_UNANSWERED_S if reply is None else _RETRY_S)
 
 
-def _say_hello(connection: Connection, config: SnapshotConfig, team: Team, deadline: float) -> Received:
+def _why(
+    identity: JobIdentity, config: SnapshotConfig, silent_pid: int | None, *, is_leaving: bool, outcome: str
+) -> str:
+    who = f"the keeper of job {identity.job_id!r}"
+    if silent_pid is not None:
+        return (
+            f"{who} (process {silent_pid}) did not answer within {config.keeper_timeout_s:g} s (keeper_timeout_s): it "
+            f"is stopped, or the machine is overloaded; `kill -CONT {silent_pid}` lets a stopped one go on"
+        )
+    if is_leaving:
+        return f"{who} is still writing what an earlier run left; it is tried again while training goes on"
+    return (
+        f"no keeper of job {identity.job_id!r} could be started{outcome}; `{sys.executable} -m lazysnap.keeper "
+        f"--foreground --address {identity.address.encode().hex()}` shows why"
+    )
+
+
+def _say_hello(connection: Connection, config: SnapshotConfig, team: Team, hand_over: HandOver) -> bool:
     levels = [dataclasses.asdict(level) for level in config.levels]
     memory = config.memory
     try:
-        wanted = {"levels": levels, "linger_s": memory.linger_s, "max_bytes": memory.max_bytes}
-        connection.send({"type": "hello", **wanted, "team": vars(team)})
+        connection.send(Hello(levels, memory.linger_s, memory.max_bytes, team))
+        hand_over(connection)
+        return True
+    except OSError:
+        return False
+
+
+def _answer(connection: Connection, deadline: float) -> Received:
+    try:
         connection.set_receive_timeout(max(0.1, deadline - time.monotonic()))
         return connection.receive() or []
     except OSError:
         return []
+    except OtherVersion as error:
+        pid = connection.peer_pid
+        connection.close()
+        raise KeeperUnavailable(
+            f"process {pid}, which has the name of this job's keeper, is of another version of lazysnap ({error}); end "
+            f"it with `kill {pid}`: it stores what it holds, then leaves"
+        ) from error
+    except KeeperUnavailable as error:
+        connection.close()
+        raise KeeperUnavailable(
+            f"process {connection.peer_pid} has the name of this job's keeper, and is none of this version: {error}; "
+            "end it, or give the job another name with SnapshotConfig(job_id=...)"
+        ) from error

@@ -1,8 +1,6 @@
 """The immutable tensors that snapshots refer to: written at a level before the first snapshot that needs them."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 from lazysnap.arena import Slot
 from lazysnap.errors import FormatError, LevelUnavailable
@@ -11,7 +9,8 @@ from lazysnap.levels.pace import Pace
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import FileSource, MemorySource, PacedSource
 from lazysnap.resolver import FrozenEntry
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference, frozen_directory_name
+from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.names import frozen_directory_name
 
 Beat = Callable[[], None]
 
@@ -24,41 +23,25 @@ class Bases:
         self._slot_of = slot_of
         self._pace = pace
 
-    @contextlib.contextmanager
-    def there(
-        self, store: SnapshotStore, metas: Sequence[CaptureMeta], beat: Beat, origin: SnapshotStore | None = None
-    ) -> Iterator[None]:
-        """See to it that they are there, and stay, while snapshots that refer to them are written.
+    def bring(self, store: SnapshotStore, meta: CaptureMeta, beat: Beat, origin: SnapshotStore | None = None) -> None:
+        """Write what the snapshot of ``meta`` refers to, unless it is there.
 
-        ``origin``: a faster level that has the snapshots. Raises: LevelError, CaptureAborted.
+        ``origin``: a faster level that has the snapshot. Raises: LevelError, CaptureAborted.
         """
-        with contextlib.ExitStack() as stack:
-            for meta in {meta.frozen: meta for meta in metas}.values():
-                if meta.frozen is None:
-                    continue
-                self._write(store, meta, meta.frozen, beat, origin)
-                stack.enter_context(store.frozen_lease(meta.run_id, meta.frozen.digest))
-                # Somebody's retention may just have taken them for unreferenced; from here on it cannot.
-                self._write(store, meta, meta.frozen, beat, origin)
-            yield
-
-    def _write(
-        self, store: SnapshotStore, meta: CaptureMeta, frozen: FrozenReference, beat: Beat, origin: SnapshotStore | None
-    ) -> None:
-        if store.has_frozen(meta.run_id, frozen.digest, beat):
+        frozen = meta.frozen
+        if frozen is None:
+            return
+        if store.has_frozen(frozen.digest, beat):
             return
         slot = self._slot_of(frozen.digest)
         if slot is not None:
             own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of immutable tensors")
             held = MemorySource(slot.image, frozen.size_bytes)
-            store.write_frozen(
-                replace(own, run_id=meta.run_id), PacedSource(held, self._pace, beat), frozen.digest, beat
-            )
+            store.write_frozen(own, PacedSource(held, self._pace, beat), frozen.digest, beat)
             return
         if origin is None:
             raise LevelUnavailable(f"the immutable tensors {frozen.digest} of step {meta.step} are gone from memory")
-        directory = frozen_directory_name(meta.run_id, frozen.digest)
-        image = FrozenEntry(origin.url, origin.speed, meta.run_id, frozen.digest, directory)
+        image = FrozenEntry(origin.url, origin.speed, frozen.digest, frozen_directory_name(frozen.digest))
         try:
             own = origin.read_manifest(image).meta
             source = FileSource(origin.storage, origin.place(image).shard_path, frozen.size_bytes)

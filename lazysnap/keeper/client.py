@@ -13,31 +13,84 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from lazysnap.arena import Slot
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.attach import attach
+from lazysnap.keeper.client_slots import CaptureState, MappedImages, MappedSlots
 from lazysnap.keeper.durable import DurableSteps
 from lazysnap.keeper.events import (
+    KeeperAnswers,
     KeeperEvent,
     KeeperLost,
     KeeperReady,
+    KeeperSilent,
+    KeeperUnreachable,
     MemoryEntry,
     MemoryHoldings,
-    event_of,
+    News,
 )
+from lazysnap.keeper.heartbeat import Heartbeat
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.mapped import MappedImages, MappedSlots
-from lazysnap.keeper.messages import Connection, Message, Received, Unclaimed
+from lazysnap.keeper.messages import Connection, Received, Unclaimed
+from lazysnap.keeper.protocol import (
+    Abandon,
+    Adopt,
+    Adopted,
+    AdoptFrozen,
+    Answer,
+    AskBusyLevels,
+    AskFrozen,
+    AskInventory,
+    BusyLevels,
+    CompleteThere,
+    Drain,
+    Drained,
+    DrainProgress,
+    FrozenDropped,
+    FrozenRefused,
+    FrozenSlot,
+    Goodbye,
+    Inventory,
+    Keep,
+    Look,
+    Message,
+    Question,
+    Release,
+    Reserve,
+    Return,
+    Run,
+    SlotMade,
+    Superseded,
+)
 from lazysnap.keeper.questions import Questions
 from lazysnap.keeper.team import Team
+from lazysnap.levels import belongings
 
 logger = logging.getLogger(__name__)
 
 _FROZEN_S = 600.0
 """The keeper has to find and populate memory for the immutable tensors: some seconds per 10 GB."""
+_RECONNECT_S = 0.05
+_EARLY_S = 5.0
+"""Keepers that die sooner than this after they began are replaced more and more slowly."""
+_REPLACE_S = 0.1
+_REPLACE_AT_MOST_S = 1.0
+_MOST_ASKED = 3
+"""Keepers that may die over one question."""
+_SEND_AGAIN_S = 0.002
+_LAST_WORD_S = 0.5
 _live_clients: "weakref.WeakSet[KeeperClient]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One capture that this process made."""
+
+    sequence: int
+    step: int
 
 
 class KeeperClient:
@@ -55,11 +108,22 @@ class KeeperClient:
         self._slots = MappedSlots(self._changed)
         self._frozen = MappedImages()
         self._wanted: tuple[int, int, int] | None = None
+        self._least = 0
+        self._progress = (0, 0)
+        """Of a drain: bytes that levels have, and bytes that all are to have."""
+        self._notes: deque[Message] = deque()
+        """What the keeper has not taken yet."""
+        self._notes_lock = threading.Lock()
         self._events: deque[KeeperEvent] = deque()
+        self._heartbeat = Heartbeat(config.keeper_timeout_s)
         self._questions = Questions(self._changed, lambda: self._connection)
         self._durable = DurableSteps()
+        self._run: Run | None = None
+        """What the keeper is told of the run that goes on, also the next keeper."""
         self.listener: Callable[[KeeperEvent], None] = lambda event: None
         """Is told every event at once, on this client's thread; must not block."""
+        self.note_listener: Callable[[Message], None] = lambda message: None
+        """Receives every note for the keeper as well; must not block. For a process that also writes to storage."""
         self._said_goodbye = False
         self.was_attached = False
         _live_clients.add(self)
@@ -96,33 +160,48 @@ class KeeperClient:
                     )
 
     def _serve(self) -> None:
+        died_early = 0
         try:
             while not self._closing:
-                connection, received = attach(self._identity, self._config, self._team)
+                if died_early > 1:  # the first successor comes at once, for memory's sake
+                    with self._changed:
+                        self._changed.wait_for(self._is_closing, min(_REPLACE_S * 2**died_early, _REPLACE_AT_MOST_S))
+                connection, received = attach(self._identity, self._config, self._team, self._hand_over)
                 try:
                     self._take_all(received)
-                    self._adopt_orphans(connection)
                 except BaseException:
                     connection.close()
                     raise
                 with self._changed:
-                    if self._is_closing():  # said while the keeper was starting
-                        if self._said_goodbye:
-                            connection.send({"type": "goodbye"})
-                        connection.close()
-                        return
-                    self._connection = connection
-                    self.was_attached = True
-                    self._events.append(KeeperReady(connection.peer_pid))
-                    self._changed.notify_all()
+                    is_over = self._is_closing()  # said while the keeper was starting
+                    if not is_over:
+                        self._connection = connection
+                        self.was_attached = True
+                        self._events.append(KeeperReady(connection.peer_pid))
+                        self._changed.notify_all()
+                if is_over:
+                    self._leave(connection)
+                    return
                 self.listener(KeeperReady(connection.peer_pid))
+                if self._run is not None:
+                    self._note(self._run)
                 if self._wanted is not None:
                     self._reserve()
+                attached_at = time.monotonic()
                 self._listen(connection)
+                died_early = died_early + 1 if time.monotonic() - attached_at < _EARLY_S else 0
         except (KeeperUnavailable, JobBusy) as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001  the rim of the thread: training goes on without a memory level
             self._fail(KeeperUnavailable(f"the keeper's client failed: {type(error).__name__}: {error}"))
+
+    def _leave(self, connection: Connection) -> None:
+        """Of a keeper that came too late: nobody uses what it handed over."""
+        try:
+            connection.send(Goodbye() if self._said_goodbye else Abandon())
+        finally:
+            connection.close()
+            self._release()
 
     def _is_closing(self) -> bool:
         return self._closing
@@ -131,39 +210,69 @@ class KeeperClient:
         with self._changed:
             self._fatal = error
             if not self._closing:
-                self._events.append(KeeperLost(str(error)))
+                self._events.append(KeeperUnreachable(str(error), is_refusal=self.refusal() is not None))
             self._changed.notify_all()
 
-    def _adopt_orphans(self, connection: Connection) -> None:
-        """After a keeper's death: its successor gets the slots that this process still maps."""
+    def _hand_over(self, connection: Connection) -> None:
+        """After a keeper's death: its successor gets the slots that this process still maps, before it even runs."""
         with self._changed:
             orphans, images = self._slots.orphans(), self._frozen.orphans()
         # The images first: no capture is taken up before what it refers to.
         for digest, slot in images:
-            connection.send({"type": "adopt_frozen", "digest": digest}, (slot.fd,))
+            connection.send(AdoptFrozen(digest), (slot.fd,))
         for slot in orphans:
-            connection.send({"type": "adopt"}, (slot.fd,))
+            connection.send(Adopt(), (slot.fd,))
 
     def _listen(self, connection: Connection) -> None:
         connection.set_receive_timeout(None)
+        self._heartbeat = heartbeat = Heartbeat(self._config.keeper_timeout_s)
         try:
             while True:
+                while not heartbeat.wait(connection):
+                    if heartbeat.is_over:
+                        self._silent(connection)
                 try:
                     received = connection.receive()
                 except (OSError, KeeperUnavailable):
                     received = None
                 if received is None:
                     break
+                if heartbeat.heard():
+                    self._say(KeeperAnswers(connection.peer_pid))
                 self._take_all(received)
         finally:
             with self._changed:
                 self._connection = None
+                self._heartbeat = Heartbeat(self._config.keeper_timeout_s)
+                self._notes.clear()  # the next keeper is told anew
                 self._slots.orphan_all()
                 self._frozen.orphan_all()
                 connection.close()
                 if not self._closing:
                     self._events.append(KeeperLost("its connection ended"))
                 self._changed.notify_all()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a keeper is attached that does not answer: frozen, or its machine is overloaded."""
+        return self._heartbeat.is_silent
+
+    def _silent(self, connection: Connection) -> None:
+        """The keeper did not answer in time."""
+        if self._heartbeat.fall_silent():
+            keeper = f"the keeper of this node (process {connection.peer_pid} on {self._identity.node})"
+            self._say(
+                KeeperSilent(
+                    f"{keeper} does not answer: training and captures into memory go on, but nothing of rank "
+                    f"{self._team.rank} is stored until it answers. Look whether the process is stopped or its machine "
+                    "overloaded; if you kill it, another one is started and takes over its memory"
+                )
+            )
+
+    def _say(self, event: KeeperEvent) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
 
     # ---------------------------------------------------------------- messages of the keeper
 
@@ -173,19 +282,18 @@ class KeeperClient:
                 self._take(message, fds)
 
     def _take(self, message: Message, fds: tuple[int, ...]) -> None:
-        kind = message["type"]
         with self._changed:
-            if kind == "slot":
-                self._slots.map(int(message["slot"]), fds[0])
-            elif kind == "adopted":
-                self._slots.readopt(int(message["slot"]), int(message["inode"]))
-            elif kind == "dropped":
-                self._slots.drop(int(message["slot"]))
-            elif kind == "frozen_slot":
-                self._frozen.take(message["digest"], fds[0])
-            elif kind == "frozen_dropped":
-                self._frozen.drop(message["digest"])
-            event = event_of(message)
+            if isinstance(message, SlotMade):
+                self._slots.map(message.slot, fds[0])
+            elif isinstance(message, Adopted):
+                self._slots.readopt(message.slot, message.inode)
+            elif isinstance(message, FrozenSlot):
+                self._frozen.take(message.digest, fds[0])
+            elif isinstance(message, FrozenDropped):
+                self._frozen.drop(message.digest)
+            elif isinstance(message, DrainProgress):
+                self._progress = message.done, message.total
+            event = message if isinstance(message, News) else None
             if event is not None:
                 self._events.append(event)
             self._durable.hear(message)
@@ -196,30 +304,56 @@ class KeeperClient:
 
     # ---------------------------------------------------------------- what training uses
 
-    def adopt_run(self, run_id: str, run_started_ns: int) -> None:
-        """Say which run goes on; what is in the slots says by itself which run it is of.
+    def adopt_run(self, run_id: str, *, names_others: bool = False) -> None:
+        """Say which run goes on: the keeper deletes snapshots of no other one. Does not block.
 
+        ``names_others``: a ``LeftRun`` in the events tells of the newest other run at the levels, if there is one.
         From now on ``wait_durable`` counts only captures of this run that begin after this call: what an earlier
         attempt got to storage, even at a greater step, does not make this one's steps safe.
         """
         with self._changed:
             self._durable.adopt(run_id, self._slots.newest_sequence())
+            self._run = Run(run_id, names_others)
+        self._note(self._run)
 
-    def reserve(self, meta_capacity: int, image_capacity: int, count: int) -> None:
-        """Ask for ``count`` slots. Does not block; they show up in ``slots``, or a ``MemoryRefused`` in the events."""
-        self._wanted = (meta_capacity, image_capacity, count)
+    def make_ready(self, work: Callable[[Slot], None]) -> None:
+        """Have ``work`` done for every slot in the background, before ``slots`` shows it."""
+        self._slots.make_ready = work
+
+    def reserve(self, meta_capacity: int, image_capacity: int, count: int, least: int | None = None) -> None:
+        """Ask for ``count`` slots. Does not block; they show up in ``slots``, or a ``MemoryRefused`` in the events.
+
+        ``least``: the smallest count that this training may be configured to; for the text of a refusal.
+        """
+        self._wanted, self._least = (meta_capacity, image_capacity, count), least or count
         self._slots.want()
         self._reserve()
 
     def _reserve(self) -> None:
         assert self._wanted is not None
         meta, image, count = self._wanted
-        self._note({"type": "reserve", "meta": meta, "image": image, "count": count})
+        self._note(Reserve(meta, image, count, self._least))
 
     def slots(self) -> tuple[Slot, ...]:
         """Slots that are populated on both sides and kept by a live keeper, in no order; empty before that."""
+        self._send_notes()
         with self._changed:
             return self._slots.ready() if self._connection is not None else ()
+
+    def mapped(self) -> tuple[Slot, ...]:
+        """Every slot of a live keeper, of any size, populated or not."""
+        with self._changed:
+            return self._slots.all()
+
+    def return_slot(self, slot: Slot) -> None:
+        """Let the keeper free a slot: nothing in it is needed, and this process writes nothing into it from now on.
+
+        Does not block.
+        """
+        with self._changed:  # numbers are those of one connection: it must not end in between
+            number = self._slots.remove(slot)
+            if number is not None:
+                self._note(Return(number))
 
     def newest_sequence(self) -> int:
         """The greatest sequence number of any capture that the keeper holds, also in slots of another size."""
@@ -232,29 +366,64 @@ class KeeperClient:
 
     def begun(self, slot: Slot, step: int) -> None:
         """A capture began. A hint: the words in the slot are the truth."""
-        self._note({"type": "begun", "step": step})
+        self._note(Look())
+
+    def receive_local(self, message: Message) -> None:
+        """Take a message as if the keeper had sent it: from a persister in this process. Thread-safe."""
+        self._take(message, ())
+
+    def whole(self) -> list[int]:
+        """The sequence numbers of all whole captures in this process's memory."""
+        with self._changed:
+            return self._slots.whole()
+
+    def state_of(self, sequence: int) -> CaptureState:
+        """What became of the capture with that sequence number."""
+        with self._changed:
+            return self._slots.state_of(sequence)
 
     def _note(self, message: Message) -> None:
+        """Send it now, or as soon as the keeper takes it: one that is stopped for a moment keeps its trainer."""
+        self.note_listener(message)
+        with self._changed:  # what is there when a connection ends is cleared; later notes wait for no keeper
+            if self._connection is None:
+                return
+            self._notes.append(message)
+        self._send_notes()
+
+    def _send_notes(self) -> None:
         connection = self._connection
-        if connection is None:
+        if connection is None or not self._notes:
             return
-        try:
-            connection.send(message, timeout_s=0.05)
-        except OSError as error:  # the reading thread notices a dead keeper; a hanging one is shut out here
-            logger.debug("the keeper takes no messages: %s", error)
-            self._cut(connection)
+        with self._notes_lock:
+            try:
+                while self._notes and connection.post(self._notes[0]):
+                    self._notes.popleft()
+            except (OSError, IndexError) as error:  # the thread that reads notices a dead keeper
+                logger.debug("the keeper takes no messages: %s", error)
 
     @staticmethod
     def _cut(connection: Connection) -> None:
         with contextlib.suppress(OSError):
             connection.sock.shutdown(2)
 
-    def complete(self, url: str, fields: Message) -> None:
-        """Say what all ranks have at a level (``levels.belongings.Told``). Does not block."""
-        self._note({"type": "complete", "level": url, **fields})
+    def supersede(self, first: int) -> bool:
+        """Say that nobody will need what ranks from local rank ``first`` on left in memory. Does not block.
+
+        ``False`` if no keeper is attached that could be told.
+        """
+        if self._connection is None:
+            return False
+        self._note(Superseded(first))
+        return True
+
+    def complete(self, url: str, told: belongings.Told) -> None:
+        """Say what all ranks have at a level. Does not block."""
+        self._note(CompleteThere(url, told))
 
     def poll_events(self) -> list[KeeperEvent]:
         """What happened since the last call."""
+        self._send_notes()
         with self._changed:
             events, self._events = list(self._events), deque()
             return events
@@ -266,16 +435,29 @@ class KeeperClient:
 
         Raises: KeeperUnavailable, if there is no answer in time.
         """
-        reply = self._questions.ask({"type": "inventory"}, timeout_s)
-        if reply is None:
+        reply = self._questions.ask(AskInventory(), timeout_s)
+        if not isinstance(reply, Inventory):
             raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._changed:
-            found = [(item, self._slots.get(item["slot"])) for item in reply["entries"]]
-            images = [(digest, self._frozen.get(digest)) for digest in reply["frozen"]]
+            found = [(held, self._slots.get(held.slot)) for held in reply.entries]
+            images = [(digest, self._frozen.get(digest)) for digest in reply.frozen]
             return MemoryHoldings(
-                tuple(MemoryEntry.of(item, slot) for item, slot in found if slot is not None),
+                tuple(MemoryEntry.of(held, slot) for held, slot in found if slot is not None),
                 {digest: slot for digest, slot in images if slot is not None},
+                reply.end,
+                tuple(reply.local_ranks),
             )
+
+    def busy_levels(self, timeout_s: float) -> list[str]:
+        """What each level that reads or writes is doing, and for how long nothing has moved, in words.
+
+        Blocks. Nothing, if there is no answer in time; then the keeper counts as silent.
+        """
+        connection = self._connection
+        reply = self._questions.ask(AskBusyLevels(), timeout_s)
+        if reply is None and connection is not None and connection is self._connection:
+            self._silent(connection)
+        return reply.levels if isinstance(reply, BusyLevels) else []
 
     def frozen_slot(self, digest: str) -> Slot | None:
         """Where immutable tensors of that digest are, or go; ``None`` if no live keeper holds them."""
@@ -287,25 +469,22 @@ class KeeperClient:
 
         Blocks: while the keeper finds memory. Raises: MemoryBoundExceeded, if there is none.
         """
-        question = {"type": "frozen", "digest": digest, "meta": meta_bytes, "image": image_bytes}
-        reply = self._questions.ask(question, _FROZEN_S)
-        if reply is None:
-            return None
-        if reply["type"] != "frozen_slot":
-            raise MemoryBoundExceeded(reply["text"])
-        return self.frozen_slot(digest)
+        reply = self._questions.ask(AskFrozen(digest=digest, meta=meta_bytes, image=image_bytes), _FROZEN_S)
+        if isinstance(reply, FrozenRefused):
+            raise MemoryBoundExceeded(reply.text)
+        return None if reply is None else self.frozen_slot(digest)
 
     def frozen_whole(self, digest: str) -> None:
         """The immutable tensors of that digest are whole in their slot. A hint: its words are the truth."""
-        self._note({"type": "frozen_whole", "digest": digest})
+        self._note(Look())
 
     def keep(self, name: str, step: int, run_id: str, sequence: int) -> None:
         """Have the capture with that sequence number kept on every level, under ``name``. Does not block."""
-        self._note({"type": "keep", "name": name, "step": step, "run_id": run_id, "sequence": sequence})
+        self._note(Keep(name, step, run_id, sequence))
 
     def release(self, name: str, run_id: str) -> None:
         """Take ``name`` from the run's snapshots. Does not block."""
-        self._note({"type": "release", "name": name, "run_id": run_id})
+        self._note(Release(name, run_id))
 
     def wait_durable(self, step: int, timeout_s: float) -> bool:
         """Block until ``step`` or a later one is committed at the first level; ``False`` after the deadline."""
@@ -319,19 +498,58 @@ class KeeperClient:
                 self._changed.wait(min(remaining, 0.5))
             return True
 
-    def drain(self, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> bool:
-        """Block until the newest whole capture is committed at every level, and not found damaged; ``False`` if not.
+    def drain(
+        self, timeout_s: float, progress: Callable[[int, int], None] | None = None, newest: Capture | None = None
+    ) -> bool:
+        """Block until the newest whole capture, at least ``newest``, is committed at every level, and not found
+        damaged; without levels until a keeper has it. ``False`` if not.
 
-        ``progress`` is called with the number of levels done and of all levels.
+        ``progress`` is called with bytes that levels have, and bytes that all of them together are to have. A keeper
+        that is lost meanwhile is replaced, and the next one is asked.
         """
-        if not self._config.levels:
+        urls = [level.url for level in self._config.levels]
+        if not urls and newest is None:
             return True
-        tell, count = progress or (lambda done, of: None), len(self._config.levels)
-        tell(0, count)
-        reply = self._questions.ask({"type": "drain"}, timeout_s)
-        if reply is not None:
-            tell(count, count)
-        return reply is not None and bool(reply["ok"])
+        self._progress = (0, 0)
+
+        def show() -> None:
+            if progress is not None and self._progress[1]:
+                progress(*self._progress)
+
+        question = Drain(sequence=0 if newest is None else newest.sequence)
+        if newest is None:  # nothing that another keeper would have to be waited for
+            reply = self._questions.ask(question, timeout_s, show)
+        else:
+            reply = self._ask_any_keeper(question, time.monotonic() + timeout_s, show)
+        if not isinstance(reply, Drained):
+            return False
+        show()
+        if reply.ok and newest is not None:
+            with self._changed:
+                self._durable.confirm(urls, newest.sequence, newest.step)
+        return reply.ok
+
+    def _ask_any_keeper(self, question: Question, deadline: float, meanwhile: Callable[[], None]) -> Answer | None:
+        asked: set[int] = set()
+        while (remaining := deadline - time.monotonic()) > 0:
+            if len(asked) > _MOST_ASKED:
+                return None  # each died over it: the next one would, too
+            self._send_notes()
+            if self._notes:  # what was said before comes before
+                time.sleep(_SEND_AGAIN_S)
+                continue
+            connection = self._connection
+            reply = self._questions.ask(question, remaining, meanwhile)
+            if reply is not None:
+                return reply
+            if connection is not None:
+                asked.add(connection.peer_pid)
+            with self._changed:
+                if self._closing or self._thread is None or not self._thread.is_alive():
+                    return None
+                # Until the thread has noticed the end of this connection, and until there is another one.
+                self._changed.wait(min(_RECONNECT_S, max(0.0, deadline - time.monotonic())))
+        return None
 
     # ---------------------------------------------------------------- ending
 
@@ -341,7 +559,7 @@ class KeeperClient:
         connection = self._stop()
         if connection is not None:
             try:
-                connection.send({"type": "goodbye"}, timeout_s=max(0.05, min(timeout_s, 5.0)))
+                connection.send(Goodbye(), timeout_s=max(0.05, min(timeout_s, 5.0)))
             except OSError as error:
                 logger.debug("no goodbye: %s", error)
         if self._thread is not None:
@@ -354,6 +572,9 @@ class KeeperClient:
         """Leave as a crash would: the keeper persists the newest capture and waits for a restart."""
         connection = self._stop()
         if connection is not None:
+            with contextlib.suppress(OSError):
+                # A process that lives and only lost its connection would be expected back.
+                connection.send(Abandon(), timeout_s=_LAST_WORD_S)
             self._cut(connection)
             if self._thread is not None:
                 self._thread.join(5.0)
@@ -362,6 +583,7 @@ class KeeperClient:
     def _stop(self) -> Connection | None:
         with self._changed:
             self._closing = True
+            self._changed.notify_all()
             return self._connection
 
     def _release(self) -> None:

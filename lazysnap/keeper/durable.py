@@ -1,8 +1,9 @@
 """What a trainer knows to be durable of its own part, by level."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 
-from lazysnap.keeper.messages import Message
+from lazysnap.keeper.protocol import Durable, LevelFailed, Message
 
 _REMEMBERED = 8
 
@@ -21,16 +22,24 @@ class DurableSteps:
         self._run_id, self._floor = run_id, newest_sequence
         self._steps.clear()
 
+    def confirm(self, urls: Iterable[str], sequence: int, step: int) -> None:
+        """The keeper answered that a capture of this run is committed at those levels."""
+        for url in urls:
+            self._note(url, sequence, step)
+
+    def _note(self, url: str, sequence: int, step: int) -> None:
+        steps = self._steps[url]
+        steps[sequence] = step
+        if len(steps) > _REMEMBERED:
+            del steps[min(steps)]
+
     def hear(self, message: Message) -> None:
         """The keeper said something: that a snapshot was committed, or that one that was is read back damaged."""
-        kind, sequence = message["type"], message.get("sequence", 0)
-        if kind == "durable" and self._run_id in (None, message["run_id"]) and sequence > self._floor:
-            steps = self._steps[message["level"]]
-            steps[sequence] = message["step"]
-            if len(steps) > _REMEMBERED:
-                del steps[min(steps)]
-        elif kind == "level_failed":
-            self._steps[message["level"]].pop(sequence, None)
+        if isinstance(message, Durable):
+            if self._run_id in (None, message.run_id) and message.sequence > self._floor:
+                self._note(message.level, message.sequence, message.step)
+        elif isinstance(message, LevelFailed):
+            self._steps[message.level].pop(message.sequence, None)
 
     def newest(self, url: str) -> int:
         """The step of the last capture at a level, which may come there before older ones; -1 if there is none."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.errors import FormatError, MemoryBoundExceeded
-from lazysnap.keeper.memory import check_room
+from lazysnap.keeper.slot_pool import check_room
 from lazysnap.shard.manifest import CaptureMeta
 
 
@@ -115,6 +115,13 @@ class FrozenPool:
                 raise FormatError("another capture began meanwhile")
             self._references[slot] = (status.sequence, digest)
         return digest
+
+    def close(self) -> None:
+        """Let all images go."""
+        with self._lock:
+            slots, self._slots = list(self._slots.values()), {}
+        for slot in slots:
+            weakref.finalize(slot, os.close, slot.fd)
 
     def _drop(self, digest: str, *, even_newest: bool = False) -> None:
         with self._lock:

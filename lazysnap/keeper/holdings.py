@@ -1,14 +1,15 @@
 """What a keeper holds that a restart could read: told to its trainer, and shown to other processes of the same user."""
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterable
 
-from lazysnap.arena import Slot, SlotPhase
+from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
-from lazysnap.keeper.memory import SlotPool
 from lazysnap.keeper.messages import Connection
+from lazysnap.keeper.protocol import FrozenSlot, Held, Inventory, SlotMade, TrainerEnd
+from lazysnap.keeper.slot_pool import SlotPool
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -20,41 +21,57 @@ class Holdings:
         self._pool = pool
         self._frozen = frozen
         self._checksums_of = checksums_of
+        self._sequence = 0
+        self._end: TrainerEnd | None = None
 
-    def told(self) -> dict[str, Any]:
-        """The fields of the message ``inventory``."""
+    def trainer_came(self) -> None:
+        """A trainer is attached; what is captured from now on is its own."""
+        self._sequence = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
+
+    def trainer_ended(self) -> None:
+        """Remember when the trainer ended and how far it came; not of one that captured nothing, as an evaluation."""
+        newest = max(self._pool.all(), key=lambda slot: slot.word(Word.SEQUENCE), default=None)
+        if newest is None or newest.word(Word.SEQUENCE) <= self._sequence:
+            return
+        with contextlib.suppress(LazySnapError):  # it died while it wrote them: then the last end known stays
+            meta = CaptureMeta.from_bytes(newest.read_meta())
+            step = max(newest.word(Word.REACHED), newest.word(Word.BEGIN)) - 1
+            self._end = TrainerEnd(time.time_ns(), meta.run_id, step)
+
+    def told(self, local_ranks: Iterable[int], number: int = 0) -> Inventory:
+        """The answer to the question of that number. ``local_ranks``: of all ranks for which the keeper has such."""
         entries = []
-        for number, slot in self._pool.items():
+        for index, slot in self._pool.items():
             with contextlib.suppress(LazySnapError):  # unreadable metadata: nothing that could be restored
-                entry = self._entry(number, slot)
+                entry = self._entry(index, slot)
                 if entry is not None:
                     entries.append(entry)
-        return {"entries": entries, "frozen": self._frozen.digests()}
+        return Inventory(
+            id=number, entries=entries, frozen=self._frozen.digests(), end=self._end, local_ranks=list(local_ranks)
+        )
 
-    def _entry(self, number: int, slot: Slot) -> dict[str, Any] | None:
+    def _entry(self, number: int, slot: Slot) -> Held | None:
         status = slot.status()
         if status.phase is not SlotPhase.WHOLE:
             return None
         meta = CaptureMeta.from_bytes(slot.read_meta())
         checksums = self._checksums_of(slot)
-        return {
-            "slot": number,
-            "step": meta.step,
-            "run_id": meta.run_id,
-            "run_started_ns": meta.run_started_ns,
-            "rank": meta.rank,
-            "world_size": meta.world_size,
-            "generation": meta.generation,
-            "sequence": status.sequence,
-            "frozen": meta.frozen and meta.frozen.digest,
-            "block_bytes": checksums.block_bytes if checksums else 0,
-            "blocks": list(checksums.blocks) if checksums else None,
-        }
+        return Held(
+            slot=number,
+            step=meta.step,
+            run_id=meta.run_id,
+            start=meta.start,
+            sequence=status.sequence,
+            frozen=None if meta.frozen is None else meta.frozen.digest,
+            rank=meta.rank,
+            world_size=meta.world_size,
+            block_bytes=checksums.block_bytes if checksums else 0,
+            blocks=list(checksums.blocks) if checksums else None,
+        )
 
     def show(self, connection: Connection) -> None:
-        """Another process wants to read: the memory itself, and what it is. Raises: OSError, if it is gone again."""
+        """Give the memory itself to another process that wants to read. Raises: OSError, if it is gone again."""
         for number, slot in self._pool.items():
-            connection.send({"type": "slot", "slot": number}, (slot.fd,))
+            connection.send(SlotMade(number), (slot.fd,))
         for digest, slot in self._frozen.items():
-            connection.send({"type": "frozen_slot", "digest": digest}, (slot.fd,))
-        connection.send({"type": "inventory", **self.told()})
+            connection.send(FrozenSlot(digest=digest), (slot.fd,))

@@ -7,17 +7,21 @@ from dataclasses import dataclass
 
 from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import ConfigError
+from lazysnap.levels.redaction import shown
+
+
+def given_job_id(config: SnapshotConfig) -> str | None:
+    """The job's name, if somebody gave it one: ``config.job_id``, else ``LAZYSNAP_JOB_ID``."""
+    return config.job_id or os.environ.get("LAZYSNAP_JOB_ID") or None
 
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """One process of a job, on one node, of one user."""
+    """A job on one node, of one user. Its keeper serves all ranks there."""
 
     job_id: str
     uid: int
     node: str
-    local_rank: int = 0
-    """Position among the processes of the job on this node: each has a keeper of its own."""
 
     @classmethod
     def from_config(cls, config: SnapshotConfig, default_url: str | None = None) -> "JobIdentity":
@@ -25,7 +29,7 @@ class JobIdentity:
 
         Raises: ConfigError, if none of them is given.
         """
-        job_id = config.job_id or os.environ.get("LAZYSNAP_JOB_ID")
+        job_id = given_job_id(config)
         if not job_id and config.levels:
             job_id = config.levels[0].url
         if not job_id and default_url:
@@ -38,9 +42,14 @@ class JobIdentity:
         return cls(job_id, os.getuid(), socket.gethostname())
 
     @property
+    def arguments(self) -> list[str]:
+        """The keeper's command line. Its job and node stand there for people who list processes."""
+        # One word each: a job's name may begin with a dash.
+        facts = [f"--job={shown(self.job_id)}", f"--node={self.node}"]
+        return [*facts, f"--address={self.address.encode().hex()}"]
+
+    @property
     def address(self) -> str:
         """The keeper's Unix socket, in the abstract namespace: it vanishes with its process, nothing stays on disk."""
-        parts = [self.job_id, str(self.uid), self.node]
-        # The first one's address says nothing of it: a job that becomes one process finds its memory.
-        text = "\0".join([*parts, str(self.local_rank)] if self.local_rank else parts)
+        text = "\0".join([self.job_id, str(self.uid), self.node])
         return f"\0lazysnap/{self.uid}/{hashlib.sha256(text.encode()).hexdigest()[:32]}"

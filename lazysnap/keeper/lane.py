@@ -11,7 +11,7 @@ from lazysnap import faults
 from lazysnap.arena import Slot, SlotStatus
 from lazysnap.errors import CaptureAborted, LazySnapError, LevelHangs
 from lazysnap.keeper.bases import Bases, Beat
-from lazysnap.keeper.parts import Outcome
+from lazysnap.keeper.protocol import Durable, LevelFailed, NameFailed, Sound, Surplus
 from lazysnap.keeper.schedule import Committed
 from lazysnap.keeper.slot_source import SlotSource
 from lazysnap.levels import SnapshotStore, open_store
@@ -19,8 +19,7 @@ from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.belongings import Belongings, Told
 from lazysnap.levels.pace import Pace
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.shards import NodeCapture
-from lazysnap.levels.source import FileSource, PacedSource
+from lazysnap.levels.source import BlockSource, FileSource, PacedSource
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from lazysnap.keeper.persist import Persister
 
 logger = logging.getLogger(__name__)
+"""At INFO, which a keeper's log shows: in a trainer that stores by itself the events below are told once each."""
 
 _IDLE_S = 0.5
 _MAX_HANGING = 3
@@ -62,20 +62,7 @@ class Retaining:
     """Steps that stayed."""
 
 
-@dataclass(frozen=True)
-class Followed:
-    """What another keeper did, or did not do, for this one."""
-
-    work: SlotWork | Committed
-    outcome: Outcome
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """Something is to be done, by another keeper."""
-
-
-Work = SlotWork | Committed | Naming | Retaining | Followed | Waiting
+Work = SlotWork | Committed | Naming | Retaining
 
 
 class Lane:
@@ -86,12 +73,12 @@ class Lane:
         self._index = index
         self._level = persister.levels[index]
         self._where = shown(self._level.url)
-        self._share = persister.team.share(self._level)
+        self._share = persister.team.share
         self._pace = Pace(self._level.max_bytes_per_s)
         self._bases = Bases(self._frozen_slot, self._pace)
         self._store: SnapshotStore | None = None
         self._start: tuple[str, str | None] | None = None
-        """Run and generation for which ``_store`` was opened, or looked through anew."""
+        """Run and start for which ``_store`` was opened, or looked through anew."""
         self._own: Belongings | None = None
         """With several ranks: what this one has there, as far as ``_store`` knows."""
         self._attempt: Attempt[Any] | None = None
@@ -102,6 +89,9 @@ class Lane:
         self.copying: Committed | None = None
         """What is copied from a faster level now."""
         self.is_busy = False
+        self._sequence = 0
+        self._reading: PacedSource | None = None
+        """What is read now; ``_sequence``: of which capture."""
         self.owed: Retaining | None = None
         """Deletions that wait for a slower level, or for a moment without other work."""
         self.told: Told | None = None
@@ -112,6 +102,17 @@ class Lane:
         """Seconds since the work at hand moved."""
         return self._attempt.idle_s if self._attempt is not None else 0.0
 
+    @property
+    def doing(self) -> str | None:
+        """What is done there, and for how long nothing has moved; ``None``, if nothing is done."""
+        attempt = self._attempt
+        return None if attempt is None else f"{attempt.name} (nothing has moved for {attempt.idle_s:.1f} s)"
+
+    def moved_bytes(self, sequence: int) -> int:
+        """How much of a capture was brought here so far, if it is the one that is being brought."""
+        reading = self._reading
+        return reading.moved_bytes if reading is not None and self._sequence == sequence else 0
+
     def run(self) -> None:
         """The thread: until the persister stops."""
         persister = self._persister
@@ -121,13 +122,11 @@ class Lane:
                     if persister.stopping:
                         return
                     work = persister.work_for(self._index)
-                    if work is None or isinstance(work, Waiting):
+                    if work is None:
                         persister.changed.wait(_IDLE_S)
                     else:
                         self._take(work)
-                if work is None or isinstance(work, Waiting):
-                    self._idle(is_waiting=work is not None)
-                else:
+                if work is not None:
                     self._do(work)
             except Exception:  # the rim of the thread: a bug here must not end persistence
                 logger.exception("%s", self._where)
@@ -135,12 +134,9 @@ class Lane:
             finally:
                 if self.is_busy:
                     with persister.changed:
-                        self.slot = self.copying = self._attempt = None
+                        self.slot = self.copying = self._attempt = self._reading = None
                         self.is_busy = False
                         persister.changed.notify_all()
-
-    def _idle(self, *, is_waiting: bool) -> None:
-        """Nothing to do here now."""
 
     def _take(self, work: Work) -> None:
         self.is_busy = True
@@ -160,7 +156,7 @@ class Lane:
             self._name(work)
         elif isinstance(work, Retaining):
             self._tidy() if work.item is None else self._retain(work.item)
-        elif isinstance(work, (SlotWork, Committed)):
+        else:
             self._bring(work)
 
     def _bring(self, work: SlotWork | Committed) -> None:
@@ -218,31 +214,33 @@ class Lane:
         faults.point("keeper.persist.begin")
         source = SlotSource(work.slot, work.status, beat)
         store = self._opened(source.meta)
-        with self._bases.there(store, (source.meta,), beat):
-            entry, manifest = store.write_entry(source.meta, PacedSource(source, self._pace, beat), beat=beat)
-        return Committed(work.status.sequence, entry, manifest.meta, self._index, source.size_bytes, manifest)
+        self._bases.bring(store, source.meta, beat)
+        paced = self._paced(source, work.status.sequence, beat)
+        entry, manifest = store.write_entry(source.meta, paced, beat=beat)
+        return Committed(work.status.sequence, entry, manifest.meta, self._index, manifest)
 
     def _copy(self, item: Committed, beat: Beat) -> Committed:
         faults.point("keeper.persist.cascade")
         assert item.manifest is not None
-        whole = NodeCapture.of(item.manifest)
         store = self._opened(item.meta)
         origin = self._origin(item)
         path = f"{item.entry.location}/{item.manifest.file}"
-        with (
-            self._bases.there(store, whole.members, beat, origin),
-            FileSource(origin.storage, path, item.manifest.size_bytes) as source,
-        ):
-            paced = PacedSource(source, self._pace, beat)
-            entry, manifest = store.write_entry(whole, paced, expected=item.manifest.checksums.whole, beat=beat)
-        return Committed(item.sequence, entry, manifest.meta, self._index, item.own_bytes, manifest)
+        self._bases.bring(store, item.meta, beat, origin)
+        with FileSource(origin.storage, path, item.manifest.size_bytes) as source:
+            paced = self._paced(source, item.sequence, beat)
+            entry, manifest = store.write_entry(item.meta, paced, expected=item.manifest.checksums.whole, beat=beat)
+        return Committed(item.sequence, entry, manifest.meta, self._index, manifest)
+
+    def _paced(self, source: BlockSource, sequence: int, beat: Beat) -> PacedSource:
+        self._sequence, self._reading = sequence, PacedSource(source, self._pace, beat)
+        return self._reading
 
     def _origin(self, item: Committed) -> SnapshotStore:
         level = self._persister.levels[item.level]
         return open_store(level.url, options=level.storage_options)
 
     def _opened(self, meta: CaptureMeta) -> SnapshotStore:
-        start, level = (meta.run_id, meta.generation), self._level
+        start, level = (meta.run_id, meta.start), self._level
         if self._store is None or start != self._start:
             store = self._store or open_store(level.url, speed=self._index + 1, options=level.storage_options)
             # Between two starts others may have been here: what they left is looked for once more.
@@ -264,33 +262,31 @@ class Lane:
             left_out = self._persister.committed(item)
         for message in left_out:
             self._persister.emit(message)
-        step, size = item.entry.step, item.own_bytes
-        whole = size if item.manifest is None else item.manifest.size_bytes
-        logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, whole, seconds)
+        logger.info(
+            "step %d committed to %s: %d bytes in %.2f s", item.entry.step, self._where, item.size_bytes, seconds
+        )
         if self._persister.team.world_size > 1:
             self._tell_durable(item, seconds)
 
     def _tell_durable(self, item: Committed, seconds: float) -> None:
         """With one rank it was read back before; with several it counts when all have read back theirs."""
-        step, size = item.entry.step, item.own_bytes
-        event = {"type": "durable", "level": self._level.url, "step": step, "bytes": size, "seconds": seconds}
-        self._persister.emit({**event, "run_id": item.entry.run_id, "sequence": item.sequence})
+        facts = (item.entry.step, item.size_bytes, seconds, item.sequence, item.entry.run_id)
+        self._persister.emit(Durable(self._level.url, *facts))
 
     def _failed(self, step: int, sequence: int, error: Exception) -> None:
         with self._persister.changed:
             self._persister.failed(self._index, sequence)
         if not isinstance(error, LazySnapError):
             self._store = None  # credentials may have expired, a mount gone stale: the next try opens everything anew
-        logger.warning("step %d is not persisted at %s: %s", step, self._where, error)
+        logger.info("step %d is not persisted at %s: %s", step, self._where, error)
         self._tell_failed(step, error)
 
     def _tell_failed(self, step: int, error: Exception) -> None:
-        self._persister.emit({"type": "level_failed", "level": self._level.url, "step": step, "text": str(error)})
+        self._persister.emit(LevelFailed(self._level.url, step, str(error)))
 
     def _tell_damaged(self, item: Committed, error: Exception) -> None:
         """It was told to be durable; it is not."""
-        event = {"type": "level_failed", "level": self._level.url, "step": item.entry.step, "text": str(error)}
-        self._persister.emit({**event, "run_id": item.entry.run_id, "sequence": item.sequence})
+        self._persister.emit(LevelFailed(self._level.url, item.entry.step, str(error), item.sequence))
 
     def _protected(self, item: Committed | None) -> frozenset[int]:
         """Steps that must stay for now; they are looked at again when nothing waits for them."""
@@ -313,13 +309,15 @@ class Lane:
         try:
             self._within_deadline(f"reading back step {entry.step}", read)
         except Exception as error:  # noqa: BLE001  the rim to storage packages; what cannot be read back is not there
-            logger.warning("%s: step %d does not count: %s", self._where, entry.step, error)
+            logger.info("%s: step %d does not count: %s", self._where, entry.step, error)
             self._tell_damaged(item, error)
             return False
         return True
 
     def _retain(self, item: Committed) -> None:
         """Delete what need not stay."""
+        if self._persister.run_id not in (None, item.entry.run_id):
+            return  # a late capture of a run that was left: what was chosen instead may be an older one of that run
         protect, store = self._protected(item), self._store
         if store is None:
             return
@@ -327,7 +325,7 @@ class Lane:
             run_id = item.entry.run_id
             self._within_deadline(_DELETING, lambda beat: store.retain(self._level, run_id, protect, beat))
         except (LazySnapError, OSError) as error:
-            logger.warning("%s: old snapshots stay for now: %s", self._where, error)
+            logger.info("%s: old snapshots stay for now: %s", self._where, error)
 
     def _confirm(self, item: Committed) -> None:
         """Of several ranks each reads back what it wrote, and has it counted if it is sound."""
@@ -337,19 +335,18 @@ class Lane:
         try:
             self._within_deadline(f"reading back step {entry.step}", lambda beat: own.confirm(entry, manifest, beat))
         except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-            logger.warning("%s: %s", self._where, error)
+            logger.info("%s: %s", self._where, error)
             self._tell_damaged(item, error)
             with self._persister.changed:
                 self._persister.read_back(item, is_sound=False)
             return
-        self._count(item, len(manifest.members) or 1)
+        self._count(item)
 
-    def _count(self, item: Committed, ranks: int) -> None:
-        """Have the trainers count for how many ranks a snapshot is sound here."""
+    def _count(self, item: Committed) -> None:
+        """Have the ranks count that a snapshot of this one is sound here."""
         faults.point("keeper.persist.sound")
-        start = Told(item.entry.run_id, item.entry.generation or "")
-        event = {"type": "sound", "level": self._level.url, "step": item.entry.step, "ranks": ranks}
-        self._persister.emit({**event, "run_id": start.run_id, "generation": start.generation})
+        start = Told(item.entry.run_id, item.entry.start)
+        self._persister.emit(Sound(self._level.url, item.entry.step, start.run_id, start.start))
         with self._persister.changed:
             self._persister.read_back(item, is_sound=True)
             if self.told is None or not self.told.is_of(start):
@@ -369,11 +366,10 @@ class Lane:
         try:
             surplus = self._within_deadline(_DELETING, tidy)
         except (LazySnapError, OSError) as error:
-            logger.warning("%s: old snapshots stay for now: %s", self._where, error)
+            logger.info("%s: old snapshots stay for now: %s", self._where, error)
             return
         for step in surplus:
-            event = {"type": "surplus", "level": self._level.url, "step": step, "run_id": told.run_id}
-            self._persister.emit({**event, "generation": told.generation})
+            self._persister.emit(Surplus(self._level.url, step, told.run_id, told.start))
 
     def _name(self, work: Naming) -> None:
         def apply(beat: Beat) -> None:
@@ -390,9 +386,8 @@ class Lane:
                 self._within_deadline(f"naming a snapshot {work.name!r}", apply)
                 return
             except Exception as error:  # noqa: BLE001  the rim to storage packages
-                logger.warning("%s: the name %r: %s", self._where, work.name, error)
+                logger.info("%s: the name %r: %s", self._where, work.name, error)
                 if not attempts_left:
-                    event = {"type": "name_failed", "level": self._level.url, "name": work.name}
-                    self._persister.emit({**event, "text": str(error)})
+                    self._persister.emit(NameFailed(self._level.url, work.name, str(error)))
                 else:
                     time.sleep(_NAME_RETRY_S)

@@ -1,19 +1,21 @@
-"""Starting a keeper process, and reaching one."""
+"""Starting a keeper process, and connecting to one."""
 
 import os
 import pathlib
 import socket
 import subprocess
 import sys
-import time
+import threading
+from dataclasses import dataclass
 
 from lazysnap import faults
-from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection
 
-_RETRY_S = 0.01
 _CONNECT_S = 1.0
+_starting = threading.Lock()
+"""A process that is forked while a keeper is started would keep the keeper's end of the connection open."""
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 
 
 def try_connect(identity: JobIdentity) -> Connection | None:
@@ -34,40 +36,48 @@ def connect_to(address: str) -> Connection | None:
     return Connection(sock)
 
 
-def start_keeper(identity: JobIdentity) -> None:
-    """Start a keeper, detached from this process: other session, no parent, no descriptors. Two starters may race."""
+@dataclass(frozen=True)
+class Starting:
+    """A keeper that is being started."""
+
+    connection: Connection
+    process: "subprocess.Popen[bytes]"
+    """Ends at once, when the keeper is detached from it."""
+
+    def failure(self) -> str:
+        """How the process that starts it failed; empty, if it did not, or has not ended yet."""
+        status = self.process.returncode
+        return f" ({sys.executable} ended with status {status})" if status else ""
+
+
+def start_keeper(identity: JobIdentity) -> Starting:
+    """Start a keeper, detached from this process: other session, no parent, no other descriptors.
+
+    What is sent there, descriptors included, is held by the new process from now on, before it runs. Of two that are
+    started at the same time one serves the job; the other one ends, and so does the connection to it. Whose process is
+    at the other end is not known before it answers.
+    """
     faults.point("client.start_keeper")
     root = str(pathlib.Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
-    subprocess.run(
-        [sys.executable, "-m", "lazysnap.keeper", "--address", identity.address.encode().hex()],
-        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        start_new_session=True,
-        check=False,
-        timeout=60,
-    )
-
-
-def reach_keeper(identity: JobIdentity, deadline: float) -> Connection:
-    """Connect, starting a keeper where there is none.
-
-    Blocks: until ``deadline`` (``time.monotonic``). Raises: KeeperUnavailable.
-    """
-    started_at = float("-inf")
-    while True:
-        connection = try_connect(identity)
-        if connection is not None:
-            return connection
-        if time.monotonic() > deadline:
-            raise KeeperUnavailable(
-                f"no keeper of job {identity.job_id!r} could be started; `python -m lazysnap.keeper --foreground "
-                f"--address {identity.address.encode().hex()}` shows why"
-            )
-        if time.monotonic() - started_at > 10:
-            started_at = time.monotonic()
-            start_keeper(identity)
-        time.sleep(_RETRY_S)
+    with _starting:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "lazysnap.keeper", *identity.arguments, "--trainer", str(theirs.fileno())],
+                    env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(),),
+                )
+        except BaseException:
+            ours.close()
+            raise
+    threading.Thread(target=process.wait, name="lazysnap-reap", daemon=True).start()
+    connection = Connection(ours)
+    connection.peer_pid = 0
+    return Starting(connection, process)

@@ -1,24 +1,26 @@
-"""Messages between trainer and keeper: JSON behind a length, descriptors beside it, on a Unix socket.
+"""Messages between trainer and keeper: JSON behind a short header, descriptors beside it, on a Unix socket.
 
 Both ends check that the other runs under the same user before anything is read (``SO_PEERCRED``).
 """
 
-import json
 import os
 import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 from lazysnap.errors import KeeperUnavailable
+from lazysnap.keeper.protocol import PROTOCOL, Message, decode, encode
 
 MAX_MESSAGE_BYTES = 64 << 20
 _MAX_FDS = 16
 _READ_BYTES = 1 << 16
+_POST_S = 0.05
 
-Message = dict[str, Any]
+_HEADER = struct.Struct("<IHH")
+"""Bytes of the JSON that follows, version of the messages, number of descriptors."""
+
 Received = list[tuple[Message, tuple[int, ...]]]
 
 
@@ -46,6 +48,18 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+class OtherVersion(KeeperUnavailable):
+    """The other end is of another version of lazysnap."""
+
+    def __init__(self, protocol: int) -> None:
+        super().__init__(f"it speaks protocol {protocol}, expected {PROTOCOL}")
+
+
+def _packed(message: Message, count: int) -> memoryview:
+    body = encode(message)
+    return memoryview(_HEADER.pack(len(body), PROTOCOL, count) + body)
+
+
 def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))
 
@@ -59,8 +73,8 @@ class Connection:
         if uid != os.getuid():
             sock.close()
             raise KeeperUnavailable(
-                f"the socket's other end belongs to user {uid}, expected {os.getuid()}: refused; if another user "
-                "squats on this name, set LAZYSNAP_JOB_ID to a name of your own"
+                f"the name of this job's keeper is taken by process {self.peer_pid} of user {uid}, expected user "
+                f"{os.getuid()}: refused; give the job another name with SnapshotConfig(job_id=...) or LAZYSNAP_JOB_ID"
             )
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
@@ -68,19 +82,43 @@ class Connection:
 
     def send(self, message: Message, fds: tuple[int, ...] = (), timeout_s: float = 5.0) -> None:
         """Send one message. Blocks: at most ``timeout_s``. Raises: OSError, if the other end is gone or hangs."""
-        body = json.dumps({**message, "fds": len(fds)}, separators=(",", ":")).encode()
-        data = memoryview(struct.pack("<I", len(body)) + body)
+        data = _packed(message, len(fds))
         with self._lock:
-            # Not settimeout(): it would also end a receive that another thread waits in.
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
+            self._set_send_timeout(timeout_s)
             sent = socket.send_fds(self.sock, [data], list(fds)) if fds else self.sock.send(data)
+            self._send_rest(data[sent:])
+
+    def post(self, message: Message) -> bool:
+        """Send one message; ``False`` if the other end does not take it now. Blocks: not on the other end.
+
+        Raises: OSError, if the other end is gone.
+        """
+        data = _packed(message, 0)
+        if not self._lock.acquire(timeout=_POST_S):
+            return False
+        try:
             try:
-                while sent < len(data):
-                    sent += self.sock.send(data[sent:])
-            except OSError:
-                # Half a message stands in the way of all later ones: the connection is over.
-                self.sock.shutdown(socket.SHUT_RDWR)
-                raise
+                sent = self.sock.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            self._set_send_timeout(_POST_S)
+            self._send_rest(data[sent:])
+            return True
+        finally:
+            self._lock.release()
+
+    def _set_send_timeout(self, timeout_s: float) -> None:
+        # Not settimeout(): it would also end a receive that another thread waits in.
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
+
+    def _send_rest(self, data: memoryview) -> None:
+        try:
+            while data:
+                data = data[self.sock.send(data) :]
+        except OSError:
+            # Half a message stands in the way of all later ones: the connection is over.
+            self.sock.shutdown(socket.SHUT_RDWR)
+            raise
 
     def set_receive_timeout(self, timeout_s: float | None) -> None:
         """Let ``receive`` give up after ``timeout_s``; ``None``: never."""
@@ -96,7 +134,7 @@ class Connection:
 
         With ``wait=False`` it does not block; ``None`` if nothing is there.
 
-        Raises: KeeperUnavailable, if the bytes are no messages.
+        Raises: KeeperUnavailable, if the bytes are no messages; OtherVersion.
         """
         try:
             # Not recv_fds(): it drops the flags (Python 3.11), and descriptors would leak into programs started later.
@@ -112,30 +150,26 @@ class Connection:
         self._buffer += data
         messages: Received = []
         try:
-            while len(self._buffer) >= 4:
-                length = int.from_bytes(self._buffer[:4], "little")
+            while len(self._buffer) >= _HEADER.size:
+                length, protocol, count = _HEADER.unpack_from(self._buffer)
+                if protocol != PROTOCOL:
+                    raise OtherVersion(protocol)
                 if length > MAX_MESSAGE_BYTES:
                     raise KeeperUnavailable(
                         f"a message of {length} bytes was announced; the limit is {MAX_MESSAGE_BYTES}"
                     )
-                if len(self._buffer) < 4 + length:
+                end = _HEADER.size + length
+                if len(self._buffer) < end:
                     break
-                messages.append(self._parse(bytes(self._buffer[4 : 4 + length])))
-                del self._buffer[: 4 + length]
+                if count > len(self._fds):
+                    raise KeeperUnavailable(f"{count} descriptors were announced, {len(self._fds)} came")
+                message = decode(bytes(self._buffer[_HEADER.size : end]))
+                messages.append((message, tuple(self._fds.popleft() for _ in range(count))))
+                del self._buffer[:end]
         except KeeperUnavailable:
             with Unclaimed(messages):  # nobody gets to know of these
                 raise
         return messages
-
-    def _parse(self, body: bytes) -> tuple[Message, tuple[int, ...]]:
-        try:
-            message = json.loads(body)
-            count = message["fds"]
-            if type(message["type"]) is not str or type(count) is not int or not 0 <= count <= len(self._fds):
-                raise ValueError("bad type or number of descriptors")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise KeeperUnavailable(f"the other end sent no message of this protocol: {error}") from error
-        return message, tuple(self._fds.popleft() for _ in range(count))
 
     def close(self) -> None:
         """Close the socket and descriptors that nobody took."""

@@ -4,30 +4,26 @@ What each level does next is decided in ``keeper.schedule``; how, in ``keeper.la
 level that snapshot; one that hangs is given up after its deadline; neither holds up another level, nor training.
 """
 
-import itertools
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from lazysnap import faults
-from lazysnap.arena import Check, Slot, SlotPhase, SlotStatus, Word
+from lazysnap.arena import Slot, SlotPhase, SlotStatus, Word
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.lane import Naming, Retaining, SlotWork, Work
-from lazysnap.keeper.machine import newest_whole
-from lazysnap.keeper.messages import Message
-from lazysnap.keeper.node_lane import FollowerLane, lane_for
-from lazysnap.keeper.parts import CaptureKey, News, meta_in, phase_counts
+from lazysnap.keeper.lane import Lane, Naming, Retaining, SlotWork, Work
+from lazysnap.keeper.lifecycle import newest_whole
+from lazysnap.keeper.protocol import LevelDropped, Message
 from lazysnap.keeper.schedule import (
     Committed,
     LaneState,
     enqueue,
     is_asked_for,
     next_queued,
-    queued,
     slot_for,
-    slots_for,
     stale_pins,
     takes,
 )
@@ -35,13 +31,14 @@ from lazysnap.keeper.team import Team
 from lazysnap.levels.belongings import Told
 from lazysnap.levels.redaction import shown
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.manifest import CaptureMeta
 
 logger = logging.getLogger(__name__)
 
 _MOVING_S = 5.0
 """A reader that did not move for so long does not hold a slot any more."""
 _REMEMBERED = 64
+_MOVED_S = 1.0
+_LOOK_S = 0.1
 
 
 class Persister:
@@ -50,7 +47,7 @@ class Persister:
     def __init__(
         self,
         levels: Sequence[PersistentLevel],
-        slots: Callable[[], list[Slot]],
+        slots: Callable[[], Sequence[Slot]],
         emit: Callable[[Message], None],
         frozen: Callable[[str], Slot | None] = lambda _: None,
         team: Team | None = None,
@@ -58,7 +55,6 @@ class Persister:
         """``frozen`` gives the whole slot that holds the immutable tensors of a digest, if there is one."""
         self.levels = tuple(levels)
         self.team = team or Team()
-        self.news = News()
         self.emit = emit
         self.frozen = frozen
         self.changed = threading.Condition()
@@ -68,10 +64,11 @@ class Persister:
         self._committed: dict[tuple[int, int], Committed] = {}
         self._withdrawn: deque[Committed] = deque(maxlen=_REMEMBERED)
         self._checksums: weakref.WeakKeyDictionary[Slot, tuple[int, Checksums]] = weakref.WeakKeyDictionary()
-        self._checksumming = False
         self.states = [LaneState(level, self.team.world_size) for level in self.levels]
+        self.run_id: str | None = None
+        """With one rank: the only run of which old snapshots are deleted; ``None``: any."""
         self.stopping = False
-        self._lanes = [lane_for(self, index) for index in range(len(self.levels))]
+        self._lanes = [Lane(self, index) for index in range(len(self.levels))]
         for run in (*(lane.run for lane in self._lanes), self._run_checksums):
             threading.Thread(target=run, name="lazysnap-persist", daemon=True).start()
 
@@ -91,7 +88,6 @@ class Persister:
     def try_again(self) -> None:
         """Forget failures: what is not durable at a level gets another chance there."""
         with self.changed:
-            self.news.forget_failures()
             newest = max(self._committed.values(), key=lambda item: item.sequence, default=None)
             for index, state in enumerate(self.states):
                 state.tried = {sequence for sequence in state.tried if sequence <= state.sound_sequence}
@@ -145,6 +141,39 @@ class Persister:
             self.stopping = True
             self.changed.notify_all()
 
+    def wait_written(self, slot: Slot, stall_s: float) -> bool:
+        """Block until no level reads ``slot`` or is going to; ``False`` if nothing moved for ``stall_s``."""
+        moved = time.monotonic()
+        with self.changed:
+            while lanes := self._lanes_of(slot):
+                if any(lane.is_busy and lane.idle_s < _MOVED_S for lane in lanes):
+                    moved = time.monotonic()
+                if time.monotonic() - moved > stall_s:
+                    return False
+                self.changed.wait(_LOOK_S)
+        return True
+
+    def _lanes_of(self, slot: Slot) -> list[Lane]:
+        """The levels that read a slot, or are going to."""
+        status = slot.status()
+        is_offered = status.pinned and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
+        return [
+            lane
+            for index, lane in enumerate(self._lanes)
+            if lane.slot is slot
+            or (is_offered and takes(self.states, index, status, force=bool(self._force), named=self.named))
+        ]
+
+    def has(self, sequence: int) -> bool:
+        """Whether some level has the capture with that sequence number."""
+        with self.changed:
+            return any(held == sequence for _, held in self._committed)
+
+    def is_sound_everywhere(self, sequence: int) -> bool:
+        """Whether that capture, or a later one, is committed, and not found damaged, at every level."""
+        with self.changed:
+            return all(state.sound_sequence >= sequence for state in self.states)
+
     def is_reading(self, slot: Slot) -> bool:
         """Whether a thread reads this slot now."""
         return any(lane.slot is slot for lane in self._lanes)
@@ -154,6 +183,12 @@ class Persister:
         sequence, checksums = self._checksums.get(slot, (0, None))
         return checksums if sequence == slot.status().sequence else None
 
+    def busy_levels(self) -> list[str]:
+        """What each level that is at work is doing, and for how long nothing has moved, in words."""
+        with self.changed:
+            found = [lane.doing for lane in self._lanes]
+        return [text for text in found if text is not None]
+
     def is_drained(self) -> bool:
         """Whether the newest whole capture was brought, or tried, to every level."""
         with self.changed:
@@ -161,13 +196,29 @@ class Persister:
                 self.work_for(index) is None for index in range(len(self.levels))
             )
 
-    def is_durable_everywhere(self) -> bool:
-        """Whether the newest whole capture is committed, and not found damaged, at every level."""
+    def is_durable_everywhere(self, least: int = 0) -> bool:
+        """Whether the newest whole capture, at least that with the sequence number ``least``, is committed, and not
+        found damaged, at every level; without levels whether it is there.
+        """
         with self.changed:
-            statuses = [slot.status() for slot in self._offered()]
+            statuses = [slot.status() for slot in self._slots()]
             newest = newest_whole(statuses)
             sequence = 0 if newest is None else statuses[newest].sequence
-            return all(state.sound_sequence >= sequence for state in self.states)
+            if not self.states:
+                return sequence >= least
+            return all(state.sound_sequence >= max(sequence, least) for state in self.states)
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes of the newest whole capture that levels have, and bytes that all of them together are to have."""
+        with self.changed:
+            statuses = [slot.status() for slot in self._slots()]
+            index = newest_whole(statuses)
+            if index is None:
+                return 0, 0
+            size, sequence = statuses[index].image_bytes, statuses[index].sequence
+            levels = zip(self.states, self._lanes, strict=True)
+            had = (size if s.sound_sequence >= sequence else min(size, o.moved_bytes(sequence)) for s, o in levels)
+            return sum(had), size * len(self.levels)
 
     def most_ahead(self) -> int:
         """How many persisted steps this rank may be ahead of one whose storage is slower: that one has a capture pinned
@@ -182,11 +233,9 @@ class Persister:
         lane, state = self._lanes[index], self.states[index]
         if lane.names:
             return lane.names[0]
-        self._settle_pins(self._slots())
-        slots = self._offered()
+        slots = self._slots()
+        self._settle_pins(slots)
         statuses = [slot.status() for slot in slots]
-        if isinstance(lane, FollowerLane):
-            return lane.followed(self.awaited(index, slots, statuses))
         chosen = slot_for(self.states, index, statuses, force=self._force, named=self.named)
         if chosen is not None:
             return SlotWork(slots[chosen], statuses[chosen])
@@ -194,61 +243,6 @@ class Persister:
         if queued is None and lane.owed is not None and not lane.owed.waits_for & self._steps_to_copy(index):
             return lane.owed
         return queued
-
-    def awaited(self, index: int, slots: list[Slot], statuses: list[SlotStatus]) -> list[SlotWork | Committed]:
-        """What level ``index`` is to have, if another keeper writes it there."""
-        numbers = slots_for(self.states, index, statuses, force=self._force, named=self.named)
-        items = queued(self.states[index], force=bool(self._force), named=self.named)
-        return [*(SlotWork(slots[number], statuses[number]) for number in numbers), *items]
-
-    @property
-    def is_forced(self) -> bool:
-        """Whether what is whole is to be persisted, due or not."""
-        return bool(self._force)
-
-    def file_of(self, key: CaptureKey) -> Committed | None:
-        """Where a capture has a file of its own."""
-        queued = (item for state in self.states for item in state.queue)
-        copying = (lane.copying for lane in self._lanes if lane.copying is not None)
-        known = itertools.chain(self._committed.values(), queued, copying)  # older ones are remembered as they wait
-        found = (item for item in known if item.entry.file is None and CaptureKey.of(item.meta) == key)
-        return max(found, key=lambda item: item.sequence, default=None)  # the last, if a step was passed twice
-
-    def slot_of(self, key: CaptureKey) -> tuple[Slot, CaptureMeta, int] | None:
-        """The slot that holds a capture, whole or filling, and the capture's number."""
-        for slot in sorted(self._offered(), key=lambda slot: slot.status().sequence, reverse=True):
-            status = slot.status()
-            if status.step != key.step or not phase_counts(status.phase):
-                continue
-            meta = meta_in(slot.read_meta)
-            if meta is not None and CaptureKey.of(meta) == key and slot.status().sequence == status.sequence:
-                return slot, meta, status.sequence
-        return None
-
-    def will_have_file(self, slot: Slot, url: str) -> bool:
-        """Whether a level faster than ``url`` that works is still to write what the slot holds to a file of its own."""
-        status, force = slot.status(), bool(self._force)
-        faster = itertools.takewhile(lambda item: item[1].url != url, enumerate(self.levels))
-        return status.pinned and any(
-            not self.team.gathers(level)
-            and not self.states[index].failing
-            and takes(self.states, index, status, force=force, named=self.named)
-            for index, level in faster
-        )
-
-    def is_past(self, key: CaptureKey) -> bool:
-        """Whether a capture that no slot holds will not come any more: it was torn, or a later one has begun."""
-        for slot in self._slots():
-            status = slot.status()
-            meta = meta_in(slot.read_meta) if status.phase is not SlotPhase.EMPTY else None
-            is_lost = not phase_counts(status.phase) or bool(slot.word(Word.UNCHECKED) & Check.ORPHANED)
-            if meta is not None and (CaptureKey.of(meta) > key or (CaptureKey.of(meta) == key and is_lost)):
-                return True
-        return False
-
-    def _offered(self) -> list[Slot]:
-        """Slots that may be persisted: a capture whose trainer died before it was compared is for restarts alone."""
-        return [slot for slot in self._slots() if not slot.word(Word.UNCHECKED) & Check.ORPHANED]
 
     @property
     def named(self) -> set[int]:
@@ -260,7 +254,7 @@ class Persister:
         if work.status.phase is SlotPhase.WHOLE:
             work.slot.set_word(Word.PIN, 1)
 
-    def _settle_pins(self, slots: list[Slot]) -> None:
+    def _settle_pins(self, slots: Sequence[Slot]) -> None:
         """Let go of slots that no level reads or will read. Only the keeper unpins."""
         for stale in stale_pins([slot.status() for slot in slots]):
             # Read again: a trainer sets the pin after everything else of a capture.
@@ -297,15 +291,15 @@ class Persister:
             del self._committed[next(iter(self._committed))]
         for name in sorted(self._named.get(item.sequence, ())):
             self._lanes[item.level].names.append(Naming(item.entry.run_id, name, item.entry))
-        for slot in self._slots() if item.entry.file is None else ():
+        for slot in self._slots():
             if item.manifest is not None and slot.status().sequence == item.sequence:
                 self._checksums[slot] = (item.sequence, item.manifest.checksums)
-        left_out = []
+        left_out: list[Message] = []
         for index in range(item.level + 1, len(self.states)):
             for dropped in enqueue(self.states[index], item, self.named, len(self._slots())):
                 url, step = self.levels[index].url, dropped.entry.step
                 logger.info("step %d is left out at %s: a newer one is ready", step, shown(url))
-                left_out.append({"type": "level_dropped", "level": url, "step": step})
+                left_out.append(LevelDropped(url, step))
         self.changed.notify_all()
         return left_out
 
@@ -330,7 +324,7 @@ class Persister:
             origin = next((known for known in origins if known is not None), None)
             if origin is not None:
                 enqueue(state, origin, self.named, len(self._slots()))
-        for slot in self._offered():
+        for slot in self._slots():
             if (status := slot.status()).sequence == item.sequence and status.phase is SlotPhase.WHOLE:
                 slot.set_word(Word.PIN, 1)  # taken off again, if no level takes it
 

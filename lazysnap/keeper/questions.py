@@ -4,10 +4,17 @@ import threading
 import time
 from collections.abc import Callable
 
-from lazysnap.keeper.messages import Connection, Message
+import msgspec
+
+from lazysnap.keeper.messages import Connection
+from lazysnap.keeper.protocol import Answer, Message, Question
 
 _SEND_S = 5.0
 _LOOK_S = 0.5
+
+
+def _nothing() -> None:
+    """Nothing else is waited for."""
 
 
 class Questions:
@@ -18,11 +25,14 @@ class Questions:
         self._lock = lock
         self._connection = connection
         self._last = 0
-        self._open: dict[int, Message | None] = {}
+        self._open: dict[int, Answer | None] = {}
         """By number; ``None``: not answered yet."""
 
-    def ask(self, message: Message, timeout_s: float) -> Message | None:
-        """Send a question, wait for its answer; ``None`` if none came in time. Blocks."""
+    def ask(self, question: Question, timeout_s: float, meanwhile: Callable[[], None] = _nothing) -> Answer | None:
+        """Send a question, wait for its answer; ``None`` if none came in time. Blocks.
+
+        ``meanwhile`` is called whenever the keeper sent something else; no lock is held then.
+        """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             connection = self._connection()
@@ -32,23 +42,27 @@ class Questions:
             number = self._last
             self._open[number] = None
         try:
-            connection.send({**message, "id": number}, timeout_s=max(0.05, min(timeout_s, _SEND_S)))
-            return self._answer(number, connection, deadline)
+            connection.send(msgspec.structs.replace(question, id=number), timeout_s=max(0.05, min(timeout_s, _SEND_S)))
+            return self._answer(number, connection, deadline, meanwhile)
         except OSError:
             return None
         finally:
             with self._lock:
                 del self._open[number]
 
-    def _answer(self, number: int, connection: Connection, deadline: float) -> Message | None:
-        with self._lock:
-            while (answer := self._open[number]) is None:
+    def _answer(
+        self, number: int, connection: Connection, deadline: float, meanwhile: Callable[[], None]
+    ) -> Answer | None:
+        while True:
+            with self._lock:
+                if (answer := self._open[number]) is not None:
+                    return answer
                 if time.monotonic() >= deadline or self._connection() is not connection:
                     return None
                 self._lock.wait(max(0.0, min(deadline - time.monotonic(), _LOOK_S)))
-            return answer
+            meanwhile()
 
     def hear(self, message: Message) -> None:
         """A message, which may be an answer; one that comes too late is for nobody. The caller holds the lock."""
-        if message.get("id") in self._open:
-            self._open[message["id"]] = message
+        if isinstance(message, Answer) and message.id in self._open:
+            self._open[message.id] = message

@@ -5,11 +5,11 @@ of a faster one. A level in front of the head, which failed, tries each new capt
 it recovers by itself. Every level takes the newest first; what it has not begun when a newer one is ready is left out,
 but for what its retention asks for by step or by name.
 
-With several ranks everything goes in order, and the level that reads the slots leaves out nothing that is due:
-back-pressure holds the captures instead. A slower level has none, as slots are free when a faster one has them. Where
-it cannot keep up it leaves out steps that others leave out as well, as far as possible (``late``), or no snapshot might
-be complete there. Of what is not due the newest wait for the case that all ranks die: as many as memory holds, since
-not all may have the very newest.
+With several ranks everything goes in order, and the level that reads the slots leaves out nothing that is pinned:
+back-pressure holds the captures instead, for a while (``engine.backpressure``). A slower level has none, as slots are
+free when a faster one has them. Where it cannot keep up it leaves out steps that others leave out as well, as far as
+possible (``late``), or no snapshot might be complete there. Of what is not due the newest wait for the case that all
+ranks die: as many as memory holds, since not all may have the very newest.
 """
 
 import sys
@@ -32,10 +32,13 @@ class Committed:
     meta: CaptureMeta
     level: int
     """Index of the level that has it."""
-    own_bytes: int = 0
-    """Of this rank's part."""
     manifest: Manifest | None = None
-    """``None``: another keeper wrote it, and this one never reads it."""
+    """What it wrote there; ``None`` in tests of the schedule, which writes nothing."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its file."""
+        return 0 if self.manifest is None else self.manifest.size_bytes
 
 
 @dataclass

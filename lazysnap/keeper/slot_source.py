@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from lazysnap.arena import Check, Slot, SlotPhase, SlotStatus, Word
+from lazysnap.arena import Slot, SlotPhase, SlotStatus, Word
 from lazysnap.errors import CaptureAborted, FormatError
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -51,7 +51,7 @@ class SlotSource:
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``."""
-        return self._slot.image[offset : offset + length]
+        return self._slot.read(offset, length)
 
     def _is_whole(self) -> bool:
         """Whether it is whole and still the same one, by one look at the words. Raises: CaptureAborted."""
@@ -65,7 +65,7 @@ class SlotSource:
         deadline = time.monotonic() + STALL_S
         # Whole before and after: a capture that begins in between clears the word, and may be whole itself by then.
         while not (self._is_whole() and not self._slot.word(Word.UNCHECKED) and self._is_whole()):
-            if time.monotonic() > deadline or self._slot.word(Word.UNCHECKED) & Check.ORPHANED:
+            if time.monotonic() > deadline:
                 raise CaptureAborted(f"the capture of step {self._step} was not checked by its trainer")
             self._beat()
             time.sleep(_POLL_S)

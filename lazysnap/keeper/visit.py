@@ -1,7 +1,6 @@
-"""Looking into the keepers of other processes of the same job on this node: mapped, not copied."""
+"""Looking at what the keeper of a job holds for another rank of this node: mapped, not copied."""
 
 import contextlib
-import dataclasses
 import logging
 import time
 
@@ -11,38 +10,27 @@ from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection, Unclaimed
+from lazysnap.keeper.protocol import FrozenSlot, Inventory, Message, ShowRank, SlotMade
 
 logger = logging.getLogger(__name__)
 
-_MOST_PER_NODE = 256
-
-
-def keepers_here(identity: JobIdentity) -> list[int]:
-    """Local ranks that have a keeper of this job on this node. Blocks: reads the kernel's list of sockets."""
-    try:
-        with open("/proc/net/unix") as file:
-            known = {line.rsplit(" ", 1)[-1].strip() for line in file}
-    except OSError:
-        return []
-    addresses = (dataclasses.replace(identity, local_rank=number).address for number in range(_MOST_PER_NODE))
-    return [number for number, address in enumerate(addresses) if address.replace("\0", "@") in known]
-
 
 class Visit:
-    """What one keeper holds, readable as long as this is open, whatever becomes of the keeper."""
+    """What a keeper holds for one rank, readable as long as this is open, whatever becomes of the keeper."""
 
-    def __init__(self, identity: JobIdentity, timeout_s: float) -> None:
+    def __init__(self, identity: JobIdentity, local_rank: int, timeout_s: float) -> None:
         """Blocks: at most ``timeout_s``. Raises: KeeperUnavailable, if there is no keeper, or it does not answer."""
+        self._local_rank = local_rank
         self._slots: dict[int, Slot] = {}
         self._frozen: dict[str, Slot] = {}
         connection = try_connect(identity)
         if connection is None:
-            raise KeeperUnavailable(f"no keeper of local rank {identity.local_rank} of job {identity.job_id!r}")
+            raise KeeperUnavailable(f"no keeper of job {identity.job_id!r}")
         try:
             self.holdings = self._ask(connection, timeout_s)
         except OSError as error:
             self.close()
-            raise KeeperUnavailable(f"the keeper of local rank {identity.local_rank}: no answer: {error}") from error
+            raise KeeperUnavailable(f"the keeper of job {identity.job_id!r}: no answer: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -51,7 +39,7 @@ class Visit:
 
     def _ask(self, connection: Connection, timeout_s: float) -> MemoryHoldings:
         deadline = time.monotonic() + timeout_s
-        connection.send({"type": "look"}, timeout_s=timeout_s)
+        connection.send(ShowRank(self._local_rank), timeout_s=timeout_s)
         while time.monotonic() < deadline:
             connection.set_receive_timeout(max(0.05, deadline - time.monotonic()))
             received = connection.receive()
@@ -59,28 +47,28 @@ class Visit:
                 break
             with Unclaimed(received) as messages:
                 for message, fds in messages:
-                    if message["type"] == "inventory":
+                    if isinstance(message, Inventory):
                         return self._holdings(message)
                     self._take(message, fds)
         raise KeeperUnavailable("the keeper did not tell what it holds")
 
-    def _take(self, message: dict[str, object], fds: tuple[int, ...]) -> None:
+    def _take(self, message: Message, fds: tuple[int, ...]) -> None:
         for fd in fds:
             try:
                 slot = Slot.attach(fd)
             except (FormatError, OSError) as error:  # what is in it is not there, then
                 logger.info("%s", error)
                 continue
-            if message["type"] == "slot":
-                self._slots[int(str(message["slot"]))] = slot
+            if isinstance(message, SlotMade):
+                self._slots[message.slot] = slot
+            elif isinstance(message, FrozenSlot):
+                self._frozen[message.digest] = slot
             else:
-                self._frozen[str(message["digest"])] = slot
+                slot.close()
 
-    def _holdings(self, message: dict[str, object]) -> MemoryHoldings:
-        entries = message["entries"]
-        assert isinstance(entries, list)
-        found = [MemoryEntry.of(item, self._slots[item["slot"]]) for item in entries if item["slot"] in self._slots]
-        return MemoryHoldings(tuple(found), dict(self._frozen))
+    def _holdings(self, told: Inventory) -> MemoryHoldings:
+        found = [MemoryEntry.of(held, self._slots[held.slot]) for held in told.entries if held.slot in self._slots]
+        return MemoryHoldings(tuple(found), dict(self._frozen), local_ranks=tuple(told.local_ranks))
 
     def close(self) -> None:
         """Unmap. Views that others still hold keep the memory alive."""

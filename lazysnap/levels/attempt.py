@@ -20,7 +20,7 @@ class Attempt(Generic[Result]):
     """
 
     def __init__(self, work: "Callable[[Callable[[], None]], Result]", name: str) -> None:
-        self._name = name
+        self.name = name
         self._moved = time.monotonic()
         self._given_up = False
         self._done = threading.Event()
@@ -41,7 +41,7 @@ class Attempt(Generic[Result]):
         """Something moved. Raises: CaptureAborted, if nobody waits for this any more."""
         self._moved = time.monotonic()
         if self._given_up:
-            raise CaptureAborted(f"{self._name}: came back after its deadline")
+            raise CaptureAborted(f"{self.name}: came back after its deadline")
 
     @property
     def idle_s(self) -> float:
@@ -62,7 +62,7 @@ class Attempt(Generic[Result]):
             if self.idle_s > timeout_s:
                 self._given_up = True
                 raise LevelHangs(
-                    f"{self._name} did not move for {timeout_s:g} s; check the mount or endpoint, or raise "
+                    f"{self.name} did not move for {timeout_s:g} s; check the mount or endpoint, or raise "
                     "PersistentLevel(timeout_s=...)"
                 )
         if self._error is not None:

@@ -8,13 +8,11 @@ import stat
 
 from lazysnap import faults
 from lazysnap.errors import LevelFull, LevelUnavailable, ShardCorrupt
-from lazysnap.levels.storage import GOES_ON, level_error
+from lazysnap.levels.storage import level_error
 
 PAGE = 4096
 TEMP_MARK = ".tmp-"
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _GONE = "unmount it (umount -l) and mount it again"
@@ -37,7 +35,7 @@ def local_error(url: str, what: str, error: OSError) -> LevelUnavailable | Level
     if next_step is None:
         return level_error(url, what, error)
     next_step = next_step.format(user=os.geteuid())
-    return LevelUnavailable(f"{url}: {what}: {error}; {next_step}; {GOES_ON}")
+    return LevelUnavailable(f"{url}: {what}: {error}; {next_step}")
 
 
 def _check(result: int, path: str) -> None:
@@ -55,12 +53,18 @@ def sync_directory(path: str) -> None:
     """Make the names in a directory durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(handle)
+        sync_handle(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_handle(directory: int) -> None:
+    """Make the names in an open directory durable."""
+    try:
+        os.fsync(directory)
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:  # CIFS and some FUSE file systems have no such thing
             raise
-    finally:
-        os.close(handle)
 
 
 def make_directories(path: str) -> None:
@@ -98,46 +102,6 @@ def is_file(handle: int, path: str) -> bool:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:
         return False
-
-
-def _link(temp: str, final: str) -> None:
-    os.link(temp, final)
-
-
-def _rename_if_free(temp: str, final: str) -> None:
-    try:
-        rename = _libc.renameat2
-    except AttributeError:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), final) from None
-    result = rename(_AT_FDCWD, os.fsencode(temp), _AT_FDCWD, os.fsencode(final), _RENAME_NOREPLACE)
-    _check(result, final)
-
-
-def _rename_after_look(temp: str, final: str) -> None:
-    if os.path.lexists(final):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), final)
-    os.rename(temp, final)
-
-
-def give_name(handle: int, temp: str, final: str) -> None:
-    """Name this open file ``final``, in one act, unless that name is taken; ``temp`` may stay beside it.
-
-    By a hard link; by a rename that does not replace, where there are none (FAT, many FUSE file systems); where there
-    is no such thing either, a look at the name before the rename must do.
-    Raises: FileExistsError, and the other file was not touched; OSError.
-    """
-    for way in (_link, _rename_if_free, _rename_after_look):
-        try:
-            way(temp, final)
-        except OSError as error:
-            # A reply that NFS lost: the request was done, and repeated.
-            is_done = error.errno in (errno.EEXIST, errno.ENOENT) and is_file(handle, final)
-            if not is_done and (way is _rename_after_look or error.errno not in (*_NO_HARD_LINKS, errno.EINVAL)):
-                raise
-            if not is_done:
-                continue
-        break
-    faults.point("level.local.linked")
 
 
 def remove(path: str) -> None:

@@ -1,26 +1,17 @@
-"""Images of immutable tensors at a level: whether one that is committed is whole, and room for another if it is not.
+"""Images of immutable tensors at a level: whether one that is committed is whole.
 
 An image is read back when a process first refers to it there, and again when the stamp of one of its files is another;
 between the two a look at the stamps is all that a snapshot costs.
 """
 
-import logging
-import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from lazysnap import faults
-from lazysnap.errors import FormatError, LevelUnavailable, ShardCorrupt
+from lazysnap.errors import FormatError, ShardCorrupt
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.shards import ShardPlace, read_blocks
 from lazysnap.shard.checksum import digest as digest_of
 from lazysnap.shard.manifest import Manifest
-
-logger = logging.getLogger(__name__)
-
-_HELD_S = 3.0
-"""How long a damaged image that somebody holds is waited for: others may be at finding out the same."""
-_POLL_S = 0.02
 
 Beat = Callable[[], None] | None
 
@@ -72,37 +63,6 @@ class Images:
     def written(self, place: ShardPlace) -> None:
         """This process has just written it."""
         self._seen[place.directory, Purpose.WRITING] = _stamps(place), ""
-
-    def make_room(self, place: ShardPlace, digest: str, beat: Beat) -> Manifest | None:
-        """Remove a damaged image, so that it can be written again. The manifest, if there is a whole one.
-
-        The manifest goes first: a crash leaves no image. Only what was seen to be damaged goes, not what another job
-        has put there since, and nothing that a reader or another writer holds.
-        Blocks: as ``problem``, and some seconds. Raises: LevelUnavailable, if it cannot be removed now.
-        """
-        deadline = time.monotonic() + _HELD_S
-        while True:
-            try:
-                text = self.problem(place, digest, beat)
-                if not text:
-                    return _checked(place, digest)
-                seen = self._seen[place.directory, Purpose.WRITING][0]
-                is_leased = any(map(place.storage.is_leased, (place.manifest_path, place.shard_path)))
-                is_same = _stamps(place) == seen  # else another one replaces it, or has done so
-            except FileNotFoundError:
-                place.storage.delete_abandoned(place.shard_path, unless=place.manifest_path)
-                return None
-            if is_same and not is_leased:
-                faults.point("level.images.withdraw")
-                if place.storage.delete_abandoned(place.manifest_path):
-                    faults.point("level.images.withdrawn")
-                    logger.warning("damaged immutable tensors were removed, to be written again: %s", text)
-                    continue
-            if time.monotonic() > deadline:
-                raise LevelUnavailable(f"{text}; somebody holds it just now, it is tried again with the next snapshot")
-            if beat is not None:
-                beat()
-            time.sleep(_POLL_S)
 
 
 def _stamps(place: ShardPlace) -> object:

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lazysnap.errors import LevelError
-from lazysnap.levels.names import names_in
 from lazysnap.levels.storage import Storage
-from lazysnap.shard.manifest import parse_directory_name, parse_frozen_directory_name
+from lazysnap.shard.names import is_directory_of_ours, parse_keep_file_name
 from lazysnap.shard.stem import Stem, parse_file_name
 
 
@@ -19,23 +18,19 @@ class Directory:
     """One snapshot's directory, or that of an image of immutable tensors."""
 
     name: str
-    ranges: tuple[tuple[str, int, int, int], ...]
-    """Manifests: ``rank`` or ``node``, number of them, first and last one."""
-    odd: tuple[str, ...] = ()
-    """Manifests with other names than this package gives."""
-    given: tuple[tuple[str, str | None], ...] = ()
-    """Names that were given to the snapshot, see ``levels.names``."""
+    ranges: tuple[tuple[int, int, int], ...]
+    """Manifests: number of ranks, first and last one."""
+    names: tuple[str, ...] = ()
+    """That were given to the snapshot."""
     mark: Any = None
     """Of a file system: tells directories of the same name on different disks apart."""
 
     def manifests(self, share: tuple[int, int] | None = None) -> Iterator[str]:
-        """Names of the manifests; with ``share`` (number, of how many) every so-manieth of them."""
+        """Names of the manifests; with ``share`` (number, of how many) every n-th of them."""
         part, parts = share or (0, 1)
-        for kind, count, first, last in self.ranges:
-            for index in range(first + (part - first) % parts, last + 1, parts):
-                yield Stem(kind, index, count).manifest
-        if part == 0:
-            yield from self.odd
+        for count, first, last in self.ranges:
+            for rank in range(first + (part - first) % parts, last + 1, parts):
+                yield Stem(rank, count).manifest
 
 
 @dataclass(frozen=True)
@@ -55,9 +50,8 @@ class Listing:
         directories = (
             Directory(
                 item["name"],
-                tuple((kind, count, first, last) for kind, count, first, last in item["ranges"]),
-                tuple(item["odd"]),
-                tuple((name, run_id) for name, run_id in item["given"]),
+                tuple((count, first, last) for count, first, last in item["ranges"]),
+                tuple(item["names"]),
             )
             for item in fields["directories"]
         )
@@ -66,40 +60,34 @@ class Listing:
 
 def list_names(storage: Storage, *, marked: bool = False) -> Listing:
     """What is there. Blocks: one listing per directory. Raises: LevelUnavailable, if the level does not answer."""
-    directories = []
     problems: list[str] = []
-    for name in storage.list():
-        if parse_directory_name(name) is None and parse_frozen_directory_name(name) is None:
-            continue
-        try:
-            files = storage.list(name)
-            mark = storage.stamp(name) if marked else None
-        except FileNotFoundError:
-            continue  # deleted just now
-        except LevelError as error:
-            problems.append(str(error))
-            continue
-        given = tuple(names_in(storage, name, files, problems))
-        directories.append(Directory(name, *_ranges(files), given, mark))
-    return Listing(tuple(directories), tuple(problems))
+    known = filter(is_directory_of_ours, storage.list())
+    found = (list_directory(storage, name, problems, marked=marked) for name in known)
+    return Listing(tuple(one for one in found if one is not None), tuple(problems))
 
 
-def _ranges(files: list[str]) -> tuple[tuple[tuple[str, int, int, int], ...], tuple[str, ...]]:
-    stems = []
-    odd = []
-    for file in files:
-        parsed = parse_file_name(file)
-        if parsed is None or parsed[1] != "json":
-            continue
-        if file == parsed[0].manifest:
-            stems.append(parsed[0])
+def list_directory(storage: Storage, name: str, problems: list[str], *, marked: bool = False) -> Directory | None:
+    """What one directory holds; ``None``, if it was just deleted or cannot be listed, added to ``problems``."""
+    try:
+        files = storage.list(name)
+        mark = storage.stamp(name) if marked else None
+    except FileNotFoundError:
+        return None
+    except LevelError as error:
+        problems.append(str(error))
+        return None
+    names = tuple(given for given in map(parse_keep_file_name, files) if given is not None)
+    return Directory(name, _ranges(files), names, mark)
+
+
+def _ranges(files: list[str]) -> tuple[tuple[int, int, int], ...]:
+    parsed = [found for found in map(parse_file_name, files) if found is not None]
+    stems = [stem for stem, suffix in parsed if suffix == "json"]
+    found: list[tuple[int, int, int]] = []
+    for stem in sorted(stems, key=lambda stem: (stem.world_size, stem.rank)):
+        count, first, last = found[-1] if found else (0, 0, 0)
+        if (count, last + 1) == (stem.world_size, stem.rank):
+            found[-1] = (count, first, stem.rank)
         else:
-            odd.append(file)
-    found: list[tuple[str, int, int, int]] = []
-    for stem in sorted(stems, key=lambda stem: (stem.kind, stem.count, stem.index)):
-        kind, count, first, last = found[-1] if found else ("", 0, 0, 0)
-        if (kind, count, last + 1) == (stem.kind, stem.count, stem.index):
-            found[-1] = (kind, count, first, stem.index)
-        else:
-            found.append((stem.kind, stem.count, stem.index, stem.index))
-    return tuple(found), tuple(odd)
+            found.append((stem.world_size, stem.rank, stem.rank))
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""A local (or mounted) directory: temporary names, large direct writes, fsync, a link under the final name.
+"""A local (or mounted) directory: temporary names, large direct writes, fsync, a rename to the final name.
 
 ``O_DIRECT`` in blocks of several MiB from two threads is as fast as anything on this path, at a fifth of the
 processor time of buffered writes, and leaves the page cache to training (docs/architecture.md).
@@ -16,17 +16,17 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 
 from lazysnap import faults
-from lazysnap.errors import LevelUnavailable, NameTaken, ShardCorrupt
+from lazysnap.errors import LevelUnavailable, ShardCorrupt
 from lazysnap.levels import locks
 from lazysnap.levels.files import (
     PAGE,
     TEMP_MARK,
     allocate,
-    give_name,
     is_file,
     local_error,
     make_directories,
@@ -36,31 +36,38 @@ from lazysnap.levels.files import (
     pwrite_all,
     remove,
     sync_directory,
+    sync_handle,
     temp_name,
 )
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES
+from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, SETTLED
 
 __all__ = ["PAGE", "TEMP_MARK", "LocalStorage", "map_anonymous"]
 
 _CREATE_ATTEMPTS = 5
-_NOT_OURS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ELOOP, errno.ENXIO)
-"""Gone, of another user, or nothing that a writer makes: not ours to delete."""
-
-
-def _taken(root: str, path: str) -> NameTaken:
-    return NameTaken(f"{root}: {path} is there already: another writer's, and left alone; take another name")
+_NOT_OURS = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENXIO,
+    errno.ENOTDIR,
+)
+"""Gone, of another user, behind a symbolic link, or nothing that a writer makes: not ours to delete."""
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class LocalWriter:
     """Writes one file under a temporary name; see ``levels.storage.Writer``."""
 
-    def __init__(self, root: str, path: str, size_bytes: int, *, replaces: bool = False) -> None:
+    def __init__(self, root: str, path: str, size_bytes: int) -> None:
         self._root = root
         self._final = os.path.join(root, path)
         self._directory = os.path.dirname(self._final)
         self._size = size_bytes
-        self._replaces = replaces
         self._buffered = self._direct = -1
         self._temp = ""
         self._may_have_final = False
@@ -109,7 +116,7 @@ class LocalWriter:
     def publish(self) -> None:
         """fdatasync, the final name, fsync of the directory and of the one that holds it.
 
-        Raises: NameTaken; LevelError, also if a write or an earlier attempt failed.
+        Raises: LevelError, also if a write or an earlier attempt failed.
         """
         if self._failure is not None:
             raise LevelUnavailable(f"{self._root}: {self._final} is not published, it failed before: {self._failure}")
@@ -121,12 +128,12 @@ class LocalWriter:
             self._let_readers_in(self._buffered)
             faults.point("level.local.rename")
             self._may_have_final = True
-            if self._replaces:
+            try:
                 os.rename(self._temp, self._final)
-            else:
-                give_name(self._buffered, self._temp, self._final)
-                self._reopen()
-                remove(self._temp)
+            except FileNotFoundError:
+                # A reply that NFS lost: the request was done, and repeated.
+                if not is_file(self._buffered, self._final):
+                    raise
             self._temp = ""
             faults.point("level.local.renamed")
             sync_directory(self._directory)
@@ -134,9 +141,6 @@ class LocalWriter:
             sync_directory(os.path.dirname(self._directory))
             self._may_have_final = False
             faults.point("level.local.published")
-        except FileExistsError as error:
-            self._failure = error
-            raise _taken(self._root, self._final) from error
         except OSError as error:
             self._failure = error
             raise local_error(self._root, f"publishing {self._final}", error) from error
@@ -145,19 +149,6 @@ class LocalWriter:
         """Share the lock; over NFS this also takes it again, if the server restarted without its memory."""
         if locks.share(handle) is False:
             raise OSError(errno.EBUSY, "a sweep took the file while it was published", self._temp)
-
-    def _reopen(self) -> None:
-        """Hold the file by its final name: NFS keeps a temporary one that is open, as ``.nfs*``, when it is deleted."""
-        handle = os.open(self._final, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            self._let_readers_in(handle)
-            if not is_file(self._buffered, self._final):
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self._final)
-        except BaseException:
-            os.close(handle)
-            raise
-        self._close_handles()
-        self._buffered = handle
 
     def _close_handles(self) -> None:
         handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
@@ -234,19 +225,18 @@ class LocalStorage:
         return os.path.join(self.url, path)
 
     def begin(self, path: str, size_bytes: int) -> LocalWriter:
-        """Start a file; a taken name, and ENOSPC where the file system can allocate, show here."""
-        return self._begin(path, size_bytes, replaces=False)
-
-    def _begin(self, path: str, size_bytes: int, *, replaces: bool) -> LocalWriter:
+        """Start a file; ENOSPC shows here, where the file system can allocate."""
         try:
             if not self._is_root_durable:
                 make_directories(self.url)
                 with contextlib.suppress(PermissionError):  # a parent that is not ours to read
                     sync_directory(os.path.dirname(self.url))
                 self._is_root_durable = True
-            if not replaces and self._is_there(path):
-                raise _taken(self.url, self._path(path))
-            return LocalWriter(self.url, path, size_bytes, replaces=replaces)
+            if self.is_link(path):
+                raise LevelUnavailable(
+                    f"{self.url}: {path} is, or is behind, a symbolic link: nothing is written through it"
+                )
+            return LocalWriter(self.url, path, size_bytes)
         except OSError as error:
             self._is_root_durable = False  # it may be another one when it comes back
             raise local_error(self.url, f"creating {path} of {size_bytes} bytes", error) from error
@@ -259,9 +249,9 @@ class LocalStorage:
             return False
         return True
 
-    def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
+    def put(self, path: str, data: bytes) -> None:
         """Temporary file, fsync, final name, fsync of the directory."""
-        writer = self._begin(path, len(data), replaces=not exclusive)
+        writer = self.begin(path, len(data))
         try:
             writer.write(0, memoryview(data))
             writer.publish()
@@ -345,13 +335,56 @@ class LocalStorage:
         except OSError as error:
             raise local_error(self.url, f"looking for readers of {path}", error) from error
 
+    def is_link(self, path: str) -> bool:
+        """Of the names below the level's directory; that one may be a link."""
+        parts = path.split("/")
+        try:
+            names = [self._path("/".join(parts[: count + 1])) for count in range(len(parts))]
+            return any(stat.S_ISLNK(os.lstat(name).st_mode) for name in names)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise local_error(self.url, f"looking at {path}", error) from error
+
+    def is_settled(self, path: str) -> bool:
+        """By the later of both times: a copy may have been given the time of its original."""
+        try:
+            facts = os.lstat(self._path(path))
+            return self._age_s(facts) >= SETTLED * ABANDONED_AFTER_S
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise local_error(self.url, f"looking at {path}", error) from error
+
+    def _age_s(self, facts: os.stat_result) -> float:
+        """By the clock of the file system, which may be on another host: that of a file which was just made there."""
+        try:
+            with tempfile.TemporaryFile(dir=self.url) as probe:
+                now_s = os.fstat(probe.fileno()).st_mtime
+        except OSError:
+            now_s = time.time()  # who may not write there deletes nothing either
+        return now_s - max(facts.st_mtime, facts.st_ctime)
+
+    @contextlib.contextmanager
+    def _directory(self, path: str) -> Iterator[int]:
+        """The open directory that ``path`` is in; no symbolic link below the level's own is followed."""
+        handle = os.open(self.url, _DIRECTORY)
+        try:
+            for name in path.split("/")[:-1]:
+                outer, handle = handle, os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+                os.close(outer)
+            yield handle
+        finally:
+            os.close(handle)
+
     def delete(self, path: str) -> None:
         """Unlink a file and make that durable."""
         try:
-            faults.point("level.local.delete")
-            os.unlink(self._path(path))
-            faults.point("level.local.deleted")
-            sync_directory(os.path.dirname(self._path(path)))
+            with self._directory(path) as directory:
+                faults.point("level.local.delete")
+                os.unlink(os.path.basename(path), dir_fd=directory)
+                faults.point("level.local.deleted")
+                sync_handle(directory)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -360,7 +393,8 @@ class LocalStorage:
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
         """Delete under the lock, if nobody holds it; without locks by age."""
         try:
-            handle = os.open(self._path(path), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with self._directory(path) as directory:
+                handle = os.open(os.path.basename(path), _TO_LOCK, dir_fd=directory)
         except OSError as error:
             if error.errno in _NOT_OURS:
                 return False
@@ -368,7 +402,7 @@ class LocalStorage:
         try:
             facts = os.fstat(handle)
             locked = locks.lock(handle) if stat.S_ISREG(facts.st_mode) else False
-            if locked is False or (locked is None and time.time() - facts.st_mtime < ABANDONED_AFTER_S):
+            if locked is False or (locked is None and self._age_s(facts) < ABANDONED_AFTER_S):
                 return False
             # Asked under the lock: a writer lets go of it after its commit only.
             if unless is not None and self._is_there(unless):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from lazysnap import faults
 from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
-from lazysnap.levels.lockless import Claim
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.s3errors import Failure, Kind
 from lazysnap.levels.storage import level_error
@@ -56,10 +55,8 @@ class PartWriter:
         self._parts: dict[int, dict[str, Any]] = {}
         self._whole = b""
         self._upload = ""
-        self._may_show = self._is_published = self._is_closed = False
-        self._claim = Claim(storage, path)
+        self._is_published = self._is_closed = False
         try:
-            self._claim.check_free()
             self._algorithm = storage.abilities().checksum
             if size_bytes >= SINGLE_BELOW:
                 arguments: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._algorithm == "crc32" else {}
@@ -80,7 +77,6 @@ class PartWriter:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Upload what is a whole part, keep the rest until the other bytes of its part are there."""
-        self._claim.renew()
         data = data[: max(0, self._size - offset)]
         while len(data):
             number, start = divmod(offset, self._part)
@@ -130,16 +126,15 @@ class PartWriter:
         missing = -(-self._size // self._part) - len(self._parts)
         if missing:
             raise ShardCorrupt(f"{self._storage.url}/{self._path}: {missing} parts of it were not written")
-        self._claim.check_free()
         self._reach("complete")
-        self._may_show = True
         if self._upload:
             self._complete()
         else:
-            self._storage.overwrite(self._path, self._whole)
+            self._storage.put(self._path, self._whole)
         self._reach("completed")
         size = self._storage.size(self._path)
         if size != self._size:
+            self._storage.delete(self._path)
             raise LevelUnavailable(f"{self._storage.url}/{self._path}: {size} bytes arrived, {self._size} were sent")
         self._is_published = True
 
@@ -160,22 +155,10 @@ class PartWriter:
                 raise LevelUnavailable(f"{self._storage.url}/{self._path}: the upload is gone ({failure})") from failure
 
     def close(self) -> None:
-        """Abort what is not published, and give up the claim; harmless twice."""
+        """Abort what is not published; harmless twice. What may show under the name stays: it is whole."""
         if self._is_closed:
             return
         self._is_closed = True
-        with self._storage.client.hurry():
-            try:
-                if not self._is_published:
-                    self._undo()
-            except LevelError:
-                self._claim.abandon()  # the level is away: the next sweep gets what is left
-            else:
-                self._claim.close()
-
-    def _undo(self) -> None:
-        if self._upload:
-            with contextlib.suppress(FileNotFoundError):
+        if self._upload and not self._is_published:
+            with self._storage.client.hurry(), contextlib.suppress(LevelError, FileNotFoundError):
                 self._storage.abort(self._key, self._upload)
-        if self._may_show and self._claim.is_held():
-            self._storage.delete(self._path)

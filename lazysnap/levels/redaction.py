@@ -14,6 +14,8 @@ _MIN_LENGTH = 4
 def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield str(value)
     elif isinstance(value, Mapping):
         for inner in value.values():
             yield from _texts(inner)
@@ -41,7 +43,10 @@ class Redaction:
     """Replaces the secrets of one storage by ``***``."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        password = urlsplit(url).password or ""
+        try:
+            password = urlsplit(url).password or ""
+        except ValueError:
+            password = ""  # whoever opens it says what is wrong with it
         found = {*_secrets(options), password, unquote(password)}
         # The longest first: one may be part of another.
         self._values = sorted((value for value in found if len(value) >= _MIN_LENGTH), key=len, reverse=True)

@@ -6,22 +6,19 @@ that is not so, it is written under a temporary name and renamed. S3 has a modul
 
 import contextlib
 import datetime
-import errno
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
-from fsspec.spec import AbstractFileSystem
 
 from lazysnap import faults
-from lazysnap.errors import LevelError, LevelUnavailable, NameTaken, ShardCorrupt
-from lazysnap.levels.lockless import LocklessStorage, probe_name
+from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
+from lazysnap.levels.object_storage import ObjectStorage, is_probe, probe_name
 from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, level_error
 from lazysnap.levels.stream import StreamWriter, discard
@@ -34,8 +31,6 @@ logger = logging.getLogger(__name__)
 class Abilities:
     """What a place was seen to do."""
 
-    can_create: bool
-    """A put with ``mode="create"`` is refused if there is an object."""
     shows_open_files: bool
     """A file can be seen under its name before it is closed."""
     clock_ahead_s: float
@@ -43,17 +38,6 @@ class Abilities:
 
 
 _abilities: dict[str, Abilities] = {}
-_creating: dict[str, threading.Lock] = {}
-"""By URL. Some drivers look first and put then: within one process that is made one act."""
-_CREATE_S = 60.0
-"""How long another thread's small object may take to get there."""
-
-
-def _is_precondition(error: BaseException) -> bool:
-    """Whether an S3-like driver was refused because of ``If-None-Match``; not all servers say so in the same way."""
-    response = getattr(error.__cause__, "response", None)
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, Mapping) else None
-    return isinstance(error, OSError) and error.errno == errno.EINVAL and status == 412
 
 
 class FsspecReader:
@@ -71,7 +55,7 @@ class FsspecReader:
         """Nothing is open."""
 
 
-class FsspecStorage(LocklessStorage):
+class FsspecStorage(ObjectStorage):
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 1
@@ -130,8 +114,6 @@ class FsspecStorage(LocklessStorage):
         except (FileNotFoundError, FileExistsError):
             raise
         except Exception as error:  # noqa: BLE001  drivers raise their own types
-            if _is_precondition(error):
-                raise FileExistsError(what) from None
             if isinstance(error, PermissionError):
                 self._opened = None  # credentials may be renewed: the next operation reads them again
             raise self._error(what, error) from self._redaction.cause(error)
@@ -176,7 +158,9 @@ class FsspecStorage(LocklessStorage):
             raise self._error(f"creating {path}", error) from self._redaction.cause(error)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a finished file its name."""
+        """Give a finished file its name. Some places refuse it while there is another one: that one goes first."""
+        if self.exists(new):
+            self.delete(new)
         self._change(f"renaming {old}", "mv", self._path(old), self._path(new))
 
     # ---------------------------------------------------------------- what the place can do
@@ -190,19 +174,12 @@ class FsspecStorage(LocklessStorage):
         found = _abilities.get(place)
         if found is None:
             found = _abilities[place] = self._try_out()
-            if not found.can_create:
-                logger.warning(
-                    "%s: cannot refuse to write over an object: two jobs that write there at the same moment are told "
-                    "apart by looking before and after only",
-                    self._redaction.clean(self.url),
-                )
         return found
 
     def _try_out(self) -> Abilities:
         name = probe_name()
         try:
-            can_create = self._refuses_second(name)
-            self.overwrite(name, b"probe")
+            self.put(name, b"probe")
             try:
                 age = self._age_by_our_clock(name)
             except FileNotFoundError:
@@ -214,50 +191,18 @@ class FsspecStorage(LocklessStorage):
                 shows_open_files = self.exists(name)
             finally:
                 discard(file)
-            return Abilities(can_create, shows_open_files, -(age or 0.0))
+            return Abilities(shows_open_files, -(age or 0.0))
         finally:
             with contextlib.suppress(LevelError):
                 self.delete(name)
 
-    def _refuses_second(self, name: str) -> bool:
-        filesystem = self._filesystem()
-        if getattr(filesystem.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
-            return False  # looks first and puts then
-        try:
-            self.create(name, b"probe")
-            self.create(name, b"probe")
-        except NameTaken:
-            return True
-        except LevelError:
-            return False  # knows no such mode; whether it can be written at all shows with the next request
-        return False
-
-    def can_create(self) -> bool:
-        """See ``LocklessStorage``."""
-        return self.abilities().can_create
-
-    def create(self, path: str, data: bytes) -> None:
-        """See ``LocklessStorage``."""
-        self.reach("put", path)
-        creating = _creating.setdefault(self.url, threading.Lock())
-        if not creating.acquire(timeout=_CREATE_S):
-            where = self._redaction.clean(self.url)
-            raise LevelUnavailable(f"{where}: creating {path}: another object is still on its way there, or hangs")
-        try:
-            self._make(f"creating {path}", path, "pipe_file", data, mode="create")
-        except FileExistsError:
-            raise NameTaken(f"{self._redaction.clean(self.url)}/{path}: there is one already") from None
-        finally:
-            creating.release()
-        self.reach("put_done", path)
-
     # ---------------------------------------------------------------- writing and reading
 
     def begin(self, path: str, size_bytes: int) -> StreamWriter:
-        """Claim the name and open the file."""
+        """Open the file."""
         return StreamWriter(self, path, size_bytes)
 
-    def overwrite(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes) -> None:
         """Upload a small object."""
         self.reach("put", path)
         try:
@@ -296,7 +241,7 @@ class FsspecStorage(LocklessStorage):
         return self._call(f"looking at {path}", method, self._path(path))
 
     def exists(self, path: str) -> bool:
-        """See ``LocklessStorage``."""
+        """See ``ObjectStorage``."""
         return bool(self._info(path, "exists"))
 
     def size(self, path: str) -> int:
@@ -322,12 +267,25 @@ class FsspecStorage(LocklessStorage):
         return time.time() - modified.timestamp()
 
     def age_s(self, path: str) -> float | None:
-        """See ``LocklessStorage``; by the place's clock, as far as this process wrote there."""
+        """See ``ObjectStorage``; by the place's clock, as far as this process wrote there."""
         age = self._age_by_our_clock(path)
         found = _abilities.get(self._place())
         return age if age is None or found is None else age + found.clock_ahead_s
 
+    def is_settled(self, path: str) -> bool:
+        """See ``Storage.is_settled``."""
+        self.abilities()  # which knows the place's clock
+        return super().is_settled(path)
+
     # ---------------------------------------------------------------- deleting
+
+    def is_link(self, path: str) -> bool:
+        """Of the directory, as the driver says: that of ``sftp://`` knows such, for example."""
+        try:
+            facts = self._call(f"looking at {path}", "info", self._path(path.partition("/")[0]))
+        except FileNotFoundError:
+            return False
+        return bool(facts.get("islink")) or facts.get("type") == "link"
 
     def delete(self, path: str) -> None:
         """Delete an object."""
@@ -348,7 +306,7 @@ class FsspecStorage(LocklessStorage):
 
     def abort_stale(self, path: str = "") -> list[str]:
         """Nothing but probes of the dead: fsspec does not show unfinished uploads."""
-        return [] if path else self.delete_old_probes()
+        return [name for name in ([] if path else self.list()) if is_probe(name) and self.delete_abandoned(name)]
 
     # The last one: it hides the type from the annotations behind it.
     def list(self, path: str = "", prefix: str = "") -> list[str]:

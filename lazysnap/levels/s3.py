@@ -1,6 +1,5 @@
-"""An S3 bucket as a place for snapshots, through s3fs: parts sent straight from memory, claims by conditional puts."""
+"""An S3 bucket as a place for snapshots, through s3fs: parts sent straight from memory."""
 
-import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -10,14 +9,14 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from lazysnap import faults
-from lazysnap.errors import LevelError, NameTaken, ShardCorrupt
-from lazysnap.levels.lockless import Claim, LocklessStorage, probe_name
+from lazysnap.errors import LevelError, ShardCorrupt
+from lazysnap.levels.leftovers import is_shard_path
 from lazysnap.levels.multipart import MAX_PARTS, PartWriter, checksum_arguments
+from lazysnap.levels.object_storage import ObjectStorage, is_probe, probe_name
 from lazysnap.levels.s3client import PATIENCE_S, STALL_S, S3Client
 from lazysnap.levels.s3errors import Failure, Kind
-from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, level_error
+from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, SETTLED, level_error
 from lazysnap.levels.workers import Workers
-from lazysnap.shard.manifest import parse_directory_name, parse_frozen_directory_name
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +29,6 @@ _RANGE_THREADS = 4
 class Abilities:
     """What a server was seen to do."""
 
-    can_create: bool
-    """``If-None-Match: *`` refuses the second put."""
     checksum: str | None
     """By which checksum it notices that a part arrived damaged: ``crc32``, ``md5``, or none."""
 
@@ -76,7 +73,7 @@ class S3Reader:
         """Nothing is open."""
 
 
-class S3Storage(LocklessStorage):
+class S3Storage(ObjectStorage):
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 4
@@ -119,12 +116,6 @@ class S3Storage(LocklessStorage):
         found = _abilities.get(place)
         if found is None:
             found = _abilities[place] = self._try_out()
-            if not found.can_create:
-                logger.warning(
-                    "%s: the server ignores If-None-Match: two jobs that write there at the same moment are told apart "
-                    "by looking before and after only",
-                    self.client.redaction.clean(self.url),
-                )
             if found.checksum is None:
                 logger.warning(
                     "%s: the server does not notice damaged parts: snapshots are read back to be sure",
@@ -148,40 +139,7 @@ class S3Storage(LocklessStorage):
 
     def _try_out(self) -> Abilities:
         name = probe_name()
-        try:
-            can_create = self._refuses_second(name)
-            checksum = next((one for one in ("crc32", "md5") if self._notices_damage(name, one)), None)
-            return Abilities(can_create, checksum)
-        finally:
-            with contextlib.suppress(LevelError), self.client.hurry():
-                self.delete(name)
-
-    def _put_if_none(self, what: str, path: str, data: bytes, **arguments: Any) -> None:
-        """Raises: Failure, for any refusal."""
-        self.client.send(
-            what,
-            "put_object",
-            memoryview(data),
-            keep=(Kind.TAKEN, Kind.OTHER),
-            Key=self.key(path),
-            IfNoneMatch="*",
-            **arguments,
-        )
-
-    def _refuses_second(self, name: str) -> bool:
-        try:
-            self._put_if_none("trying the bucket out", name, b"probe")
-        except Failure as failure:
-            if failure.kind is Kind.TAKEN:
-                return True  # its first answer was lost, and the repetition met what it had put itself
-            # A server that knows no such condition; one that takes nothing at all says so now.
-            self.overwrite(name, b"probe")
-            return False
-        try:
-            self._put_if_none("trying the bucket out", name, b"probe")
-        except Failure as failure:
-            return failure.kind is Kind.TAKEN
-        return False
+        return Abilities(next((one for one in ("crc32", "md5") if self._notices_damage(name, one)), None))
 
     def _notices_damage(self, name: str, algorithm: str) -> bool:
         """Whether a part is refused whose checksum is that of other bytes."""
@@ -207,29 +165,13 @@ class S3Storage(LocklessStorage):
             self.abort(key, upload)
         return False
 
-    def can_create(self) -> bool:
-        """See ``LocklessStorage``."""
-        return self.abilities().can_create
-
-    def create(self, path: str, data: bytes) -> None:
-        """See ``LocklessStorage``."""
-        self._reach("put", path)
-        checksum = checksum_arguments(self.abilities().checksum, memoryview(data))
-        try:
-            self._put_if_none(f"creating {path}", path, data, **checksum)
-        except Failure as failure:
-            if failure.kind is Kind.TAKEN:
-                raise NameTaken(f"{self.url}/{path}: there is one already") from None
-            raise self.client.error(f"creating {path}", failure) from failure
-        self._reach("put_done", path)
-
     # ---------------------------------------------------------------- writing and reading
 
     def begin(self, path: str, size_bytes: int) -> PartWriter:
-        """Claim the name and start an upload."""
+        """Start an upload."""
         return PartWriter(self, path, size_bytes)
 
-    def overwrite(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes) -> None:
         """Put a small object by one request."""
         self._reach("put", path)
         found = _abilities.get((self.client.endpoint, self.client.bucket))
@@ -265,7 +207,7 @@ class S3Storage(LocklessStorage):
             raise self.client.error(f"looking at {path}", failure) from failure
 
     def exists(self, path: str) -> bool:
-        """See ``LocklessStorage``."""
+        """See ``ObjectStorage``."""
         try:
             self._head(path)
         except FileNotFoundError:
@@ -286,7 +228,7 @@ class S3Storage(LocklessStorage):
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
 
     def age_s(self, path: str) -> float | None:
-        """See ``LocklessStorage``; by the server's clock alone."""
+        """See ``ObjectStorage``; by the server's clock alone."""
         facts = self._head(path)
         try:
             return float((self._now(facts) - facts["LastModified"]).total_seconds())
@@ -325,27 +267,18 @@ class S3Storage(LocklessStorage):
             return
 
     def abort_stale(self, path: str = "") -> list[str]:
-        """See ``Storage.abort_stale``. Foreign uploads below the prefix are left alone, as are those of the living."""
+        """See ``Storage.abort_stale``. Foreign uploads below the prefix stay, and any that began within a day."""
         gone: list[str] = []
-        prefix = self.key(f"{path}/" if path else "")
-        for key, upload in self._uploads(prefix):
+        for key, upload, age_s in self._uploads(self.key(f"{path}/" if path else "")):
             inner = key[len(self.client.root) + 1 if self.client.root else 0 :]
-            directory = inner.rpartition("/")[0]
-            if parse_directory_name(directory) is None and parse_frozen_directory_name(directory) is None:
-                continue
-            try:
-                claim = Claim(self, inner)
-            except NameTaken:
-                continue
-            try:
+            if age_s >= SETTLED * self.abandoned_after_s and (is_shard_path(inner) or is_probe(inner)):
                 self.abort(key, upload)
                 gone.append(inner)
-            finally:
-                claim.close()
-        return gone if path else gone + self.delete_old_probes()
+        return gone
 
-    def _uploads(self, prefix: str) -> list[tuple[str, str]]:
-        found: list[tuple[str, str]] = []
+    def _uploads(self, prefix: str) -> list[tuple[str, str, float]]:
+        """Key, id and age in seconds, by the server's clock; 0 where the server does not say."""
+        found: list[tuple[str, str, float]] = []
         markers: dict[str, Any] = {}
         while True:
             keep = (Kind.REFUSED, Kind.OTHER)
@@ -361,10 +294,16 @@ class S3Storage(LocklessStorage):
                     failure.code,
                 )
                 return found
-            found += [(one["Key"], one["UploadId"]) for one in answer.get("Uploads", ())]
+            found += [(one["Key"], one["UploadId"], self._age_s(answer, one)) for one in answer.get("Uploads", ())]
             if not answer.get("IsTruncated"):
                 return found
             markers = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer.get("NextUploadIdMarker", "")}
+
+    def _age_s(self, answer: Mapping[str, Any], upload: Mapping[str, Any]) -> float:
+        try:
+            return float((self._now(answer) - upload["Initiated"]).total_seconds())
+        except (KeyError, ValueError, TypeError):
+            return 0.0
 
     # The last one: it hides the type from the annotations behind it.
     def list(self, path: str = "", prefix: str = "") -> list[str]:

@@ -25,7 +25,6 @@ from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.s3body import Body, DirectSession, body_of
 from lazysnap.levels.s3errors import Failure, Kind, understand
 from lazysnap.levels.s3transfer import ViewBody, watched
-from lazysnap.levels.storage import GOES_ON
 
 logger = logging.getLogger(__name__)
 
@@ -257,10 +256,10 @@ class S3Client:
             Kind.WRONG: f"the credentials for bucket {bucket} are wrong; correct key and secret in storage_options, in "
             "the environment or in the credentials file",
             Kind.EXPIRED: f"the credentials for bucket {bucket} have expired; renew them in the environment or the "
-            "credentials file: the next snapshot reads them again",
+            "credentials file: they are read again at the next access",
             Kind.ABSENT: f"no credentials for bucket {bucket}; give key and secret in storage_options, the environment "
             "or a credentials file",
-            Kind.PASSING: f"bucket {bucket} does not answer, gave up after {failure.attempt} attempts; {GOES_ON}",
+            Kind.PASSING: f"bucket {bucket} does not answer, gave up after {failure.attempt} attempts",
             Kind.DAMAGED: f"bytes arrived damaged at bucket {bucket}, {failure.attempt} times; check the network",
         }.get(failure.kind)
-        return LevelUnavailable(f"{where}: {advice} ({text})" if advice else f"{where}: {text}; {GOES_ON}")
+        return LevelUnavailable(f"{where}: {advice} ({text})" if advice else f"{where}: {text}")

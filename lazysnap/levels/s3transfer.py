@@ -18,7 +18,7 @@ class ViewBody(payload.Payload):
     """A memoryview as the body of a request: a file to botocore, a payload to aiohttp. Neither copies it.
 
     Compared with ``bytes`` of the part, at 16 MiB and four at a time: half the processor time, and 64 MiB less memory
-    (docs/levels-s3.md).
+    (docs/levels.md).
     """
 
     def __init__(self, view: memoryview) -> None:

@@ -3,50 +3,30 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lazysnap import faults
-from lazysnap.errors import FormatError, LevelError, NameTaken, ShardCorrupt
+from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrupt
 from lazysnap.levels.files import PAGE
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.workers import Workers
 from lazysnap.resolver import Entry, FrozenEntry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
-from lazysnap.shard.manifest import CaptureMeta, Manifest, parse_directory_name, parse_frozen_directory_name
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.names import SnapshotName, parse_frozen_directory_name
 from lazysnap.shard.stem import Stem
 
 logger = logging.getLogger(__name__)
 
-FROZEN_STEM = Stem.of_rank(0, 1)
+FROZEN_STEM = Stem(0, 1)
 """Of every image of immutable tensors."""
 
 
 @dataclass(frozen=True)
-class NodeCapture:
-    """The parts of one snapshot that go into one file."""
-
-    stem: Stem
-    members: tuple[CaptureMeta, ...]
-    """In the order of their ranks."""
-
-    @classmethod
-    def of_rank(cls, meta: CaptureMeta) -> "NodeCapture":
-        """One part, in a file of its own."""
-        return cls(Stem.of_rank(meta.rank, meta.world_size), (meta,))
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "NodeCapture":
-        """What a committed shard holds."""
-        stem = Stem.parse(manifest.file.removesuffix(".safetensors"))
-        assert stem is not None
-        return cls(stem, manifest.members or (manifest.meta,))
-
-
-@dataclass(frozen=True)
 class ShardPlace:
-    """Where the shard of one rank, or of a node, and its manifest are, or will be."""
+    """Where the shard of one rank and its manifest are, or will be."""
 
     storage: Storage
     directory: str
@@ -63,13 +43,24 @@ class ShardPlace:
         return f"{self.directory}/{self.stem.manifest}"
 
     @property
+    def paths(self) -> tuple[str, str]:
+        """Both."""
+        return self.manifest_path, self.shard_path
+
+    @property
     def where(self) -> str:
         """The shard, for messages."""
         return f"{self.storage.url}/{self.shard_path}"
 
     def read_manifest(self) -> Manifest:
-        """Of a node's shard: as its first member sees it. Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
+        """Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
         return Manifest.decode(self.storage.get(self.manifest_path), f"{self.storage.url}/{self.manifest_path}")
+
+    def why_it_stays(self) -> str | None:
+        """Why retention must leave it alone, in words; ``None``: it need not. Asked before ``delete``, by everybody."""
+        if self.storage.is_link(self.shard_path) or self.storage.is_link(self.manifest_path):
+            return "behind a symbolic link"
+        return "being read" if self.storage.is_leased(self.shard_path) else None
 
     def delete(self) -> None:
         """The manifest first, so that what a crash leaves is garbage, not a snapshot."""
@@ -83,13 +74,10 @@ class ShardPlace:
         """Take the commit back: what is there is damaged."""
         self.storage.delete(self.manifest_path)
 
-    def delete_or_leave(self, *, shard_only: bool = False) -> None:
+    def delete_or_leave(self) -> None:
         """Delete, or leave it for the next sweep."""
         try:
-            if shard_only:
-                self.storage.delete(self.shard_path)
-            else:
-                self.delete()
+            self.delete()
         except (LevelError, OSError) as error:
             logger.warning("left in %s/%s: %s", self.storage.url, self.directory, error)
 
@@ -99,33 +87,17 @@ class ShardPlace:
             self.storage.delete_directory(self.directory)
 
 
-def stem_of(entry: Entry | FrozenEntry) -> Stem:
-    """What the names of its files begin with."""
-    if isinstance(entry, FrozenEntry):
-        return FROZEN_STEM
-    stem = Stem.parse(entry.file) if entry.file is not None else Stem.of_rank(entry.rank, entry.world_size)
-    assert stem is not None
-    return stem
-
-
 def place_of(storage: Storage, entry: Entry | FrozenEntry) -> ShardPlace:
     """Where the files of an entry are."""
-    return ShardPlace(storage, entry.location, stem_of(entry))
+    stem = FROZEN_STEM if isinstance(entry, FrozenEntry) else Stem(entry.rank, entry.world_size)
+    return ShardPlace(storage, entry.location, stem)
 
 
-def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> tuple[Entry, ...]:
-    """What a committed shard offers: one entry for each rank that it holds."""
-    whole = NodeCapture.of(manifest)
-    return tuple(entry_of(meta, level, speed, (directory, whole.stem)) for meta in whole.members)
-
-
-def entry_of(meta: CaptureMeta, level: str, speed: int, at: tuple[str, Stem]) -> Entry:
-    """The entry of one rank; ``at``: the directory, and what the names of its files begin with."""
-    directory, stem = at
-    facts = (meta.run_id, meta.run_started_ns, meta.step, meta.rank, meta.world_size)
+def entry_of(meta: CaptureMeta, level: str, speed: int, directory: str) -> Entry:
+    """What a committed shard offers."""
+    facts = (meta.run_id, meta.start, meta.step, meta.rank, meta.world_size)
     digest = None if meta.frozen is None else meta.frozen.digest
-    file = stem.text if stem.is_node else None
-    return Entry(level, speed, *facts, directory, digest, generation=meta.generation, file=file)
+    return Entry(level, speed, *facts, directory, digest)
 
 
 def check_place(manifest: Manifest, place: ShardPlace) -> None:
@@ -133,24 +105,45 @@ def check_place(manifest: Manifest, place: ShardPlace) -> None:
     meta, where = manifest.meta, f"{place.storage.url}/{place.manifest_path}"
     frozen = parse_frozen_directory_name(place.directory)
     if frozen is not None:
-        if (meta.run_id, manifest.checksums.whole) != frozen:
-            raise ShardCorrupt(f"{where}: holds {manifest.checksums.whole} of run {meta.run_id}, its name differs")
-    elif meta.step != parse_directory_name(place.directory) or manifest.file != place.stem.shard:
-        raise ShardCorrupt(f"{where}: holds step {meta.step} in {manifest.file}, its name says otherwise")
+        if manifest.checksums.whole != frozen:
+            raise ShardCorrupt(f"{where}: holds {manifest.checksums.whole}, its name says otherwise")
+    elif meta.name != SnapshotName.parse(place.directory) or manifest.file != place.stem.shard:
+        raise ShardCorrupt(f"{where}: holds {meta.name.directory} in {manifest.file}, its name says otherwise")
+
+
+def read_committed(place: ShardPlace) -> Manifest:
+    """The manifest at a place, whose shard is there in its full size; the shard is not read.
+
+    Raises: ShardCorrupt, also if the shard is lost; FileNotFoundError, if nothing is committed; LevelUnavailable.
+    """
+    manifest = place.read_manifest()
+    check_place(manifest, place)
+    try:
+        size = place.storage.size(place.shard_path)
+    except FileNotFoundError as error:
+        # The manifest is deleted first: only one that is still there says that something is lost.
+        place.storage.size(place.manifest_path)
+        raise ShardCorrupt(
+            f"{place.where}: a manifest without its shard: the shard of rank {manifest.meta.rank} is lost"
+        ) from error
+    if size != manifest.size_bytes:
+        raise ShardCorrupt(f"{place.where}: {size} bytes, the manifest says {manifest.size_bytes}")
+    return manifest
 
 
 def write_shard(
     place: ShardPlace,
-    metas: Sequence[CaptureMeta],
+    meta: CaptureMeta,
     source: BlockSource,
     *,
     expected: str | None = None,
     beat: Callable[[], None] | None = None,
 ) -> Manifest:
-    """Write and commit; on return both files are durable. ``metas``: of the rank, or of all that a node's shard holds.
+    """Write and commit; on return both files are durable.
 
-    Raises: NameTaken, and what another writer has there is untouched; ShardCorrupt, if the bytes have not the
-    ``expected`` digest; LevelError, CaptureAborted, OSError, what ``beat`` raises, and nothing is left or visible.
+    What is there under these names is replaced: it is the same, or was not committed.
+    Raises: ShardCorrupt, if the bytes have not the ``expected`` digest; LevelError, CaptureAborted, OSError, what
+    ``beat`` raises, and nothing is left or visible.
     """
     beat = beat or (lambda: None)
     faults.point("level.store.begin")
@@ -170,36 +163,33 @@ def write_shard(
             faults.point("level.store.publish_shard")
             writer.publish()
             is_published = True
-            members = tuple(metas) if place.stem.is_node else ()
-            manifest = Manifest(metas[0], place.stem.shard, header_bytes, checksums, time.time_ns(), members)
+            manifest = Manifest(meta, place.stem.shard, header_bytes, checksums, time.time_ns())
             faults.point("level.store.commit")
             beat()  # whoever was given up while that hung commits nothing
-            place.storage.put(place.manifest_path, manifest.encode(), exclusive=True)
-            beat()  # and if it was this that hung, takes it back: nobody knows of it
-        except NameTaken:
-            if is_published and _is_there(place, manifest):
-                return manifest  # a driver repeated what it got no answer to, and was told of its own
-            writer.close()
-            if is_published:  # a manifest that lost its shard, or a place that cannot keep names apart: leave it alone
-                place.delete_or_leave(shard_only=True)
-            raise
+            place.storage.put(place.manifest_path, manifest.encode())
         except BaseException:
-            # First the writer: what it removes is not published. What stands there now may be another writer's.
             writer.close()
-            if is_published:
-                place.delete_or_leave()
-            else:
+            if not is_published:
                 place.remove_if_empty()
+            else:
+                _clean_up(place, beat)
             raise
     return manifest
 
 
-def _is_there(place: ShardPlace, manifest: Manifest) -> bool:
-    """Whether the manifest that stands there is this very one."""
+def _clean_up(place: ShardPlace, beat: Callable[[], None]) -> None:
+    """Delete what was published and not committed, unless it may be the work of another writer by now."""
     try:
-        return place.storage.get(place.manifest_path) == manifest.encode()
-    except (LevelError, FormatError, OSError):
-        return False
+        beat()
+        if parse_frozen_directory_name(place.directory) is None:
+            place.delete_or_leave()
+        else:
+            place.read_manifest()
+    except FormatError:
+        with contextlib.suppress(LevelError, OSError):
+            place.withdraw()  # the half of a manifest is nobody's
+    except (CaptureAborted, LevelError, OSError) as error:
+        logger.info("left in %s/%s: %s", place.storage.url, place.directory, error)
 
 
 def _write_blocks(place: ShardPlace, writer: Writer, source: BlockSource) -> tuple[Checksums, int]:

@@ -93,6 +93,8 @@ class PacedSource:
 
     def __init__(self, source: BlockSource, pace: Pace, beat: Callable[[], None]) -> None:
         self.size_bytes = source.size_bytes
+        self.moved_bytes = 0
+        """How much was read so far."""
         self._source = source
         self._pace = pace
         self._beat = beat
@@ -107,6 +109,7 @@ class PacedSource:
         """See ``BlockSource.view``. Blocks: until the level may take so much more."""
         self._pace.take(length, self._beat)
         self._beat()
+        self.moved_bytes += length
         return self._source.view(offset, length)
 
     def finish(self) -> None:

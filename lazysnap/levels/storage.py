@@ -5,12 +5,16 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from lazysnap.errors import LevelFull, LevelUnavailable
+from lazysnap.shard.limits import MAX_MANIFEST_BYTES
 
-MAX_SMALL_BYTES = 256 << 20
+MAX_SMALL_BYTES = MAX_MANIFEST_BYTES
 """Objects that are read whole (manifests) are never larger; a larger one is damaged or not ours."""
 
 ABANDONED_AFTER_S = 3600.0
 """Where a place cannot tell whether a writer lives: what was not touched for so long has none."""
+
+SETTLED = 24
+"""Times ``ABANDONED_AFTER_S``: a day. What was not touched for so long is nobody's work in progress, whoever put it."""
 
 
 class Writer(Protocol):
@@ -21,11 +25,14 @@ class Writer(Protocol):
         ...
 
     def publish(self) -> None:
-        """Make the object durable and visible under its name, in this order. Blocks. Keeps the claim on it."""
+        """Make the object durable and visible under its name, in this order. Blocks.
+
+        An object of that name is replaced by one act: the name says what the bytes are.
+        """
         ...
 
     def close(self) -> None:
-        """Give up the claim on the object. What was not published, or only half, is removed; harmless twice."""
+        """What was not published, or only half, is removed; harmless twice. Until then no sweep takes the object."""
         ...
 
 
@@ -57,18 +64,11 @@ class Storage(Protocol):
     """Whether the place itself compares a checksum of every part on arrival: reading back would prove no more."""
 
     def begin(self, path: str, size_bytes: int) -> Writer:
-        """Start to write an object of a size known beforehand; its directory is made.
-
-        Raises: NameTaken, here or in ``Writer.publish``, if an object of that name is there already or another writer
-        claimed it; that object is not touched.
-        """
+        """Start to write an object of a size known beforehand; its directory is made."""
         ...
 
-    def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
-        """Write a small object as one act: durable and visible on return, or not there at all.
-
-        ``exclusive``: raises NameTaken if there is one already, also against writers elsewhere (where the place can).
-        """
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small object as one act: durable and visible on return, or not there at all."""
         ...
 
     def get(self, path: str) -> bytes:
@@ -108,7 +108,8 @@ class Storage(Protocol):
     def lease(self, path: str) -> AbstractContextManager[None]:
         """While held, retention anywhere leaves the snapshot alone whose shard or manifest ``path`` is.
 
-        Never fails for want of rights: a reader that may not write gets no protection, and reads all the same.
+        Never fails for want of rights: a reader that may not write gets no protection, and reads all the same. Where a
+        place knows no locks nothing is protected.
         """
         ...
 
@@ -116,8 +117,22 @@ class Storage(Protocol):
         """Whether a living reader holds a lease on ``path``. A lease of a reader that died ends by itself."""
         ...
 
+    def is_link(self, path: str) -> bool:
+        """Whether ``path``, or a directory that it is in, is a symbolic link: what is behind it is not ours to delete.
+
+        False where a place has no such thing, and if nothing is there.
+        """
+        ...
+
+    def is_settled(self, path: str) -> bool:
+        """Whether nothing about an object changed for a day, by the place's own clock. In doubt it did.
+
+        Raises: FileNotFoundError, also for a directory where a place has no such thing.
+        """
+        ...
+
     def delete(self, path: str) -> None:
-        """Remove an object, durably; harmless if it is not there."""
+        """Remove an object, durably; harmless if it is not there. Never through a symbolic link."""
         ...
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
@@ -132,12 +147,8 @@ class Storage(Protocol):
         ...
 
 
-GOES_ON = "training goes on, the next snapshot is tried again"
-"""At the end of what a training is told; a command line leaves it out."""
-
-
 def level_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:
     """``error`` as one of ours, with the place and what was tried."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return LevelFull(f"{url}: {what}: {error.strerror}; free space there or lower keep_last")
-    return LevelUnavailable(f"{url}: {what}: {error}; {GOES_ON}")
+    return LevelUnavailable(f"{url}: {what}: {error}")

@@ -2,11 +2,13 @@
 
 Layout (docs/format.md)::
 
-    step-00001000/rank-00000-of-00001.safetensors
-    step-00001000/rank-00000-of-00001.json
-    step-00001000/keep-before-anneal
-    frozen-<run id>-<digest>/rank-00000-of-00001.safetensors   immutable tensors, once for all snapshots of the run
-    frozen-<run id>-<digest>/rank-00000-of-00001.json
+    step-00001000-<run>-<start>/rank-00000-of-00001.safetensors
+    step-00001000-<run>-<start>/rank-00000-of-00001.json
+    step-00001000-<run>-<start>/keep-before-anneal
+    frozen-<digest>/rank-00000-of-00001.safetensors     immutable tensors, once for all snapshots at the level
+    frozen-<digest>/rank-00000-of-00001.json
+
+The name of a directory says what is in it, so no two writers ever want the same name for different bytes.
 """
 
 import contextlib
@@ -24,21 +26,18 @@ from lazysnap.errors import (
     LazySnapError,
     LevelError,
     LevelUnavailable,
-    NameTaken,
     ShardCorrupt,
 )
 from lazysnap.levels.images import Images
 from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.once import write_once
+from lazysnap.levels.names import is_given_by_a_run
 from lazysnap.levels.retention import Share, retain, sweep
 from lazysnap.levels.shards import (
     FROZEN_STEM,
-    NodeCapture,
     ShardPlace,
     check_place,
-    entries_of,
     entry_of,
     place_of,
     read_blocks,
@@ -47,21 +46,17 @@ from lazysnap.levels.shards import (
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, level_error
 from lazysnap.resolver import Entry, FrozenEntry, Inventory
-from lazysnap.shard.manifest import (
-    CaptureMeta,
-    Manifest,
-    directory_names,
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.names import (
+    SnapshotName,
     frozen_directory_name,
     is_keep_name,
     keep_file_name,
     parse_frozen_directory_name,
-    parse_keep_file_name,
 )
 from lazysnap.shard.stem import Stem, parse_file_name
 
 logger = logging.getLogger(__name__)
-
-_NAME_ATTEMPTS, _USUAL_NAMES = 5, 3
 
 
 def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = None) -> "SnapshotStore":
@@ -95,7 +90,7 @@ class SnapshotStore:
         self.url = storage.url
         self.speed = speed
         # By path of the manifest: its stamp when it was read, size of the shard, what it holds.
-        self._known: dict[str, tuple[object, int, tuple[Entry, ...]]] = {}
+        self._known: dict[str, tuple[object, int, Entry]] = {}
         # By path of the manifest: ``created_ns`` and stamp of the snapshot that was read back whole.
         self._sound: dict[str, tuple[int, object]] = {}
         self._images = Images()
@@ -108,90 +103,67 @@ class SnapshotStore:
 
     def write_entry(
         self,
-        meta: CaptureMeta | NodeCapture,
+        meta: CaptureMeta,
         source: BlockSource,
         *,
         expected: str | None = None,
         beat: Callable[[], None] | None = None,
     ) -> tuple[Entry, Manifest]:
-        """Write and commit one shard; where it is now (of a node's: its first member), and its manifest.
+        """Write and commit one shard; where it is now, and its manifest.
 
-        Durable: on return, shard and manifest survive a power cut. A committed shard is never written over, also not by
-        another writer at the same moment: another name is used, and an older one of the same run goes after the commit
-        (with several ranks: by ``retain``), if the new one is read back whole (``beat`` is called for its blocks).
+        Durable: on return, shard and manifest survive a power cut. What is committed already is not written again.
         Raises: LevelError, and nothing of the shard is left or visible; CaptureAborted likewise; ShardCorrupt, if what
         was read has not the ``expected`` digest (``Checksums.whole``).
         """
-        taken: set[str] = set()
-        whole = (
-            meta if isinstance(meta, NodeCapture) else NodeCapture(Stem.of_rank(meta.rank, meta.world_size), (meta,))
-        )
-        meta = whole.members[0]
-        for _ in range(_NAME_ATTEMPTS):
-            with self._naming(f"writing step {meta.step}"):
-                directory, previous = self._directory_for(meta, whole.stem, taken)
-                place = ShardPlace(self.storage, directory, whole.stem)
-                try:
-                    manifest = write_shard(place, whole.members, source, expected=expected, beat=beat)
-                except NameTaken:
-                    taken.add(directory)
-                    continue
+        place = ShardPlace(self.storage, meta.name.directory, Stem(meta.rank, meta.world_size))
+        with self._naming(f"writing step {meta.step}"):
+            manifest = self._committed(place, meta, beat)
+            if manifest is None:
+                manifest = write_shard(place, meta, source, expected=expected, beat=beat)
                 if self.storage.checks_writes:
                     self._sound[place.manifest_path] = manifest.created_ns, None
-                # Nothing after the commit may fail the snapshot.
-                faults.point("level.store.committed")
-                entry = entry_of(meta, self.url, self.speed, (directory, whole.stem))
-                if previous and meta.world_size == 1:
-                    # Of several ranks, others still need the older one: retention sees when all have the newer.
-                    self._replace(previous, entry, beat)
-                return entry, manifest
-        raise LevelUnavailable(f"{self.url}: step {meta.step}: other writers took every name; does the job run twice?")
+        # Nothing after the commit may fail the snapshot.
+        faults.point("level.store.committed")
+        return entry_of(meta, self.url, self.speed, place.directory), manifest
 
-    def _replace(self, previous: list[str], entry: Entry, beat: Callable[[], None] | None) -> None:
-        """Delete older copies of a shard now that there is a newer one, if that is whole and nobody reads them."""
+    def _committed(self, place: ShardPlace, meta: CaptureMeta, beat: Callable[[], None] | None) -> Manifest | None:
+        """The manifest, if this very capture is there and reads back whole: a keeper before this one may have done it.
+
+        A damaged one is written again.
+        """
         try:
-            if not self.storage.checks_writes:
-                self.verify_entry(entry, beat)
-                self.check_frozen(entry, beat)
-            for old in previous:
-                place = ShardPlace(self.storage, old, Stem.of_rank(entry.rank, entry.world_size))
-                if not self.storage.is_leased(place.shard_path):
-                    place.delete_or_leave()
-        except (LazySnapError, OSError) as error:
-            logger.warning("%s: older copies of step %d stay: %s", self.url, entry.step, error)
+            if place.read_manifest().meta != meta:
+                return None
+            return self.verify_entry(entry_of(meta, self.url, self.speed, place.directory), beat)
+        except (FormatError, FileNotFoundError):
+            return None
 
     def write_frozen(
         self, meta: CaptureMeta, source: BlockSource, digest: str, beat: Callable[[], None] | None = None
     ) -> Manifest:
-        """Write and commit the image of a run's immutable tensors, unless it is there already; a damaged one goes.
+        """Write and commit an image of immutable tensors, unless it is there already; a damaged one is replaced.
 
-        Where another rank is writing the same one, its end is waited for. Blocks: at most some minutes; ``beat`` is
-        called meanwhile. Raises: ShardCorrupt, if what was read has not that digest; LevelError; CaptureAborted.
+        Blocks; ``beat`` is called meanwhile. Raises: ShardCorrupt, if what was read has not that digest; LevelError;
+        CaptureAborted.
         """
-        place = ShardPlace(self.storage, frozen_directory_name(meta.run_id, digest), FROZEN_STEM)
-
-        def write() -> Manifest:
-            manifest = write_shard(place, (meta,), source, expected=digest)  # never taken back: others may refer to it
-            self._images.written(place)
-            return manifest
-
+        place = ShardPlace(self.storage, frozen_directory_name(digest), FROZEN_STEM)
         with self._naming(f"writing the immutable tensors {digest}"):
-            return write_once(place, lambda: self._images.make_room(place, digest, beat), write, beat)
+            if not self._images.is_whole(place, digest, beat):
+                manifest = write_shard(place, meta, source, expected=digest, beat=beat)
+                self._images.written(place)
+                return manifest
+            return place.read_manifest()
 
-    def has_frozen(self, run_id: str, digest: str, beat: Callable[[], None] | None = None) -> bool:
-        """Whether the image of a run's immutable tensors is committed and whole. Blocks: the first time reads it."""
-        place = ShardPlace(self.storage, frozen_directory_name(run_id, digest), FROZEN_STEM)
+    def has_frozen(self, digest: str, beat: Callable[[], None] | None = None) -> bool:
+        """Whether an image of immutable tensors is committed and whole. Blocks: the first time reads it."""
+        place = ShardPlace(self.storage, frozen_directory_name(digest), FROZEN_STEM)
         return self._images.is_whole(place, digest, beat)
 
     def check_frozen(self, entry: Entry, beat: Callable[[], None] | None = None) -> None:
         """Read back the immutable tensors of a snapshot, if any, once. Raises: ShardCorrupt, FileNotFoundError."""
         if entry.frozen is not None:
-            place = ShardPlace(self.storage, frozen_directory_name(entry.run_id, entry.frozen), FROZEN_STEM)
+            place = ShardPlace(self.storage, frozen_directory_name(entry.frozen), FROZEN_STEM)
             self._images.check(place, entry.frozen, beat)
-
-    def frozen_lease(self, run_id: str, digest: str) -> contextlib.AbstractContextManager[None]:
-        """While held, no retention takes the image for unreferenced: between its commit and that of a snapshot."""
-        return self.storage.lease(f"{frozen_directory_name(run_id, digest)}/{FROZEN_STEM.manifest}")
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -201,29 +173,6 @@ class SnapshotStore:
             raise
         except OSError as error:
             raise level_error(self.url, what, error) from error
-
-    def _directory_for(self, meta: CaptureMeta, stem: Stem, taken: set[str]) -> tuple[str, list[str]]:
-        """Where to write, and where this shard of the run stands already: a resumed run passes a step again."""
-        free, previous = None, []
-        for number, name in enumerate(directory_names(meta)):
-            owner = self._run_of(f"{name}/{stem.manifest}")
-            # A snapshot that was given a name stays until it is taken from it.
-            if owner == meta.run_id and not any(map(parse_keep_file_name, self.storage.list(name))):
-                previous.append(name)
-            if owner is None and free is None and name not in taken:
-                free = name
-            if free is not None and number >= _USUAL_NAMES - 1:
-                return free, previous
-        raise AssertionError("there are names without end")
-
-    def _run_of(self, path: str) -> str | None:
-        """The run that committed a manifest, ``None`` if there is none, an empty string if it cannot be read."""
-        try:
-            return Manifest.decode(self.storage.get(path), f"{self.url}/{path}").meta.run_id
-        except FileNotFoundError:
-            return None
-        except FormatError:
-            return ""
 
     # ---------------------------------------------------------------- looking
 
@@ -244,33 +193,32 @@ class SnapshotStore:
         seen: set[str] = set()
         for directory in listing.directories:
             frozen = parse_frozen_directory_name(directory.name)
+            named = SnapshotName.parse(directory.name)
+            passed_over = "" if named is None else f"step {named.step} passed over: "
             for name in directory.manifests(share):
                 seen.add(f"{directory.name}/{name}")
                 parsed = parse_file_name(name)
-                if parsed is None or name != parsed[0].manifest:
-                    problems.append(f"{self.url}/{directory.name}/{name}: not a manifest's name")
-                    continue
+                assert parsed is not None
                 try:
                     found = self._look_at(directory.name, parsed[0])
                 except FileNotFoundError as error:
                     lost = error.filename or error
-                    problems.append(f"{self.url}/{directory.name}: a manifest without its shard: {lost}")
+                    problems.append(f"{passed_over}{self.url}/{directory.name}: a manifest without its shard: {lost}")
                 except (FormatError, LevelError) as error:
                     # One file that cannot be read says nothing about the others.
-                    problems.append(str(error))
+                    problems.append(f"{passed_over}{error}")
                 else:
                     if frozen is None:
-                        mine = tuple(name for name, run_id in directory.given if run_id in (None, found[0].run_id))
-                        entries += [replace(entry, names=mine) for entry in found]
+                        entries.append(replace(found, names=directory.names))
                     else:
-                        images.append(FrozenEntry(self.url, self.speed, *frozen, directory.name))
+                        images.append(FrozenEntry(self.url, self.speed, frozen, directory.name))
         if share is None:
             for known in (self._known, self._sound):
                 for path in known.keys() - seen:
                     known.pop(path, None)  # a run may write millions
         return Inventory(self.url, tuple(entries), tuple(images), tuple(problems))
 
-    def _look_at(self, directory: str, stem: Stem) -> tuple[Entry, ...]:
+    def _look_at(self, directory: str, stem: Stem) -> Entry:
         """Check one manifest, and that its shard is there. Manifests that did not change are not read again.
 
         Raises: FormatError, LevelError, FileNotFoundError.
@@ -281,14 +229,14 @@ class SnapshotStore:
         if known is None or stamp is None or known[0] != stamp:
             manifest = Manifest.decode(self.storage.get(path), f"{self.url}/{path}")
             check_place(manifest, ShardPlace(self.storage, directory, stem))
-            entries = entries_of(manifest, self.url, self.speed, directory)
-            known = self._known[path] = (stamp, manifest.size_bytes, entries)
-        _, expected, entries = known
+            entry = entry_of(manifest.meta, self.url, self.speed, directory)
+            known = self._known[path] = (stamp, manifest.size_bytes, entry)
+        _, expected, entry = known
         shard = f"{directory}/{stem.shard}"
         size = self.storage.size(shard)
         if size != expected:
             raise ShardCorrupt(f"{self.url}/{shard}: {size} bytes, the manifest says {expected}")
-        return entries
+        return entry
 
     # ---------------------------------------------------------------- reading
 
@@ -297,13 +245,11 @@ class SnapshotStore:
         return place_of(self.storage, entry)
 
     def read_manifest(self, entry: Entry | FrozenEntry) -> Manifest:
-        """What is written beside a shard or an image, as the entry's rank sees it.
+        """What is written beside a shard or an image.
 
         Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable.
         """
         manifest = self.place(entry).read_manifest()
-        if isinstance(entry, Entry) and entry.file is not None:
-            return manifest.of(entry.rank, f"{self.url}/{entry.location}/{entry.file}")
         if isinstance(entry, FrozenEntry) and manifest.checksums.whole != entry.digest:
             raise ShardCorrupt(f"{self.url}/{entry.location}: holds {manifest.checksums.whole}")
         return manifest
@@ -331,7 +277,7 @@ class SnapshotStore:
         read_blocks(place, manifest, lambda offset, length: map_anonymous(length), beat)
         head = map_anonymous(manifest.header_bytes)
         self.storage.read_into(place.shard_path, 0, head)
-        manifest.check_header(head, place.where)
+        manifest.layout(head, place.where)
         self._sound[place.manifest_path] = manifest.created_ns, None
         return manifest
 
@@ -360,17 +306,28 @@ class SnapshotStore:
             raise ConfigError(
                 f"a snapshot's name must be 1 to 64 letters, digits, points, dashes or underscores, got {name!r:.100}"
             )
+        file = keep_file_name(name)
         with self._naming(f"naming step {entry.step} {name!r}"):
-            self.storage.put(f"{entry.location}/{keep_file_name(name)}", entry.run_id.encode())
+            if file in self.storage.list(entry.location, file) and not self._is_our_name(entry.location, file):
+                raise ConfigError(f"{self.url}/{entry.location}/{file}: a file of somebody else; take another name")
+            self.storage.put(f"{entry.location}/{file}", entry.run_id.encode())
 
     def release(self, run_id: str | None, name: str) -> list[str]:
         """Take a name from the snapshots of a run (``None``: of all runs); the directories that had it."""
-        freed = []
+        freed, file = [], keep_file_name(name)
         for entry in self.inventory().entries:
             if name in entry.names and run_id in (None, entry.run_id) and entry.location not in freed:
-                self.storage.delete(f"{entry.location}/{keep_file_name(name)}")
-                freed.append(entry.location)
+                if self._is_our_name(entry.location, file):
+                    self.storage.delete(f"{entry.location}/{file}")
+                    freed.append(entry.location)
+                else:
+                    logger.warning("%s/%s/%s: not deleted, no run wrote it", self.url, entry.location, file)
         return freed
+
+    def _is_our_name(self, directory: str, file: str) -> bool:
+        """Whether a ``keep-…`` object is one that a run gave, which can be told by its content."""
+        path = f"{directory}/{file}"
+        return is_given_by_a_run(self.storage, path) and not self.storage.is_link(path)
 
     def retain(
         self,

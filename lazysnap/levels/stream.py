@@ -7,7 +7,6 @@ from fsspec.spec import AbstractBufferedFile
 
 from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
 from lazysnap.levels.files import temp_name
-from lazysnap.levels.lockless import Claim
 
 if TYPE_CHECKING:
     from lazysnap.levels.remote import FsspecStorage
@@ -32,11 +31,9 @@ class StreamWriter:
         self._size = size_bytes
         self._done = 0
         self._left: set[str] = set()
-        """What may stand at the place from here and is to be removed, unless it is published."""
+        """The temporary name, if there is one that is to be removed."""
         self._file: Any = None
-        self._claim = Claim(storage, path)
         try:
-            self._claim.check_free()
             self._open_name = path
             if storage.abilities().shows_open_files:
                 directory, _, name = path.rpartition("/")
@@ -51,7 +48,6 @@ class StreamWriter:
         """Send the next block."""
         if offset != self._done:
             raise ValueError(f"{self._storage.url}/{self._path}: block at {offset}, expected at {self._done}")
-        self._claim.renew()
         block = data[: max(0, self._size - offset)]
         self._storage.reach("write", self._path)
         # A copy, because not every driver takes a memoryview, or sends it before it returns.
@@ -63,31 +59,25 @@ class StreamWriter:
         storage, path = self._storage, self._path
         if self._done != self._size:
             raise ShardCorrupt(f"{storage.url}/{path}: {self._done} bytes were written of {self._size}")
-        self._claim.check_free()
         storage.reach("upload", path)
-        if self._open_name == path:
-            self._left.add(path)
         storage.call(f"ending {path}", self._file.close)
         if self._open_name != path:
-            self._left.add(path)
             storage.rename(self._open_name, path)
             self._left.discard(self._open_name)
         storage.reach("uploaded", path)
         size = storage.size(path)
         if size != self._size:
+            storage.delete(path)
             raise LevelUnavailable(f"{storage.url}/{path}: {size} bytes arrived, {self._size} were sent")
         self._left.clear()
         self._file = None
 
     def close(self) -> None:
-        """Discard what is not published, and give up the claim; harmless twice."""
+        """Discard what is not published; harmless twice. What may stand under the final name stays: it is whole."""
         file, self._file = self._file, None
         if file is not None:
             discard(file)
         left, self._left = self._left, set()
         with contextlib.suppress(LevelError):  # the level is away: the next sweep gets it
             for name in left:
-                # Under the final name there may be another writer's by now.
-                if name != self._path or self._claim.is_held():
-                    self._storage.delete(name)
-        self._claim.close()
+                self._storage.delete(name)

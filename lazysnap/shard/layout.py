@@ -6,15 +6,14 @@ safetensors format demands, ordered by item size so that each one stays aligned 
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from lazysnap.errors import FormatError, ShardCorrupt
+from lazysnap.shard.limits import MAX_DIMS, MAX_HEADER_BYTES, MAX_HEADER_NESTING, MAX_NAME, MAX_TENSORS, load_json
 
 PAGE = 4096
-MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors format."""
 
 ITEM_BITS: Mapping[str, int] = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64,
@@ -42,10 +41,6 @@ class TensorSpec:
             count *= size
         return count * ITEM_BITS[self.dtype] // 8
 
-    def renamed(self, name: str) -> "TensorSpec":
-        """The same under another name."""
-        return replace(self, name=name)
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -56,8 +51,6 @@ class Layout:
     header: bytes = field(repr=False)
     size_bytes: int
     metadata: dict[str, str]
-    whole: "Layout | None" = field(default=None, repr=False, compare=False)
-    """Of one rank's part of a node's file: that of the file."""
 
     @classmethod
     def plan(cls, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> "Layout":
@@ -66,7 +59,14 @@ class Layout:
         Raises: FormatError, for a dtype that the format has not got, a name given twice or a header over the limit.
         """
         chosen = list(specs)
+        if len(chosen) > MAX_TENSORS:
+            raise FormatError(f"{len(chosen)} tensors in one shard; the limit is {MAX_TENSORS}")
         for spec in chosen:
+            if len(spec.name) > MAX_NAME or len(spec.shape) > MAX_DIMS:
+                raise FormatError(
+                    f"tensor {spec.name!r:.100}: a name of {len(spec.name)} characters and {len(spec.shape)} "
+                    f"dimensions; the limits are {MAX_NAME} and {MAX_DIMS}"
+                )
             if spec.dtype not in ITEM_BITS:
                 raise FormatError(f"tensor {spec.name!r}: dtype {spec.dtype!r} is not one of {sorted(ITEM_BITS)}")
         chosen.sort(key=lambda spec: -ITEM_BITS[spec.dtype])
@@ -109,12 +109,14 @@ class Layout:
             )
         header = bytes(head[: 8 + length])
         try:
-            entries = json.loads(header[8:].decode("utf-8"), object_pairs_hook=_no_duplicates)
-        except (ValueError, RecursionError) as error:
+            entries = load_json(header[8:], MAX_HEADER_NESTING, _no_duplicates)
+        except ValueError as error:
             raise ShardCorrupt(f"{where}: the header is no JSON: {error}") from error
         if not isinstance(entries, dict):
             raise ShardCorrupt(f"{where}: the header is no JSON object")
         metadata = _checked_metadata(entries.pop("__metadata__", {}), where)
+        if len(entries) > MAX_TENSORS:
+            raise ShardCorrupt(f"{where}: {len(entries)} tensors, the limit is {MAX_TENSORS}")
         placed = sorted(
             (_checked_entry(name, entry, where) for name, entry in entries.items()), key=lambda item: item[1:]
         )
@@ -179,7 +181,9 @@ def _checked_entry(name: str, entry: Any, where: str) -> tuple[TensorSpec, int, 
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
         raise ShardCorrupt(f"{where}: tensor {name!r}: unknown dtype {dtype!r:.50}")
-    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+    if len(name) > MAX_NAME:
+        raise ShardCorrupt(f"{where}: a tensor's name of {len(name)} characters, the limit is {MAX_NAME}")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_is_size(size) for size in shape):
         raise ShardCorrupt(f"{where}: tensor {name!r}: bad shape {shape!r:.100}")
     if not isinstance(span, list) or len(span) != 2 or not all(_is_size(offset) for offset in span):
         raise ShardCorrupt(f"{where}: tensor {name!r}: bad data_offsets {span!r:.100}")

@@ -4,110 +4,49 @@ A file is ``{"digest":"xxh3-128:<hex>","manifest":<body>}`` and a newline; the d
 body, so that a flipped byte anywhere in the file is found (docs/format.md).
 """
 
-import itertools
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from lazysnap.errors import FormatTooNew, ShardCorrupt
+from lazysnap.errors import FormatError, FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
 from lazysnap.shard.layout import Layout
-from lazysnap.shard.members import member_layout, whole_layout
-from lazysnap.shard.stem import Stem
+from lazysnap.shard.limits import (
+    MAX_BLOCK_BYTES,
+    MAX_COUNT,
+    MAX_DIMS,
+    MAX_HEADER_BYTES,
+    MAX_MANIFEST_BYTES,
+    MAX_NAME,
+    MAX_NESTING,
+    MAX_RANKS,
+    MAX_TENSORS,
+    load_json,
+)
+from lazysnap.shard.names import SnapshotName, is_id, shard_name
 
 FORMAT = "lazysnap"
-FORMAT_VERSION = 3
-"""The newest version that is read. Written is the oldest that can say what is to be said: 3 for the file of a node, 2
-with one of the keys below, else 1."""
-_SINCE_2 = ("frozen", "generation", "parameters")
-"""Keys that are absent where they say nothing, and that version 1 does not have."""
-_SHARED = ("run_id", "run_started_ns", "step", "world_size", "generation")
-"""What the members of a node's file have in common."""
+FORMAT_VERSION = 1
+"""What is written, and the newest version that is read."""
+_OPTIONAL = ("frozen", "parameters")
+"""Keys that are absent where they say nothing."""
+_FACTS = ("dtype", "scope", "global_shape", "offsets")
+"""What may stand beside a tensor."""
 _HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
 _MIDDLE = b'","manifest":'
 _TAIL = b"}\n"
 _BODY_START = len(_HEAD) + 32 + len(_MIDDLE)
-_RUN_ID = re.compile(r"[0-9a-f]{16}")
-_DIRECTORY = re.compile(r"step-(\d{8,})(?:\.([0-9a-f]{8}))?")
-_FROZEN_DIRECTORY = re.compile(r"frozen-([0-9a-f]{16})-([0-9a-f]{32})")
-_KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-KEEP_PREFIX = "keep-"
-"""What the names of ``keep-…`` objects begin with."""
-_KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
-
-
-def directory_name(step: int, run_id: str | None = None) -> str:
-    """``step-00001000``; with ``run_id`` the name to use when another run's snapshot of that step is in the way."""
-    return f"step-{step:08d}" + (f".{run_id[:8]}" if run_id else "")
-
-
-def parse_directory_name(name: str) -> int | None:
-    """The step of a snapshot directory's name, ``None`` for any other name."""
-    match = _DIRECTORY.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def directory_names(meta: "CaptureMeta") -> Iterator[str]:
-    """Names for a snapshot's directory, the first that is free is taken: two runs, or one that passes a step again."""
-    yield directory_name(meta.step)
-    yield directory_name(meta.step, meta.run_id[:8])
-    yield directory_name(meta.step, meta.run_id[8:])
-    for number in itertools.count():
-        yield directory_name(meta.step, digest(f"{meta.run_id} {number}".encode()))
-
-
-def frozen_directory_name(run_id: str, digest: str) -> str:
-    """``frozen-<run id>-<digest>``: where a run's immutable tensors of that content are."""
-    return f"frozen-{run_id}-{digest}"
-
-
-def parse_frozen_directory_name(name: str) -> tuple[str, str] | None:
-    """Run id and digest, ``None`` for any other name."""
-    match = _FROZEN_DIRECTORY.fullmatch(name)
-    return (match[1], match[2]) if match else None
-
-
-def is_keep_name(name: object) -> bool:
-    """Whether a snapshot may be called so: 1 to 64 of ``A-Z a-z 0-9 . _ -``, the first a letter or digit."""
-    return isinstance(name, str) and _KEEP_NAME.fullmatch(name) is not None
-
-
-def is_run_id(text: object) -> bool:
-    """Whether this is a run's id, or a generation: 16 hexadecimal digits."""
-    return isinstance(text, str) and _RUN_ID.fullmatch(text) is not None
 
 
 def is_count(value: object) -> bool:
     """Whether this is an integer >= 0, such as a step."""
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def keep_file_name(name: str) -> str:
-    """``keep-before-anneal``: an object in a snapshot's directory that names it, and so keeps it."""
-    return f"keep-{name}"
-
-
-def parse_keep_file_name(file: str) -> str | None:
-    """The name that a ``keep-…`` object gives, ``None`` for any other file."""
-    match = _KEEP_FILE.fullmatch(file)
-    return match[1] if match else None
-
-
-def shard_name(rank: int, world_size: int) -> str:
-    """``rank-00003-of-00008.safetensors``."""
-    return Stem.of_rank(rank, world_size).shard
-
-
-def manifest_name(rank: int, world_size: int) -> str:
-    """``rank-00003-of-00008.json``."""
-    return Stem.of_rank(rank, world_size).manifest
+    return type(value) is int and 0 <= value <= MAX_COUNT
 
 
 @dataclass(frozen=True)
 class FrozenReference:
-    """The immutable tensors that a capture belongs with: an image of their own, stored once per run and level."""
+    """The immutable tensors that a capture belongs with: an image of their own, stored once per level."""
 
     digest: str
     """``Checksums.whole`` of that image, 32 hexadecimal digits: its content decides its name."""
@@ -128,9 +67,9 @@ class CaptureMeta:
     """What is known of a capture before its first byte is copied: the manifest without checksums and sizes."""
 
     run_id: str
-    """16 hexadecimal digits, made at the first start of a training and kept by every restart."""
-    run_started_ns: int
-    """Unix time in nanoseconds when ``run_id`` was made; the newest run wins."""
+    """Made at the first start of a training and kept by every restart (``shard.names``); the newest run wins."""
+    start: str
+    """The id of one launch of the ranks, or of one resume. A run that passes a step again makes another snapshot."""
     step: int
     rank: int
     world_size: int
@@ -145,16 +84,18 @@ class CaptureMeta:
     """Versions of the packages that wrote it."""
     frozen: FrozenReference | None = None
     """Where the tensors are that ``state`` refers to and the shard does not hold; absent in JSON if there are none."""
-    generation: str | None = None
-    """With several ranks: what they drew together when they started, 16 hexadecimal digits. Shards of one snapshot have
-    the same one: a run that passes a step again makes another snapshot of it. Absent with one rank."""
     parameters: dict[str, list[str]] | None = None
     """By path of an optimizer in the state: the names of its parameters in the model, in the order in which the
     optimizer numbers them. Absent if they are not known."""
 
+    @property
+    def name(self) -> SnapshotName:
+        """The snapshot that it is part of."""
+        return SnapshotName(self.run_id, self.step, self.start)
+
     def to_fields(self) -> dict[str, Any]:
         """As plain values, the keys in the order of this class."""
-        fields = {name: value for name, value in vars(self).items() if value is not None or name not in _SINCE_2}
+        fields = {name: value for name, value in vars(self).items() if value is not None or name not in _OPTIONAL}
         return fields if self.frozen is None else {**fields, "frozen": vars(self.frozen)}
 
     def to_bytes(self) -> bytes:
@@ -169,77 +110,58 @@ class CaptureMeta:
     @classmethod
     def from_fields(cls, fields: dict[str, Any], where: str) -> "CaptureMeta":
         """Check parsed JSON. Raises: ShardCorrupt."""
-        missing = set(cls.__dataclass_fields__) ^ {*fields, *_SINCE_2}
+        missing = set(cls.__dataclass_fields__) ^ {*fields, *_OPTIONAL}
         if missing:
-            raise ShardCorrupt(f"{where}: keys missing or unknown: {sorted(missing)}")
+            raise ShardCorrupt(f"{where}: keys missing or unknown: {sorted(missing)!s:.500}")
         if "frozen" in fields:
             fields = {**fields, "frozen": FrozenReference.from_fields(fields["frozen"], where)}
-        _check_since_2(fields, where)
+        _check_optional(fields, where)
         meta = cls(**fields)
-        if not isinstance(meta.run_id, str) or not _RUN_ID.fullmatch(meta.run_id):
-            raise ShardCorrupt(f"{where}: run_id must be 16 hexadecimal digits, got {meta.run_id!r:.50}")
-        for name in ("run_started_ns", "step", "rank", "world_size", "captured_ns"):
+        for name in ("run_id", "start"):
+            if not is_id(getattr(meta, name)):
+                raise ShardCorrupt(f"{where}: {name} must be 16 hexadecimal digits, got {getattr(meta, name)!r:.50}")
+        for name in ("step", "rank", "world_size", "captured_ns"):
             _check_count(name, getattr(meta, name), where)
-        if meta.rank >= meta.world_size:
-            raise ShardCorrupt(f"{where}: rank {meta.rank} of {meta.world_size}")
+        if not meta.rank < meta.world_size <= MAX_RANKS:
+            raise ShardCorrupt(f"{where}: rank {meta.rank} of {meta.world_size}; the limit is {MAX_RANKS} ranks")
         for name in ("tensors", "aliases", "packages"):
             if not isinstance(getattr(meta, name), dict):
                 raise ShardCorrupt(f"{where}: {name} must be an object")
-        texts = [*meta.aliases.values(), *meta.packages.values()]
-        if not all(isinstance(text, str) for text in texts):
-            raise ShardCorrupt(f"{where}: aliases and packages must map strings to strings")
+        if len(meta.tensors) + len(meta.aliases) > MAX_TENSORS or not all(map(_is_facts, meta.tensors.values())):
+            raise ShardCorrupt(f"{where}: tensors must be at most {MAX_TENSORS} objects of {', '.join(_FACTS)}")
+        texts = [*meta.aliases.items(), *meta.packages.items()]
+        if not all(isinstance(text, str) and len(text) <= MAX_NAME for pair in texts for text in pair):
+            raise ShardCorrupt(f"{where}: aliases and packages must map strings to strings of {MAX_NAME} characters")
         return meta
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One shard of one snapshot, as committed: one rank's, or that of all ranks of a node."""
+    """One rank's shard of one snapshot, as committed."""
 
     meta: CaptureMeta
-    """Of a node's shard: of the member that is meant, by default the first."""
     file: str
     """Name of the shard file, beside the manifest."""
     header_bytes: int
     checksums: Checksums
     created_ns: int
-    members: tuple[CaptureMeta, ...] = ()
-    """The ranks in the shard of a node, in their order; empty for the shard of one rank."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the shard file."""
         return self.checksums.size_bytes
 
-    def of(self, rank: int, where: str) -> "Manifest":
-        """As seen by one of the ranks that it holds. Raises: ShardCorrupt, if it does not hold it."""
-        for meta in self.members or (self.meta,):
-            if meta.rank == rank:
-                return replace(self, meta=meta)
-        raise ShardCorrupt(f"{where}: does not hold rank {rank}")
-
     def layout(self, head: "bytes | memoryview", where: str) -> Layout:
-        """Where the tensors of ``meta.rank`` lie in the file, under their own names, from the header at its start.
-
-        Raises: ShardCorrupt.
-        """
-        if not self.members:
-            return Layout.parse(head, self.size_bytes, where)
-        return member_layout(whole_layout(head, self.size_bytes, where), self.meta.rank, where)
-
-    def check_header(self, head: "bytes | memoryview", where: str) -> None:
-        """Whether ``layout`` can be had of every rank that is held. Raises: ShardCorrupt."""
-        whole = Layout.parse(head, self.size_bytes, where)
-        for meta in self.members:
-            member_layout(whole, meta.rank, where)
+        """Where the tensors lie in the file, from the header at its start. Raises: ShardCorrupt."""
+        return Layout.parse(head, self.size_bytes, where)
 
     def encode(self) -> bytes:
         """The bytes of the manifest file."""
-        version = 2 if any(vars(self.meta)[name] is not None for name in _SINCE_2) else 1
         body = _dump(
             {
                 "format": FORMAT,
-                "version": 3 if self.members else version,
-                **(_fields_of_members(self.members) if self.members else self.meta.to_fields()),
+                "version": FORMAT_VERSION,
+                **self.meta.to_fields(),
                 "created_ns": self.created_ns,
                 "shard": {
                     "file": self.file,
@@ -254,6 +176,11 @@ class Manifest:
                 },
             }
         )
+        if len(body) > MAX_MANIFEST_BYTES - _BODY_START - len(_TAIL):
+            raise FormatError(
+                f"a manifest of {len(body)} bytes; the limit is {MAX_MANIFEST_BYTES}: keep large plain values (lists, "
+                "NumPy arrays) out of the state, or store them as tensors"
+            )
         return _HEAD + digest(body).encode() + _MIDDLE + body + _TAIL
 
     @classmethod
@@ -273,47 +200,20 @@ class Manifest:
         _check_count("version", version, where)
         if version > FORMAT_VERSION:
             raise FormatTooNew(
-                f"{where}: format version {version}, this lazysnap reads up to {FORMAT_VERSION}; upgrade lazysnap"
+                f"{where}: format version {version}, this lazysnap reads version {FORMAT_VERSION}; upgrade lazysnap"
             )
-        if version < 2 and set(_SINCE_2) & set(fields):
-            raise ShardCorrupt(f"{where}: {', '.join(_SINCE_2)} are keys of version 2, the manifest says {version}")
         shard, created_ns = fields.pop("shard", None), fields.pop("created_ns", None)
         _check_count("created_ns", created_ns, where)
-        members = _members(fields, where) if version == 3 else ()
-        meta = members[0] if members else CaptureMeta.from_fields(fields, where)
+        meta = CaptureMeta.from_fields(fields, where)
         if not isinstance(shard, dict) or set(shard) != {"file", "size_bytes", "header_bytes", "checksum"}:
             raise ShardCorrupt(f"{where}: bad shard entry {shard!r:.200}")
-        stem = Stem.parse(str(shard["file"]).removesuffix(".safetensors"))
-        expected = Stem.of_rank(meta.rank, meta.world_size) if stem is None or not members else stem
-        if shard["file"] != expected.shard or (members and not expected.is_node):
+        if shard["file"] != shard_name(meta.rank, meta.world_size):
             raise ShardCorrupt(f"{where}: unexpected shard name {shard['file']!r:.100}")
         _check_count("header_bytes", shard["header_bytes"], where)
-        if not 8 <= shard["header_bytes"] <= _count(shard, "size_bytes", where):
+        most = min(_count(shard, "size_bytes", where), 8 + MAX_HEADER_BYTES)
+        if not 8 <= shard["header_bytes"] <= most:
             raise ShardCorrupt(f"{where}: a header of {shard['header_bytes']} bytes in {shard['size_bytes']}")
-        return cls(meta, shard["file"], shard["header_bytes"], _checksums(shard, where), created_ns, members)
-
-
-def _fields_of_members(members: "tuple[CaptureMeta, ...]") -> dict[str, Any]:
-    fields = [meta.to_fields() for meta in members]
-    shared = {name: fields[0][name] for name in _SHARED if name in fields[0]}
-    own = [{name: value for name, value in one.items() if name not in _SHARED} for one in fields]
-    return {**shared, "members": own}
-
-
-def _members(fields: dict[str, Any], where: str) -> "tuple[CaptureMeta, ...]":
-    shared = {name: value for name, value in fields.items() if name in _SHARED}
-    listed = fields.get("members")
-    if set(fields) - {"members"} - set(shared) or not isinstance(listed, list) or not listed:
-        raise ShardCorrupt(f"{where}: version 3 holds {', '.join(_SHARED)} and members, got {sorted(fields)}")
-    members = []
-    for own in listed:
-        if not isinstance(own, dict) or set(own) & set(_SHARED):
-            raise ShardCorrupt(f"{where}: bad member {own!r:.200}")
-        members.append(CaptureMeta.from_fields({**shared, **own}, where))
-    ranks = [meta.rank for meta in members]
-    if ranks != sorted(set(ranks)):
-        raise ShardCorrupt(f"{where}: members must be in the order of their ranks, got {ranks}")
-    return tuple(members)
+        return cls(meta, shard["file"], shard["header_bytes"], _checksums(shard, where), created_ns)
 
 
 def _damage(data: bytes, got: str) -> str:
@@ -328,10 +228,8 @@ def _damage(data: bytes, got: str) -> str:
     return f"{ALGORITHM} of its body is {got}, it says {said}"
 
 
-def _check_since_2(fields: dict[str, Any], where: str) -> None:
-    generation, parameters = fields.get("generation"), fields.get("parameters")
-    if "generation" in fields and not (isinstance(generation, str) and _RUN_ID.fullmatch(generation)):
-        raise ShardCorrupt(f"{where}: generation must be 16 hexadecimal digits, got {generation!r:.50}")
+def _check_optional(fields: dict[str, Any], where: str) -> None:
+    parameters = fields.get("parameters")
     if "parameters" in fields:
         lists = parameters.values() if isinstance(parameters, dict) else [None]
         if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
@@ -339,19 +237,34 @@ def _check_since_2(fields: dict[str, Any], where: str) -> None:
 
 
 def _dump(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(
-        "utf-8", "surrogatepass"
-    )
+    try:
+        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError as error:  # a number that was read as infinite, such as 1e999
+        raise FormatError(f"what was read cannot be written again: {error}") from error
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _load(data: bytes, where: str) -> dict[str, Any]:
     try:
-        fields = json.loads(data.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError) as error:
+        fields = load_json(data, MAX_NESTING)
+    except ValueError as error:
         raise ShardCorrupt(f"{where}: no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ShardCorrupt(f"{where}: expected a JSON object, got {type(fields).__name__}")
     return fields
+
+
+def _is_facts(facts: Any) -> bool:
+    """Whether this is small enough to stand beside a tensor; what it means is checked where it is used."""
+    if not isinstance(facts, dict):
+        return not isinstance(facts, (list, str))
+    texts = [text for text in facts.values() if isinstance(text, str)]
+    lists = [sizes for sizes in facts.values() if isinstance(sizes, list)]
+    return (
+        set(facts) <= set(_FACTS)
+        and all(len(text) <= MAX_NAME for text in texts)
+        and all(len(sizes) <= MAX_DIMS for sizes in lists)
+    )
 
 
 def _check_count(name: str, value: Any, where: str) -> None:
@@ -371,7 +284,9 @@ def _checksums(shard: dict[str, Any], where: str) -> Checksums:
         raise ShardCorrupt(f"{where}: bad checksum entry {checksum!r:.200}")
     size_bytes, block_bytes = shard["size_bytes"], _count(checksum, "block_bytes", where)
     blocks = checksum["blocks"]
-    if block_bytes < 1 or not isinstance(blocks, list) or len(blocks) != -(-size_bytes // block_bytes):
+    if not 1 <= block_bytes <= MAX_BLOCK_BYTES:
+        raise ShardCorrupt(f"{where}: block_bytes must be 1 to {MAX_BLOCK_BYTES}, got {block_bytes}")
+    if not isinstance(blocks, list) or len(blocks) != -(-size_bytes // block_bytes):
         raise ShardCorrupt(f"{where}: the number of block checksums does not fit {size_bytes} bytes")
     if not all(isinstance(block, str) and re.fullmatch(r"[0-9a-f]{32}", block) for block in blocks):
         raise ShardCorrupt(f"{where}: a block checksum is not 32 hexadecimal digits")

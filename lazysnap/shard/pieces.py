@@ -100,15 +100,6 @@ class Cover:
                 # Only now worth the look at how they lie.
                 self.is_whole = self._seen >= self._needed and self._filled() == self._needed
 
-    def gap(self, axis: int) -> int:
-        """Where along a dimension of the tensor the first hole may be."""
-        at = 0
-        for start, size in sorted((offsets[axis], shape[axis]) for offsets, shape in self._parts):
-            if start > at:
-                break
-            at = max(at, start + size)
-        return self._box[0][axis] + at
-
     def _filled(self) -> int:
         """Elements in parts that do not overlap."""
         chosen = apart([Piece(0, "", *part) for part in self._parts])

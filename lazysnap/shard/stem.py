@@ -1,46 +1,34 @@
-"""What the names of a shard and of its manifest begin with: whose they are, one rank's or those of a node."""
+"""What the names of a shard and of its manifest begin with: which rank's they are, and of how many."""
 
 import re
 from dataclasses import dataclass
 
-_STEM = re.compile(r"(rank|node)-(\d{5,10})-of-(\d{5,10})")
+from lazysnap.shard.limits import MAX_RANKS
+
+_STEM = re.compile(r"rank-([0-9]{5,7})-of-([0-9]{5,7})")
 _SUFFIXES = ("safetensors", "json")
 
 
 @dataclass(frozen=True)
 class Stem:
-    """One of so many ranks, or of so many nodes."""
+    """One of so many ranks."""
 
-    kind: str
-    """``rank`` or ``node``."""
-    index: int
-    count: int
-
-    @classmethod
-    def of_rank(cls, rank: int, world_size: int) -> "Stem":
-        """``rank-00003-of-00008``."""
-        return cls("rank", rank, world_size)
-
-    @classmethod
-    def of_node(cls, node: int, nodes: int) -> "Stem":
-        """``node-00000-of-00002``."""
-        return cls("node", node, nodes)
+    rank: int
+    world_size: int
 
     @classmethod
     def parse(cls, text: str) -> "Stem | None":
-        """``None`` for anything else."""
+        """``None`` for anything that this class would not write, or that is beyond the format's limits."""
         match = _STEM.fullmatch(text)
-        return cls(match[1], int(match[2]), int(match[3])) if match else None
+        if match is None:
+            return None
+        stem = cls(int(match[1]), int(match[2]))
+        return stem if stem.rank < stem.world_size <= MAX_RANKS and stem.text == text else None
 
     @property
     def text(self) -> str:
-        """As it stands in a name."""
-        return f"{self.kind}-{self.index:05d}-of-{self.count:05d}"
-
-    @property
-    def is_node(self) -> bool:
-        """Whether the files hold all ranks of a node."""
-        return self.kind == "node"
+        """As it stands in a name: ``rank-00003-of-00008``."""
+        return f"rank-{self.rank:05d}-of-{self.world_size:05d}"
 
     @property
     def shard(self) -> str:

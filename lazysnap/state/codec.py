@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from lazysnap.errors import ShardCorrupt, UnsupportedState
+from lazysnap.shard.nesting import MAX_STATE_DEPTH, with_stack
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,10 @@ _EXACT_INT = 1 << 53
 _FACTORIES: dict[str, Any] = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 _LENIENT_TEXT = 200
+_PATH_SHOWN = 6
+"""Keys of the path of what is nested too deep."""
+_KEY_SHOWN = 60
+"""Characters of a key that is no name."""
 _registered: dict[type, tuple[str, Callable[[Any], Any]]] = {}
 _decoders: dict[str, Callable[[Any], Any]] = {}
 
@@ -55,32 +60,33 @@ def path_text(path: Collection[Any]) -> str:
     """A path in the state as people read it: ``$.callbacks['EMA'].weights[3]``."""
     text = "$"
     for key in path:
-        text += f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+        text += f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{_shortened(repr(key))}]"
     return text
 
 
-def encode(value: Any, *, tensor: TensorSink, lenient: Collection[str] = ()) -> Any:
+def _shortened(text: str) -> str:
+    return text if len(text) <= _KEY_SHOWN else f"{text[:_KEY_SHOWN]}…"
+
+
+def encode(value: Any, *, tensor: TensorSink, lenient: Collection[str] = (), depth: int = 0) -> Any:
     """``value`` as JSON-able data; each tensor goes to ``tensor(tensor, path)``, whose name takes its place.
 
     Below the top-level keys in ``lenient``, values of unknown types become plain values or text, with one warning.
-    Raises: UnsupportedState, naming the path of the first value that the encoding does not know.
+    ``depth``: the containers round ``value``.
+    Raises: UnsupportedState, naming the path of the first value that the encoding does not know, or that is nested
+    more than ``MAX_STATE_DEPTH`` deep; RecursionError, where the stack has no room for that (``with_stack``).
     """
-    encoder = _Encoder(tensor, lenient)
-    try:
-        result = encoder.any(value)
-    except RecursionError as error:
-        raise UnsupportedState(
-            f"{path_text(encoder.path[:6])}…: nested too deeply, or it contains itself; keep such objects out of the "
-            "state, or use lazysnap.register_type(...)"
-        ) from error
+    encoder = _Encoder(tensor, lenient, depth)
+    result = encoder.any(value)
     if encoder.degraded:
         logger.warning("not restorable as they were, kept as plain values or text: %s", ", ".join(encoder.degraded[:8]))
     return result
 
 
 class _Encoder:
-    def __init__(self, tensor: TensorSink, lenient: Collection[str]) -> None:
+    def __init__(self, tensor: TensorSink, lenient: Collection[str], depth: int) -> None:
         self.tensor = tensor
+        self.depth = depth
         self.lenient = frozenset(lenient)
         self.path: list[Any] = []
         self.degraded: list[str] = []
@@ -110,6 +116,16 @@ class _Encoder:
         function = self.table.get(type(value))
         return function(value) if function else self.other(value)
 
+    def enter(self) -> None:
+        """A container begins; whoever leaves it counts ``depth`` down."""
+        self.depth += 1
+        if self.depth > MAX_STATE_DEPTH:
+            where = path_text(self.path[:_PATH_SHOWN])
+            raise UnsupportedState(
+                f"{where}…: nested more than {MAX_STATE_DEPTH} deep, or it contains itself; "
+                "no snapshot can hold that. Store it flat, for instance as a list of parts, or keep it out of the state"
+            )
+
     def tensor_(self, value: torch.Tensor) -> dict[str, str]:
         return {TAG: "tensor", "v": self.tensor(value, tuple(self.path))}
 
@@ -120,16 +136,20 @@ class _Encoder:
         for key in value:
             if type(key) is not str or key == TAG:
                 return {TAG: "dict", "v": self.pairs(value)}
+        self.enter()
         for key, item in value.items():
             path.append(key)
             function = table.get(type(item))
             result[key] = function(item) if function else self.other(item)
             path.pop()
+        self.depth -= 1
         return result
 
     def list_(self, value: Collection[Any]) -> list[Any]:
+        self.enter()
         # Long lists of plain integers (the state of Python's generator) at the speed of C.
         if set(map(type, value)) == {int} and min(value) > -_EXACT_INT and max(value) < _EXACT_INT:
+            self.depth -= 1
             return list(value)
         result = []
         path, table = self.path, self.table
@@ -138,14 +158,17 @@ class _Encoder:
             function = table.get(type(item))
             result.append(function(item) if function else self.other(item))
             path.pop()
+        self.depth -= 1
         return result
 
     def pairs(self, value: Mapping[Any, Any]) -> list[Any]:
         result = []
+        self.enter()
         for key, item in value.items():
             self.path.append(key)
             result.append([self.any(key), self.any(item)])
             self.path.pop()
+        self.depth -= 1
         return result
 
     def unordered(self, value: Collection[Any]) -> list[Any]:
@@ -163,7 +186,10 @@ class _Encoder:
         kind = type(value)
         if kind in _registered:
             name, function = _registered[kind]
-            return {TAG: "registered", "n": name, "v": self.any(function(value))}
+            self.enter()
+            encoded = self.any(function(value))
+            self.depth -= 1
+            return {TAG: "registered", "n": name, "v": encoded}
         if isinstance(value, torch.Tensor):
             return self.tensor_(value)
         numpy = sys.modules.get("numpy")
@@ -243,11 +269,13 @@ _LEAF_ENCODERS: dict[type, Callable[[Any], Any]] = {
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:
     """The value that ``encode`` was given; ``tensor(name)`` gives each tensor back.
 
-    Raises: ShardCorrupt, if it is no encoding; UnsupportedState, if a registered type is not registered here.
+    Raises: ShardCorrupt, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; UnsupportedState, if a
+    registered type is not registered here.
     """
     try:
-        return _Decoder(tensor).any(encoded)
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+        return with_stack(lambda: _Decoder(tensor).any(encoded))
+    # SyntaxError: NumPy parses the names of dtypes.
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, SyntaxError) as error:
         if isinstance(error, (ShardCorrupt, UnsupportedState)):
             raise
         raise ShardCorrupt(f"the small state is no valid encoding: {type(error).__name__}: {error}") from error
@@ -255,18 +283,22 @@ def decode(encoded: Any, *, tensor: TensorSource) -> Any:
 
 def tensor_names(encoded: Any) -> list[str]:
     """The names of all tensors in an encoding, in order. Calls nothing that was registered. Raises: ShardCorrupt."""
-    if type(encoded) is list:
-        return [name for item in encoded for name in tensor_names(item)]
-    if type(encoded) is not dict:
-        return []
-    if encoded.get(TAG) == "tensor":
-        return [_str(encoded.get("v"))]
-    return [name for item in encoded.values() for name in tensor_names(item)]
+    names, left = [], [encoded]
+    while left:
+        item = left.pop()
+        if type(item) is list:
+            left += reversed(item)
+        elif type(item) is dict and item.get(TAG) == "tensor":
+            names.append(_str(item.get("v")))
+        elif type(item) is dict:
+            left += reversed(item.values())
+    return names
 
 
 class _Decoder:
     def __init__(self, tensor: TensorSource) -> None:
         self.tensor = tensor
+        self.depth = 0
         self.tags: dict[str, Callable[[dict[str, Any]], Any]] = {
             "tensor": lambda item: self.tensor(_str(item["v"])),
             "tuple": lambda item: tuple(self.list_(item["v"])),
@@ -285,6 +317,12 @@ class _Decoder:
             **_LEAF_DECODERS,
         }
 
+    def enter(self) -> None:
+        """As ``_Encoder.enter``."""
+        self.depth += 1
+        if self.depth > MAX_STATE_DEPTH:
+            raise ShardCorrupt(f"the small state is nested more than {MAX_STATE_DEPTH} deep")
+
     def any(self, item: Any) -> Any:
         if type(item) is dict:
             if TAG in item:
@@ -292,7 +330,10 @@ class _Decoder:
                 if tag not in self.tags:
                     raise ShardCorrupt(f"the small state has an unknown tag {tag!r:.50}")
                 return self.tags[tag](item)
-            return {key: self.any(value) for key, value in item.items()}
+            self.enter()
+            result = {key: self.any(value) for key, value in item.items()}
+            self.depth -= 1
+            return result
         if type(item) is list:
             return self.list_(item)
         return item
@@ -300,10 +341,16 @@ class _Decoder:
     def list_(self, items: Any) -> list[Any]:
         if type(items) is not list:
             raise ShardCorrupt(f"the small state has {type(items).__name__} where a list must be")
-        return [self.any(item) for item in items]
+        self.enter()
+        result = [self.any(item) for item in items]
+        self.depth -= 1
+        return result
 
     def pairs(self, items: Any) -> list[tuple[Any, Any]]:
-        return [(self.any(key), self.any(value)) for key, value in items]
+        self.enter()
+        result = [(self.any(key), self.any(value)) for key, value in items]
+        self.depth -= 1
+        return result
 
     def registered(self, item: dict[str, Any]) -> Any:
         name = item["n"]
@@ -312,7 +359,10 @@ class _Decoder:
                 f"the snapshot holds a value of the registered type {name!r}, which is not registered in this "
                 "process; call lazysnap.register_type(..., name=...) before the restore"
             )
-        return _decoders[name](self.any(item["v"]))
+        self.enter()
+        value = self.any(item["v"])
+        self.depth -= 1
+        return _decoders[name](value)
 
 
 def _str(value: Any) -> str:

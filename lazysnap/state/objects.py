@@ -5,25 +5,36 @@ from typing import Any
 
 import torch
 
+from lazysnap.data.rng import collect_rng, restore_rng
+from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loader
+from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.state.modules import fitted
-from lazysnap.state.optimizers import check_groups, laid_out
-from lazysnap.state.rng import collect_rng, restore_rng
+from lazysnap.state.optimizers import check_optimizers, put_back, stepping
+from lazysnap.state.settings import OptimizerSettings, warn
 from lazysnap.state.sharders import check_sharders
+from lazysnap.state.source import KEY, OPTIMIZERS
 
 _RNG = "rng"
 
 
 def unwrapped(value: Any) -> Any:
-    """What stands in the wrappers of DDP and ``torch.compile``: names in a snapshot know nothing of them."""
+    """What stands in the wrappers of DDP, ``torch.compile`` and Fabric: names in a snapshot know nothing of them."""
     while isinstance(value, torch.nn.Module):
         inner = getattr(value, "_orig_mod", None)
         if isinstance(value, torch.nn.parallel.DistributedDataParallel):
             inner = value.module
+        elif _is_of_fabric(value):
+            inner = value._original_module
         if not isinstance(inner, torch.nn.Module):
             break
         value = inner
     return value
+
+
+def _is_of_fabric(module: torch.nn.Module) -> bool:
+    """Whether Lightning Fabric wrapped it (``fabric.setup``), of whichever package: none is imported for that."""
+    return type(module).__name__ == "_FabricModule" and type(module).__module__.endswith("fabric.wrappers")
 
 
 def plain_name(name: str) -> str:
@@ -39,22 +50,41 @@ def is_local_sgd(module: object) -> bool:
 
 def _is_synchronised(module: torch.nn.Module) -> bool:
     """Whether the gradients of all ranks are averaged at every step, so that parameters stay equal."""
-    module = getattr(module, "_orig_mod", module)
-    return isinstance(module, torch.nn.parallel.DistributedDataParallel) and not is_local_sgd(module)
+    inner: Any = getattr(module, "_orig_mod", module)
+    if _is_of_fabric(inner):
+        inner = getattr(inner._forward_module, "_orig_mod", inner._forward_module)
+    return isinstance(inner, torch.nn.parallel.DistributedDataParallel) and not is_local_sgd(inner)
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return stepping(value).state_dict()
+    return state_of_loader(value) if is_stateful_loader(value) else unwrapped(value).state_dict()
+
+
+def is_data_position(value: object) -> bool:
+    """Whether an object of the state is a data loader: its state is a position in the data."""
+    return isinstance(value, torch.utils.data.DataLoader) or getattr(value, "is_data_position", False) is True
 
 
 class ObjectState:
     """A ``StateSource`` over ``{"model": model, "optimizer": optimizer, "scheduler": …}``.
 
-    Values have ``state_dict()`` and ``load_state_dict()`` (modules, optimizers, schedulers, samplers, GradScaler), or
-    are dicts of plain values, updated in place on a restore. Generators of random numbers are always included.
-    Raises: ConfigError, for a value that is neither, or for the name ``rng``.
+    Values have ``state_dict()`` and ``load_state_dict()`` (modules, optimizers, schedulers, samplers, GradScaler,
+    ``StatefulDataLoader``), or are dicts of plain values, updated in place on a restore. Generators of random numbers
+    are always included.
+    Raises: ConfigError, for a value that is neither, or for the names ``rng`` and ``lazysnap``.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         for name, value in objects.items():
-            if name == _RNG:
-                raise ConfigError("the name 'rng' is taken: the state of all generators is always captured under it")
+            if name in (_RNG, KEY):
+                raise ConfigError(
+                    f"the name {name!r} is taken: the state of all generators is captured as 'rng', how the optimizers "
+                    "are configured as 'lazysnap'"
+                )
             stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             if not stateful and not isinstance(value, dict):
                 raise ConfigError(
@@ -62,6 +92,9 @@ class ObjectState:
                     f"{type(value).__qualname__}"
                 )
         self._objects = dict(objects)
+        keep_streams([value for value in objects.values() if is_stateful_loader(value)])
+        self._settings = OptimizerSettings()
+        self._settings.note(self)
         self._checked = False
 
     def _check(self) -> None:
@@ -75,18 +108,16 @@ class ObjectState:
         """
         if not self._checked:
             self._check()
-        state = {
-            name: dict(value) if isinstance(value, dict) else unwrapped(value).state_dict()
-            for name, value in self._objects.items()
-        }
+        state = {name: _state_of(value) for name, value in self._objects.items()}
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what gets restored.
         state = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
         state[_RNG] = collect_rng()
+        state[KEY] = {OPTIMIZERS: self._settings.fields}
         return state
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """See ``StateSource.optimizers``."""
-        return [value for value in self._objects.values() if isinstance(value, torch.optim.Optimizer)]
+        return [stepping(value) for value in self._objects.values() if isinstance(value, torch.optim.Optimizer)]
 
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
         """See ``StateSource.lazy_tensors``: none, whatever no optimizer holds is copied at the boundary."""
@@ -107,14 +138,14 @@ class ObjectState:
     def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
         """See ``StateSource.optimizer_parameters``."""
         return {
-            name: [parameter for group in value.param_groups for parameter in group["params"]]
+            name: [parameter for group in stepping(value).param_groups for parameter in group["params"]]
             for name, value in self._objects.items()
             if isinstance(value, torch.optim.Optimizer)
         }
 
     def parameter_names(self) -> Mapping[int, str]:
         """See ``StateSource.parameter_names``."""
-        modules = [value for value in self._objects.values() if isinstance(value, torch.nn.Module)]
+        modules = [unwrapped(value) for value in self._objects.values() if isinstance(value, torch.nn.Module)]
         return {id(tensor): plain_name(name) for module in modules for name, tensor in module.named_parameters()}
 
     def expected(self) -> Mapping[str, torch.Tensor]:
@@ -128,22 +159,23 @@ class ObjectState:
             if isinstance(tensor, torch.Tensor)
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """See ``StateSource.load``.
+    def load(self, state: dict[str, Any], *, data: bool = True) -> None:
+        """See ``StateSource.load``. Data loaders are objects of torch's class, or with ``is_data_position = True``.
 
-        Raises: StateMismatch, before anything is loaded, if a named object is not in the snapshot, or an optimizer has
-        other parameter groups there.
+        Raises: StateMismatch, before anything is loaded, if a named object is not in the snapshot, or an optimizer is
+        of another class or has other parameter groups there.
         """
         missing = [name for name in self._objects if name not in state]
         if missing:
             raise StateMismatch(
-                f"the snapshot has no {', '.join(missing)}; it holds {sorted(set(state) - {_RNG})}: "
+                f"the snapshot has no {', '.join(missing)}; it holds {sorted(set(state) - {_RNG, KEY})}: "
                 "name the objects as when it was taken"
             )
+        check_optimizers(self, state, None)
+        warn(restored=self._settings.carry_on(state), changed=[])
         for name, value in self._objects.items():
-            if isinstance(value, torch.optim.Optimizer):
-                check_groups(name, value, state[name])
-        for name, value in self._objects.items():
+            if not data and is_data_position(value):
+                continue
             if isinstance(value, dict):
                 value.clear()
                 value.update(state[name])
@@ -151,7 +183,9 @@ class ObjectState:
                 module = unwrapped(value)
                 module.load_state_dict(fitted(module, state[name]))
             elif isinstance(value, torch.optim.Optimizer):
-                value.load_state_dict(laid_out(value, state[name]))
+                put_back(stepping(value), state[name])
+            elif is_stateful_loader(value):
+                load_loader(value, state[name])
             else:
                 value.load_state_dict(state[name])
         restore_rng(state[_RNG])

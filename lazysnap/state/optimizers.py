@@ -1,20 +1,136 @@
 """An optimizer's state put back: checked against its groups, laid out in memory as its parameters are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from lazysnap.errors import StateMismatch
 from lazysnap.state.sharding import like, local_of
-from lazysnap.state.source import StateSource
+from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
+
+_ELSE = (
+    "Nothing of the optimizer was loaded. Use the optimizer of the snapshot; to go on with another one, load the model "
+    'alone from engine.fetch("latest").state, or begin with the weights of an exported checkpoint'
+)
+
+_INNER = ("optimizer", "_optimizer")
+"""Where the wrappers of Accelerate and of Fabric hold an optimizer."""
 
 
-def check_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises: StateMismatch, if a state has other parameter groups than the live optimizer."""
-    if not isinstance(saved.get("param_groups"), list):
-        return  # an optimizer with a format of its own
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose steps can be hooked: ``optimizer``, or the one that Accelerate or Fabric wrapped in it.
+
+    Their wrappers are optimizers by their class and have neither hooks nor state; their ``state_dict`` and
+    ``load_state_dict`` are those of the inner one. Other wrappers have hooks and state of their own, and stay.
+    """
+    while "_optimizer_step_pre_hooks" not in vars(optimizer):
+        inner = next((vars(optimizer)[name] for name in _INNER if name in vars(optimizer)), None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def named_optimizers(source: StateSource) -> Iterable[tuple[str, torch.optim.Optimizer]]:
+    """Every optimizer of a source with the path of its state in ``collect()``."""
+    return zip(source.optimizer_parameters(), source.optimizers(), strict=False)
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Module and name of an optimizer's class; of what wrappers derive from it by the same name, the class itself."""
+    name = type(optimizer).__name__
+    origin = [kind for kind in type(optimizer).__mro__ if kind.__name__ == name][-1]
+    return f"{origin.__module__}.{name}"
+
+
+def check_optimizers(
+    source: StateSource, state: Mapping[str, Any], parameters: Mapping[str, Sequence[str]] | None
+) -> None:
+    """Compare every optimizer with what a snapshot has for it; nothing is changed.
+
+    ``parameters``: as for ``check_order``. Raises: StateMismatch, if classes, parameter groups, their keys, or the
+    order of parameters differ.
+    """
+    known = recorded(state)
+    for path, optimizer in named_optimizers(source):
+        saved = _at(state, path)
+        if path in known:
+            _check_class(path, str(known[path].get("class")), class_of(optimizer))
+        # Without groups: not in the snapshot, or of a format of its own.
+        if isinstance(saved, Mapping) and isinstance(saved.get("param_groups"), list):
+            if path not in known or not _fills_groups(optimizer):
+                _check_keys(path, optimizer, saved)
+            _check_state(path, optimizer, saved)
+            _check_groups(path, optimizer, saved)
+    check_order(source, parameters)
+
+
+def recorded(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a snapshot tells of its optimizers, by path (``settings.OptimizerSettings``)."""
+    own = state.get(KEY)
+    fields = own.get(OPTIMIZERS) if isinstance(own, dict) else None
+    listed = fields.items() if isinstance(fields, dict) else ()
+    return {path: one for path, one in listed if isinstance(one, dict)}
+
+
+def _at(state: Any, path: str) -> Any:
+    if isinstance(state, Mapping) and path in state:
+        return state[path]
+    for part in path.split("."):
+        if isinstance(state, Mapping):
+            state = state.get(part)
+        else:
+            found = isinstance(state, list) and part.isdecimal() and int(part) < len(state)
+            state = state[int(part)] if found else None
+    return state
+
+
+def _check_class(path: str, there: str, here: str) -> None:
+    # Modules are moved and renamed; but what is of torch is no other package's class of that name.
+    def kind(name: str) -> tuple[str, bool]:
+        return name.rpartition(".")[2], name.startswith("torch.")
+
+    if kind(there) != kind(here):
+        raise StateMismatch(f"{path}: the snapshot is of {there}, the live optimizer is {here}. {_ELSE}")
+
+
+def _fills_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class sets, when it loads, what an older version of it did not have."""
+    kind, base = type(optimizer), torch.optim.Optimizer
+    return kind.__setstate__ is not base.__setstate__ or kind.load_state_dict is not base.load_state_dict
+
+
+def _check_keys(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Switches may be missing: torch adds some from release to release."""
+    groups = saved["param_groups"]
+    needed = {key for key, value in optimizer.defaults.items() if value is not None and not isinstance(value, bool)}
+    missing = sorted(key for key in needed if any(key not in group for group in groups))
+    if missing:
+        raise StateMismatch(
+            f"{path}: the live {type(optimizer).__qualname__} needs {', '.join(missing)} in every parameter group, the "
+            f"snapshot has {', '.join(sorted({key for group in groups for key in group} - {'params'}))}. {_ELSE}"
+        )
+
+
+def _check_state(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """An optimizer that has not stepped yet has nothing to compare."""
+    here, there = (_state_keys(state) for state in (optimizer.state, saved.get("state")))
+    if here and there and not here & there:
+        raise StateMismatch(
+            f"{path}: the live {type(optimizer).__qualname__} holds {', '.join(sorted(here))} for its parameters, the "
+            f"snapshot {', '.join(sorted(there))}. {_ELSE}"
+        )
+
+
+def _state_keys(state: Any) -> set[str]:
+    held = state.values() if isinstance(state, Mapping) else ()
+    return {str(key) for one in held if isinstance(one, Mapping) for key in one} - {"step"}
+
+
+def _check_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     there = [len(group["params"]) for group in saved["param_groups"]]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
@@ -46,6 +162,59 @@ def check_order(source: StateSource, there: Mapping[str, Sequence[str]] | None) 
 
 def _groups(sizes: list[int]) -> str:
     return f"{len(sizes)} parameter group{'s' * (len(sizes) != 1)} of {', '.join(map(str, sizes)) or 0} parameters"
+
+
+def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load ``saved``. Where the optimizer holds tensors of the same kind they are filled in place.
+
+    A running optimizer then needs no memory for a second state, and captures keep their plan.
+    """
+    pairs = _pairs(stepping(optimizer), saved)
+    if pairs is None:
+        # An optimizer takes tensors as they are: not memory that is only lent.
+        optimizer.load_state_dict(tree_map_only(torch.Tensor, owned, laid_out(optimizer, saved)))
+        return
+    with torch.no_grad():
+        for held, key, value in pairs:
+            if isinstance(value, torch.Tensor):
+                held[key].copy_(value)
+            else:
+                held[key] = value
+
+
+def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[tuple[dict[str, Any], str, Any]] | None:
+    """Where each saved value goes: dict, key, value; ``None`` if not all of them have a place of the same kind."""
+    hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
+    state, groups = saved.get("state"), saved.get("param_groups")
+    is_plain = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
+    if not is_plain or not isinstance(state, dict) or not isinstance(groups, list):
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if set(state) != {number for number, one in enumerate(parameters) if one in optimizer.state}:
+        return None
+    pairs = [(optimizer.state[parameters[number]], values) for number, values in state.items()]
+    if any(held.keys() != values.keys() for held, values in pairs):
+        return None
+    if len(groups) != len(optimizer.param_groups):
+        return None
+    pairs += [
+        (held, {key: value for key, value in values.items() if key != "params"})
+        for held, values in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    found = [(held, key, value) for held, values in pairs for key, value in values.items()]
+    return found if all(_is_alike(held.get(key), value) for held, key, value in found) else None
+
+
+def owned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory nobody else writes to: a copy, if this one is a view of a slot."""
+    return tensor if local_of(tensor).untyped_storage().resizable() else tensor.clone()
+
+
+def _is_alike(held: Any, value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return not isinstance(held, torch.Tensor)
+    kind = (type(value), value.shape, value.dtype)
+    return isinstance(held, torch.Tensor) and (type(held), held.shape, held.dtype) == kind
 
 
 def laid_out(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:

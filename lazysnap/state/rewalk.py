@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lazysnap.shard.nesting import with_stack
 from lazysnap.state.codec import TAG, encode
 from lazysnap.state.walk import LENIENT_KEYS, Walk, walk
 
@@ -71,12 +72,15 @@ class StateWalker:
             except Exception:  # noqa: BLE001  whatever is different: the full walk finds it out, and names the place
                 self._walked = None
         walked = walk(state)
-        self._nodes, self._tensors = [], []
-        self._learn(state, walked, 0)
+        with_stack(lambda: self._learn_all(state, walked))
         self._walked = walked if TAG not in walked.skeleton else None
         return walked
 
     # ---------------------------------------------------------------- the first time
+
+    def _learn_all(self, state: dict[str, Any], walked: Walk) -> None:
+        self._nodes, self._tensors = [], []
+        self._learn(state, walked, 0)
 
     def _learn(self, value: Any, walked: Walk, depth: int) -> None:
         """Add the nodes of ``value``, in the order in which ``_write`` comes by them."""
@@ -133,7 +137,7 @@ class StateWalker:
         elif kind is dict or kind is OrderedDict or kind is list or kind is tuple:
             self._write_container(value, names, depth)
         else:
-            self._parts.append(_dump(encode(value, tensor=self._sink(names))))
+            self._parts.append(_dump(encode(value, tensor=self._sink(names), depth=depth)))
 
     def _write_container(self, value: Any, names: list[str], depth: int) -> None:
         node = self._nodes[self._at]
@@ -143,7 +147,7 @@ class StateWalker:
         if node.kind is not kind:
             raise _Changed
         if node.text is None and node.openings is None:
-            self._parts.append(_dump(encode(value, tensor=_refuse)))
+            self._parts.append(_dump(encode(value, tensor=_refuse, depth=depth)))
             return
         if node.keys != (tuple(value) if is_dict else len(value)):
             raise _Changed

@@ -4,11 +4,19 @@ from typing import Any
 
 import torch
 
+from lazysnap.shard.nesting import MAX_STATE_DEPTH, with_stack
+
 _TAG = "__scalar__"
 
 
 def pack(value: Any) -> Any:
     """``value`` with every 0-dim CPU tensor as a plain value; on a device as a copy of its own, without a sync."""
+    return with_stack(lambda: _pack(value, MAX_STATE_DEPTH))
+
+
+def _pack(value: Any, levels: int) -> Any:
+    if not levels:
+        return value  # the encoding refuses it by its path
     if isinstance(value, torch.Tensor):
         if value.dim():
             return value.detach()
@@ -19,11 +27,11 @@ def pack(value: Any) -> Any:
             else value.detach().clone()
         )
     if type(value) is dict:
-        return {key: pack(item) for key, item in value.items()}
+        return {key: _pack(item, levels - 1) for key, item in value.items()}
     if type(value) is list:
-        return [pack(item) for item in value]
+        return [_pack(item, levels - 1) for item in value]
     if type(value) is tuple:
-        return tuple(pack(item) for item in value)
+        return tuple(_pack(item, levels - 1) for item in value)
     return value
 
 

@@ -5,6 +5,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+KEY = "lazysnap"
+"""Where, in a state, the parts stand that a source of this package adds of its own."""
+OPTIMIZERS = "optimizers"
+"""There: by path of an optimizer its class and its settings (``settings.OptimizerSettings``)."""
+
 
 @runtime_checkable
 class StateSource(Protocol):
@@ -44,7 +49,9 @@ class StateSource(Protocol):
         ...
 
     def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        """By the path of each optimizer's state in ``collect()``: its parameters, in the order of its numbers."""
+        """By the path of each optimizer's state in ``collect()``: its parameters, in the order of its numbers. The
+        optimizers in the order of ``optimizers()``.
+        """
         ...
 
     def parameter_names(self) -> Mapping[int, str]:
@@ -55,6 +62,10 @@ class StateSource(Protocol):
         """Live tensors, by their name in a shard, that a snapshot must hold with equal shape and dtype."""
         ...
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Put back a state that ``collect`` returned; its tensors are only lent for the call: copy them."""
+    def load(self, state: dict[str, Any], *, data: bool = True) -> None:
+        """Put back a state that ``collect`` returned. Its tensors are only lent for the call: copy them.
+
+        ``data=False`` (a rollback that skips batches): everything but the position of data loaders, into the tensors
+        that are there, in the middle of a training.
+        """
         ...

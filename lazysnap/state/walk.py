@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lazysnap.errors import UnsupportedState
+from lazysnap.shard.nesting import with_stack
 from lazysnap.state.codec import encode
 
 LENIENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_name", "datamodule_hparams_name")
@@ -31,6 +33,16 @@ def walk(state: Any) -> Walk:
 
     Raises: UnsupportedState, naming the path of a value that the safe encoding does not know.
     """
+    try:
+        return with_stack(lambda: _walk(state))
+    except RecursionError as error:
+        raise UnsupportedState(
+            "the state: Python's stack is not deep enough for it: an encode function that was given to "
+            "lazysnap.register_type, or something that it calls, does not come to an end"
+        ) from error
+
+
+def _walk(state: Any) -> Walk:
     walker = _Walker()
     skeleton = encode(state, tensor=walker.add, lenient=LENIENT_KEYS)
     text = json.dumps(skeleton, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

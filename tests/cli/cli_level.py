@@ -6,6 +6,7 @@ from pathlib import Path
 
 import fsspec
 import torch
+from support.names import START, directory_of
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.cli import main
@@ -20,6 +21,13 @@ from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.state.walk import walk
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
+
+
+def at(step: int, run_id: str = RUN, start: str = START) -> str:
+    """The directory of a snapshot."""
+    return directory_of(step, run_id, start)
+
+
 SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
 
 
@@ -72,6 +80,7 @@ def put(
     names: tuple[str, ...] = (),
     rank: tuple[int, int] = (0, 1),
     captured_ns: int | None = None,
+    start: str = START,
 ) -> Entry:
     """Commit a snapshot of ``state``; tensors whose name ``frozen`` accepts are stored as immutable ones."""
     store = open_store(url)
@@ -88,15 +97,14 @@ def put(
             aliases[frozen(owner)][name] = owner
     shard, immutable = Image(tensors[False], aliases[False]), Image(tensors[True], aliases[True])
     reference = None
-    started = 1 if run_id == RUN else 2
     if tensors[True]:
         digest = immutable.digest
-        meta = CaptureMeta(run_id, started, 0, 0, 1, 3, immutable.logical, immutable.aliases)
+        meta = CaptureMeta(run_id, START, 0, 0, 1, 3, immutable.logical, immutable.aliases)
         store.write_frozen(meta, immutable.source, digest)
         reference = FrozenReference(digest, immutable.size_bytes)
     meta = CaptureMeta(
         run_id=run_id,
-        run_started_ns=started,
+        start=start,
         step=step,
         rank=rank[0],
         world_size=rank[1],

@@ -5,6 +5,8 @@ import uuid
 import fsspec
 import pytest
 
+from lazysnap.levels import local, remote
+
 
 @pytest.fixture
 def make_url(tmp_path):
@@ -35,3 +37,10 @@ def url(request, make_url):
 def wide_terminal(monkeypatch):
     """Paths of temporary directories are long: tables shall not wrap because of them."""
     monkeypatch.setenv("COLUMNS", "250")
+
+
+@pytest.fixture
+def a_day_later(monkeypatch):
+    """Let what nobody holds count as a day old."""
+    for module in (local, remote):
+        monkeypatch.setattr(module, "ABANDONED_AFTER_S", -3600.0)

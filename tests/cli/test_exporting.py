@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from cli_level import SHARD, change, flip, frozen_directory, put, run, run_json
+from cli_level import SHARD, at, change, flip, frozen_directory, put, run, run_json
 from rich.progress import Progress
 from torch import nn
 
@@ -262,7 +262,7 @@ def test_a_dcp_directory_is_read_by_stock_dcp_bit_for_bit(url, tmp_path, capsys)
 @pytest.mark.parametrize("name", FORMATS)
 def test_damage_is_found_and_nothing_is_left(url, tmp_path, capsys, name):
     put(url, 10, trained(plain_model()))
-    change(url, f"step-00000010/{SHARD}", flip(0.9))
+    change(url, f"{at(10)}/{SHARD}", flip(0.9))
     code, result = run_json(capsys, "export", url, "10", "--to", tmp_path / name)
     assert code == 1
     assert "block 0" in result["error"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from cli_level import MANIFEST, OTHER, RUN, SHARD, change, flip, frozen_directory, put, remove, run, run_json
+from cli_level import MANIFEST, OTHER, RUN, SHARD, at, change, flip, frozen_directory, put, remove, run, run_json
 
 
 def is_base(name: str) -> bool:
@@ -22,7 +22,7 @@ def test_ls_lists_complete_half_and_uncommitted_snapshots_as_what_they_are(url, 
         put(url, step)
     put(url, 30, rank=(1, 2))
     put(url, 40)
-    remove(url, f"step-00000040/{MANIFEST}")
+    remove(url, f"{at(40)}/{MANIFEST}")
 
     code, result = run_json(capsys, "ls", url)
 
@@ -49,12 +49,12 @@ def test_ls_tells_names_immutable_tensors_and_how_many_snapshots_need_them(url, 
 
     assert code == 0
     by_place = {item["location"]: item for item in result["snapshots"]}
-    assert by_place["step-00000010"]["names"] == ["before-anneal", "best"]
-    assert by_place["step-00000020"]["names"] == []
+    assert by_place[at(10)]["names"] == ["before-anneal", "best"]
+    assert by_place[at(20)]["names"] == []
     (image,) = result["frozen"]
     assert image["references"] == 2
     assert image["size_bytes"] == 4096 + 2000
-    assert by_place["step-00000010"]["frozen"] == [image["digest"]]
+    assert by_place[at(10)]["frozen"] == [image["digest"]]
     assert [item["frozen"] for item in result["snapshots"] if item["run_id"] == OTHER] == [[]]
 
 
@@ -69,12 +69,12 @@ def test_ls_says_what_lacks_its_immutable_tensors(url, capsys):
 def test_ls_shows_a_table_and_the_problems_below_it(url, capsys):
     put(url, 10, names=("best",))
     put(url, 20)
-    change(url, f"step-00000020/{MANIFEST}", flip(0.5))
+    change(url, f"{at(20)}/{MANIFEST}", flip(0.5))
     assert run("ls", url) == 0
     out = capsys.readouterr().out
     assert "complete" in out
     assert "best" in out
-    assert "step-00000020" in out
+    assert at(20) in out
     assert "the manifest is damaged" in out
 
 
@@ -104,12 +104,12 @@ def test_verify_of_good_snapshots_succeeds_and_counts_their_bytes(url, capsys):
 def test_verify_finds_and_names_a_flipped_byte_in_any_file(url, capsys, name, where):
     put(url, 10)
     put(url, 20)
-    change(url, f"step-00000010/{name}", flip(where))
+    change(url, f"{at(10)}/{name}", flip(where))
 
     assert run("verify", url) == 1
 
     out = capsys.readouterr().out
-    assert f"step-00000010/{name}" in out
+    assert f"{at(10)}/{name}" in out
     assert "1 snapshot good, 1 problem" in out
 
 
@@ -117,11 +117,11 @@ def test_verify_finds_and_names_a_flipped_byte_in_any_file(url, capsys, name, wh
 def test_verify_finds_and_names_a_shard_that_is_short_or_gone(url, capsys, change_it):
     put(url, 20)
     if change_it == "cut":
-        change(url, f"step-00000020/{SHARD}", lambda data: data.pop())
+        change(url, f"{at(20)}/{SHARD}", lambda data: data.pop())
     else:
-        remove(url, f"step-00000020/{SHARD}")
+        remove(url, f"{at(20)}/{SHARD}")
     assert run("verify", url) == 1
-    assert "step-00000020" in capsys.readouterr().out
+    assert at(20) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
@@ -142,8 +142,8 @@ def test_verify_of_one_step_reads_that_one_and_what_it_needs(url, capsys):
     put(url, 10, with_base(10), frozen=is_base)
     put(url, 20)
     put(url, 30)
-    change(url, f"step-00000020/{SHARD}", flip(0.99))
-    change(url, f"step-00000030/{MANIFEST}", flip(0.5))
+    change(url, f"{at(20)}/{SHARD}", flip(0.99))
+    change(url, f"{at(30)}/{MANIFEST}", flip(0.5))
 
     code, result = run_json(capsys, "verify", url, "--step", "10")
     assert code == 0

@@ -2,24 +2,25 @@
 
 import json
 import os
+import pathlib
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-from dataclasses import replace
 
 import fsspec
 import pytest
 from cli_level import put, run, run_json
 from fsspec.implementations.memory import MemoryFileSystem
+from support.waiting import until
 
 from lazysnap.cli import main
 from lazysnap.cli.places import parse_option
 from lazysnap.config import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
 
-COMMANDS = ("ls", "verify", "show", "prune", "copy", "export", "keeper")
+COMMANDS = ("ls", "verify", "show", "prune", "copy", "export", "keeper", "stop", "plan")
 
 
 class PickyFileSystem(MemoryFileSystem):
@@ -158,28 +159,31 @@ def listens(address: str) -> bool:
         return connection.connect_ex(address) == 0
 
 
-def until(condition, timeout_s: float = 15.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+def is_caught(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for that signal."""
+    [mask] = re.findall(r"SigCgt:\s*(\w+)", pathlib.Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (signum - 1) & 1)
 
 
-@pytest.mark.parametrize("extra", [[], ["--json"], ["--local-rank", "3"]], ids=str)
+@pytest.mark.parametrize("extra", [[], ["--json"]], ids=str)
 def test_a_keeper_run_ahead_is_there_for_its_job_and_goes_with_sigterm(tmp_path, extra):
-    identity = JobIdentity.from_config(SnapshotConfig(job_id=f"ahead-{tmp_path}"))
-    address = replace(identity, local_rank=int(extra[-1]) if "--local-rank" in extra else 0).address
+    address = JobIdentity.from_config(SnapshotConfig(job_id=f"ahead-{tmp_path}")).address
     command = [sys.executable, "-m", "lazysnap.cli", "keeper", "--job-id", f"ahead-{tmp_path}", *extra]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as sidecar:
+    of_rank_3 = subprocess.Popen([*command, "--local-rank", "3"], stdout=subprocess.PIPE)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as sidecar, of_rank_3:
         try:
             assert until(lambda: listens(address))
+            assert until(lambda: is_caught(of_rank_3.pid, signal.SIGTERM))
+            children = pathlib.Path(f"/proc/{of_rank_3.pid}/task/{of_rank_3.pid}/children")
+            assert children.read_text() == "", "one keeper serves all ranks"
+            of_rank_3.send_signal(signal.SIGTERM)
+            assert of_rank_3.wait(20) == 0
             sidecar.send_signal(signal.SIGTERM)
             out, _ = sidecar.communicate(timeout=20)
             assert sidecar.returncode == 0
         finally:
             sidecar.kill()
+            of_rank_3.kill()
     assert until(lambda: not listens(address))
     if "--json" in extra:
         assert json.loads(out)["job_id"] == f"ahead-{tmp_path}"

@@ -2,10 +2,11 @@
 
 import gc
 import itertools
+import json
+import sys
 import warnings
 
 import torch
-import torch._dynamo  # what a world would import at its first tensor, before the fork
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from saving import Snapshot, bits, write_rank
@@ -195,8 +196,10 @@ def load_rows(url: str) -> dict:
     return {"good": good, "bytes": reader.bytes_read}
 
 
-def run(rank: int, request: dict, folder: str):
+def main() -> None:
     """One rank of one world, from its beginning to its end."""
+    request = json.loads(sys.argv[1])
+    rank, folder = request["rank"], request["folder"]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=request["size"])
@@ -205,4 +208,9 @@ def run(rank: int, request: dict, folder: str):
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    return result
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(result, file)
+
+
+if __name__ == "__main__":
+    main()

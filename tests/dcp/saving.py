@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from support.names import START
 from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
@@ -13,13 +14,19 @@ from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.source import MemorySource
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest, directory_name, manifest_name, shard_name
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest
+from lazysnap.shard.names import SnapshotName, manifest_name, shard_name
 from lazysnap.state.sharding import held_part
 from lazysnap.state.walk import walk
 from lazysnap.topology import share
 
 RUN = "1" * 16
 OTHER = "2" * 16
+STARTED = "a" * 16
+
+
+def directory_of(step: int, run: str = RUN) -> str:
+    return SnapshotName(run, step, STARTED).directory
 
 
 @dataclass(frozen=True)
@@ -30,26 +37,23 @@ class Snapshot:
     world: int
     step: int = 10
     run: str = RUN
-    generation: str | None = "a" * 16
+    start: str = STARTED
     parameters: dict | None = None
     block_bytes: int | None = None
     """None: written by the store, with its own size."""
 
     @property
     def directory(self) -> str:
-        return directory_name(self.step)
+        return SnapshotName(self.run, self.step, self.start).directory
 
     def meta(self, rank, **facts):
-        generation = self.generation if self.world > 1 else None
-        started = int(self.run[0])
         return CaptureMeta(
             self.run,
-            started,
+            self.start,
             self.step,
             rank,
             self.world,
             3,
-            generation=generation,
             parameters=self.parameters,
             **facts,
         )
@@ -100,7 +104,7 @@ def _write_frozen(store, snapshot, tensors):
     layout, room = image_of(tensors)
     digest = Checksums.of(room[: layout.size_bytes]).whole
     facts = {name: fields for name, tensor in tensors.items() if (fields := _facts(tensor, None))}
-    meta = CaptureMeta(snapshot.run, int(snapshot.run[0]), 0, 0, 1, 3, tensors=facts)
+    meta = CaptureMeta(snapshot.run, START, 0, 0, 1, 3, tensors=facts)
     store.write_frozen(meta, MemorySource(room, layout.size_bytes), digest)
     return FrozenReference(digest, layout.size_bytes)
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
-from saving import Snapshot, rows, write, write_all
+from saving import Snapshot, directory_of, rows, write, write_all
 from test_reader import blank, load, refused
 
-from lazysnap.shard.manifest import CaptureMeta, Manifest, directory_name
+from lazysnap.shard.manifest import CaptureMeta, Manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 
@@ -23,7 +23,7 @@ def state():
 def folder(tmp_path):
     """A snapshot of three ranks, in blocks of a page."""
     write_all(Snapshot(str(tmp_path), WORLD, block_bytes=4096), state(), rows(WORLD))
-    return tmp_path / directory_name(10)
+    return tmp_path / directory_of(10)
 
 
 def shard(folder, rank):
@@ -143,16 +143,16 @@ def test_a_manifest_of_another_rank_is_named(folder):
 
 
 def test_a_snapshot_moved_to_another_step_is_no_snapshot_of_that_step(folder):
-    folder.rename(folder.parent / directory_name(11))
+    folder.rename(folder.parent / directory_of(11))
 
-    with refused("holds step 10", "its name says otherwise"):
+    with refused(f"holds {directory_of(10)}", "its name says otherwise"):
         load(folder.parent, blank(state()))
 
 
 def test_a_shard_of_another_snapshot_under_a_right_manifest_is_found(folder):
     other = {"w": torch.zeros(30, 40), "v": torch.zeros(9), "n": 5}
     write_all(Snapshot(str(folder.parent), WORLD, step=11), other, rows(WORLD))
-    shard(folder, 1).write_bytes(shard(folder.parent / directory_name(11), 1).read_bytes())
+    shard(folder, 1).write_bytes(shard(folder.parent / directory_of(11), 1).read_bytes())
 
     with refused(shard(folder, 1).name, "block 1"):
         load(folder.parent, blank(state()), step=10)

@@ -10,7 +10,7 @@ import uuid
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saving import OTHER, RUN, Snapshot, bits, rows, write, write_all
+from saving import OTHER, RUN, Snapshot, bits, directory_of, rows, write, write_all
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _lo
 from lazysnap.dcp import SnapshotLoadPlanner, SnapshotReader
 from lazysnap.errors import ConfigError
 from lazysnap.levels import open_store
-from lazysnap.shard.manifest import directory_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 
@@ -447,8 +446,8 @@ def test_the_shards_of_a_snapshot_may_stand_in_two_directories(tmp_path):
     cut = rows(2)
     old, new = (Snapshot(str(tmp_path), 2, step=3, run=run) for run in (RUN, OTHER))
     write_all(old, {"w": torch.full((4,), 1.0)}, lambda name, t, rank: cut(name, t, rank))
-    (tmp_path / directory_name(3) / "rank-00001-of-00002.json").unlink()
-    (tmp_path / directory_name(3) / "rank-00001-of-00002.safetensors").unlink()
+    (tmp_path / directory_of(3) / "rank-00001-of-00002.json").unlink()
+    (tmp_path / directory_of(3) / "rank-00001-of-00002.safetensors").unlink()
     write_all(new, {"w": torch.full((4,), 2.0)}, cut)
     assert len(list(tmp_path.iterdir())) == 2
     target = {"w": torch.zeros(4)}
@@ -486,7 +485,7 @@ def test_a_reader_looks_again_at_every_load(tmp_path):
 def test_an_incomplete_snapshot_is_passed_over_and_said(tmp_path, caplog):
     save_step(tmp_path, 3)
     save_step(tmp_path, 4)
-    (tmp_path / directory_name(4) / "rank-00001-of-00002.json").unlink()
+    (tmp_path / directory_of(4) / "rank-00001-of-00002.json").unlink()
 
     assert loaded(tmp_path) == 3
     assert "step 4 is not complete" in caplog.text
@@ -497,8 +496,8 @@ def test_an_incomplete_snapshot_is_passed_over_and_said(tmp_path, caplog):
 
 def test_shards_of_two_starts_of_a_training_are_no_snapshot(tmp_path):
     cut = rows(2)
-    for generation, rank in (("a" * 16, 0), ("b" * 16, 1)):
-        snapshot = Snapshot(str(tmp_path), 2, generation=generation)
+    for start, rank in (("a" * 16, 0), ("b" * 16, 1)):
+        snapshot = Snapshot(str(tmp_path), 2, start=start)
         one = torch.full((4,), 1.0)
         offsets, box = cut("w", one, rank)
         write(snapshot, rank, {"w": (box, ((4,), offsets, "shard"))}, {"w": {"$": "tensor", "v": "w"}})
@@ -581,7 +580,7 @@ def test_retention_leaves_alone_what_is_read(tmp_path):
     dcp.load(blank(state), storage_reader=reader)
 
     assert storage.protected == [True]
-    assert not storage.is_leased(f"{directory_name(10)}/rank-00000-of-00001.safetensors")
+    assert not storage.is_leased(f"{directory_of(10)}/rank-00000-of-00001.safetensors")
 
 
 def test_tensors_of_inference_mode_are_filled(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import seaweed
 import torch
 import torch.distributed.checkpoint as dcp
-from saving import Snapshot, bits, image_of, rows
+from saving import Snapshot, bits, directory_of, image_of, rows
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lazysnap.dcp import SnapshotReader
@@ -30,6 +30,6 @@ def test_a_snapshot_in_a_bucket_is_loaded_with_rights_to_read_only(s3_server, s3
 
     assert bits(target["w"]) == bits(weight)
     assert target["epoch"] == 7
-    store.storage.delete("step-00000010/rank-00001-of-00002.safetensors")
+    store.storage.delete(f"{directory_of(10)}/rank-00001-of-00002.safetensors")
     with pytest.raises(CheckpointException, match="the shard of rank 1 is lost"):
         dcp.load(target, storage_reader=SnapshotReader(s3_url, storage_options=s3_server.options()))

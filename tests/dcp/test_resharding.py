@@ -39,6 +39,7 @@ def saved(worlds, tmp_path_factory):
     return place
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("origin", "target"), PAIRS, ids=lambda value: f"{value[0]}x{value[1]}")
 def test_weights_and_optimizer_are_the_same_bits(worlds, saved, origin, target):
     number = PAIRS.index((origin, target))

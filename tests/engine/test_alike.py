@@ -1,9 +1,11 @@
 """Ranks that are configured otherwise than the others are told so, all of them, when the engine is made."""
 
+import dataclasses
+
 import pytest
 
-from lazysnap import PersistentLevel, SnapshotConfig
-from lazysnap.engine.alike import check_alike, common_settings
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap.engine.alike import MAY_DIFFER, check_alike, common_settings
 from lazysnap.errors import ConfigError
 
 
@@ -15,15 +17,38 @@ def test_ranks_with_disks_of_their_own_are_alike():
     check_alike([settings(PersistentLevel(f"/disk{rank}", max_bytes_per_s=1000 + rank)) for rank in range(4)])
 
 
+def test_what_may_differ_is_listed_and_exists():
+    names = {f"memory.{field.name}" for field in dataclasses.fields(MemoryLevel)}
+    names |= {f"levels[].{field.name}" for field in dataclasses.fields(PersistentLevel)}
+
+    assert set(MAY_DIFFER) <= names
+    compared = {name.replace("[0]", "[]") for name in settings(PersistentLevel("/x"))}
+    assert compared.isdisjoint(MAY_DIFFER)
+    assert names <= compared | set(MAY_DIFFER)
+
+
+def test_the_name_of_a_job_may_come_from_the_environment(monkeypatch):
+    named = settings(PersistentLevel("/x"), job_id="mine")
+    monkeypatch.setenv("LAZYSNAP_JOB_ID", "mine")
+    check_alike([named, settings(PersistentLevel("/x"))])
+    monkeypatch.setenv("LAZYSNAP_JOB_ID", "other")
+
+    with pytest.raises(ConfigError, match="job_id is 'mine' and 'other'"):
+        check_alike([named, settings(PersistentLevel("/x"))])
+
+
 @pytest.mark.parametrize(
     ("others", "text"),
     [
         (settings(PersistentLevel("/x"), every_n_steps=3), "every_n_steps is 1 and 3"),
-        (settings(PersistentLevel("/x"), averaging_period="never"), "averaging_period is None and 'never'"),
+        (settings(PersistentLevel("/x"), averaging_period=1), "averaging_period is None and 1"),
         (settings(), "number of levels is 1 and 0"),
         (settings(PersistentLevel("/x", keep_last=9)), "levels[0].keep_last is 2 and 9"),
         (settings(PersistentLevel("/x", every_n_steps=7)), "levels[0].every_n_steps is"),
-        (settings(PersistentLevel("/x", aggregate="node")), "levels[0].aggregate is 'rank' and 'node'"),
+        (settings(PersistentLevel("/x"), memory=MemoryLevel(slots=5)), "memory.slots is None and 5"),
+        (settings(PersistentLevel("/x"), memory=MemoryLevel(linger_s=5)), "memory.linger_s is 1800.0 and 5"),
+        (settings(PersistentLevel("/x"), job_id="other"), "job_id is None and 'other'"),
+        (settings(PersistentLevel("/x"), gate_timeout_s=5), "gate_timeout_s is 60.0 and 5"),
     ],
 )
 def test_what_differs_is_named(others, text):

@@ -1,10 +1,13 @@
 """Parts of several shards put together."""
 
 import torch
+from support.names import START
 
-from lazysnap.engine.assembly import Assembly, OpenShard
+from lazysnap.engine.assembly import Assembly
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.snapshots.blocks import MemoryBlocks
+from lazysnap.snapshots.reader import OpenShard
 
 
 def shard(rank, tensors, *, scopes=(), aliases=None):
@@ -16,13 +19,8 @@ def shard(rank, tensors, *, scopes=(), aliases=None):
         image[offset : offset + spec.nbytes] = tensors[spec.name].contiguous().numpy().tobytes()
     facts = {name: {"scope": "shard", "global_shape": whole, "offsets": at} for name, whole, at in scopes}
     state = {name: {"$": "tensor", "v": name} for name in [*tensors, *(aliases or {})]}
-    meta = CaptureMeta("0" * 16, 1, 1, rank, 2, 1, tensors=facts, aliases=aliases or {}, state=state)
-
-    def fill(wanted):
-        for one in wanted:
-            one.out.copy_(torch.frombuffer(image[one.offset : one.end], dtype=torch.uint8))
-
-    return OpenShard(rank, layout, meta, fill, f"rank {rank}")
+    meta = CaptureMeta("0" * 16, START, 1, rank, 2, 1, tensors=facts, aliases=aliases or {}, state=state)
+    return OpenShard(rank, meta, layout, MemoryBlocks(memoryview(image), None, f"rank {rank}"))
 
 
 def whole(name, shape):

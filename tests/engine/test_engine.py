@@ -1,6 +1,7 @@
 """What an engine promises a plain training loop."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -90,18 +91,6 @@ def test_captures_are_made_every_n_steps(job):
     training.run(1, 8)
 
     assert training.began == [True, False, False, True, False, False, True, False]
-
-
-def test_before_the_slots_are_ready_boundaries_are_counted_and_training_goes_on(job):
-    training = job.start(ready=False)
-    training.run(1, 1)
-
-    statistics = training.engine.statistics()
-    assert training.began == [False]
-    assert statistics.skipped == {"no slots yet": 1}
-    assert training.engine.wait_ready(TIMEOUT_S)
-    training.run(2, 2)
-    assert training.began == [False, True]
 
 
 def test_statistics_tell_what_happened(job, tmp_path):
@@ -196,23 +185,61 @@ def test_an_unknown_value_that_appears_later_costs_that_snapshot_only(job, caplo
     assert len(warnings) == 1
 
 
-def test_a_second_training_of_the_same_job_is_refused(job):
+@pytest.mark.parametrize("call", ["restore", "boundary"])
+def test_a_second_training_of_the_same_job_is_refused_within_seconds_and_told_nothing_else(job, caplog, call):
     job.start()
     second = job.start(ready=False)
+    started = time.monotonic()
 
-    with pytest.raises(JobBusy, match="runs already"):
-        second.engine.restore("latest")
+    with pytest.raises(JobBusy, match=r"runs already .* end it, or give this one another directory"), second.engine:
+        getattr(second.engine, call)()
+
+    assert time.monotonic() - started < second.engine.config.keeper_timeout_s
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
-def test_closing_twice_and_boundaries_after_the_end_are_harmless(job):
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_an_engine_that_was_closed_says_so_and_does_nothing(job, tmp_path, end):
+    training = job.start(tmp_path)
+    training.run(1, 1)
+    getattr(training.engine, end)()
+    engine, facts, stored = training.engine, training.facts(), sorted(tmp_path.rglob("*"))
+
+    calls = [
+        engine.__enter__,
+        engine.prepare,
+        lambda: engine.wait_ready(1),
+        engine.boundary,
+        engine.restore,
+        engine.fetch,
+        engine.fetch_stored,
+        engine.rollback,
+        lambda: engine.keep("a"),
+        lambda: engine.release("a"),
+        lambda: engine.wait(timeout_s=1),
+        lambda: engine.flush(1),
+        engine.replan,
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"this engine was closed.*make another SnapshotEngine"):
+            call()
+
+    assert engine.step == 1
+    assert {**training.facts(), "next": None} == {**facts, "next": None}
+    assert end == "abandon" or sorted(tmp_path.rglob("*")) == stored
+
+
+def test_what_comes_after_the_end_of_a_training_is_harmless(job):
     training = job.start()
     training.run(1, 1)
 
     assert training.engine.close()
     assert training.engine.close()
-    assert training.engine.boundary(2) is False
+    training.engine.abandon()
     training.engine.gate()
     training.train()
+    assert not training.engine.last_boundary(2)  # a door's, at its end
+    assert training.engine.statistics().whole == 1
 
 
 def test_a_job_needs_a_name(monkeypatch):
@@ -259,3 +286,9 @@ def test_a_step_that_retention_asks_for_is_persisted_even_while_another_is_being
     assert training.engine.close()
     steps = {entry.step for entry in open_store(level.url).inventory().entries}
     assert steps >= {3, 6}
+
+
+@pytest.mark.parametrize("make", [lambda model: model, lambda model: [model], lambda model: {}, lambda model: None])
+def test_what_is_no_state_is_refused_when_the_engine_is_made(job, make):
+    with pytest.raises(ConfigError, match=r"the state must be a dict of names to objects, .* or a StateSource; got"):
+        SnapshotEngine(job.config(), make(torch.nn.Linear(2, 2)))

@@ -4,7 +4,8 @@ import pytest
 
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.statistics import Statistics
-from lazysnap.keeper.events import Complete, Durable, LevelFailed
+from lazysnap.keeper.events import Complete
+from lazysnap.keeper.protocol import Durable, LevelFailed
 
 
 def said(caplog):

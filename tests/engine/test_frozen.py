@@ -1,17 +1,16 @@
 """Immutable tensors are stored once; whoever changes them all the same gets right snapshots, too."""
 
 import os
-import select
 import signal
 
 import pytest
 import torch
 from small_training import Starter
-from tuning import TIMEOUT_S, Tuning, digest, until
+from support.waiting import until
+from tuning import TIMEOUT_S, Tuning, change_unseen, digest
 
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, faults
+from lazysnap import MemoryLevel
 from lazysnap.arena import SlotPhase
-from lazysnap.levels import open_store
 
 SMALL = 1 << 20
 
@@ -114,17 +113,6 @@ def test_a_restart_goes_on_bit_for_bit_and_nothing_is_copied_again(job):
     assert len(images_of(second)) == 1
 
 
-def test_before_the_image_is_whole_boundaries_are_skipped_and_training_goes_on(job):
-    tuning = job.start(ready=False)
-    tuning.run(1, 1)
-    assert tuning.began == [False]
-
-    step = tuning.run_until_captured(2)
-
-    assert matches(tuning, tuning.engine.fetch("latest"))
-    assert tuning.engine.fetch("latest").step == step
-
-
 def test_a_killed_keeper_is_replaced_and_gets_the_image_from_its_trainer(job):
     tuning = job.start()
     tuning.run(1, 2)
@@ -173,60 +161,6 @@ def test_a_teacher_that_is_averaged_behind_torchs_back_is_noticed_and_every_snap
     smaller = tuning.engine._recorder.frozen.reference()
     assert SMALL < smaller.size_bytes < both.size_bytes
     assert not any(name.startswith("teacher") for name in tuning.engine._recorder.frozen.names)
-
-
-def change_unseen(tuning):
-    """Write where no sample is taken, past the tensor's version."""
-    frozen = tuning.engine._recorder.frozen._set
-    flat = tuning.model[0].base.weight.data.view(-1)
-    for place in range(200):
-        flat[place] += 1
-        if not frozen.changed():
-            break
-        flat[place] -= 1
-    assert not frozen.changed()
-
-
-def test_what_was_not_compared_before_the_trainer_died_never_gets_to_storage(job, tmp_path):
-    """Only a trainer can compare; a keeper that is told to end writes the newest capture that was compared."""
-    level = PersistentLevel(str(tmp_path), every_n_steps=1000)
-    tuning = Tuning(SnapshotConfig(job_id=job.job_id, levels=(level,), memory=MemoryLevel(linger_s=60)), width=512)
-    job.trainings.append(tuning)
-    assert tuning.engine.wait_ready(TIMEOUT_S)
-    compared = tuning.run_until_captured(1)
-    assert tuning.engine.flush(TIMEOUT_S)
-    change_unseen(tuning)
-    last = tuning.run_until_captured(tuning.run_until_captured(compared + 1) + 1)
-    assert tuning.engine.statistics().last_whole_step == last
-    assert tuning.engine.statistics().frozen_changed == 0
-    keeper = os.pidfd_open(keeper_pid(tuning))
-
-    job.crash(tuning)
-    signal.pidfd_send_signal(keeper, signal.SIGTERM)
-
-    assert select.select([keeper], [], [], TIMEOUT_S)[0], "the keeper did not end"
-    os.close(keeper)
-    assert [entry.step for entry in open_store(str(tmp_path)).inventory().entries] == [compared]
-
-
-def test_a_change_that_no_sample_covers_never_gets_to_storage(job, tmp_path):
-    tuning = job.start(tmp_path)
-    tuning.run(1, 1)
-    assert tuning.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
-    change_unseen(tuning)
-
-    step = 1
-    while not tuning.engine.statistics().frozen_changed:
-        step += 1
-        tuning.run(step, step)
-        tuning.engine.wait_ready(TIMEOUT_S)
-    last = tuning.run_until_captured(step + 1)
-    assert tuning.engine.close()
-
-    reader = job.start(tmp_path, ready=False).engine
-    kept = {snapshot.step: snapshot for snapshot in (reader.fetch(), reader.fetch(1))}
-    assert sorted(kept) == [1, last]
-    assert all(matches(tuning, snapshot) for snapshot in kept.values())
 
 
 @pytest.mark.parametrize("end", ["close", "flush"])
@@ -441,33 +375,3 @@ def test_a_teacher_that_is_averaged_from_the_first_step_on_is_part_of_every_snap
     assert tuning.engine.fetch("latest").step == last
     assert tuning.engine._recorder.frozen.names >= {"model.0.base.weight", "teacher.bias"}
     assert "teacher.weight" not in tuning.engine._recorder.frozen.names
-
-
-def test_a_capture_that_waits_to_be_compared_when_the_set_goes_is_dropped_and_its_slot_is_free(
-    job, tmp_path, monkeypatch
-):
-    """The keeper would wait for the comparison for ever."""
-    tuning = job.start(tmp_path)
-    tuning.run(1, 1)
-    assert tuning.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
-    # The wait may have compared by itself, beside the pass of the capture.
-    until(lambda: not any(one.is_running for one in tuning.engine._recorder.frozen._passes))
-    monkeypatch.setattr(faults, "_ARMED", True)
-    monkeypatch.setattr(faults, "_SPEC", "engine.frozen.compare:1:hang")
-    monkeypatch.setattr(faults, "_counts", {})
-    step = 1
-    while not faults._counts.get("engine.frozen.compare"):
-        step += 1
-        tuning.run(step, step)
-    for parameter in tuning.model[0].base.parameters():
-        parameter.requires_grad_(True)
-    tuning.optimizer.add_param_group({"params": list(tuning.model[0].base.parameters())})
-
-    last = tuning.run_until_captured(step + 1)
-
-    assert tuning.engine.wait(last, until="durable", timeout_s=TIMEOUT_S)
-    until(lambda: not any(slot.status().pinned for slot in tuning.engine._client.slots()))
-    assert tuning.engine.close()
-    snapshot = job.start(tmp_path, ready=False).engine.fetch_stored()
-    assert snapshot.step == last
-    assert matches(tuning, snapshot)

@@ -4,8 +4,9 @@ import os
 
 import pytest
 from image_damage import DAMAGES, damage
+from support.waiting import until
 from test_frozen import FrozenStarter, matches
-from tuning import TIMEOUT_S, until
+from tuning import TIMEOUT_S
 
 from lazysnap.levels.store import open_store
 
@@ -79,13 +80,12 @@ def test_a_restart_from_a_slower_level_repairs_the_faster_one(job, tmp_path, how
     assert last in check_whole(second, slow)
 
 
-@pytest.mark.parametrize("point", ["level.images.withdrawn", "level.store.publish_shard"])
+@pytest.mark.parametrize("point", ["level.store.publish_shard", "level.store.commit"])
 def test_a_keeper_that_is_killed_while_it_replaces_the_image_leaves_what_the_next_one_mends(
     job, tmp_path, monkeypatch, point
 ):
     # The keeper of this training inherits it; of the shards that it writes the fourth is the image again.
-    count = {"level.images.withdrawn": 1, "level.store.publish_shard": 4}[point]
-    monkeypatch.setenv("LAZYSNAP_FAULT", f"{point}:{count}:kill")
+    monkeypatch.setenv("LAZYSNAP_FAULT", f"{point}:4:kill")
     tuning = job.start(tmp_path)
     monkeypatch.delenv("LAZYSNAP_FAULT")
     step = run_until_durable(tuning, 1)
@@ -96,9 +96,6 @@ def test_a_keeper_that_is_killed_while_it_replaces_the_image_leaves_what_the_nex
     step = tuning.run_until_captured(step + 1)
     until(lambda: tuning.engine.statistics().keepers_lost == 1)
     assert not os.path.exists(f"/proc/{pid}/exe")
-    store = open_store(str(tmp_path))
-    for image in store.inventory().frozen:  # the next keeper may have written it by now
-        store.verify_entry(image)
 
     last = run_until_durable(tuning, step + 1)
     assert tuning.engine.close()

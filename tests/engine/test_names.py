@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from small_training import TIMEOUT_S, Training
-from tuning import until
+from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, SnapshotNotFound

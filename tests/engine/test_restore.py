@@ -6,14 +6,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
-from tuning import until
+from support.waiting import until
 
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, latest_path
-from lazysnap.errors import SnapshotNotFound, StateMismatch
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, latest_path, load_weights
+from lazysnap.errors import ConfigError, LevelUnavailable, SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 
@@ -30,7 +31,7 @@ def saved(job, *directories, steps=3):
 
 
 def shard(directory, step):
-    return next(directory.glob(f"step-{step:08d}/*.safetensors"))
+    return next(directory.glob(f"step-{step:08d}-*/*.safetensors"))
 
 
 def flip(path, offset):
@@ -82,7 +83,30 @@ def test_a_flipped_byte_costs_that_snapshot_and_is_named(job, tmp_path, where):
     snapshot = job.start(tmp_path, ready=False).engine.fetch("latest")
 
     assert snapshot.step == 2
-    assert any("step 3" in reason for reason in snapshot.skipped)
+    [reason] = snapshot.skipped
+    assert reason.startswith("step 3 passed over: ")
+    assert f"{path}: block" in reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("safetensors", "bytes, the manifest says"), ("json", "the manifest is damaged"), ("gone", "without its shard")],
+)
+def test_one_line_says_which_snapshot_is_passed_over_and_why(job, tmp_path, caplog, kind, reason):
+    saved(job, tmp_path)
+    path = shard(tmp_path, 3)
+    if kind == "gone":
+        path.unlink()
+    else:
+        path = path.with_suffix(f".{kind}")
+        os.truncate(path, path.stat().st_size // 2)
+
+    assert job.start(tmp_path, ready=False).engine.restore().step == 2
+
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("step 3 passed over: ")
+    assert str(path) in line
+    assert reason in line
 
 
 def test_a_corrupt_fast_level_gives_way_to_the_slow_one(job, tmp_path):
@@ -123,9 +147,9 @@ def test_latest_path_is_the_newest_complete_directory(job, tmp_path):
     assert latest_path(tmp_path) is None
     saved(job, tmp_path)
 
-    assert latest_path(tmp_path) == str(tmp_path / "step-00000003")
-    next((tmp_path / "step-00000003").glob("*.json")).unlink()
-    assert latest_path(tmp_path) == str(tmp_path / "step-00000002")
+    assert "/step-00000003-" in latest_path(tmp_path)
+    next(tmp_path.glob("step-00000003-*/*.json")).unlink()
+    assert "/step-00000002-" in latest_path(tmp_path)
 
 
 def test_odd_dtypes_and_tied_weights_come_back(job):
@@ -249,3 +273,31 @@ def test_what_vanishes_between_listing_and_reading_is_looked_for_again(job, tmp_
         process.wait()
 
     assert output == "3 ()\n"
+
+
+@pytest.mark.parametrize("which", [True, None, 1.5, b"latest", ["latest"]])
+def test_what_chooses_no_snapshot_is_refused(job, tmp_path, which):
+    training = job.start(tmp_path)
+    training.run(1, 2)
+    assert training.engine.flush(TIMEOUT_S)
+
+    for call in (training.engine.restore, training.engine.fetch, partial(load_weights, tmp_path)):
+        with pytest.raises(ConfigError, match=r'"latest", a step, a name or a run \("run:1f3a"'):
+            call(which)
+    assert training.engine.step == 2
+
+
+@pytest.mark.parametrize("read", [latest_path, load_weights])
+def test_whoever_only_reads_is_told_nothing_of_training(tmp_path, read):
+    place = tmp_path / "level"
+    place.write_text("a file stands where the directory should be")
+    with pytest.raises(LevelUnavailable, match="Not a directory") as error:
+        read(place)
+    assert "training" not in str(error.value).replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize("read", [latest_path, load_weights])
+@pytest.mark.parametrize("place", [None, 5, "", b"/tmp"])
+def test_what_is_no_place_is_refused(read, place):
+    with pytest.raises(ConfigError, match=rf"{read.__name__}.* must be a path or URL"):
+        read(place)

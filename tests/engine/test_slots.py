@@ -7,7 +7,7 @@ import pytest
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.arena import SlotPhase, SlotStatus
-from lazysnap.engine.slots import choose_slot, kept_instead, kept_whole, slots_needed, wants_agreement
+from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed, slots_to_return
 
 
 def status(phase, sequence, pinned=False):
@@ -43,48 +43,13 @@ def test_two_slots_without_persistence_and_three_with():
 
 
 def test_several_ranks_keep_the_one_that_all_have():
-    """At every step two whole ones stay, else one; with local SGD as many as fit between two averagings."""
+    """At every step two whole ones stay, else one, with local SGD, too."""
     stored = (PersistentLevel("/x"),)
     assert slots_needed(SnapshotConfig(levels=stored), 8) == 4
     assert slots_needed(SnapshotConfig(every_n_steps=2, levels=stored), 8) == 3
-    assert slots_needed(SnapshotConfig(averaging_period=5, levels=stored), 8) == 7
     assert slots_needed(SnapshotConfig(averaging_period=5, every_n_steps=5, levels=stored), 8) == 3
     assert slots_needed(SnapshotConfig(memory=MemoryLevel(slots=2)), 8) == 3
     assert slots_needed(SnapshotConfig(memory=MemoryLevel(slots=6)), 8) == 6
-
-
-@pytest.mark.parametrize(
-    ("period", "every", "expected"),
-    [(None, 1, False), (2, 1, False), (3, 1, True), (100, 50, False), ("never", 9, True)],
-)
-def test_ranks_agree_in_words_where_counting_would_cost_more_slots_or_prove_nothing(period, every, expected):
-    config = SnapshotConfig(averaging_period=period, every_n_steps=every)
-    assert wants_agreement(config, 4) is expected
-    assert not wants_agreement(config, 1)
-
-
-@pytest.mark.parametrize("period", [3, 100, 10**9, "never"])
-def test_slots_of_an_agreement_do_not_depend_on_the_period(period):
-    assert slots_needed(SnapshotConfig(averaging_period=period), 8, agrees=True) == 3
-    stored = SnapshotConfig(averaging_period=period, levels=(PersistentLevel("/x"),))
-    assert slots_needed(stored, 8, agrees=True) == 4
-
-
-@pytest.mark.parametrize(
-    ("period", "slots", "is_enough"), [(4, 5, True), (8, 9, True), (9, 9, False), (1000, 9, False), ("never", 3, False)]
-)
-def test_where_ranks_cannot_agree_slots_are_bounded_and_what_that_costs_is_said(period, slots, is_enough):
-    config = SnapshotConfig(averaging_period=period)
-
-    assert slots_needed(config, 8) == slots
-    assert ("no step in common" not in kept_instead(config, 8)) is is_enough
-
-
-def test_what_is_held_by_agreement_is_left_alone_though_it_is_the_oldest():
-    slots = [status(SlotPhase.WHOLE, 5), status(SlotPhase.WHOLE, 8), status(SlotPhase.WHOLE, 7)]
-
-    assert choose_slot(slots, [True] * 3, 0, {0}) == 2
-    assert choose_slot(slots, [True] * 3, 0, {0, 1, 2}) is None
 
 
 def test_as_many_of_the_newest_whole_ones_as_are_to_be_kept_are_left_alone():
@@ -95,16 +60,17 @@ def test_as_many_of_the_newest_whole_ones_as_are_to_be_kept_are_left_alone():
     assert choose_slot([*slots[:2], status(SlotPhase.VOID, 9)], [True] * 3, kept=2) == 2
 
 
-WAYS = [(1, None, 2), (1, None, 5), (3, None, 3), (1, 4, 3), (2, 5, 2), (4, 4, 4)]
+WAYS = [(1, None, 2), (1, None, 5), (3, None, 3), (1, 1, 3), (6, 3, 2), (4, 4, 4)]
 
 
+@pytest.mark.parametrize("swells", [False, True])
 @pytest.mark.parametrize(("every", "period", "ranks"), WAYS)
 @pytest.mark.parametrize("seed", range(20))
-def test_at_every_moment_of_any_run_some_step_is_whole_on_all_ranks(every, period, ranks, seed):
+def test_at_every_moment_of_any_run_some_step_is_whole_on_all_ranks(every, period, ranks, seed, swells):
     """Ranks in any order that gradients, averagings and gates allow; storage lets go of slots when it likes."""
     chance = random.Random(seed)
     config = SnapshotConfig(every_n_steps=every, averaging_period=period, levels=(PersistentLevel("/x"),))
-    machines = [Machine(config, ranks, chance) for _ in range(ranks)]
+    machines = [(Swelling if swells else Machine)(config, ranks, chance) for _ in range(ranks)]
     runs = [machine.run(machines) for machine in machines]
     last = None
     for _ in range(3000):
@@ -148,11 +114,17 @@ class Machine:
                 while min(rank.averaged for rank in all_ranks) < self.step:
                     yield self.beside()
             if self.step % every == 0:
-                while (index := choose_slot(self.slots, [True] * len(self.slots), self.kept)) is None:
+                while (index := self.choose()) is None:
                     yield self.beside()
-                pinned = self.chance.random() < 0.5
+                pinned = self.is_pinned(index)
                 self.slots[index], self.writing = status(SlotPhase.CAPTURING, self.step, pinned), index
             yield self.beside()
+
+    def choose(self):
+        return choose_slot(self.slots, [True] * len(self.slots), self.kept)
+
+    def is_pinned(self, index):
+        return self.chance.random() < 0.5
 
     def beside(self):
         """What copier and keeper do meanwhile, at times of their own."""
@@ -166,3 +138,37 @@ class Machine:
         if self.writing is not None:
             self.slots[self.writing] = replace(self.slots[self.writing], phase=SlotPhase.WHOLE)
             self.writing = None
+
+
+class Swelling(Machine):
+    """Captures have another size every few steps. The keeper has no room for all slots of both sizes."""
+
+    def __init__(self, config, ranks, chance):
+        super().__init__(config, ranks, chance)
+        self.count, self.sizes = len(self.slots), [0] * len(self.slots)
+
+    def choose(self):
+        size = self.step // (3 * self.config.every_n_steps) % 2
+        fits = [other == size for other in self.sizes]
+        going = slots_to_return(self.slots, [True] * len(fits), self.kept, fits, self.count)
+        for index in sorted(going, reverse=True):
+            del self.slots[index], self.sizes[index]
+        if len(self.slots) < self.count + self.kept and self.sizes.count(size) < self.count:
+            self.slots.append(status(SlotPhase.EMPTY, 0))
+            self.sizes.append(size)
+        fitting = [index for index, other in enumerate(self.sizes) if other == size]
+        chosen = choose_slot([self.slots[index] for index in fitting], [True] * len(fitting), self.kept)
+        return None if chosen is None else fitting[chosen]
+
+
+def test_the_keeper_gets_slots_of_another_size_and_those_too_many_when_nothing_in_them_is_needed():
+    whole, torn = SlotPhase.WHOLE, SlotPhase.VOID
+    slots = [status(whole, 4), status(whole, 3), status(whole, 2, pinned=True), status(torn, 5), status(whole, 1)]
+    slots.append(status(SlotPhase.CAPTURING, 6))
+    idle = [True] * 6
+
+    assert slots_to_return(slots, idle, 1, [False] * 6, 3) == [3, 4, 1]
+    assert slots_to_return(slots, idle, 2, [False] * 6, 3) == [3, 4]
+    assert slots_to_return(slots, [True, False, True, False, True, True], 1, [False] * 6, 3) == [4]
+    assert slots_to_return(slots, idle, 1, [True] * 6, 4) == [3, 4]
+    assert slots_to_return(slots, idle, 1, [True] * 6, 9) == []

@@ -1,6 +1,7 @@
 """Which ranks look at one place together: those that see the same directories, and no others."""
 
 import pytest
+from support.names import directory_of
 
 from lazysnap.engine.survey import check_levels, merged, sites_of
 from lazysnap.errors import ConfigError
@@ -12,7 +13,7 @@ URL, PATH = "s3://bucket/run", "/scratch/run"
 
 
 def listing(mark):
-    directory = {"name": "step-00000001", "ranges": [["rank", 4, 0, 3]], "odd": [], "given": [], "mark": mark}
+    directory = {"name": directory_of(1), "ranges": [[4, 0, 3]], "names": [], "mark": mark}
     return {"directories": [directory], "problems": []}
 
 

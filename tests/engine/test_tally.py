@@ -10,8 +10,8 @@ from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.engine.board import Board, BoardUnavailable
 from lazysnap.engine.tally import Tally
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.events import Sound, Surplus
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.protocol import Sound, Surplus
 
 RUN, START, AGAIN = "0" * 16, "1" * 16, "1" * 15 + "2"
 TIMEOUT_S = 20.0
@@ -69,9 +69,9 @@ class Ranks:
             raise BoardUnavailable("down")
         return Board(self.lossy, TIMEOUT_S)
 
-    def sound(self, rank, *steps, ranks=1, start=START):
+    def sound(self, rank, *steps, start=START):
         for step in steps:
-            self.tallies[rank].hear(Sound(self.level.url, step, RUN, start, ranks))
+            self.tallies[rank].hear(Sound(self.level.url, step, RUN, start))
 
     def surplus(self, rank, step):
         self.tallies[rank].hear(Surplus(self.level.url, step, RUN, START))
@@ -123,18 +123,6 @@ def test_a_rank_counts_once_however_often_its_keepers_tell_it(make_ranks):
     ranks.settle()
 
     assert not ranks.tallies[0].wait(5, 0.0)
-
-
-def test_one_that_writes_for_others_counts_for_them_and_they_hear_of_it(make_ranks):
-    ranks = make_ranks(3)
-    ranks.sound(1, 5, ranks=0)
-    ranks.sound(2, 5, ranks=0)
-    ranks.settle()
-    assert not ranks.tallies[1].wait(5, 0.0)
-
-    ranks.sound(0, 5, ranks=3)
-
-    assert all(tally.wait(5, TIMEOUT_S) for tally in ranks.tallies)
 
 
 def test_what_was_captured_before_this_start_counts_for_nothing(make_ranks):

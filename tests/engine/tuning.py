@@ -1,26 +1,20 @@
 """A small fine-tuning: a frozen base, low-rank adapters that are trained; with an engine, a keeper, a directory.
 
-As a program: ``tuning.py DIRECTORY STEPS JOURNAL [WIDTH]`` trains, resumes from "latest", and writes a line per event.
+As a program: ``tuning.py DIRECTORY STEPS JOURNAL WIDTH EVERY LINGER`` trains, resumes from "latest", and writes a line
+per event; every ``EVERY``-th step goes to storage, memory is kept for ``LINGER`` seconds after a crash.
 """
 
 import hashlib
 import os
+import select
 import sys
-import time
 
 import torch
+from support.waiting import until  # noqa: F401  for tests that look for it here
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 
 TIMEOUT_S = 60
-
-
-def until(condition):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
-    return value
 
 
 class LowRank(torch.nn.Module):
@@ -90,6 +84,29 @@ def digest(tensor):
     return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+def change_unseen(tuning):
+    """Write where no sample is taken, past the tensor's version."""
+    frozen = tuning.engine._recorder.frozen._set
+    flat = tuning.model[0].base.weight.data.view(-1)
+    for place in range(200):
+        flat[place] += 1
+        if not frozen.changed():
+            break
+        flat[place] -= 1
+    assert not frozen.changed()
+
+
+def keeper_of(tuning):
+    """The keeper's process, to wait for."""
+    return os.pidfd_open(tuning.engine._client._connection.peer_pid)
+
+
+def keeper_gone(pidfd):
+    """Wait until the keeper has ended."""
+    assert select.select([pidfd], [], [], TIMEOUT_S)[0], "the keeper did not end"
+    os.close(pidfd)
+
+
 def main():
     directory, steps, journal_path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     journal = os.open(journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -98,8 +115,9 @@ def main():
         os.write(journal, (" ".join(map(str, words)) + "\n").encode())
 
     torch.set_num_threads(1)
-    levels = (PersistentLevel(directory, every_n_steps=1, keep_last=2),)
-    tuning = Tuning(SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=30)), width=int(sys.argv[4]))
+    width, every, linger_s = (int(argument) for argument in sys.argv[4:])
+    levels = (PersistentLevel(directory, every_n_steps=every, keep_last=2),)
+    tuning = Tuning(SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=linger_s)), width=width)
     engine = tuning.engine
     snapshot = engine.restore("latest")
     write("resumed", snapshot.step if snapshot else 0, snapshot.level if snapshot else "nothing")

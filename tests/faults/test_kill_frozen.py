@@ -5,27 +5,22 @@ import pathlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from test_kill_everywhere import Zygote
+from support.waiting import until
+
+from lazysnap.levels import open_store
 
 TUNING = pathlib.Path(__file__).parents[1] / "engine" / "tuning.py"
 STEPS = 6
 WIDTH = 512
 
 
-@pytest.fixture(scope="module")
-def zygote():
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
-
-
-def run(zygote, place, fault=None):
+def run(zygote, place, fault=None, every=1, linger_s=30):
     """Train in ``place``; the exit status and the journal's lines of this run."""
     place.mkdir(exist_ok=True)
     journal = place / "journal"
     before = len(journal.read_text().splitlines()) if journal.exists() else 0
     environment = {"LAZYSNAP_JOB_ID": str(place), **({"LAZYSNAP_FAULT": fault} if fault else {})}
-    arguments = [str(TUNING), str(place / "snapshots"), str(STEPS), str(journal), str(WIDTH)]
+    arguments = [str(TUNING), str(place / "snapshots"), str(STEPS), str(journal), *map(str, (WIDTH, every, linger_s))]
     status = zygote.run(arguments, environment, place / "output")
     lines = journal.read_text().splitlines() if journal.exists() else []
     return status, [line.split() for line in lines[before:]], (place / "output").read_text()[-2000:]
@@ -71,7 +66,7 @@ def test_a_death_while_the_image_is_made_or_later_loses_no_bit(zygote, wanted, t
             for what in ("kill", "kill-both")
         ),
         "keeper.frozen.make:1:kill-both",
-        "engine.frozen.compare:2:kill",
+        "engine.frozen.compare:1:kill",
         "engine.begun:4:kill",
         "capture.commit:4:kill",
         "capture.commit:3:kill-both",
@@ -91,3 +86,19 @@ def test_a_keeper_that_dies_while_it_gets_the_image_is_replaced(zygote, wanted, 
     assert told(events, "end") == wanted
     assert told(events, "image")[1] == "1"
     assert ["begun", str(STEPS)] in events
+
+
+def test_a_killed_training_leaves_on_storage_what_it_had_in_memory(zygote, wanted, tmp_path):
+    """Only the first step was due at the level; memory ends soon after the trainer."""
+    place = tmp_path / "job"
+    status, first, output = run(zygote, place, "engine.begun:5:kill", every=1000, linger_s=0)
+    assert status == -9, output
+    captured = [int(line[1]) for line in first if line[0] == "begun"]
+    store = open_store(str(place / "snapshots"))
+    until(lambda: max((entry.step for entry in store.inventory().entries), default=0) >= captured[-1])
+
+    status, second, output = run(zygote, place)
+
+    assert status == 0, output
+    assert int(told(second, "resumed")[0]) >= captured[-1]
+    assert told(second, "end") == wanted

@@ -5,11 +5,11 @@ usage: trainer.py DIRECTORY STEPS JOURNAL RESULT
 JOURNAL gets one line per event, each with a single append: what was there before the process died stays readable.
 """
 
-import hashlib
 import os
 import sys
 
 import torch
+from support.bits import digest
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 
@@ -20,16 +20,6 @@ class Journal:
 
     def write(self, *words: object) -> None:
         os.write(self.fd, (" ".join(map(str, words)) + "\n").encode())
-
-
-def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    total = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        total.update(tensor.numpy().tobytes())
-    for state in optimizer.state_dict()["state"].values():
-        for key in sorted(state):
-            total.update(torch.as_tensor(state[key]).numpy().tobytes())
-    return total.hexdigest()
 
 
 def main() -> None:
@@ -48,6 +38,7 @@ def main() -> None:
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "scheduler": scheduler})
     snapshot = engine.restore("latest")
     journal.write("resumed", snapshot.step if snapshot else 0, snapshot.level if snapshot else "nothing")
+    os.environ.pop("LAZYSNAP_FAULT", None)  # the keeper runs: one that takes its place does not die as well
     engine.prepare()
     engine.wait_ready(timeout_s=30)
     for step in range((snapshot.step if snapshot else 0) + 1, steps + 1):
@@ -66,7 +57,7 @@ def main() -> None:
             journal.write("durable", step)
     engine.close()
     with open(result_path, "w") as result:
-        result.write(digest(model, optimizer))
+        result.write(digest([model.state_dict(), optimizer.state_dict()["state"]]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Immutable tensors on a CUDA device: the same image as from a CPU, and a change is noticed."""
 
+import unittest
 import uuid
 
-import pytest
 import torch
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
@@ -11,10 +11,6 @@ from lazysnap.shard.checksum import Checksums
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 TIMEOUT_S = 30
 WIDTH = 2048
 
@@ -33,48 +29,48 @@ def chosen(device):
     return model, choose_frozen(zip(walked.names, walked.tensors, strict=True), source)
 
 
-def test_the_image_of_a_device_is_that_of_a_cpu():
-    _, on_cpu = chosen("cpu")
-    _, on_device = chosen("cuda")
-    image = memoryview(bytearray(on_device.size_bytes))
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class ImmutableTensorsOnDevice(unittest.TestCase):
+    def test_the_image_of_a_device_is_that_of_a_cpu(self):
+        _, on_cpu = chosen("cpu")
+        _, on_device = chosen("cuda")
+        image = memoryview(bytearray(on_device.size_bytes))
 
-    on_device.copy_into(image, lambda: None)
+        on_device.copy_into(image, lambda: None)
 
-    assert on_device.digest(lambda: None) == on_cpu.digest(lambda: None)
-    assert Checksums.of(image) == on_cpu.digest(lambda: None).checksums
+        assert on_device.digest(lambda: None) == on_cpu.digest(lambda: None)
+        assert Checksums.of(image) == on_cpu.digest(lambda: None).checksums
 
+    def test_a_change_behind_torchs_back_is_noticed_a_boundary_later(self):
+        model, frozen = chosen("cuda")
+        assert frozen.changed() == []
+        with torch.no_grad():
+            model[0].weight.data.mul_(0.5)
 
-def test_a_change_behind_torchs_back_is_noticed_a_boundary_later():
-    model, frozen = chosen("cuda")
-    assert frozen.changed() == []
-    with torch.no_grad():
-        model[0].weight.data.mul_(0.5)
+        frozen.changed()
+        torch.cuda.synchronize()
 
-    frozen.changed()
-    torch.cuda.synchronize()
+        assert frozen.changed() == ["model.0.weight"]
 
-    assert frozen.changed() == ["model.0.weight"]
+    def test_a_fine_tuning_on_a_device_is_captured_without_its_base_and_restored(self):
+        config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=5))
+        model, optimizer = make("cuda")
+        engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
+        assert engine.wait_ready(TIMEOUT_S)
+        for step in range(1, 200):
+            model(torch.randn(4, WIDTH, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if engine.boundary(step) and step > 5:
+                break
+            engine.wait_ready(TIMEOUT_S)
+        engine.gate()
+        assert engine.wait(step, until="captured", timeout_s=TIMEOUT_S)
+        held = {name: value.cpu() for name, value in model.state_dict().items()}
 
+        snapshot = engine.fetch("latest")
 
-def test_a_fine_tuning_on_a_device_is_captured_without_its_base_and_restored():
-    config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=5))
-    model, optimizer = make("cuda")
-    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
-    assert engine.wait_ready(TIMEOUT_S)
-    for step in range(1, 200):
-        model(torch.randn(4, WIDTH, device="cuda")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if engine.boundary(step) and step > 5:
-            break
-        engine.wait_ready(TIMEOUT_S)
-    engine.gate()
-    assert engine.wait(step, until="captured", timeout_s=TIMEOUT_S)
-    held = {name: value.cpu() for name, value in model.state_dict().items()}
-
-    snapshot = engine.fetch("latest")
-
-    assert snapshot.step == step
-    assert engine.statistics().shard_bytes < WIDTH * WIDTH < engine.statistics().frozen_bytes
-    assert all(snapshot.state["model"][name].equal(value) for name, value in held.items())
-    assert engine.close(drain=False)
+        assert snapshot.step == step
+        assert engine.statistics().shard_bytes < WIDTH * WIDTH < engine.statistics().frozen_bytes
+        assert all(snapshot.state["model"][name].equal(value) for name, value in held.items())
+        assert engine.close(drain=False)

@@ -6,21 +6,14 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
+
+from support.waiting import until
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 
 SCRIPT = pathlib.Path(__file__).with_name("trainer.py")
-
-
-def until(condition, timeout_s=10.0):
-    """Poll for a condition; its value at the end."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return value
 
 
 class Trainer:

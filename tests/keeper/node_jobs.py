@@ -1,28 +1,25 @@
-"""Two ranks of one node: their keepers are processes, whose trainer this process is; or the first one's is in here."""
+"""Two ranks of one node: their keeper is a process, whose trainer this process is; or what it does is in here."""
 
 import contextlib
-import dataclasses
 import os
 import signal
-import time
 
-from keeper_jobs import until
+from support.waiting import until
 
 from lazysnap.arena import Slot, Word
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.keeper.attach import attach
-from lazysnap.keeper.gathering import Gathering
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import reach_keeper
-from lazysnap.keeper.parts import CaptureKey
+from lazysnap.keeper.launch import start_keeper, try_connect
 from lazysnap.keeper.persist import Persister
+from lazysnap.keeper.protocol import Adopt
 from lazysnap.keeper.team import Team
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.topology import places
 
-RUN, GENERATION = "0123456789abcdef", "00000000deadbeef"
+RUN, START = "0123456789abcdef", "00000000deadbeef"
 SIZES = (5000, 300_001)
 
 
@@ -32,12 +29,12 @@ def image_of(rank, step):
     return layout.header + bytes([(step + 100 * rank) % 251]) * SIZES[rank]
 
 
-def capture(rank, step, *, whole=True, pin=False, frozen=None, generation=GENERATION):
+def capture(rank, step, *, whole=True, pin=False, frozen=None, start=START):
     """A slot with a capture that is whole, or of which the header has landed."""
     image = image_of(rank, step)
     slot = Slot.create(1 << 16, len(image))
     slot.set_word(Word.READY, 1)
-    meta = CaptureMeta(RUN, 1, step, rank, 2, 3, generation=generation, frozen=frozen)
+    meta = CaptureMeta(RUN, start, step, rank, 2, 3, frozen=frozen)
     slot.begin(step, sequence=step, image_bytes=len(image), meta=meta.to_bytes(), pin=pin)
     slot.image[: len(image)] = image
     slot.advance(4096)
@@ -51,24 +48,30 @@ def frozen_slot(content):
     layout = Layout.plan([TensorSpec("base", "U8", (len(content),))])
     image = layout.header + content
     slot = Slot.create(1 << 16, len(image))
-    slot.begin(0, sequence=1, image_bytes=len(image), meta=CaptureMeta(RUN, 1, 0, 0, 1, 3).to_bytes(), pin=False)
+    slot.begin(0, sequence=1, image_bytes=len(image), meta=CaptureMeta(RUN, START, 0, 0, 1, 3).to_bytes(), pin=False)
     slot.image[: len(image)] = image
     slot.commit()
     return slot, FrozenReference(Checksums.of(memoryview(image)).whole, len(image))
 
 
+def reach_keeper(identity):
+    """A connection to the keeper, which is started where there is none."""
+    connection = try_connect(identity)
+    if connection is None:
+        start_keeper(identity).connection.close()
+        connection = until(lambda: try_connect(identity))
+    return connection
+
+
 class Member:
-    """One of them, by default the second, with a keeper of its own."""
+    """One of them, by default the second."""
 
     def __init__(self, root, *, rank=1, faster=(), **settings):
         self.rank = rank
         self.url = str(root / "level")
-        identity = JobIdentity.from_config(SnapshotConfig(job_id=str(root)))
-        self.teams = [
-            Team.of(places(["here", "here"]), rank, dataclasses.replace(identity, local_rank=rank)) for rank in (0, 1)
-        ]
-        self.identity = dataclasses.replace(identity, local_rank=rank)
-        self.level = PersistentLevel(self.url, **{"aggregate": "node", "timeout_s": 30, "every_n_steps": 1, **settings})
+        self.identity = JobIdentity.from_config(SnapshotConfig(job_id=str(root)))
+        self.teams = [Team.of(places(["here", "here"]), rank) for rank in (0, 1)]
+        self.level = PersistentLevel(self.url, **{"timeout_s": 30, "every_n_steps": 1, **settings})
         self.config = SnapshotConfig(levels=(*faster, self.level))
         self.connection = None
         self.slots = {}
@@ -81,7 +84,7 @@ class Member:
     def adopt(self, step, **settings):
         """Hand the keeper a slot with a capture of ``step``."""
         slot = self.slots[step] = capture(self.rank, step, **settings)
-        self.connection.send({"type": "adopt"}, (slot.fd,))
+        self.connection.send(Adopt(), (slot.fd,))
         return slot
 
     def told(self, kind):
@@ -91,31 +94,12 @@ class Member:
             self.events.append(message)
             for fd in fds:
                 os.close(fd)
-        return [event["step"] for event in self.events if event["type"] == kind]
-
-    @contextlib.contextmanager
-    def stopped(self):
-        """While it hangs, as far as anybody can tell."""
-        os.kill(self.connection.peer_pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self.connection.peer_pid, signal.SIGCONT)
-
-    def offer(self, step, *, timeout_s=20.0, is_alone=False, late=None, beat=lambda: None):
-        """What the lead's keeper gets when it asks."""
-        gathering = Gathering(self.teams[0], self.url, CaptureKey(GENERATION, RUN, step), late)
-        with contextlib.closing(gathering), contextlib.ExitStack() as stack:
-            return gathering.offers(beat, timeout_s, lambda: is_alone, stack)[1]
-
-    def ask(self, step, **settings):
-        """Number of the capture that is offered."""
-        return self.offer(step, **settings).sequence
+        return [event.step for event in self.events if isinstance(event, kind)]
 
     def close(self):
         if self.connection is not None:
             self.connection.close()
-        with contextlib.closing(reach_keeper(self.identity, time.monotonic() + 20)) as connection:
+        with contextlib.closing(reach_keeper(self.identity)) as connection:
             os.kill(connection.peer_pid, signal.SIGKILL)
         for slot in self.slots.values():
             slot.close()
@@ -135,7 +119,7 @@ class Here:
         return self.slots[-1]
 
     def told(self, kind):
-        return [event["step"] for event in self.events if event["type"] == kind]
+        return [event.step for event in self.events if isinstance(event, kind)]
 
     def close(self):
         until(self.persister.is_drained)

@@ -2,11 +2,12 @@
 
 import pytest
 from image_damage import DAMAGES, SHARD, damage, flip, image_at
-from keeper_jobs import until
-from test_levels import RUN, Rig, frozen_slot
+from support.waiting import until
+from test_levels import Rig, frozen_slot
 
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import FormatError
+from lazysnap.keeper.protocol import Durable, LevelFailed
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
@@ -61,8 +62,8 @@ def test_in_the_middle_of_a_run_it_is_replaced_from_memory_before_the_next_snaps
     damage(level.url, how)
     capture(trainer, reference, 3)
 
-    assert trainer.told("durable") == [1, 2, 3]
-    assert trainer.told("level_failed") == []
+    assert trainer.told(Durable) == [1, 2, 3]
+    assert trainer.told(LevelFailed) == []
     assert restorable(level) == [2, 3]
     capture(trainer, reference, 4, 5)
     assert restorable(level) == [4, 5]
@@ -81,8 +82,8 @@ def test_over_a_restart_of_the_keeper_it_is_replaced_before_the_first_snapshot(r
     second = rig(level, frozen={reference.digest: slot})
     capture(second, reference, 3)
 
-    assert second.told("durable") == [3]
-    assert second.told("level_failed") == []
+    assert second.told(Durable) == [3]
+    assert second.told(LevelFailed) == []
     assert restorable(level) == [2, 3]
 
 
@@ -99,7 +100,7 @@ def test_at_a_slower_level_it_is_replaced_from_the_faster_one_if_memory_has_it_n
     damage(slow.url, how)
     capture(trainer, reference, 2)
 
-    assert trainer.told("durable", slow.url) == [1, 2]
+    assert trainer.told(Durable, slow.url) == [1, 2]
     assert restorable(slow) == [1, 2]
 
 
@@ -115,32 +116,13 @@ def test_what_cannot_be_replaced_fails_the_level_until_it_can(rig, frozen, tmp_p
 
     capture(trainer, reference, 2, 3)
 
-    assert trainer.told("durable") == [1]
-    assert trainer.told("level_failed") == [2, 3]
+    assert trainer.told(Durable) == [1]
+    assert trainer.told(LevelFailed) == [2, 3]
     assert restorable(level) == []
     held[reference.digest] = slot
     capture(trainer, reference, 4)
-    assert trainer.told("durable") == [1, 4]
+    assert trainer.told(Durable) == [1, 4]
     assert restorable(level) == [1, 4]
-
-
-def test_while_somebody_reads_the_damaged_image_the_level_fails_and_then_comes_back(rig, frozen, tmp_path):
-    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=5)
-    slot, reference = frozen
-    trainer = rig(level, frozen={reference.digest: slot})
-    capture(trainer, reference, 1)
-    damage(level.url, "a bit of the shard is flipped")
-    reader = open_store(level.url)
-    (image,) = reader.inventory().frozen
-
-    with reader.storage.lease(f"{image.location}/{SHARD}"):
-        capture(trainer, reference, 2)
-        assert trainer.told("level_failed") == [2]
-        assert image_at(level.url).joinpath(SHARD).exists()
-
-    capture(trainer, reference, 3)
-    assert trainer.told("durable") == [1, 3]
-    assert restorable(level) == [1, 3]
 
 
 def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig, frozen, tmp_path):
@@ -161,7 +143,7 @@ def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig
     lane._is_sound = damage
     capture(trainer, reference, 2)
 
-    assert until(lambda: trainer.told("level_failed") == [2])
+    assert until(lambda: trainer.told(LevelFailed) == [2])
     assert restorable(level) == [1]
     capture(trainer, reference, 3)
     assert restorable(level) == [3]
@@ -183,8 +165,8 @@ def test_two_jobs_of_one_run_share_an_image_that_is_damaged_under_them(rig, froz
         step += 1
         capture(job, reference, step)
 
-    durable = [told for job in jobs for told in job.told("durable")]
+    durable = [told for job in jobs for told in job.told(Durable)]
     assert {step, step - 1} <= set(durable)
     assert set(durable) <= set(restorable(level))
     assert len(set(durable)) > step // 2
-    assert {image.run_id for image in open_store(level.url).inventory().frozen} == {RUN}
+    assert len(open_store(level.url).inventory().frozen) == 1

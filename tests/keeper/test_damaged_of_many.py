@@ -4,16 +4,18 @@ import pathlib
 
 import pytest
 from image_damage import SHARD, flip, image_at
-from keeper_jobs import until
-from node_jobs import GENERATION, RUN, Lead, Member, frozen_slot
+from node_jobs import RUN, START, Lead, Member, frozen_slot
+from support.names import directory_of
+from support.waiting import until
 
+from lazysnap.keeper.protocol import Durable, LevelFailed, Sound, Surplus
 from lazysnap.levels.belongings import Told
 
 
 @pytest.fixture
 def lead(tmp_path):
     """Its persister in this process, at a level where each rank has its own file; step 1 is sound at all of them."""
-    member = Member(tmp_path, aggregate="rank", keep_last=1)
+    member = Member(tmp_path, keep_last=1)
     lead = Lead(member)
     lead.url = pathlib.Path(member.url)
     yield lead
@@ -22,16 +24,16 @@ def lead(tmp_path):
 
 def begin(lead, **settings):
     lead.adopt(1, pin=True, **settings)
-    assert until(lambda: lead.told("sound") == [1])
-    lead.persister.tell(str(lead.url), Told(RUN, GENERATION, (1,)))
+    assert until(lambda: lead.told(Sound) == [1])
+    lead.persister.tell(str(lead.url), Told(RUN, START, (1,)))
 
 
 def damage(lead, flip_one):
     """From now on, whatever is committed."""
 
     def emit(event):
-        if event["type"] == "durable":
-            flip_one(event["step"])
+        if isinstance(event, Durable):
+            flip_one(event.step)
         lead.events.append(event)
 
     lead.persister.emit = emit
@@ -40,11 +42,11 @@ def damage(lead, flip_one):
 def capture(lead, *steps, **settings):
     for step in steps:
         lead.adopt(step, pin=True, **settings)
-        assert until(lambda step=step: step in lead.told("level_failed"))
+        assert until(lambda step=step: step in lead.told(LevelFailed))
         assert until(lead.persister.is_drained)
         del lead.slots[:-1]  # so many more wait for other ranks
     assert until(lead.persister.is_drained)
-    assert lead.told("level_failed") == list(steps)
+    assert lead.told(LevelFailed) == list(steps)
 
 
 def shards(lead):
@@ -53,12 +55,12 @@ def shards(lead):
 
 def test_the_bytes_of_shards_that_are_always_read_back_damaged_go_at_once(lead):
     begin(lead)
-    damage(lead, lambda step: flip(next((lead.url / f"step-{step:08}").glob("*.safetensors"))))
+    damage(lead, lambda step: flip(next((lead.url / directory_of(step, RUN, START)).glob("*.safetensors"))))
 
     capture(lead, 2, 3, 4)
 
-    assert shards(lead) == ["step-00000001"]
-    assert not (lead.url / "step-00000004").exists()
+    assert shards(lead) == [directory_of(1, RUN, START)]
+    assert not (lead.url / directory_of(4, RUN, START)).exists()
 
 
 def test_shards_whose_image_is_always_read_back_damaged_are_offered_to_be_taken_back(lead):
@@ -69,5 +71,5 @@ def test_shards_whose_image_is_always_read_back_damaged_are_offered_to_be_taken_
 
     capture(lead, 2, 3, 4, 5, 6, 7, 8, frozen=reference)
 
-    assert lead.told("surplus") == [2, 3]
+    assert lead.told(Surplus) == [2, 3]
     slot.close()

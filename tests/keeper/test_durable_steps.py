@@ -1,14 +1,21 @@
 """What a trainer makes of what its keeper says is durable."""
 
 from lazysnap.keeper.durable import DurableSteps
+from lazysnap.keeper.protocol import Durable, LevelFailed
 
 RUN = "ab" * 8
 
 
-def heard(*told, kind="durable", known=None):
+def heard(*told, known=None):
     known = known or DurableSteps()
     for sequence, step in told:
-        known.hear({"type": kind, "level": "/a", "step": step, "sequence": sequence, "run_id": RUN})
+        known.hear(Durable("/a", step, 1, 1.0, sequence, RUN))
+    return known
+
+
+def damaged(*told, known):
+    for sequence, step in told:
+        known.hear(LevelFailed("/a", step, "damaged", sequence))
     return known
 
 
@@ -23,7 +30,7 @@ def test_a_step_that_is_passed_again_counts_by_its_capture():
 def test_what_is_read_back_damaged_leaves_the_one_before():
     known = heard((3, 30), (4, 40))
 
-    assert heard((4, 40), kind="level_failed", known=known).newest("/a") == 30
+    assert damaged((4, 40), known=known).newest("/a") == 30
     assert known.newest("/b") == -1
 
 
@@ -40,6 +47,6 @@ def test_captures_of_before_a_run_was_adopted_do_not_count_nor_those_of_another_
 def test_only_the_last_few_are_remembered():
     known = heard(*((sequence, sequence) for sequence in range(1, 100)))
 
-    heard(*((sequence, sequence) for sequence in range(91, 100)), kind="level_failed", known=known)
+    damaged(*((sequence, sequence) for sequence in range(91, 100)), known=known)
 
     assert known.newest("/a") == -1

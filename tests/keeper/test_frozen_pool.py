@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from support.names import START
 
 from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.errors import MemoryBoundExceeded
@@ -44,7 +45,7 @@ class Capture:
     def begin(self, frozen):
         self.sequence += 1
         reference = None if frozen is None else FrozenReference(frozen, 5000)
-        meta = CaptureMeta("ab" * 8, 1, self.sequence, 0, 1, 0, frozen=reference).to_bytes()
+        meta = CaptureMeta("ab" * 8, START, self.sequence, 0, 1, 0, frozen=reference).to_bytes()
         self.slot.begin(self.sequence, sequence=self.sequence, image_bytes=10, meta=meta, pin=False)
 
 

@@ -9,8 +9,13 @@ import pytest
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.memory import available_bytes
-from lazysnap.keeper.messages import Connection
+from lazysnap.keeper.messages import Connection, OtherVersion
+from lazysnap.keeper.protocol import PROTOCOL, AdoptFrozen, MemoryRefused, Ping, decode, encode
+from lazysnap.keeper.slot_pool import available_bytes
+
+
+def framed(body, fds=0):
+    return struct.pack("<IHH", len(body), PROTOCOL, fds) + body
 
 
 @pytest.fixture
@@ -28,22 +33,22 @@ def read_on(connection):
 
 def send_on(connection):
     for _ in range(100_000):
-        connection.send({"type": "x" * 1000}, timeout_s=0.05)
+        connection.send(AdoptFrozen("x" * 1000), timeout_s=0.05)
 
 
 def test_a_descriptor_arrives_with_its_message(pair):
     one, two = pair
     memory = os.memfd_create("x")
     os.write(memory, b"hello")
-    one.send({"type": "a"})
-    one.send({"type": "b"}, (memory,))
+    one.send(Ping())
+    one.send(AdoptFrozen("b"), (memory,))
     os.close(memory)
 
     received = two.receive()
     while len(received) < 2:
         received += two.receive()
 
-    assert [message["type"] for message, _ in received] == ["a", "b"]
+    assert [message for message, _ in received] == [Ping(), AdoptFrozen("b")]
     assert received[0][1] == ()
     (fd,) = received[1][1]
     assert os.pread(fd, 5, 0) == b"hello"
@@ -53,23 +58,49 @@ def test_a_descriptor_arrives_with_its_message(pair):
 
 def test_messages_survive_any_fragmentation(pair):
     one, two = pair
-    body = b'{"type":"x","fds":0}'
-    for byte in struct.pack("<I", len(body)) + body:
+    for byte in framed(encode(AdoptFrozen("x"))):
         one.sock.send(bytes([byte]))
         received = two.receive()
 
-    assert [message["type"] for message, _ in received] == ["x"]
+    assert [message for message, _ in received] == [AdoptFrozen("x")]
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"1", b'{"type":1,"fds":0}', b'{"type":"a","fds":1}', b'{"type":"a","fds":-1}', b"[" * 10**5]
+    "data",
+    [
+        framed(b""),
+        framed(b"[]"),
+        framed(b"1"),
+        framed(b"\xff"),
+        framed(b"[" * 10**5),
+        framed(b'{"type":1}'),
+        framed(b'{"type":"Nothing"}'),
+        framed(b'{"type":"Adopted","slot":1}'),
+        framed(b'{"type":"Adopted","slot":1,"inode":"2"}'),
+        framed(encode(Ping()), fds=1),
+        struct.pack("<IHH", 1 << 30, PROTOCOL, 0),
+    ],
 )
-def test_what_is_no_message_is_refused(pair, body):
+def test_what_is_no_message_is_refused(pair, data):
     one, two = pair
-    one.sock.sendall(struct.pack("<I", len(body)) + body)
+    one.sock.sendall(data)
 
     with pytest.raises(KeeperUnavailable):
         read_on(two)
+
+
+def test_another_version_is_told_apart_whatever_it_says(pair):
+    one, two = pair
+    one.sock.sendall(struct.pack("<IHH", 3, PROTOCOL + 1, 0) + b"\xff\xff\xff")
+
+    with pytest.raises(OtherVersion, match=f"protocol {PROTOCOL + 1}, expected {PROTOCOL}"):
+        read_on(two)
+
+
+def test_texts_may_hold_names_that_are_no_utf_8():
+    message = MemoryRefused("no room in /\udc80")
+
+    assert decode(encode(message)) == message
 
 
 def test_a_peer_that_reads_nothing_costs_at_most_the_deadline(pair):

@@ -11,8 +11,9 @@ import sys
 import time
 
 import pytest
-from keeper_jobs import until
+from support.waiting import until
 
+from lazysnap.keeper.protocol import PROTOCOL
 from lazysnap.levels import open_store
 
 
@@ -266,10 +267,10 @@ def test_starters_that_race_end_with_one_keeper(job):
     "garbage",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        struct.pack("<I", 1 << 31),
-        b"\x02\0\0\0{}",
-        b"\x02\0\0\0[]",
-        struct.pack("<I", 3) + b"{{{",
+        struct.pack("<IHH", 1 << 31, PROTOCOL, 0),
+        struct.pack("<IHH", 2, PROTOCOL, 0) + b"{}",
+        struct.pack("<IHH", 2, PROTOCOL, 0) + b"[]",
+        struct.pack("<IHH", 3, PROTOCOL, 0) + b"{{{",
     ],
 )
 def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
@@ -279,7 +280,8 @@ def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
         stranger.settimeout(5)
         stranger.connect(job.identity.address)
         stranger.sendall(garbage)
-        assert stranger.recv(10) == b""
+        while stranger.recv(1000):  # it may be told of our version
+            pass
 
     assert [entry[0] for entry in first.inventory()] == [1]
 
@@ -352,19 +354,18 @@ def test_slots_of_a_size_that_were_there_before_are_made_again(job):
 
 def test_what_a_trainer_counts_on_stays_though_captures_have_another_size_now(job):
     """Of several ranks the newest that all have may be an older one."""
-    first = job.trainer(reserve=2)
-    first.capture(step=1)
-    first.capture(step=2)
-    first.hold(steps=[1])
-    assert first.reserve(count=2, size=30_000_000) == 2
-    first.capture(step=3)
-
-    assert until(lambda: first.slots() == 3), "step 2 goes as soon as step 3 is whole"
-    assert [entry[0] for entry in first.inventory()] == [1, 3]
-    first.hold(steps=[])
+    first = job.trainer(reserve=3, kept=2)
+    for step in (1, 2, 3):
+        first.capture(step=step)
+    assert first.reserve(count=3, size=30_000_000) == 3
+    assert [entry[0] for entry in first.inventory()] == [2, 3]
     first.capture(step=4)
-    assert until(lambda: first.slots() == 2)
+
+    assert until(lambda: first.slots() == 4), "step 2 goes as soon as step 4 is whole"
     assert [entry[0] for entry in first.inventory()] == [3, 4]
+    first.capture(step=5)
+    assert until(lambda: first.slots() == 3)
+    assert [entry[0] for entry in first.inventory()] == [4, 5]
 
 
 def test_slots_beyond_the_bound_are_refused_with_the_bytes_needed_and_allowed(job):

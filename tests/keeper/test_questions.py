@@ -4,9 +4,10 @@ import socket
 import threading
 
 import pytest
-from keeper_jobs import until
+from support.waiting import until
 
 from lazysnap.keeper.messages import Connection
+from lazysnap.keeper.protocol import Drain, Drained, Pong
 from lazysnap.keeper.questions import Questions
 
 
@@ -29,10 +30,10 @@ def test_an_answer_that_comes_after_the_deadline_is_not_kept(ends):
     lock = threading.Condition()
     questions = Questions(lock, lambda: ours)
 
-    assert questions.ask({"type": "inventory"}, 0.0) is None
+    assert questions.ask(Drain(sequence=1), 0.0) is None
     late = asked(theirs)
     with lock:
-        questions.hear({"type": "inventory", "id": late["id"]})
+        questions.hear(Drained(id=late.id, ok=True))
 
     assert questions._open == {}
 
@@ -41,16 +42,16 @@ def test_each_question_gets_its_own_answer(ends):
     ours, theirs = ends
     lock = threading.Condition()
     questions, answers = Questions(lock, lambda: ours), []
-    thread = threading.Thread(target=lambda: answers.append(questions.ask({"type": "drain"}, 20)))
+    thread = threading.Thread(target=lambda: answers.append(questions.ask(Drain(sequence=1), 20)))
     thread.start()
-    number = asked(theirs)["id"]
+    number = asked(theirs).id
     with lock:
-        for message in ({"type": "drained"}, {"type": "drained", "id": number + 1}, {"type": "drained", "id": number}):
+        for message in (Pong(), Drained(id=number + 1, ok=True), Drained(id=number, ok=True)):
             questions.hear(message)
         lock.notify_all()
     thread.join(20)
 
-    assert answers == [{"type": "drained", "id": number}]
+    assert answers == [Drained(id=number, ok=True)]
 
 
 def test_nobody_waits_for_an_answer_on_a_connection_that_ended(ends):
@@ -58,12 +59,38 @@ def test_nobody_waits_for_an_answer_on_a_connection_that_ended(ends):
     lock = threading.Condition()
     held, answers = [ours], []
     questions = Questions(lock, lambda: held[0])
-    thread = threading.Thread(target=lambda: answers.append(questions.ask({"type": "drain"}, 60)))
+    thread = threading.Thread(target=lambda: answers.append(questions.ask(Drain(sequence=1), 60)))
     thread.start()
-    assert asked(theirs)["type"] == "drain"
+    assert asked(theirs).sequence == 1
     with lock:
         held[0] = None
         lock.notify_all()
 
-    assert until(lambda: answers == [None], 30)
-    assert questions.ask({"type": "drain"}, 60) is None
+    assert until(lambda: answers == [None])
+    assert questions.ask(Drain(sequence=1), 60) is None
+
+
+def test_who_is_told_of_progress_holds_up_no_answer(ends):
+    """It may print to a terminal that stands still; what the keeper says is taken in by another thread meanwhile."""
+    ours, theirs = ends
+    lock = threading.Condition()
+    questions, answers = Questions(lock, lambda: ours), []
+    told, goes_on = threading.Event(), threading.Event()
+
+    def meanwhile():
+        told.set()
+        assert goes_on.wait(60)
+
+    thread = threading.Thread(target=lambda: answers.append(questions.ask(Drain(sequence=1), 60, meanwhile)))
+    thread.start()
+    number = asked(theirs).id
+    assert told.wait(60)
+    is_free = lock.acquire(timeout=20)
+    if is_free:
+        questions.hear(Drained(id=number, ok=True))
+        lock.release()
+    goes_on.set()
+    thread.join(60)
+
+    assert is_free
+    assert answers == [Drained(id=number, ok=True)]

@@ -33,7 +33,7 @@ def lanes(*every, world_size=1, **settings):
 
 
 def item(sequence, level=0):
-    entry = Entry(f"/{level}", level, "r", 0, sequence, 0, 1, f"step-{sequence}")
+    entry = Entry(f"/{level}", level, "r", "s", sequence, 0, 1, f"step-{sequence}")
     return Committed(sequence, entry, None, level)
 
 

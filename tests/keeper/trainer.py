@@ -1,9 +1,8 @@
 """A trainer without torch, driven line by line: a JSON command on standard input, a JSON answer on standard output.
 
-usage: trainer.py JOB_ID CONFIG_JSON     (CONFIG_JSON: levels, linger_s, max_bytes)
+usage: trainer.py JOB_ID CONFIG_JSON     (CONFIG_JSON: levels, linger_s, max_bytes, rank: number and of how many)
 """
 
-import dataclasses
 import json
 import os
 import signal
@@ -11,12 +10,18 @@ import sys
 import threading
 import time
 
+import msgspec
+
 from lazysnap.arena import SlotPhase, Word
 from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.team import Team
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.names import new_id
+
+START = new_id()
 
 TIMEOUT_S = 60.0
 # A shell starts what runs in the background with this signal ignored, and so all that it starts.
@@ -35,11 +40,13 @@ class Trainer:
         memory = MemoryLevel(linger_s=settings.get("linger_s", 30.0), max_bytes=settings.get("max_bytes"))
         config = SnapshotConfig(job_id=job_id, levels=levels, memory=memory, keeper_timeout_s=10.0)
         self.timeout_s = settings.get("timeout_s", TIMEOUT_S)
-        self.client = KeeperClient(JobIdentity.from_config(config), config)
+        rank, ranks = self.rank = settings.get("rank", (0, 1))
+        self.client = KeeperClient(JobIdentity.from_config(config), config, Team(rank, ranks, rank))
         self.size = settings.get("size", 100_000)
         self.run_id = settings.get("run_id", "ab" * 8)
         self.events = []
         self.open = None
+        self.kept = settings.get("kept", 1)
 
     def connect(self):
         started = time.monotonic()
@@ -72,12 +79,27 @@ class Trainer:
         self.size = size or self.size
         self.client.reserve(4096, 4096 + self.size, count)
         deadline = time.monotonic() + TIMEOUT_S
+        self.return_others()
         while len(self.fitting()) < count and time.monotonic() < deadline and not self.refused():
             time.sleep(0.002)
+            self.return_others()
         return len(self.fitting())
 
+    def fits(self, slot):
+        return slot.image_capacity == -(-(4096 + self.size) // 4096) * 4096
+
     def fitting(self):
-        return [slot for slot in self.client.slots() if slot.image_capacity == -(-(4096 + self.size) // 4096) * 4096]
+        return [slot for slot in self.client.slots() if self.fits(slot)]
+
+    def return_others(self):
+        """Return slots of another size, but for what the newest whole captures and levels need."""
+        statuses = {slot: slot.status() for slot in self.client.mapped()}
+        whole = [status.sequence for status in statuses.values() if status.phase is SlotPhase.WHOLE]
+        for slot, status in statuses.items():
+            is_needed = status.pinned or status.phase is SlotPhase.CAPTURING
+            if not self.fits(slot) and not is_needed and status.sequence not in sorted(whole)[-self.kept :]:
+                self.client.return_slot(slot)
+        return True
 
     def refused(self):
         self.events += self.client.poll_events()
@@ -89,7 +111,7 @@ class Trainer:
         newest = max(whole, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
         slot = next(slot for slot in slots if slot is not newest and not slot.status().pinned)
         sequence = 1 + max(other.word(Word.SEQUENCE) for other in self.client.slots())
-        meta = CaptureMeta(self.run_id, 1, step, 0, 1, 0).to_bytes()
+        meta = CaptureMeta(self.run_id, START, step, *self.rank, 0).to_bytes()
         image = content(self.run_id, step, self.size)
         slot.begin(step, sequence=sequence, image_bytes=len(image), meta=meta, pin=pin)
         self.client.begun(slot, step)
@@ -102,7 +124,7 @@ class Trainer:
         slot, image, _ = self.open
         slot.image[: len(image)] = image
         slot.commit()
-        return True
+        return self.return_others()
 
     def discard(self):
         self.open[0].discard()
@@ -110,11 +132,6 @@ class Trainer:
 
     def capture(self, step, pin=False):
         return self.begin(step, pin) and self.commit()
-
-    def hold(self, steps):
-        for slot in self.client.slots():
-            slot.set_word(Word.HELD, int(slot.status().step in steps))
-        return True
 
     def pinned(self):
         return sum(slot.status().pinned for slot in self.client.slots())
@@ -130,7 +147,7 @@ class Trainer:
 
     def adopt_run(self, run_id):
         self.run_id = run_id
-        self.client.adopt_run(run_id, 1)
+        self.client.adopt_run(run_id)
         return True
 
     def wait_durable(self, step, timeout_s):
@@ -142,12 +159,17 @@ class Trainer:
     def take_events(self):
         self.events += self.client.poll_events()
         events, self.events = self.events, []
-        return [[type(event).__name__, dataclasses.asdict(event)] for event in events]
+        return [[type(event).__name__, msgspec.to_builtins(event)] for event in events]
 
     def cut(self):
         """Break the connection as a trainer does that finds the keeper hanging."""
         self.client._cut(self.client._connection)
         return True
+
+    def disconnect(self):
+        """Lose the connection for good, without a word."""
+        self.client._closing = True
+        return self.cut()
 
     def fork(self):
         """A child like a data loader's worker, that outlives its parent."""

@@ -10,7 +10,7 @@ import sys
 from refused_calls import refuse
 from snapshots import Image, meta
 
-from lazysnap.errors import LevelError, NameTaken
+from lazysnap.errors import LevelError
 from lazysnap.levels import open_store
 from lazysnap.levels.local import LocalStorage
 
@@ -26,21 +26,16 @@ def stop() -> None:
     sys.stdin.readline()
 
 
-def claim(storage: LocalStorage, content: str, rounds: str) -> None:
-    """Publish ``rounds`` names, all begun beforehand; answers with the numbers that were won."""
+def contend(storage: LocalStorage, content: str, rounds: str) -> None:
+    """Publish ``rounds`` names, all begun beforehand."""
     writers = [storage.begin(f"{number}/shard", len(content)) for number in range(int(rounds))]
     for writer in writers:
         writer.write(0, memoryview(content.encode()))
     stop()
-    won = []
-    for number, writer in enumerate(writers):
-        try:
-            writer.publish()
-            won.append(number)
-        except NameTaken:
-            pass
+    for writer in writers:
+        writer.publish()
         writer.close()
-    say(*won)
+    say("done")
 
 
 def lease(storage: LocalStorage) -> None:
@@ -81,7 +76,7 @@ def begin(storage: LocalStorage) -> None:
 
 
 def put(storage: LocalStorage) -> None:
-    storage.put(NAME, b"mine", exclusive=True)
+    storage.put(NAME, b"mine")
 
 
 def publish_twice(storage: LocalStorage) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import seaweed
+from support.names import directory_of
 
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.s3 import S3Storage
@@ -15,7 +16,8 @@ from lazysnap.levels.workers import Workers
 from lazysnap.shard.checksum import BLOCK_BYTES, block_ranges
 
 MIB = 1 << 20
-SHARD = "step-00000001/rank-00000-of-00001.safetensors"
+DIRECTORY = directory_of(1)
+SHARD = f"{DIRECTORY}/rank-00000-of-00001.safetensors"
 SIZE = 18_000_000
 """Two parts."""
 
@@ -70,7 +72,7 @@ def operations(proxy) -> list[str]:
 
 CHILD = """
 import sys
-sys.path[:0] = [{here!r}, {servers!r}]
+sys.path[:0] = [{here!r}, {servers!r}, {tests!r}]
 from s3_work import *
 storage = S3Storage({url!r}, {options!r})
 def say(text):
@@ -86,7 +88,8 @@ def child(url: str, options: dict, code: str):
     """A process with a client of its own; it ends with the block."""
     here = str(pathlib.Path(__file__).parent)
     servers = str(pathlib.Path(seaweed.__file__).parent)
-    text = CHILD.format(here=here, servers=servers, url=url, options=options, code=code)
+    tests = str(pathlib.Path(__file__).parents[1])
+    text = CHILD.format(here=here, servers=servers, tests=tests, url=url, options=options, code=code)
     process = subprocess.Popen(
         [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )

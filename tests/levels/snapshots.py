@@ -4,6 +4,7 @@ import pathlib
 import subprocess
 
 import pytest
+from support.names import START
 
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -37,7 +38,7 @@ class Image:
 
 
 def meta(step: int, run: str = RUN) -> CaptureMeta:
-    return CaptureMeta(run, 1 if run == RUN else 2, step, 0, 1, 3, state={"step": step})
+    return CaptureMeta(run, START, step, 0, 1, 3, state={"step": step})
 
 
 def whole(store, run: str = RUN) -> list[int]:

@@ -12,6 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "engine"))
 
 import seaweed
 from small_training import TIMEOUT_S, Training
+from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.levels import open_store
@@ -62,6 +63,7 @@ def test_what_the_disk_lost_comes_back_from_s3(start, levels, tmp_path):
     assert second.facts() == facts
 
 
+@pytest.mark.slow
 def test_a_dead_server_costs_s3_its_snapshots_and_nothing_else(start, levels, s3_server):
     local, remote = levels
     training = start()
@@ -70,7 +72,8 @@ def test_a_dead_server_costs_s3_its_snapshots_and_nothing_else(start, levels, s3
     s3_server.kill()
     try:
         training.run(3, 4)
-        assert not training.engine.flush(60)
+        until(lambda: training.engine.statistics().level_failures[remote.url])
+        assert not training.engine.flush(1)
         statistics = training.engine.statistics()
         assert statistics.level_failures[remote.url] >= 1
         assert statistics.last_durable_step[local.url] == 4

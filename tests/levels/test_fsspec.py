@@ -2,22 +2,19 @@
 
 import contextlib
 import gc
-import json
 import logging
 import os
-import threading
 import traceback
 import uuid
 
 import fsspec
 import pytest
 from drivers import DRIVERS, ObjectStore, Talkative
-from s3_work import MIB, SHARD, SIZE, blocks, download, pattern, upload
+from s3_work import SHARD, SIZE, blocks, download, pattern, upload
+from support.names import directory_of
 
-from lazysnap.errors import LevelUnavailable, NameTaken, ShardCorrupt
-from lazysnap.levels import lockless, open_store, remote
-from lazysnap.levels.lockless import claim_path
-from lazysnap.levels.owner import sign
+from lazysnap.errors import LevelUnavailable, ShardCorrupt
+from lazysnap.levels import open_store
 from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.remote import FsspecStorage
 
@@ -45,7 +42,7 @@ def storage(request, place):
 
 
 def hidden(storage) -> list[str]:
-    return [name for name in storage.list("step-00000001") if not name.startswith(".")]
+    return [name for name in storage.list(directory_of(1)) if not name.startswith(".")]
 
 
 def test_what_was_written_is_read_back_bit_for_bit(storage):
@@ -53,8 +50,8 @@ def test_what_was_written_is_read_back_bit_for_bit(storage):
     upload(storage, data)
 
     assert download(storage) == data
-    assert storage.list("step-00000001") == [NAME]
-    assert storage.list() == ["step-00000001"]
+    assert storage.list(directory_of(1)) == [NAME]
+    assert storage.list() == [directory_of(1)]
 
 
 def test_bytes_are_sent_as_they_come_and_nothing_shows_before_the_end(storage):
@@ -75,7 +72,7 @@ def test_what_is_given_up_never_shows_also_when_the_driver_cleans_up_after_itsel
     del writer
     gc.collect()
 
-    assert storage.list("step-00000001") == []
+    assert storage.list(directory_of(1)) == []
     upload(storage, pattern(100))
     assert download(storage) == pattern(100)
 
@@ -96,121 +93,50 @@ def test_what_was_not_written_whole_is_not_published(storage):
         writer.write(*blocks(pattern(SIZE))[0])
         with pytest.raises(ShardCorrupt, match="were written of"):
             writer.publish()
-    assert storage.list("step-00000001") == []
+    assert storage.list(directory_of(1)) == []
 
 
 def test_a_place_that_loses_bytes_is_found_out(place):
     storage = FsspecStorage(f"losesbytes://{place}/run")
     with pytest.raises(LevelUnavailable, match="5999 bytes arrived, 6000 were sent"):
         upload(storage, pattern(6000))
-    assert storage.list("step-00000001") == []
+    assert storage.list(directory_of(1)) == []
 
 
 @pytest.mark.parametrize(
-    ("protocol", "can_create", "shows_open_files"),
-    [
-        ("memory", True, True),
-        ("objects", True, False),
-        ("nocreate", False, False),
-        ("ignorescreate", False, False),
-        ("looksfirst", False, True),
-    ],
+    ("protocol", "shows_open_files"), [("memory", True), ("objects", False), ("nocreate", False), ("looksfirst", True)]
 )
-def test_what_a_place_can_do_is_tried_out_once_and_said_once(place, caplog, protocol, can_create, shows_open_files):
-    for _ in range(2):
-        storage = FsspecStorage(f"{protocol}://{place}/run")
-        found = storage.abilities()
-        assert (found.can_create, found.shows_open_files) == (can_create, shows_open_files)
-        assert storage.list() == []
-    assert caplog.text.count("cannot refuse to write over an object") == (0 if can_create else 1)
+def test_what_a_place_can_do_is_tried_out(place, protocol, shows_open_files):
+    storage = FsspecStorage(f"{protocol}://{place}/run")
+    assert storage.abilities().shows_open_files is shows_open_files
+    assert storage.list() == []
 
 
-def test_the_second_writer_is_told_whatever_the_place_can_do(storage):
-    other = FsspecStorage(storage.url)
-    with contextlib.closing(storage.begin(SHARD, 100)) as writer:
-        with pytest.raises(NameTaken):
-            other.begin(SHARD, 100)
-        writer.write(0, pattern(100))
-        writer.publish()
-        with pytest.raises(NameTaken):
-            other.begin(SHARD, 100)
-    for client in (storage, other):
-        with pytest.raises(NameTaken):
-            client.begin(SHARD, 100)
-        with pytest.raises(NameTaken):
-            client.put(SHARD, b"x", exclusive=True)
-    assert download(other) == pattern(100)
-    assert storage.list("step-00000001") == [NAME]
+def test_where_nothing_has_an_age_nothing_is_abandoned(place):
+    storage = FsspecStorage(f"notimes://{place}/run", abandoned_after_s=0.0)
+    storage.put(SHARD, b"x")
+
+    assert not storage.delete_abandoned(SHARD)
+    assert not storage.is_settled(SHARD)
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 7200.0, -7200.0], ids=["right", "ahead", "behind"])
 def test_age_is_by_the_clock_of_the_place(place, ahead_s, monkeypatch):
     monkeypatch.setattr(ObjectStore, "clock_s", ahead_s)
     storage = FsspecStorage(f"objects://{place}/run")
-    assert storage.can_create()
-    storage.put("step-00000001/object", b"x")
+    storage.abilities()
+    storage.put(f"{directory_of(1)}/object", b"x")
 
-    assert abs(storage.age_s("step-00000001/object")) < 60
-
-
-def test_a_claim_from_elsewhere_is_honoured_until_it_is_old(place, monkeypatch):
-    storage = FsspecStorage(f"objects://{place}/run")
-    signed = json.dumps({**json.loads(sign("claim")), "host": "elsewhere"}).encode()
-    storage.put(claim_path(SHARD), signed)
-    with pytest.raises(NameTaken):
-        storage.begin(SHARD, 100)
-    assert not storage.delete_abandoned(claim_path(SHARD))
-
-    late = FsspecStorage(storage.url, abandoned_after_s=0.0)
-    upload(late, pattern(100))
-    assert download(late) == pattern(100)
-
-
-def test_where_nothing_has_an_age_what_is_elsewhere_stays(place):
-    storage = FsspecStorage(f"notimes://{place}/run", abandoned_after_s=0.0)
-    storage.put(claim_path(SHARD), json.dumps({**json.loads(sign("claim")), "host": "elsewhere"}).encode())
-    storage.put("step-00000001/reading-1.lease", b"elsewhere")
-
-    assert not storage.delete_abandoned(claim_path(SHARD))
-    assert storage.is_leased(SHARD)
-
-
-def test_a_lease_from_elsewhere_ends_when_it_was_not_renewed(place, monkeypatch):
-    storage = FsspecStorage(f"objects://{place}/run")
-    storage.put("step-00000001/reading-1.lease", b"elsewhere")
-    assert storage.is_leased(SHARD)
-
-    monkeypatch.setattr(lockless, "LEASE_S", 0.0)
-    assert not storage.is_leased(SHARD)
-    assert storage.list("step-00000001") == []
-
-
-def test_a_lease_is_renewed_while_it_is_held(place, monkeypatch):
-    monkeypatch.setattr(lockless, "LEASE_S", 0.01)
-    renewed = []
-
-    class Watched(FsspecStorage):
-        def overwrite(self, path, data):
-            super().overwrite(path, data)
-            if path.endswith(".lease"):
-                renewed.append(path)
-                if len(renewed) == 4:
-                    enough.set()
-
-    enough = lockless.threading.Event()
-    with Watched(f"objects://{place}/run").lease(SHARD):
-        assert enough.wait(60)
-    assert len(set(renewed)) == 1
-    assert FsspecStorage(f"objects://{place}/run").list("step-00000001") == []
+    assert abs(storage.age_s(f"{directory_of(1)}/object")) < 60
 
 
 def test_a_probe_of_a_dead_process_is_swept_when_it_is_old(place):
     storage = FsspecStorage(f"objects://{place}/run")
-    storage.put(".lazysnap-probe-0000", b"probe")
+    storage.put(".lazysnap-probe-0123456789abcdef", b"probe")
     assert storage.abort_stale() == []
     late = FsspecStorage(f"objects://{place}/run", abandoned_after_s=0.0)
-    assert late.abort_stale("step-00000001") == []
-    assert late.abort_stale() == [".lazysnap-probe-0000"]
+    assert late.abort_stale(directory_of(1)) == []
+    assert late.abort_stale() == [".lazysnap-probe-0123456789abcdef"]
     assert late.list() == []
 
 
@@ -229,7 +155,7 @@ def test_a_secret_that_a_driver_quotes_is_in_no_message(place, caplog, monkeypat
     with pytest.raises(LevelUnavailable) as first:
         storage.list()
     with pytest.raises(LevelUnavailable) as second:
-        storage.put("step-00000001/object", b"x")
+        storage.put(f"{directory_of(1)}/object", b"x")
     with storage.lease(SHARD):
         pass
     with pytest.raises(LevelUnavailable) as third:
@@ -261,25 +187,19 @@ def test_secrets_are_found_however_deep_and_short_words_are_left_alone():
 
 
 def test_s3_works_through_this_code_as_well(s3_server, s3_url):
-    """Its servers refuse a second object in two ways; s3fs shows one of them as EINVAL."""
     storage = FsspecStorage(s3_url, s3_server.options())
     data = pattern(SIZE)
     upload(storage, data)
 
-    assert storage.can_create()
     assert not storage.abilities().shows_open_files
-    with pytest.raises(NameTaken):
-        storage.put(SHARD, b"x", exclusive=True)
-    with pytest.raises(NameTaken):
-        storage.begin(SHARD, MIB)
     assert download(storage) == data
-    assert storage.list("step-00000001") == [NAME]
+    assert storage.list(directory_of(1)) == [NAME]
 
 
 def test_a_missing_bucket_is_no_missing_file(s3_server):
     storage = FsspecStorage("s3://no-such-bucket/run", s3_server.options())
     with pytest.raises(LevelUnavailable, match="does the bucket or share exist"):
-        storage.put("step-00000001/object", b"x")
+        storage.put(f"{directory_of(1)}/object", b"x")
 
 
 # -------------------------------------------------------------------- the process
@@ -303,32 +223,3 @@ def test_drivers_are_not_shared_with_the_rest_of_the_program(place):
 def test_an_unknown_protocol_is_refused_with_what_to_do():
     with pytest.raises(LevelUnavailable, match="nosuchthing"):
         open_store("nosuchthing://x/run")
-
-
-def test_a_put_that_hangs_at_one_place_holds_up_no_other(place, monkeypatch):
-    here, elsewhere = (FsspecStorage(f"objects://{place}-{name}/run") for name in ("here", "elsewhere"))
-    assert here.can_create()
-    assert elsewhere.can_create()
-    entered, may_go_on, original = threading.Event(), threading.Event(), ObjectStore.pipe_file
-
-    def pipe_file(driver, path, value, mode="overwrite", **settings):
-        if mode == "create" and "-here" in path and not entered.is_set():
-            entered.set()
-            assert may_go_on.wait(60)
-        return original(driver, path, value, mode=mode, **settings)
-
-    monkeypatch.setattr(ObjectStore, "pipe_file", pipe_file)
-    monkeypatch.setattr(remote, "_CREATE_S", 0.2)
-    hanging = threading.Thread(target=here.create, args=("a", b"1"), daemon=True)
-    hanging.start()
-    assert entered.wait(20)
-
-    elsewhere.create("a", b"2")
-    assert elsewhere.get("a") == b"2"
-    with pytest.raises(LevelUnavailable, match="hangs"):
-        here.create("b", b"3")
-
-    may_go_on.set()
-    hanging.join(20)
-    here.create("b", b"3")
-    assert [here.get(name) for name in "ab"] == [b"1", b"3"]

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from snapshots import Image, meta
+from support.names import START, directory_of
 
 from lazysnap.levels import open_store
 from lazysnap.levels.listing import Directory, Listing
@@ -17,16 +18,16 @@ def store(tmp_path):
     store = open_store(str(tmp_path / "run"))
     for step in (1, 2):
         for rank in range(WORLD):
-            store.write(dataclasses.replace(meta(step), rank=rank, world_size=WORLD, generation="0" * 16), Image(step))
+            store.write(dataclasses.replace(meta(step), rank=rank, world_size=WORLD, start=START), Image(step))
     return store
 
 
 def test_ranks_in_a_row_are_told_as_one(store):
-    store.storage.delete(f"step-00000002/rank-00002-of-0000{WORLD}.json")
+    store.storage.delete(f"{directory_of(2)}/rank-00002-of-0000{WORLD}.json")
 
     assert [directory.ranges for directory in store.listing().directories] == [
-        (("rank", 5, 0, 4),),
-        (("rank", 5, 0, 1), ("rank", 5, 3, 4)),
+        ((5, 0, 4),),
+        ((5, 0, 1), (5, 3, 4)),
     ]
 
 
@@ -43,18 +44,20 @@ def test_together_the_shares_are_the_whole(store, parts):
     assert max(map(len, found)) <= 2 * -(-WORLD // parts)
 
 
-def test_a_manifest_of_an_odd_name_is_looked_at_by_one(store, tmp_path):
-    (tmp_path / "run" / "step-00000001" / "rank-000001-of-00005.json").write_text("{}")
-    listing = store.listing()
+@pytest.mark.parametrize(
+    "name", ["rank-000001-of-00005.json", "rank-00005-of-00005.json", "rank-00000-of-9999999999.json", "notes.json"]
+)
+def test_a_manifest_of_another_name_is_not_looked_at(store, tmp_path, name):
+    before = store.listing()
+    (tmp_path / "run" / directory_of(1) / name).write_text("{}")
 
-    assert listing.directories[0].odd == ("rank-000001-of-00005.json",)
-    problems = [store.inventory(listing, (part, 2)).problems for part in range(2)]
-    assert sorted(map(len, problems)) == [0, 1]
+    assert store.listing() == before
+    assert store.inventory().problems == ()
 
 
 def test_what_went_between_listing_and_looking_is_said(store):
     listing = store.listing()
-    store.storage.delete("step-00000001/rank-00000-of-00005.safetensors")
+    store.storage.delete(f"{directory_of(1)}/rank-00000-of-00005.safetensors")
 
     inventory = store.inventory(listing)
 
@@ -63,7 +66,7 @@ def test_what_went_between_listing_and_looking_is_said(store):
 
 
 def test_a_directory_of_two_worlds_names_all():
-    directory = Directory("step-00000001", (("rank", 2, 0, 1), ("node", 4, 1, 3)))
+    directory = Directory(directory_of(1), ((2, 0, 1), (4, 1, 3)))
 
-    names = ["rank-00001-of-00002.json", "node-00001-of-00004.json", "node-00003-of-00004.json"]
+    names = ["rank-00001-of-00002.json", "rank-00001-of-00004.json", "rank-00003-of-00004.json"]
     assert list(directory.manifests((1, 2))) == names

@@ -1,13 +1,11 @@
 """Snapshots in S3: a real server, real deaths, real races. What breaks on the way is in test_s3_faults.py."""
 
 import contextlib
-import json
 import logging
 import shutil
 import ssl
 import subprocess
 import sys
-import threading
 import traceback
 
 import pytest
@@ -25,13 +23,12 @@ from s3_work import (
     through,
     upload,
 )
+from support.names import directory_of
 
-from lazysnap.errors import LevelUnavailable, NameTaken, ShardCorrupt
-from lazysnap.levels import lockless, open_store, s3
-from lazysnap.levels.lockless import claim_path
+from lazysnap.errors import LevelUnavailable, ShardCorrupt
+from lazysnap.levels import open_store, s3
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.multipart import BLOCK_BYTES, MAX_PARTS, part_bytes
-from lazysnap.levels.owner import sign
 from lazysnap.levels.s3 import S3Storage
 
 
@@ -46,8 +43,8 @@ def test_what_was_written_is_read_back_bit_for_bit(storage):
 
     assert storage.size(SHARD) == len(data)
     assert download(storage) == data
-    assert storage.list() == ["step-00000001"]
-    assert storage.list("step-00000001") == ["rank-00000-of-00001.safetensors"]
+    assert storage.list() == [directory_of(1)]
+    assert storage.list(directory_of(1)) == ["rank-00000-of-00001.safetensors"]
     assert storage.checks_writes
 
 
@@ -110,33 +107,8 @@ def test_an_object_that_lacks_a_part_is_not_published(storage):
         with pytest.raises(ShardCorrupt, match="1 parts of it were not written"):
             writer.publish()
 
-    assert storage.list("step-00000001") == []
+    assert storage.list(directory_of(1)) == []
     assert storage.abort_stale() == []
-
-
-def test_of_two_writers_of_one_name_one_is_told_and_the_others_bytes_are_intact(s3_server, s3_url):
-    datas = [pattern(SIZE, seed) for seed in range(2)]
-    start, outcomes = threading.Barrier(2), {}
-
-    def write(number: int) -> None:
-        storage = S3Storage(s3_url, s3_server.options())
-        start.wait(60)
-        try:
-            upload(storage, datas[number])
-            outcomes[number] = "won"
-        except NameTaken:
-            outcomes[number] = "taken"
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-
-    assert sorted(outcomes.values()) == ["taken", "won"]
-    storage = S3Storage(s3_url, s3_server.options())
-    assert download(storage) == datas[0 if outcomes[0] == "won" else 1]
-    assert storage.list("step-00000001") == ["rank-00000-of-00001.safetensors"]
 
 
 HALF = """
@@ -148,88 +120,47 @@ wait()
 """
 
 
-def test_what_a_killed_writer_left_is_not_offered_and_aborted_by_the_next_sweep(storage, s3_server, s3_url):
+def test_what_a_killed_writer_left_is_not_offered_and_aborted_after_a_day(storage, s3_server, s3_url):
     with child(s3_url, s3_server.options(), HALF) as writer:
         assert heard(writer) == "half"
         assert storage.abort_stale() == []
-        with pytest.raises(NameTaken):
-            storage.begin(SHARD, SIZE)
         writer.kill()
         writer.wait(60)
 
     with pytest.raises(FileNotFoundError):
         storage.size(SHARD)
     assert len(storage._uploads(storage.key(""))) == 1
-    assert storage.abort_stale() == [SHARD]
+    assert storage.abort_stale() == []
+    assert S3Storage(s3_url, s3_server.options(), abandoned_after_s=-1.0).abort_stale() == [SHARD]
     assert storage._uploads(storage.key("")) == []
-    assert storage.list("step-00000001") == []
+    assert storage.list(directory_of(1)) == []
     upload(storage, pattern(SIZE))
     assert download(storage) == pattern(SIZE)
 
 
-@pytest.mark.parametrize("age", ["young", "old"])
-def test_a_writer_elsewhere_is_believed_alive_until_its_claim_is_old(s3_server, s3_url, age):
-    storage = S3Storage(s3_url, s3_server.options(), abandoned_after_s=3600.0 if age == "young" else 0.0)
-    facts = json.loads(sign("claim"))
-    storage.put(claim_path(SHARD), json.dumps({**facts, "host": "elsewhere"}).encode())
-    upload_id = storage.client.call("x", "create_multipart_upload", Key=storage.key(SHARD))["UploadId"]
-
-    assert storage.abort_stale() == ([] if age == "young" else [SHARD])
-    assert len(storage._uploads(storage.key(""))) == (1 if age == "young" else 0)
-    if age == "young":
-        assert not storage.delete_abandoned(claim_path(SHARD))
-        with pytest.raises(NameTaken):
-            storage.begin(SHARD, 1)
-        storage.abort(storage.key(SHARD), upload_id)
-    else:
-        assert storage.list("step-00000001") == []
-
-
-def test_the_claim_of_a_long_upload_stays_young(s3_proxy, s3_server, s3_url, monkeypatch):
-    monkeypatch.setattr(lockless, "_MIN_RENEWAL_S", 0.0)
-    storage = through(s3_proxy, s3_server, s3_url, abandoned_after_s=0.0)
-    data = blocks(pattern(SIZE))
-    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
-        s3_proxy.requests.clear()
-        writer.write(*data[0])
-        assert operations(s3_proxy) == ["GET", "PUT", "part"]
-        storage.put(claim_path(SHARD), sign("claim"))  # of another one, to whom this one looked dead
-        with pytest.raises(NameTaken, match="its claim is gone"):
-            writer.write(*data[1])
-
-    assert storage.list("step-00000001") == [claim_path(SHARD).split("/")[1]]
-
-
-def test_uploads_of_others_below_the_prefix_are_left_alone(storage):
-    keys = [storage.key(name) for name in ("notes/big.bin", "big.bin", "step-1/deeper/big.bin")]
+def test_uploads_of_others_below_the_prefix_are_left_alone(storage, s3_server, s3_url):
+    names = ("notes/big.bin", "big.bin", "step-1/deeper/big.bin", f"{directory_of(1)}/big.bin", f"notes/{SHARD}")
+    keys = [storage.key(name) for name in names]
     ids = [storage.client.call("x", "create_multipart_upload", Key=key)["UploadId"] for key in keys]
 
-    assert storage.abort_stale() == []
-    assert sorted(key for key, _ in storage._uploads(storage.key(""))) == sorted(keys)
+    for client in (storage, S3Storage(s3_url, s3_server.options(), abandoned_after_s=0.0)):
+        assert client.abort_stale() == []
+    assert sorted(key for key, *_ in storage._uploads(storage.key(""))) == sorted(keys)
     for key, upload_id in zip(keys, ids, strict=True):
         storage.abort(key, upload_id)
 
 
-def test_a_lease_is_honoured_by_another_process_and_ends_with_its_reader(storage, s3_server, s3_url):
-    upload(storage, pattern(100))
-    code = "with storage.lease(SHARD):\n    say('leased')\n    wait()\n    say('read')\nsay('done')\nwait()"
-    for ending in ("end", "kill"):
-        with child(s3_url, s3_server.options(), code) as reader:
-            assert heard(reader) == "leased"
-            assert storage.is_leased(SHARD)
-            if ending == "end":
-                reader.stdin.write("\n")
-                reader.stdin.flush()
-                assert heard(reader) == "read"
-                assert heard(reader) == "done"
-            else:
-                reader.kill()
-                reader.wait(60)
-            assert not storage.is_leased(SHARD)
-            assert storage.list("step-00000001") == ["rank-00000-of-00001.safetensors"]
+def test_an_upload_of_a_shard_is_left_alone_for_a_day(storage, s3_server, s3_url):
+    """As ``aws s3 cp`` makes one, when somebody brings a snapshot there."""
+    upload_id = storage.client.call("x", "create_multipart_upload", Key=storage.key(SHARD))["UploadId"]
+    ((_, found, age_s),) = storage._uploads(storage.key(""))
+
+    assert (found, storage.abort_stale()) == (upload_id, [])
+    assert abs(age_s) < 600
+    assert S3Storage(s3_url, s3_server.options(), abandoned_after_s=-1.0).abort_stale() == [SHARD]
 
 
-def test_a_reader_that_may_not_write_reads_without_a_lease(storage, s3_server, s3_url):
+def test_a_reader_that_may_not_write_reads(storage, s3_server, s3_url):
     data = pattern(SIZE)
     upload(storage, data)
     reader = S3Storage(s3_url, s3_server.options(seaweed.READER))
@@ -291,7 +222,7 @@ def test_a_bucket_that_refuses_is_named_and_what_to_do(s3_server, s3_url, change
     options = {**s3_server.options(), **change}
     storage = S3Storage(url or s3_url, options)
     with pytest.raises(LevelUnavailable, match=expected) as caught:
-        storage.begin(SHARD, 100)
+        upload(storage, pattern(100))
 
     shown = "".join(traceback.format_exception(caught.value)) + caplog.text + repr(storage)
     assert options["secret"] not in shown
@@ -317,18 +248,18 @@ def test_a_url_or_option_that_cannot_work_is_refused_at_once():
 
 
 FORK = """
-storage.put("step-00000001/object", b"before")
+storage.put(f"{directory_of(1)}/object", b"before")
 pid = os.fork()
 if pid == 0:
     code = 1
     try:
-        assert storage.get("step-00000001/object") == b"before"
-        storage.put("step-00000001/object", b"from the child")
+        assert storage.get(f"{directory_of(1)}/object") == b"before"
+        storage.put(f"{directory_of(1)}/object", b"from the child")
         code = 0
     finally:
         os._exit(code)
 say(os.waitpid(pid, 0)[1])
-say(storage.get("step-00000001/object").decode())
+say(storage.get(f"{directory_of(1)}/object").decode())
 """
 
 
@@ -339,7 +270,7 @@ def test_a_client_works_on_both_sides_of_a_fork(s3_server, s3_url):
 
 
 def test_importing_levels_does_not_import_s3fs():
-    code = "import sys, lazysnap.levels, lazysnap.keeper.process; assert not {'s3fs', 'aiohttp'} & set(sys.modules)"
+    code = "import sys, lazysnap.levels, lazysnap.keeper.server; assert not {'s3fs', 'aiohttp'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -362,7 +293,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 data = memoryview(bytearray(os.urandom(1 << 20) * 64))
 def send(size):
-    with contextlib.closing(storage.begin(f"step-00000001/{size}", size)) as writer:
+    with contextlib.closing(storage.begin(f"{directory_of(1)}/{size}", size)) as writer:
         Workers[None](4, "test").run(
             (lambda o=o: writer.write(o, data[o : min(o + BLOCK_BYTES, size)])) for o in range(0, size, BLOCK_BYTES))
         writer.publish()

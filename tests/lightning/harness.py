@@ -1,7 +1,6 @@
 """Tiny trainings that record everything, and an engine that keeps every snapshot in a list."""
 
 import copy
-import hashlib
 import json
 import random
 from dataclasses import dataclass
@@ -14,44 +13,20 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from support.bits import digest, rng_digest
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lazysnap import LazySnapshotCallback
 from lazysnap.engine.snapshot import Snapshot
+from lazysnap.engine.statistics import Statistics
 from lazysnap.state.codec import decode
 from lazysnap.state.walk import walk
 
 BATCHES = 6
 BATCH_SIZE = 4
-
-
-def digest(value: Any) -> str:
-    """SHA-256 over every bit of a nest of tensors and plain values."""
-    total = hashlib.sha256()
-
-    def add(item: Any) -> None:
-        if isinstance(item, torch.Tensor):
-            total.update(str((item.dtype, tuple(item.shape))).encode())
-            total.update(item.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(item, dict):
-            for key, inner in item.items():
-                total.update(repr(key).encode())
-                add(inner)
-        elif isinstance(item, (list, tuple)):
-            for inner in item:
-                add(inner)
-        elif isinstance(item, np.ndarray):
-            total.update(item.tobytes())
-        else:
-            total.update(repr(item).encode())
-
-    add(value)
-    return total.hexdigest()[:16]
-
-
-def rng_digest() -> str:
-    return digest([random.getstate(), np.random.get_state(), torch.get_rng_state()])
+SIZE = BATCHES * BATCH_SIZE
 
 
 def _augment(x: torch.Tensor) -> torch.Tensor:
@@ -184,6 +159,8 @@ class Memory(Logger):
     version = "0"
 
     def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        if any(name.startswith("lazysnap/") for name in metrics):
+            return  # of how long things took
         self.trace.append(("logged", step, repr(sorted(metrics.items()))))
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
@@ -242,6 +219,8 @@ class ListEngine:
         self.ended = ""
 
     def boundary(self, step: int, **_: Any) -> bool:
+        if self.kept and self.kept[-1].step == step:
+            return False  # a step is captured once
         before = rng_digest()
         walked = walk(self.state.collect())
         assert rng_digest() == before, "collecting must not draw random numbers"
@@ -249,7 +228,10 @@ class ListEngine:
         self.kept.append(Kept(step, json.dumps(walked.skeleton, allow_nan=False), tensors, len(self.trace)))
         return True
 
-    def fetch(self) -> Snapshot | None:
+    def last_boundary(self, step: int) -> bool:
+        return self.boundary(step, force=True)
+
+    def fetch(self, which: str = "latest") -> Snapshot | None:
         if self.choice is None:
             return None
         for name, tensor in self.state.expected().items():
@@ -258,11 +240,20 @@ class ListEngine:
         state = decode(json.loads(self.choice.text), tensor=copies.__getitem__)
         return Snapshot(state, self.choice.step, "0" * 16, 1, "list", 0.0)
 
-    def resume(self, snapshot: Snapshot) -> None:
+    def resume(self, snapshot: Snapshot, **_: Any) -> None:
         pass
+
+    def tell_start(self, line: str | None = None) -> None:
+        pass
+
+    def statistics(self) -> Statistics:
+        return Statistics()
 
     def together(self, what: str, work: Any) -> None:
         work()
+
+    def check_required(self) -> None:
+        pass
 
     def prepare(self) -> None:
         pass
@@ -321,6 +312,46 @@ class Run:
     trace: list[Any]
     kept: list[Kept]
     final: dict[str, Any]
+
+
+class Shuffled(Case):
+    pass
+
+
+class Accumulated(Case):
+    dies_at = 3
+
+    def settings(self):
+        return {"max_epochs": 2, "accumulate_grad_batches": 4, "val_check_interval": 2}
+
+
+class Plateau(Case):
+    module = PlateauNet
+
+    def settings(self):
+        return {"max_epochs": 3}
+
+
+class OneCycle(Case):
+    module = OneCycleNet
+
+
+class Manual(Case):
+    module = ManualNet
+
+
+class Unsized(Case):
+    def train_loader(self):
+        return DataLoader(Stream(SIZE), BATCH_SIZE)
+
+
+class Stateful(Case):
+    def train_loader(self):
+        return StatefulDataLoader(Numbers(SIZE), BATCH_SIZE, shuffle=True)
+
+
+KINDS = (Shuffled, Accumulated, Plateau, OneCycle, Manual, Unsized, Stateful)
+"""What every supported version of Lightning has: test_versions.py."""
 
 
 class Dying(pl.Callback):

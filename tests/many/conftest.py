@@ -1,5 +1,5 @@
 import pytest
-from jobs import Job, Zygote
+from jobs import Job
 from rank_keepers import kill_keepers
 
 
@@ -7,13 +7,6 @@ from rank_keepers import kill_keepers
 def end_keepers():
     """Memory is lost."""
     return kill_keepers
-
-
-@pytest.fixture(scope="session")
-def zygote():
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture(scope="module")

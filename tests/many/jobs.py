@@ -1,86 +1,28 @@
 """Trainings of several ranks, started as processes, and what they wrote down."""
 
 import contextlib
-import itertools
 import json
 import os
 import pathlib
 import queue
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+from support.waiting import until
+from support.zygote import Zygote
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT_S = 120
 STOPPED = 9
-PRELOADED = (
-    "torch.distributed.device_mesh",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
-    "torch.nn.parallel",
-    "torch.distributed.checkpoint.state_dict",
-    "lazysnap.dcp",
-    "lazysnap.engine.engine",
-)
-"""What takes long to import."""
 
 
-class Zygote:
-    """Starts ranks by forking a process that has torch already: a tenth of a second each, not three."""
-
-    def __init__(self, preloaded: Sequence[str] = PRELOADED) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE.parent / "faults" / "zygote.py"), *preloaded],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.bytecode = tempfile.mkdtemp(prefix="lazysnap-bytecode-")
-        self.answers: dict[int, queue.SimpleQueue[int]] = {}
-        self.numbers = itertools.count()
-        threading.Thread(target=self._read, daemon=True).start()
-        # No deadline of a test is to pass while torch is imported on a busy machine.
-        self.start([os.devnull], {}, pathlib.Path(os.devnull)).get(timeout=240)
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            answer = json.loads(line)
-            self.answers[answer["id"]].put(answer["status"])
-
-    def start(self, args: list[str], env: dict[str, str], output: pathlib.Path) -> "queue.SimpleQueue[int]":
-        number = next(self.numbers)
-        self.answers[number] = queue.SimpleQueue()
-        # Dozens of keepers are started: compiled once, wherever the environment says that nothing is to be written.
-        env = {"PYTHONPYCACHEPREFIX": self.bytecode, "PYTHONDONTWRITEBYTECODE": "", **env}
-        request = {"id": number, "args": args, "env": env, "output": str(output)}
-        self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        self.process.stdin.flush()
-        return self.answers[number]
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        # The end of its input may not reach it: what was forked meanwhile holds the pipe, too.
-        self.process.kill()
-        self.process.wait(60)
-        self.process.stdout.close()
-        shutil.rmtree(self.bytecode, ignore_errors=True)
-
-
-def until(is_so: Callable[[], bool], tell: Callable[[], str], *, timeout_s: float = 40) -> None:
-    """Wait for what others do; ``tell`` what it looks like if they do not."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, tell()
-        time.sleep(0.01)
+def is_of_keeper(point: str) -> bool:
+    """Whether a fault point is passed by keepers."""
+    return point.startswith(("keeper.", "level."))
 
 
 @dataclass
@@ -127,11 +69,15 @@ class Job:
             "levels": self.levels,
             **settings,
         }
+        by_rank = settings.get("by_rank", {})
+        nodes = {rank: by_rank.get(str(rank), {}).get("node") for rank in range(world)}
+        # One keeper serves all ranks of a node, and has the environment of whichever starts it.
+        of_keeper = {nodes[rank]: fault for rank, fault in (faults or {}).items() if is_of_keeper(fault)}
         waiting = {}
         for rank in range(world):
             env = {"LAZYSNAP_JOB_ID": str(self.root)}
-            if rank in (faults or {}):
-                env["LAZYSNAP_FAULT"] = faults[rank]
+            if fault := (faults or {}).get(rank, of_keeper.get(nodes[rank])):
+                env["LAZYSNAP_FAULT"] = fault
             if log:
                 env["LAZYSNAP_FAULT_LOG"] = str(self.root / f"points.{rank}")
             arguments = [str(HERE / "rank.py"), json.dumps({**common, "rank": rank})]
@@ -205,7 +151,7 @@ class Job:
         return {int(line[2]) for line in self.events("begun") if line[0] == str(rank)}
 
     def passed(self, rank: int) -> Counter[str]:
-        """How often a rank and its keeper passed each fault point in all runs that logged it."""
+        """How often a rank, or the keeper that it started, passed each fault point in all runs that logged it."""
         return Counter((self.root / f"points.{rank}").read_text().splitlines())
 
     def output(self) -> str:

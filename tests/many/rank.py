@@ -17,7 +17,6 @@ import os
 import random
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.waiting import until
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -198,21 +198,6 @@ def talk(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
     write("told", *(f"{number}:{len(text)}" for number, text in told))
 
 
-def until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 40
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"in vain: {what}")
-        time.sleep(0.001)
-
-
-def stay_behind(paces: int, by: list[int], step: int, last: int) -> None:
-    """Let another rank be ahead: ``by`` names it, and by how many steps."""
-    rank, ahead = by
-    wanted = struct.pack(">q", min(step + ahead, last))
-    until(lambda: os.pread(paces, 8, 8 * rank) >= wanted, f"rank {rank} to come to step {step + ahead}")
-
-
 def keeper_of(engine: SnapshotEngine) -> int | None:
     connection = engine._client._connection
     return connection and connection.peer_pid
@@ -273,12 +258,12 @@ def main() -> None:
     write("pid", os.getpid())
     write("up", 0, time.monotonic())
 
-    said = listen(settings["await_log"]) if "await_log" in settings else threading.Event()
+    heard = listen(settings["until_heard"]) if "until_heard" in settings else None
     device = device_of(rank, world)
     if world > 1 or kind != "plain":
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=settings.get("init", f"file://{settings['meeting']}") if settings["meeting"] else "env://",
+            init_method=f"file://{settings['meeting']}" if settings["meeting"] else "env://",
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=settings.get("timeout_s", 30)),
@@ -289,12 +274,6 @@ def main() -> None:
         (beat if kind == "beat" else talk)(rank, settings["collective_timeout_s"], write)
         os._exit(0)
     model = build(kind, world, settings, device)
-    if settings.get("no_board"):
-
-        def clone(_: object) -> None:
-            raise RuntimeError("this store cannot be asked beside training")
-
-        dist.PrefixStore.clone = clone
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = Hoarder(trained, lr=1e-2) if "hoard" in settings else torch.optim.AdamW(trained, lr=1e-2)
     if "hoard" in settings:
@@ -308,9 +287,12 @@ def main() -> None:
     config = SnapshotConfig(
         every_n_steps=every,
         levels=levels,
-        memory=MemoryLevel(linger_s=settings.get("linger_s", 30.0)),
+        memory=MemoryLevel(linger_s=settings.get("linger_s", 30.0), max_bytes=settings.get("max_bytes")),
+        require=settings.get("require"),
         averaging_period=settings.get("period"),
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
+        gate_timeout_s=settings.get("gate_timeout_s", 60.0),
+        keeper_timeout_s=settings.get("keeper_timeout_s", 20.0),
     )
     with timed(write):
         engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})
@@ -318,7 +300,7 @@ def main() -> None:
     torch.manual_seed(1000 + rank)
     random.seed(rank)
     with timed(write):
-        snapshot = engine.restore(settings.get("which", "latest"))
+        snapshot = None if settings.get("fresh") else engine.restore(settings.get("which", "latest"))
     if snapshot is None:
         loop["rank"] = rank
     start = snapshot.step if snapshot else 0
@@ -328,12 +310,10 @@ def main() -> None:
         engine.abandon()
         os._exit(0)
     write("keeper", start, keeper := keeper_of(engine))
-    engine.prepare()
-    write("ready", engine.wait_ready(timeout_s=30))
-    paces = os.open(f"{settings['result']}-paces", os.O_RDWR | os.O_CREAT, 0o600)
+    if not settings.get("unready"):
+        engine.prepare()
+        write("ready", engine.wait_ready(timeout_s=30))
     for step in range(start + 1, settings["steps"] + 1):
-        if "behind" in settings and step > start + 1:  # the first boundary is collective
-            stay_behind(paces, settings["behind"], step, settings["steps"])
         # The same data whatever the world: each rank takes its part of the global batch.
         generator = torch.Generator().manual_seed(step)
         # Ranks of one tensor-parallel group work on the same part.
@@ -359,7 +339,7 @@ def main() -> None:
         if settings.get("silent"):
             continue
         if settings.get("renewed_at") == step:
-            until(lambda: keeper_of(engine) not in (None, keeper), "another keeper")
+            until(lambda: keeper_of(engine) not in (None, keeper), lambda: "another keeper")
             write("renewed", engine.wait_ready(timeout_s=30))
         if engine.boundary(step):
             write("begun", step)
@@ -368,24 +348,32 @@ def main() -> None:
             engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
-        os.pwrite(paces, struct.pack(">q", step), 8 * rank)
-        if engine._recorder.agreement is not None:
-            write("agreed", engine._recorder.agreement.marks.agreed, len(engine._client.slots()))
+        write("waits", step, engine.statistics().slot_waits.count)
         write("collectives", engine._world.exchanges)
+        if settings.get("freeze_at") == step:
+            os.kill(keeper_of(engine), signal.SIGSTOP)
+        if settings.get("thaw_at") == step:
+            os.kill(keeper_of(engine), signal.SIGCONT)
+        if step > settings.get("until_stored_after", settings["steps"]):
+            # Whatever it takes: ranks stop together when a newer snapshot is stored on all.
+            newest = max(engine.statistics().last_durable_step.values(), default=0)
+            is_stored = torch.tensor(int(newest > settings["until_stored_after"]))
+            dist.all_reduce(is_stored, dist.ReduceOp.MIN)
+            settings["stop_at"] = step if is_stored else None
         if settings.get("die_at") == step and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             write("died", step, time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         if settings.get("hold_at") == step:
             write("held", step)
-            until(lambda: os.path.exists(settings["result"] + "-go"), "being let go")
+            until(lambda: os.path.exists(settings["result"] + "-go"), lambda: "being let go")
         if settings.get("stop_at") == step:
-            if "await_log" in settings:
-                write("awaited", said.wait(30))
             write("stopped", step, digest(model, optimizer), *own(model, loop))
             if settings.get("wait_durable"):
                 write("durable", step, engine.wait(step, until="durable", timeout_s=settings.get("wait_s", 20)))
             engine.abandon()
             os._exit(9)
+    if heard is not None:
+        until(lambda: engine.statistics() is not None and heard.is_set(), settings["until_heard"])
     write("closed", engine.close())
     write("persisted", *engine.statistics().persisted.values())
     with open(f"{settings['result']}.{rank}", "w") as result:

@@ -1,7 +1,7 @@
 """Each node has a disk that no other one sees: what all of them have stays, whatever becomes of a disk or a keeper."""
 
 import pytest
-from jobs import until
+from support.waiting import until
 
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates

@@ -1,4 +1,4 @@
-"""After ``wait_ready`` the first boundary is captured on all ranks; what one rank refuses ends the restore of all."""
+"""The first boundary is captured on all ranks; what one rank refuses ends the restore of all."""
 
 import pytest
 
@@ -12,6 +12,15 @@ def test_after_wait_ready_no_boundary_is_left_out(make_job, kind, world):
     assert {line[2] for line in job.events("ready")} == {"True"}
     assert job.events("skipped") == []
     assert [line[2] for line in job.events("begun")] == ["1", "2", "3"] * world
+
+
+def test_without_any_waiting_before_it_the_first_boundary_is_captured_on_all_ranks(make_job):
+    job = make_job(levels=[])
+
+    assert set(job.run("ddp", 2, stop_at=3, unready=True)) == {9}, job.output()
+
+    assert job.events("skipped") == []
+    assert [line[2] for line in job.events("begun")] == ["1", "2", "3"] * 2
 
 
 def test_memory_that_was_estimated_too_small_is_waited_for_at_the_first_boundary(make_job):

@@ -9,7 +9,14 @@ from safetensors import safe_open
 from lazysnap.levels import open_store
 
 
-@pytest.mark.parametrize(("kind", "place"), [("ddp", "memory"), ("ddp", "storage"), ("fsdp", "storage")])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        pytest.param("ddp", "memory", marks=pytest.mark.always),
+        ("ddp", "storage"),
+        pytest.param("fsdp", "storage", marks=pytest.mark.always),
+    ],
+)
 def test_ranks_resume_as_if_nothing_had_happened(make_job, end_keepers, kind, place):
     whole, broken = make_job("whole", levels=[]), make_job("broken")
     assert set(whole.run(kind, 2)) == {0}, whole.output()

@@ -1,11 +1,9 @@
-"""Trainings are forked from a process that has torch already; see tests/faults/zygote.py."""
+"""Trainings of odd models, and engines."""
 
 import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import uuid
 
 import pytest
@@ -15,32 +13,6 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 
 HERE = pathlib.Path(__file__).parent
-PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "lazysnap.engine.engine")
-
-
-class Zygote:
-    def __init__(self):
-        path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE.parent / "faults" / "zygote.py"), *PRELOADED],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)},
-        )
-
-    def run(self, args, env, output):
-        """The exit status; blocks."""
-        request = {"id": 0, "args": args, "env": env, "output": str(output)}
-        self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())["status"]
-
-    def close(self):
-        self.process.stdin.close()
-        # The end of its input may not reach it: what was forked meanwhile holds the pipe, too.
-        self.process.kill()
-        self.process.wait(60)
-        self.process.stdout.close()
 
 
 class Trainings:
@@ -72,13 +44,6 @@ def end_keeper(job_id):
         pid = connection.peer_pid
         connection.close()
         os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture(scope="session")
-def zygote():
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 
 import torch
 from odd_cases import CASES
@@ -54,6 +55,7 @@ def die(engine, step, death):
 
 def main():
     name, directory, steps, result, *death = sys.argv[1:]
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     # A restart begins with other values: what is not restored shows.
     seed = 1 if os.environ.get("RESTARTED") else 0

@@ -1,36 +1,37 @@
 """Beyond 4 GiB: offsets in a slot, in a file, in ranges that are read; over memory and files that are mostly holes."""
 
 import contextlib
-import functools
 import mmap
 import os
 import shutil
 
 import pytest
 import torch
+from support.names import RUN, START, directory_of
 
 from lazysnap.arena import Slot
 from lazysnap.capture.copier import copy_eager
 from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import make_plan
 from lazysnap.dcp import SnapshotReader
-from lazysnap.engine.assembly import Assembly, OpenShard
-from lazysnap.engine.filling import fill
+from lazysnap.engine.assembly import Assembly
 from lazysnap.engine.fitting import check_fits
-from lazysnap.engine.meta import MetaWriter
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.files import open_direct, pwrite_all
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.verified import VerifiedReader
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import Layout
-from lazysnap.shard.manifest import CaptureMeta, Manifest, directory_name, manifest_name, shard_name
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.names import manifest_name, shard_name
+from lazysnap.snapshots.blocks import FileBlocks, MemoryBlocks, VerifiedSource
+from lazysnap.snapshots.reader import OpenShard
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
 GIB = 1 << 30
+pytestmark = pytest.mark.slow
 LARGE = 4 * GIB + 4096 * 11
 
 
@@ -56,9 +57,8 @@ class Large:
 
     def meta(self):
         """Of a snapshot whose state is the small tensors alone."""
-        fields = MetaWriter.fresh()
         state = {name: {"$": "tensor", "v": f"model.{name}"} for name in ("small", "turned", "bytes")}
-        return CaptureMeta(fields.run_id, fields.run_started_ns, 1, 0, 1, 0, state={"model": state})
+        return CaptureMeta(RUN, START, 1, 0, 1, 0, state={"model": state})
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,7 @@ def test_a_state_is_decoded_from_an_image_of_more_than_4_gib(large, slot):
     image = slot.image[: large.plan.layout.size_bytes]
     layout = Layout.parse(image, len(image), "slot")
 
-    @contextlib.contextmanager
-    def block(index):
-        yield image[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-
-    read = functools.partial(fill, block_bytes=BLOCK_BYTES, block=block, threads=2)
-    shard = OpenShard(0, layout, large.meta(), read, "slot")
+    shard = OpenShard(0, large.meta(), layout, MemoryBlocks(image, None, "slot"))
     assembly = Assembly(0, lambda name, shape: ((0,) * len(shape), shape))
     assembly.add(shard)
     check_fits(assembly.facts(), large.source.expected(), "slot")
@@ -111,7 +106,7 @@ def snapshot(large, slot, tmp_path_factory):
     """The same as a file: its beginning and its end are written, directly, and all between is a hole."""
     root = tmp_path_factory.mktemp("large")
     size = large.plan.layout.size_bytes
-    place = root / directory_name(1)
+    place = root / directory_of(1)
     place.mkdir()
     path = place / shard_name(0, 1)
     path.touch()
@@ -153,13 +148,14 @@ def test_ranges_behind_4_gib_are_read_and_compared(large, slot, snapshot):
     manifest = store.read_manifest(entry)
     layout = large.plan.layout
 
-    with VerifiedReader(store.place(entry), manifest) as reader:
+    with contextlib.closing(FileBlocks(store.place(entry), manifest)) as blocks:
+        reader = VerifiedSource(blocks, lambda count: None)
         for name in ("small", "turned", "bytes"):
             spec, offset = layout.find(f"model.{name}")
-            assert reader.read(offset, spec.nbytes) == slot.image[offset : offset + spec.nbytes]
+            assert reader.view(offset, spec.nbytes) == slot.image[offset : offset + spec.nbytes]
         # Over the edge itself, more than one block.
         edge = 4 * GIB - BLOCK_BYTES - 5
-        assert reader.read(edge, BLOCK_BYTES + 10) == slot.image[edge : edge + BLOCK_BYTES + 10]
+        assert reader.view(edge, BLOCK_BYTES + 10) == slot.image[edge : edge + BLOCK_BYTES + 10]
 
 
 def test_a_flipped_byte_behind_4_gib_is_found_when_all_is_read(snapshot):

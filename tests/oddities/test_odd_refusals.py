@@ -80,16 +80,22 @@ def test_a_tensor_that_no_snapshot_can_hold_is_refused_before_the_first_step(eng
         engines({"values": {"odd": KINDS[kind]()}}).boundary(1)
 
 
-def test_a_model_on_the_meta_device_is_refused_at_the_first_boundary(engines):
+def test_a_model_on_the_meta_device_is_refused_before_it_is_trained(engines):
+    """A first start that went well would end in a restart that cannot load anything."""
     with torch.device("meta"):
         model = torch.nn.Linear(2, 2)
-
     engine = engines({"model": model})
 
+    for call in (engine.restore, engine.prepare):
+        with pytest.raises(UnsupportedState, match=r"model\.weight.*meta device.*to_empty"):
+            call()
+
+    model.to_empty(device="cpu")
     assert engine.restore("latest") is None
-    engine.prepare()  # it may get its memory later
-    with pytest.raises(UnsupportedState, match=r"model\.weight.*meta device.*to_empty"):
-        engine.boundary(1)
+    engine.prepare()
+    # Also where it is no part of a module, and the program did not ask before.
+    with pytest.raises(UnsupportedState, match=r"values\.odd.*meta device.*to_empty|\['odd'\].*meta device"):
+        engines({"values": {"odd": torch.empty(2, device="meta")}}).boundary(1)
 
 
 def test_a_lazy_module_that_saw_no_batch_is_refused_at_the_first_boundary(engines):
@@ -117,8 +123,10 @@ def test_nothing_is_loaded_into_a_model_on_the_meta_device(engines):
         model = torch.nn.Linear(2, 2)
     engine = engines({"model": model})
 
-    with pytest.raises(StateMismatch, match=r"model\.weight.*meta device.*to_empty"):
+    with pytest.raises(UnsupportedState, match=r"model\.weight.*meta device.*to_empty"):
         engine.restore("latest")
+    with pytest.raises(StateMismatch, match=r"model\.weight.*meta device.*to_empty"):
+        engine.fetch("latest")
 
     model.to_empty(device="cpu")
     assert engine.restore("latest").step == 1

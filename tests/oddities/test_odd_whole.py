@@ -18,7 +18,7 @@ TIMEOUT_S = 240
 NEEDED = 4 * LARGE + GIB
 """Three slots, and the tensor that is restored."""
 
-pytestmark = [pytest.mark.xdist_group("large"), pytest.mark.timeout(2 * TIMEOUT_S)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("large"), pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
 def available_bytes():

@@ -8,12 +8,14 @@ import subprocess
 import sys
 
 import pytest
+from support.names import directory_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "servers"))
 
 import nfs_lab
 
 TWO_BLOCKS = 17 << 20
+pytestmark = pytest.mark.slow
 RUN = "/mnt/disk/run"
 SHARD = "rank-00000-of-00001.safetensors"
 
@@ -55,7 +57,7 @@ def test_what_was_committed_survives_a_power_cut_and_nothing_half_is_offered(dis
         if when == "while blocks are written":
             guest.start("write_slowly", RUN, 3, TWO_BLOCKS).stopped("middle")
         elif when == "between shard and manifest":
-            writer = guest.start("write_and_keep_claim", RUN, f"step-00000003/{SHARD}", 5000)
+            writer = guest.start("publish_only", RUN, f"{directory_of(3)}/{SHARD}", 5000)
             writer.stopped("written")
             writer.go()
             writer.stopped("published")
@@ -69,10 +71,8 @@ def test_what_was_committed_survives_a_power_cut_and_nothing_half_is_offered(dis
         assert guest.run("restorable", RUN) == [expected, []]
         assert guest.run("sh", "cat /mnt/disk/cached 2>/dev/null || true") == ""
         left = guest.run("sweep", RUN)
-        if when == "between shard and manifest":
-            assert left == [f"step-00000003/{SHARD}"]
-        elif when == "after the commit":
-            assert left == []
+        # A shard without a manifest may be somebody's copy on its way, for a day.
+        assert [name for name in left if ".tmp-" not in name] == []
         guest.run("write", RUN, 4)
         assert guest.run("restorable", RUN) == [[*expected, 4], []]
         assert ".tmp-" not in guest.run("sh", f"find {RUN}")

@@ -112,8 +112,11 @@ def _store(url: str):
     return _stores.setdefault(url, open_store(url))
 
 
+START = "1" * 16
+
+
 def _meta(step: int) -> CaptureMeta:
-    return CaptureMeta(RUN, 1, step, 0, 1, 3, state={"step": step})
+    return CaptureMeta(RUN, START, step, 0, 1, 3, state={"step": step})
 
 
 def write(talk: Conversation, url: str, step: int, size: int = 5000) -> None:
@@ -186,25 +189,18 @@ def read_slowly(talk: Conversation, url: str, path: str, size: int) -> int:
         return out[-1]
 
 
-def claim(talk: Conversation, url: str, content: str, rounds: int) -> list:
+def contend(talk: Conversation, url: str, content: str, rounds: int) -> None:
     storage = _store(url).storage
     writers = [storage.begin(f"{number}/shard", len(content)) for number in range(rounds)]
     for writer in writers:
         writer.write(0, memoryview(content.encode()))
     talk.stop("begun")
-    won = []
-    for number, writer in enumerate(writers):
-        try:
-            writer.publish()
-            won.append(number)
-        except Exception as error:
-            if type(error).__name__ != "NameTaken":
-                raise
+    for writer in writers:
+        writer.publish()
         writer.close()
-    return won
 
 
-def write_and_keep_claim(talk: Conversation, url: str, path: str, size: int) -> None:
+def publish_only(talk: Conversation, url: str, path: str, size: int) -> None:
     """Publishes a shard that is never committed; whole pages go past the client's cache."""
     with contextlib.closing(_store(url).storage.begin(path, size)) as writer:
         writer.write(0, map_anonymous(-(-size // 4096) * 4096)[:size])

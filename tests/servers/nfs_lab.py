@@ -6,6 +6,7 @@ Network and processes end with the process that made them, however that ends.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -51,6 +52,22 @@ def missing_packages(*commands: str) -> str | None:
     lacking = [PACKAGES[command] for command in commands if not shutil.which(command, path=path)]
     if lacking:
         return f"not installed: apt-get install {' '.join(lacking)}"
+    return _guest_cannot_run() if "linux.uml" in commands else None
+
+
+@functools.cache
+def _guest_cannot_run() -> str | None:
+    """Why no process runs in a guest, found out by booting one that runs ``true``."""
+    command = ["linux.uml", "mem=64M", "root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro", "init=/bin/true"]
+    command += ["con=null", "con0=null,fd:1", "con1=null", "quiet"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None  # the lab itself says more
+    if "set fp regs failed" in done.stdout + done.stderr:
+        return "the processor has registers (AMX) that the guest's kernel does not know: no process runs in it"
     return None
 
 

@@ -9,28 +9,25 @@ import torch
 from lazysnap.capture.frozen import choose_frozen
 from lazysnap.capture.plan import make_plan, view_of
 from lazysnap.config import PersistentLevel
-from lazysnap.engine.assembly import Assembly, OpenShard
+from lazysnap.engine.assembly import Assembly
 from lazysnap.engine.reading import LevelReader
-from lazysnap.keeper.node_source import NodeSource
 from lazysnap.levels import open_store
 from lazysnap.levels.local import PAGE
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.manifest import (
-    CaptureMeta,
-    FrozenReference,
-    Manifest,
-    directory_name,
-    frozen_directory_name,
-    manifest_name,
-    shard_name,
-)
-from lazysnap.shard.stem import Stem
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest
+from lazysnap.shard.names import SnapshotName, frozen_directory_name, manifest_name, shard_name
+from lazysnap.snapshots.reader import OpenShard
 from lazysnap.state.codec import tensor_names
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "v1"
 BLOCK_BYTES = 4096
+RUN, START = "0123456789abcdef", "00000000deadbeef"
+
+
+def directory_name(step: int) -> str:
+    return SnapshotName(RUN, step, START).directory
 
 
 def state() -> dict:
@@ -63,7 +60,7 @@ def make() -> tuple[bytes, bytes]:
     del image[plan.layout.size_bytes :]
     meta = CaptureMeta(
         run_id="0123456789abcdef",
-        run_started_ns=1_700_000_000_000_000_000,
+        start=START,
         step=1000,
         rank=0,
         world_size=1,
@@ -86,9 +83,9 @@ def manifest_path() -> pathlib.Path:
     return FOLDER / directory_name(1000) / manifest_name(0, 1)
 
 
-# ---------------------------------------------------------------- version 2: immutable tensors in a file of their own
+# ---------------------------------------------------------------- immutable tensors in a file of their own
 
-FOLDER_2 = pathlib.Path(__file__).parents[1] / "golden" / "v2"
+FROZEN_FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "v1-frozen"
 
 
 class Base(torch.nn.Module):
@@ -102,16 +99,17 @@ class Base(torch.nn.Module):
         self.adapter = torch.nn.Parameter(torch.tensor([[0.5, -0.25]]))
 
 
-class State2(ObjectState):
+class StateOfBase(ObjectState):
     """Without random numbers: they differ at every start."""
 
     def collect(self) -> dict:
-        return {name: value for name, value in super().collect().items() if name != "rng"} | {"step": 7}
+        state = super().collect()
+        return {name: state[name] for name in state if name not in ("rng", "lazysnap")} | {"step": 7}
 
 
-def make_2() -> dict[str, bytes]:
+def make_frozen() -> dict[str, bytes]:
     """The four files as this version writes them, by path."""
-    source = State2({"model": Base()})
+    source = StateOfBase({"model": Base()})
     walked = walk(source.collect())
     frozen = choose_frozen(zip(walked.names, walked.tensors, strict=True), source, least_bytes=1)
     assert frozen is not None
@@ -124,7 +122,7 @@ def make_2() -> dict[str, bytes]:
         record = plan.records[index]
         view_of(memoryview(image), record.offset, record.stored_dtype, record.stored_shape).copy_(walked.tensors[index])
     del image[plan.layout.size_bytes :]
-    run = {"run_id": "0123456789abcdef", "run_started_ns": 1_700_000_000_000_000_000, "rank": 0, "world_size": 1}
+    run = {"run_id": "0123456789abcdef", "start": START, "rank": 0, "world_size": 1}
     of_base = CaptureMeta(
         **run, step=0, captured_ns=1_700_000_000_500_000_000, tensors=frozen.logical, aliases=frozen.aliases
     )
@@ -137,10 +135,11 @@ def make_2() -> dict[str, bytes]:
         state=walked.skeleton,
         packages={"lazysnap": "0.2.0"},
         frozen=FrozenReference(Checksums.of(memoryview(base)).whole, len(base)),
+        parameters={"optimizer": ["adapter"]},
     )
     files = {}
     for folder, data, one in (
-        (frozen_directory_name(run["run_id"], meta.frozen.digest), base, of_base),
+        (frozen_directory_name(meta.frozen.digest), base, of_base),
         (directory_name(2000), image, meta),
     ):
         header_bytes = 8 + int.from_bytes(data[:8], "little")
@@ -159,7 +158,7 @@ def opened(folder: pathlib.Path) -> Iterator[list[OpenShard]]:
     reader = LevelReader(PersistentLevel(str(folder)), 1)
     with contextlib.ExitStack() as stack:
         shards = [reader.open(entry, "golden", stack) for entry in inventory.entries]
-        yield [*shards, *(reader.open_frozen(image, "golden", stack) for image in inventory.frozen)]
+        yield [*shards, *(reader.open(image, "golden", stack) for image in inventory.frozen)]
 
 
 def assembled(*shards: OpenShard) -> Assembly:
@@ -169,79 +168,3 @@ def assembled(*shards: OpenShard) -> Assembly:
         made.add(shard)
     made.want(tensor_names(shards[0].meta.state))
     return made
-
-
-# ---------------------------------------------------------------- version 3: all ranks of a node in one file
-
-FOLDER_3 = pathlib.Path(__file__).parents[1] / "golden" / "v3"
-STEM_3 = Stem.of_node(1, 2)
-
-
-class Held:
-    """One rank's shard that is whole."""
-
-    def __init__(self, meta: CaptureMeta, image: bytes) -> None:
-        self.meta, self.size_bytes, self._image = meta, len(image), memoryview(image)
-
-    def wait(self, upto: int) -> None:
-        assert upto <= self.size_bytes
-
-    def view(self, offset: int, length: int) -> memoryview:
-        assert offset + length <= self.size_bytes
-        return self._image[offset : offset + length]
-
-    def finish(self) -> None:
-        pass
-
-
-def state_3(rank: int) -> dict:
-    """Ends on a page boundary for no rank; ties, other dtypes, and a tensor without bytes at the end."""
-    weight = torch.arange(6, dtype=torch.float32).reshape(2, 3) + rank
-    return {
-        "net": {"weight": weight, "tied": weight, "half": torch.tensor([1.5, rank], dtype=torch.bfloat16)},
-        "wide": torch.tensor([1 + 2j, rank - 3.5j], dtype=torch.complex128),
-        "mask": torch.tensor([True, rank == 2, True]),
-        "none": torch.empty(0, 5, dtype=torch.bool),
-        "loop": {"rank": rank, "text": "Grüße"},
-    }
-
-
-def held_3(rank: int) -> Held:
-    """The shard of one of the ranks 2, 3 and 4 of 5."""
-    walked = walk(state_3(rank))
-    plan = make_plan(walked, ObjectState({}))
-    image = bytearray(-(-plan.layout.size_bytes // PAGE) * PAGE)
-    image[: len(plan.layout.header)] = plan.layout.header
-    for index in plan.order:
-        record = plan.records[index]
-        if record.nbytes:
-            target = view_of(memoryview(image), record.offset, record.stored_dtype, record.stored_shape)
-            target.copy_(torch.view_as_real(t) if (t := walked.tensors[index]).is_complex() else t)
-    meta = CaptureMeta(
-        run_id="0123456789abcdef",
-        run_started_ns=1_700_000_000_000_000_000,
-        step=3000,
-        rank=rank,
-        world_size=5,
-        captured_ns=1_700_000_001_000_000_000 + rank,
-        tensors=plan.logical,
-        aliases=plan.aliases,
-        state=walked.skeleton,
-        packages={"lazysnap": "0.3.0"},
-        generation="00000000deadbeef",
-        parameters={"optimizer": ["net.weight"]} if rank == 2 else None,
-    )
-    return Held(meta, bytes(image[: plan.layout.size_bytes]))
-
-
-def make_3() -> dict[str, bytes]:
-    """The two files as this version writes them, by path."""
-    parts = [held_3(rank) for rank in (2, 3, 4)]
-    source = NodeSource(parts)
-    data = bytes(source.view(0, -(-source.size_bytes // PAGE) * PAGE)[: source.size_bytes])
-    checksums = Checksums.of(memoryview(data), BLOCK_BYTES)
-    metas = tuple(part.meta for part in parts)
-    header_bytes = 8 + int.from_bytes(data[:8], "little")
-    manifest = Manifest(metas[0], STEM_3.shard, header_bytes, checksums, 1_700_000_002_000_000_000, metas)
-    folder = directory_name(3000)
-    return {f"{folder}/{STEM_3.shard}": data, f"{folder}/{STEM_3.manifest}": manifest.encode()}

@@ -3,18 +3,16 @@
 import json
 
 import pytest
+from support.names import START
 
 from lazysnap.errors import FormatError, FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import (
-    FORMAT_VERSION,
-    CaptureMeta,
-    Manifest,
-    parse_directory_name,
-    shard_name,
-)
+from lazysnap.shard.manifest import FORMAT_VERSION, CaptureMeta, Manifest
+from lazysnap.shard.names import SnapshotName, shard_name
 from lazysnap.shard.stem import parse_file_name
+
+GOOD = "step-00000001-0123456789abcdef-fedcba9876543210"
 
 
 def shard(entries: object, data: bytes = b"", *, length: int | None = None) -> bytes:
@@ -91,7 +89,7 @@ def test_a_layout_that_cannot_be_is_refused(specs):
 
 def manifest_bytes(**changes: object) -> bytes:
     """A manifest with some keys replaced (or removed, by ``...``) and a right digest."""
-    meta = CaptureMeta("0" * 16, 1, 2, 0, 1, 3, state={"x": 1})
+    meta = CaptureMeta("0" * 16, START, 2, 0, 1, 3, state={"x": 1})
     good = Manifest(meta, shard_name(0, 1), 8, Checksums.of(memoryview(b"12345678")), 9).encode()
     fields = json.loads(good)["manifest"]
     for name, value in changes.items():
@@ -113,6 +111,9 @@ def manifest_bytes(**changes: object) -> bytes:
         {"format": "other"},
         {"version": "1"},
         {"version": -1},
+        {"start": "x"},
+        {"parameters": {"optimizer": [1]}},
+        {"frozen": {"digest": "0" * 32}},
         {"run_id": "../../etc/passwd"},
         {"run_id": "0" * 15},
         {"step": -1},
@@ -158,16 +159,31 @@ def test_bytes_that_are_no_manifest_are_refused(data):
 
 
 @pytest.mark.parametrize(
-    "name", ["step-1", "step-00000001x", "xstep-00000001", "step-00000001.12", "step-00000001\n", ".step-00000001"]
+    "name",
+    [
+        "step-1",
+        GOOD[:-1],
+        GOOD + "x",
+        "x" + GOOD,
+        GOOD + ".12",
+        GOOD + "\n",
+        "." + GOOD,
+        GOOD.replace("-0000", "-00000"),
+    ],
 )
 def test_other_directories_are_not_snapshots(name):
-    assert parse_directory_name(name) is None
+    assert SnapshotName.parse(name) is None
 
 
-@pytest.mark.parametrize("kind", ["rank", "node"])
 @pytest.mark.parametrize(
     "name",
-    ["{}-0-of-1.json", "{}-00000-of-00001.json.tmp", ".{}-00000-of-00001.json", "{}-00000-of-00001.pt"],
+    [
+        "rank-0-of-1.json",
+        "rank-00000-of-00001.json.tmp",
+        ".rank-00000-of-00001.json",
+        "rank-00000-of-00001.pt",
+        "node-00000-of-00001.json",
+    ],
 )
-def test_other_files_are_not_shards(name, kind):
-    assert parse_file_name(name.format(kind)) is None
+def test_other_files_are_not_shards(name):
+    assert parse_file_name(name) is None

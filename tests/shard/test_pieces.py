@@ -126,11 +126,3 @@ def test_pieces_that_overlap_never_make_a_box_whole_that_has_a_hole(boxes):
         cover.add(piece)
 
     assert not cover.is_whole or filled_by(pieces, wanted)
-
-
-def test_a_hole_is_found():
-    cover = Cover((10,), (10,))
-    for offset in (10, 12, 16):
-        cover.add(Piece(0, "x", (offset,), (2,)))
-
-    assert cover.gap(0) == 14

@@ -221,6 +221,8 @@ def test_a_registered_type_comes_back_and_its_name_is_taken(monkeypatch):
         {"$": ["tuple"], "v": []},
         {"$": "tuple", "v": "abc"},
         {"$": "tuple"},
+        {"$": "np.dtype", "v": "i4, (2"},
+        {"$": "ndarray", "dtype": ",", "shape": [0], "v": ""},
         {"$": "ndarray", "dtype": "O", "shape": [1], "v": "AAAAAAAAAAA="},
         {"$": "ndarray", "dtype": "f8", "shape": [5], "v": "AAAA"},
         {"$": "torch.dtype", "v": "load"},

@@ -1,20 +1,23 @@
 """``LazySnapshotCallback``: a snapshot of a Lightning fit at every optimizer step, and exact restarts."""
 
 import logging
-import time
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lazysnap.config import SnapshotConfig
+from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.engine import SnapshotEngine
+from lazysnap.engine.losses import LossWatch, NonFinite
+from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.lightning.drain import DrainBar
 from lazysnap.integrations.lightning.framework import callback_bases, neighbour, rebase
 from lazysnap.integrations.lightning.latest import Latest
-from lazysnap.integrations.lightning.patches import Patches
-from lazysnap.integrations.lightning.settings import check_arguments, default_url, make_config
+from lazysnap.integrations.lightning.rollback import BatchWatch
+from lazysnap.integrations.lightning.shown import Figures, drain_bar
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
+from lazysnap.integrations.patches import Patches
+from lazysnap.integrations.settings import Arguments
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -25,27 +28,42 @@ logger = logging.getLogger(__name__)
 
 
 class LazySnapshotCallback(Callback):
-    """Captures the training state at optimizer steps while training goes on, and makes ``ckpt_path="latest"`` work.
+    """Captures the training state at optimizer steps while training goes on, and makes ``ckpt_path="latest"`` work,
+    and ``ckpt_path="run:1f3a"`` for the run whose id begins so.
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<trainer.default_root_dir>/lazysnap``.
-    ``every_n_steps``: optimizer steps between captures into memory. ``config``: everything else; it replaces the two.
+    ``every_n_steps``: optimizer steps between captures into memory. ``persist_every_n_steps``: optimizer steps between
+    snapshots on storage. ``config``: everything else; it replaces the three. ``rollback_on``: ``NonFinite()`` or
+    ``LossSpike()``: on such a loss, as ``training_step`` returns it, the fit goes back to the last good step in place
+    and goes on with the next batch.
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
 
     def __init__(
-        self, dirpath: str | None = None, *, every_n_steps: int = 1, config: SnapshotConfig | None = None
+        self,
+        dirpath: "str | os.PathLike[str] | None" = None,
+        *,
+        every_n_steps: int = 1,
+        persist_every_n_steps: int = 100,
+        config: SnapshotConfig | None = None,
+        rollback_on: NonFinite | None = None,
     ) -> None:
         # A trainer takes callbacks of its own package only; by now the program has imported the one it uses.
         rebase(Callback)
         super().__init__()
-        check_arguments(dirpath, every_n_steps, config)
-        self._arguments = (dirpath, every_n_steps, config)
+        self._arguments = Arguments(
+            dirpath, every_n_steps, persist_every_n_steps, config, "LazySnapshotCallback", rollback_on
+        )
+        self._statistics: Statistics | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._engine: SnapshotEngine | None = None
         self._state: LightningState | None = None
+        self._latest: Latest | None = None
+        self._watch: BatchWatch | None = None
         self._patches = Patches()
+        self._figures = Figures()
         self._seen_step = 0
         self._is_validating = False
 
@@ -55,12 +73,17 @@ class LazySnapshotCallback(Callback):
     def __setstate__(self, state: dict[str, Any]) -> None:
         rebase(Callback)
         self.__dict__.update(state)
+        self._statistics = None
         self._reset()
 
     @property
     def engine(self) -> SnapshotEngine | None:
-        """The engine of the running fit: its ``statistics()``, ``wait(...)``; ``None`` outside."""
+        """The engine of the running fit, for ``wait(...)`` and the like; ``None`` outside."""
         return self._engine
+
+    def statistics(self) -> Statistics | None:
+        """Counters and timings of the running fit, else of the last one; ``None`` before the first."""
+        return self._statistics if self._engine is None else self._engine.statistics()
 
     def keep(self, name: str) -> int:
         """Keep the newest snapshot of the running fit under ``name``; see ``SnapshotEngine.keep``.
@@ -92,10 +115,13 @@ class LazySnapshotCallback(Callback):
         latest = Latest(trainer, self._state, lambda: self._engine_for(trainer))
         wrap = self._wrapper(trainer)
         wrap(trainer._checkpoint_connector, "resume_start", latest.resume_start)
+        wrap(trainer._checkpoint_connector, "resume_end", latest.resume_end)
         wrap(trainer.strategy, "load_model_state_dict", latest.load_model)
         if stage == "fit" and not trainer.fast_dev_run:
             wrap(trainer._checkpoint_connector, "restore_training_state", latest.restore_training_state)
             wrap(trainer._checkpoint_connector, "restore_optimizers_and_schedulers", latest.load_optimizers)
+            wrap(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
+            self._latest = latest
             self._hook_loops(trainer, wrap)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -107,9 +133,19 @@ class LazySnapshotCallback(Callback):
                 check_parts(trainer)
                 state.start()
                 self._seen_step = trainer.global_step
+                if self._latest is not None:
+                    self._latest.tell_fresh()
                 engine.prepare()
 
             engine.together("preparing", start)
+            engine.check_required()
+            if self._arguments.rollback_on is not None:
+                self._watch = BatchWatch(LossWatch(self._arguments.rollback_on, engine))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Judge the loss, if ``rollback_on`` is set. Raises: RollbackFailed; as ``SnapshotEngine.rollback``."""
+        if self._watch is not None and self._watch.see(trainer, outputs):
+            self._seen_step = trainer.global_step
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """A last capture on SIGTERM; else leave the newest one to the keeper, for a restart."""
@@ -129,7 +165,7 @@ class LazySnapshotCallback(Callback):
         try:
             if self._engine is not None:
                 if stage == "fit":
-                    with DrainBar(is_rank_zero=trainer.is_global_zero) as bar:
+                    with drain_bar(trainer) as bar:
                         self._engine.close(drain=True, progress=bar)
                 else:
                     # Only read from: what a keeper holds for a later fit stays.
@@ -145,11 +181,14 @@ class LazySnapshotCallback(Callback):
     def _engine_for(self, trainer: Any) -> SnapshotEngine:
         if self._engine is None:
             assert self._state is not None
-            config = make_config(*self._arguments, trainer)
-            self._engine = self._make_engine(config, self._state, default_url(trainer))
+            # Where snapshots go if nothing else is said; also what names the job then.
+            url = resolve_url(os.path.join(str(trainer.default_root_dir), "lazysnap"))
+            self._engine = self._make_engine(self._arguments.config_for(url), self._state, url)
         return self._engine
 
     def _leave(self) -> None:
+        if self._engine is not None and self._latest is not None:  # not of an evaluation
+            self._statistics = self._engine.statistics()
         self._patches.undo()
         if self._state is not None:
             self._state.position.forget()
@@ -198,7 +237,8 @@ class LazySnapshotCallback(Callback):
         def start_epoch(original: Callable[[Any], Any], fetcher: Any) -> None:
             _check_fetcher(fetcher)
             state.watch_loaders()
-            if trainer.current_epoch > 0 and not fit_loop.is_resuming and not epoch_loop.restarting:
+            is_resuming = getattr(fit_loop, "is_resuming", False)  # Lightning 2.5.3 or newer
+            if trainer.current_epoch > 0 and not is_resuming and not epoch_loop.restarting:
                 state.position.note_iter()
             state.position.note_start(epoch_loop.batch_progress.current.ready)
             original(fetcher)
@@ -253,6 +293,7 @@ class LazySnapshotCallback(Callback):
     def _capture(self, trainer: Any) -> None:
         if self._engine is not None and self._has_stepped(trainer):
             self._seen_step = trainer.global_step
+            self._figures.log(trainer, self._engine)
             self._engine.boundary(trainer.global_step)
 
     def _capture_last(self, trainer: Any) -> None:
@@ -264,13 +305,8 @@ class LazySnapshotCallback(Callback):
         if engine is None or not self._has_stepped(trainer):
             return
         self._seen_step = step
-        deadline = time.monotonic() + engine.config.keeper_timeout_s
-        # A short training may end before the keeper is ready, and slots may still be read by a slow level.
-        while not engine.boundary(step, force=True) and engine.wait_ready(max(0.0, deadline - time.monotonic())):
-            if time.monotonic() > deadline:
-                break  # the engine says so at its end
-            time.sleep(0.005)
-        engine.gate()
+        self._figures.log(trainer, engine)
+        engine.last_boundary(step)
 
     def _save_before_exit(self, trainer: Any, engine: SnapshotEngine) -> None:
         # Lightning looks for the signal after a batch and everything due after it: this is a boundary. In the middle
@@ -282,6 +318,13 @@ class LazySnapshotCallback(Callback):
         if engine.config.levels and engine.flush(budget_s):
             logger.warning("terminated at step %d: the last snapshot is durable", trainer.global_step)
             engine.close(drain=False)
+        elif engine.statistics().unprotected is not None:
+            logger.warning(
+                "terminated at step %d: the last step is not durable after %g s, and NOT protected in memory: %s",
+                trainer.global_step,
+                budget_s,
+                engine.statistics().unprotected,
+            )
         else:
             logger.warning(
                 "terminated at step %d: the last snapshot is in memory, not durable after %g s; the keeper goes on "

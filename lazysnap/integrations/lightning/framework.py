@@ -19,12 +19,21 @@ def callback_bases() -> tuple[type, ...]:
     """
     loaded = [name for name in _PACKAGES if hasattr(sys.modules.get(name), "Callback")]
     if not loaded:
-        loaded = [name for name in _PACKAGES if find_spec(name.split(".", 1)[0]) is not None][:1]
+        loaded = [name for name in _PACKAGES if _is_installed(name.split(".", 1)[0])][:1]
     if not loaded:
         raise ModuleNotFoundError(
-            'LazySnapshotCallback needs Lightning; run `pip install "lazysnap[lightning]"`', name="lightning"
+            "LazySnapshotCallback needs Lightning, which is not installed here (neither lightning nor "
+            'pytorch_lightning): run `pip install "lazysnap[lightning]"`',
+            name="lightning",
         )
     return tuple(import_module(name).Callback for name in loaded)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # an import hook refuses it, or a test put None in its place
+        return False
 
 
 def rebase(cls: type) -> None:
@@ -37,3 +46,9 @@ def rebase(cls: type) -> None:
 def neighbour(instance: Any, name: str) -> Any:
     """The object ``name`` in the module that defines the class of ``instance``: private types of the same package."""
     return getattr(sys.modules[type(instance).__module__], name)
+
+
+def overrides(instance: Any, hook: str) -> bool:
+    """Whether the program defines ``hook`` itself."""
+    owner = next(cls for cls in type(instance).__mro__ if hook in vars(cls))
+    return not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))

@@ -1,53 +1,74 @@
-"""``ckpt_path="latest"``: the freshest snapshot in the place of a checkpoint file."""
+"""``ckpt_path="latest"`` and ``"run:<id>"``: a snapshot in the place of a checkpoint file."""
 
 import logging
 import os
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from lazysnap.console import say
+from lazysnap.engine import report
 from lazysnap.engine.snapshot import Snapshot
-from lazysnap.errors import JobBusy, SnapshotNotFound
+from lazysnap.errors import ConfigError, JobBusy, SnapshotNotFound
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.loops import WorldChange
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import is_sharded, load_model, load_optimizers
 from lazysnap.levels.redaction import shown
+from lazysnap.runs import RunChoice
+from lazysnap.shard.names import SnapshotName, id_time_ns
 from lazysnap.state.modules import fitted
-from lazysnap.state.optimizers import check_groups, check_order, laid_out
+from lazysnap.state.optimizers import laid_out
 
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
+HOW = 'trainer.fit(..., ckpt_path="latest")'
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+def is_ours(path: Any) -> bool:
+    """Whether a ``ckpt_path`` means a snapshot, and not a file. Raises: ConfigError, for a bad choice of a run."""
+    return path == LATEST or RunChoice.parse(path) is not None
 
 
 class Latest:
-    """What one run of a trainer does about ``"latest"``."""
+    """What one run of a trainer does about ``"latest"``, and about a run that was chosen."""
 
     def __init__(self, trainer: Any, state: LightningState, engine: Callable[[], Any]) -> None:
         self._trainer = trainer
         self._state = state
         self._engine = engine
         self._checkpoint: dict[str, Any] | None = None
+        self._path: str | None = None
+        """The ``ckpt_path`` that was restored from, if it means a snapshot."""
         self._parameters: Mapping[str, Sequence[str]] | None = None
+        self._snapshot: Snapshot | None = None
+        self._position = ""
+        self._loading_s = 0.0
 
     def resume_start(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
         """In place of the connector's ``resume_start``: any other path goes to the original.
 
-        Blocks: reads and verifies one snapshot. Raises: SnapshotNotFound, if there is none and nothing to train;
-        StateMismatch, if it is of another model; JobBusy, if this training runs already.
+        Blocks: reads and verifies one snapshot. Raises: SnapshotNotFound, if there is none and nothing to train, or if
+        a run was chosen that is not there; ConfigError, if the choice of a run cannot be read, and for the directory of
+        a snapshot; StateMismatch, if it is of another model; JobBusy, if this training runs already.
         """
-        if path != LATEST:
+        if not is_ours(path):
+            _check_path(path)
             original(path, *args, **kwargs)
             return
         connector = self._trainer._checkpoint_connector
         connector._ckpt_path = None
         if self._trainer.fast_dev_run:
-            logger.info('fast_dev_run: ckpt_path="latest" is ignored')
+            logger.info("fast_dev_run: ckpt_path=%r is ignored", path)
             return
         is_fit = self._trainer.state.fn == "fit"
-        snapshot = self._engine().fetch() if is_fit else self._fetch_to_read()
-        requeued = self._requeued(connector, snapshot) if is_fit else None
+        snapshot = self._engine().fetch(path) if is_fit else self._fetch_to_read(path)
+        # As with a file: what was chosen by name is meant, whatever Lightning saved before a requeue.
+        requeued = self._requeued(connector, snapshot) if is_fit and path == LATEST else None
         if requeued is not None:
             logger.warning("%s is newer than the latest snapshot: resuming from it", requeued)
             original(requeued, *args, **kwargs)
@@ -57,11 +78,49 @@ class Latest:
             return
         checkpoint = self._state.admit(snapshot.state, self._change(snapshot) if is_fit else None)
         self._parameters = snapshot.parameters
-        connector._loaded_checkpoint = neighbour(connector, "_pl_migrate_checkpoint")(checkpoint, LATEST)
-        connector._ckpt_path = LATEST
+        connector._loaded_checkpoint = neighbour(connector, "_pl_migrate_checkpoint")(checkpoint, path)
+        connector._ckpt_path = self._path = path
+        self._snapshot = snapshot
         if is_fit:
+            self._position = self._state.position_of(snapshot.state)
             self._checkpoint = dict(connector._loaded_checkpoint)
-            self._engine().resume(snapshot)
+
+    def resume_end(self, original: Callable[[], None]) -> None:
+        """In place of the connector's, which would only say "Restored all states from the checkpoint at latest".
+
+        Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.resume``.
+        """
+        connector, snapshot = self._trainer._checkpoint_connector, self._snapshot
+        if snapshot is None or not self._is_ours():
+            original()
+            return
+        connector._ckpt_path, self._snapshot = None, None
+        try:
+            original()
+        finally:
+            connector._ckpt_path = self._path
+        if self._trainer.state.fn == "fit":
+            seconds = snapshot.seconds + self._loading_s
+            self._engine().resume(snapshot, position=self._position, seconds=seconds)
+        elif self._trainer.is_global_zero:
+            say(report.loaded(snapshot, time.time_ns()))
+
+    def reset_epoch(self, original: Callable[[], None]) -> None:
+        """In place of the epoch loop's ``reset``: the position in the data is restored, whatever the loader can do."""
+        if not self._state.restores_position():
+            original()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+            original()
+
+    def tell_fresh(self) -> None:
+        """Tell the user how the fit starts, if it does not resume a snapshot."""
+        path, step = self._trainer._checkpoint_connector._ckpt_path, self._trainer.global_step
+        is_other = path is not None and not is_ours(path)
+        self._engine().tell_start(
+            report.from_checkpoint(str(path)) if is_other else report.fresh(None, how=HOW, step=step)
+        )
 
     def _change(self, snapshot: Snapshot) -> WorldChange | None:
         engine, now = self._engine(), self._trainer.world_size
@@ -69,32 +128,35 @@ class Latest:
             return None
         return WorldChange(snapshot.world_size, now, partial(engine.part_ways, snapshot))
 
-    def _fetch_to_read(self) -> Snapshot | None:
+    def _fetch_to_read(self, path: str) -> Snapshot | None:
         """As the engine's ``fetch``; what a running training keeps in memory is its own, what is on storage is not."""
         engine = self._engine()
         try:
-            found: Snapshot | None = engine.fetch()
+            found: Snapshot | None = engine.fetch(path)
         except JobBusy:
             logger.info("the training runs: reading its newest snapshot on storage")
-            found = engine.fetch_stored()
+            found = engine.fetch_stored(path)
         return found
 
     def restore_training_state(self, original: Callable[[], Any]) -> None:
         """In place of the connector's: tuners that run first (LR finder) restore their own file and forget ours."""
         connector = self._trainer._checkpoint_connector
-        if connector._loaded_checkpoint and connector._ckpt_path != LATEST:
+        if connector._loaded_checkpoint and not self._is_ours():
             original()  # the tuner's own file, in the middle of its work
             return
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None and not connector._loaded_checkpoint:
-            connector._loaded_checkpoint, connector._ckpt_path = checkpoint, LATEST
+            connector._loaded_checkpoint, connector._ckpt_path = checkpoint, self._path
             connector.restore_datamodule()
             connector.restore_model()
             connector.restore_callbacks()
+        started = time.perf_counter()
         original()
+        self._loading_s += time.perf_counter() - started
 
     def load_model(self, original: Callable[..., None], checkpoint: Any, *, strict: bool = True) -> None:
         """In place of the strategy's: a sharded one would expect that its own files were read before."""
+        started = time.perf_counter()
         if self._is_ours():
             state = fitted(self._trainer.lightning_module, checkpoint["state_dict"])
             checkpoint = {**checkpoint, "state_dict": state}
@@ -102,39 +164,38 @@ class Latest:
             load_model(self._trainer.strategy, checkpoint, strict=strict)
         else:
             original(checkpoint, strict=strict)
+        self._loading_s += time.perf_counter() - started
 
     def load_optimizers(self, original: Callable[[], None]) -> None:
         """In place of the connector's ``restore_optimizers_and_schedulers``.
 
-        Collective. Raises: StateMismatch, if an optimizer has other parameter groups than in the snapshot, on any rank.
+        Collective. Raises: StateMismatch, if an optimizer is of another class than in the snapshot, or has other
+        parameter groups, on any rank.
         """
         connector = self._trainer._checkpoint_connector
         if self._is_ours() and connector._loaded_checkpoint:
             optimizers, checkpoint = self._state.optimizers(), connector._loaded_checkpoint
             states = list(zip(optimizers, checkpoint["optimizer_states"], strict=False))
 
-            def check() -> None:
-                check_order(self._state, self._parameters)
-                for number, (optimizer, state) in enumerate(states):
-                    check_groups(f"optimizer {number}", optimizer, state)
-
-            self._engine().together("checking the optimizers", check)
+            self._engine().together(
+                "checking the optimizers", lambda: self._state.check_optimizers(checkpoint, self._parameters)
+            )
             checkpoint["optimizer_states"] = [laid_out(optimizer, state) for optimizer, state in states]
             if is_sharded(self._trainer.strategy):
                 load_optimizers(optimizers, checkpoint)
         original()
 
     def _is_ours(self) -> bool:
-        return bool(self._trainer._checkpoint_connector._ckpt_path == LATEST)
+        return self._path is not None and self._trainer._checkpoint_connector._ckpt_path == self._path
 
     def _miss(self, is_fit: bool) -> None:
-        where = ", ".join(shown(level.url) for level in self._engine().config.levels) or "memory"
         if not is_fit:
+            where = ", ".join(shown(level.url) for level in self._engine().config.levels) or "memory"
             raise SnapshotNotFound(
                 f'ckpt_path="latest": no whole snapshot in {where} or in memory; fit with this callback first, or give '
                 "the path of a checkpoint"
             )
-        logger.warning('ckpt_path="latest": no snapshot in %s yet: starting fresh', where)
+        self._engine().tell_start()
 
     def _requeued(self, connector: Any, snapshot: Any) -> str | None:
         """SLURM's auto-requeue checkpoint, if it is newer; Lightning itself looks for it only without a path."""
@@ -143,7 +204,19 @@ class Latest:
         path = str(connector._hpc_resume_path)
         if snapshot is None:
             return path
-        if os.path.exists(path) and os.stat(path).st_mtime_ns < snapshot.run_started_ns:
+        if os.path.exists(path) and os.stat(path).st_mtime_ns < id_time_ns(snapshot.run_id):
             return None
         step = self._trainer.strategy.load_checkpoint(path).get("global_step", 0)
         return path if step > snapshot.step else None
+
+
+def _check_path(path: Any) -> None:
+    """Raises: ConfigError, if ``path`` is the directory of a snapshot, which Lightning could not read."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    level, _, name = str(text).rstrip("/").rpartition("/")
+    if SnapshotName.parse(name) is not None and not os.path.isfile(text):
+        raise ConfigError(
+            f"ckpt_path={str(text)!r} is the directory of a lazysnap snapshot, not a checkpoint file of Lightning: "
+            f'ckpt_path="latest" resumes the newest snapshot; `lazysnap export {level or "."} latest --to FILE.ckpt` '
+            "writes such a file; lazysnap.load_weights reads the weights alone"
+        )

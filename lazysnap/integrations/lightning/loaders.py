@@ -7,8 +7,8 @@ they were then, and driven forward: by the sampler alone where nothing else can 
 and discarding the batches.
 
 Not exact: an iterable dataset in the main process whose *order* depends on global random numbers drawn between
-batches that training draws from as well. The order is exact but random augmentation in worker processes is not, where
-workers are persistent (their generators outlive an epoch) or the loader saves its own state.
+batches that training draws from as well. Where workers are persistent (their generators outlive an epoch), the order is
+exact but random augmentation in them is not; a warning says so.
 """
 
 import logging
@@ -17,8 +17,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-from lazysnap.integrations.lightning.streams import RandomStreams
-from lazysnap.integrations.lightning.workers import running_workers, start_workers
+from lazysnap.data.streams import RandomStreams
+from lazysnap.data.workers import keep_streams, release_streams, running_workers, start_workers
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class LoaderPosition:
     def watch(self, loaders: list[Any]) -> None:
         """These are the training loaders now."""
         self._loaders = loaders
+        keep_streams(loaders)
 
     def note_iter(self) -> None:
         """The loaders are about to be iterated from the start."""
@@ -50,6 +51,7 @@ class LoaderPosition:
     def forget(self) -> None:
         """Let go of the loaders' iterators: their workers end when nobody holds them, and must not do so late."""
         self._restarts.forget()
+        release_streams(self._loaders)
         self._loaders = []
 
     def note_start(self, trained: int) -> None:

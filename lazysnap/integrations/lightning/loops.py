@@ -58,6 +58,19 @@ def collect_loops(trainer: Any) -> dict[str, Any]:
     return state
 
 
+def limit_reached(trainer: Any, state: dict[str, Any]) -> str:
+    """The limit at which a collected state had ended, as the trainer is set now; empty if it goes on."""
+    fit_loop = trainer.fit_loop
+    epochs = state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    for name, done, limit in (
+        ("max_steps", state["global_step"], fit_loop.max_steps),
+        ("max_epochs", epochs, fit_loop.max_epochs),
+    ):
+        if limit is not None and limit != -1 and done >= limit:
+            return f"{name}={limit}, at step {state['global_step']}"
+    return ""
+
+
 def restore_loops(trainer: Any, fit_loop_state: dict[str, Any], extra: dict[str, Any]) -> None:
     """Put counters back, and drop Lightning's flags of a restart: this one goes on exactly where it was."""
     fit_loop = trainer.fit_loop

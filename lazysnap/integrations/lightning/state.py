@@ -17,22 +17,31 @@ from typing import Any, cast
 
 import torch
 
-from lazysnap.errors import StateMismatch
-from lazysnap.integrations.lightning.framework import neighbour
+from lazysnap.data.streams import RandomStreams
+from lazysnap.data.workers import running_workers, start_workers
+from lazysnap.errors import ConfigError, StateMismatch
+from lazysnap.integrations.lightning.framework import neighbour, overrides
+from lazysnap.integrations.lightning.hparams import collect_settings
 from lazysnap.integrations.lightning.loaders import LoaderPosition
-from lazysnap.integrations.lightning.loops import WorldChange, collect_loops, restore_loops, scale_batches
+from lazysnap.integrations.lightning.loops import (
+    WorldChange,
+    collect_loops,
+    limit_reached,
+    restore_loops,
+    scale_batches,
+)
 from lazysnap.integrations.lightning.metrics import collect_metrics, restore_metrics
 from lazysnap.integrations.lightning.parts import ModuleExtras, collect_callbacks, restore_callbacks
+from lazysnap.integrations.lightning.rollback import put_back_fit
 from lazysnap.integrations.lightning.strategies import own_state, replicated
-from lazysnap.integrations.lightning.streams import RandomStreams
-from lazysnap.integrations.lightning.workers import running_workers, start_workers
 from lazysnap.state.objects import plain_name
+from lazysnap.state.optimizers import check_optimizers
 from lazysnap.state.scalars import pack, unpack
+from lazysnap.state.settings import OptimizerSettings, differences, warn
+from lazysnap.state.source import KEY, OPTIMIZERS
 
 logger = logging.getLogger(__name__)
 
-KEY = "lazysnap"
-"""Where, in a Lightning checkpoint, the parts stand that Lightning does not know."""
 _SLOW_S = 0.1
 
 
@@ -44,6 +53,10 @@ class LightningState:
         self._streams = RandomStreams()
         self.position = LoaderPosition(self._streams)
         self._extras: dict[str, ModuleExtras] | None = None
+        self._optimizer_settings = OptimizerSettings()
+        self._settings: dict[str, Any] = {}
+        self._restored: list[str] = []
+        """Settings of optimizers that are not as the program has them, because they were restored."""
         self._landing: dict[str, Any] | None = None
         self._change: WorldChange | None = None
         self.is_collecting = False
@@ -79,6 +92,8 @@ class LightningState:
             "modules": {name: extras.collect() for name, extras in self._module_extras().items()},
             "validation_workers": running_workers(self._validation_loaders()),
             "streams": self._streams.collect(),
+            OPTIMIZERS: self._optimizer_settings.fields,
+            "settings": self._settings,
         }
         return state
 
@@ -120,19 +135,25 @@ class LightningState:
         """See ``StateSource.expected``. Empty where the program itself decides what a checkpoint holds."""
         module = self._trainer.lightning_module
         hooks = ("on_save_checkpoint", "on_load_checkpoint")
-        decides = all(_overrides(module, hook) for hook in hooks)
+        decides = all(overrides(module, hook) for hook in hooks)
         if not module.strict_loading or decides:
             return {}
         return {f"state_dict.{name}": value for name, value in module.state_dict().items() if torch.is_tensor(value)}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """See ``StateSource.load``. The parts that Lightning does not know follow when the fit reaches point X."""
-        connector = self._trainer._checkpoint_connector
-        connector._loaded_checkpoint = self.admit(state)
-        connector.restore_datamodule()
-        connector.restore_model()
-        connector.restore_callbacks()
-        connector.restore_training_state()
+    def load(self, state: dict[str, Any], *, data: bool = True) -> None:
+        """See ``StateSource.load``: at the end of a batch of a running fit, without the data. A restart goes by
+        ``admit`` and ``land``.
+
+        Raises: ConfigError, for ``data=True``.
+        """
+        if data:
+            raise ConfigError('a running fit cannot repeat batches: rollback(data="skip") goes on behind them')
+        put_back_fit(self._trainer, list(self.optimizers()), state)
+        own = state[KEY]
+        for name, extras in self._module_extras().items():
+            if name in own["modules"]:
+                extras.restore(own["modules"][name])
+        self._streams.restore({**own["streams"], "owned": []})  # those that loaders own stay with the data
 
     # ---------------------------------------------------------------- restart
 
@@ -152,7 +173,13 @@ class LightningState:
         checkpoint = {name: value for name, value in state.items() if name != KEY}
         checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
         self._landing = {**state[KEY], "fit_loop": state["loops"]["fit_loop"]}
-        if self._trainer.state.fn == "fit" and state[KEY]["loops"]["should_stop"] and not self.lands_in_epoch():
+        if self._trainer.state.fn == "fit" and (limit := limit_reached(self._trainer, state)):
+            logger.warning(
+                "the training had ended (%s), so there is nothing left to train: raise that limit to go on, or begin "
+                'fresh in another directory or without ckpt_path="latest"',
+                limit,
+            )
+        elif self._trainer.state.fn == "fit" and state[KEY]["loops"]["should_stop"] and not self.lands_in_epoch():
             # Lightning asks before the first epoch: a training that was stopped early has ended.
             self._trainer.should_stop = True
             logger.warning(
@@ -162,10 +189,31 @@ class LightningState:
             )
         return checkpoint
 
+    def check_optimizers(self, checkpoint: Mapping[str, Any], parameters: Mapping[str, Sequence[str]] | None) -> None:
+        """Compare the optimizers with those of the snapshot, before anything is loaded into them.
+
+        Settings that differ are remembered, for the warning when the fit lands. Raises: StateMismatch.
+        """
+        state = {**checkpoint, KEY: self._landing or {}}
+        check_optimizers(self, state, parameters)
+        self._optimizer_settings.note(self)
+        self._restored = self._optimizer_settings.carry_on(state)
+
     @property
     def is_landing(self) -> bool:
         """Whether a restored state still waits for its point X."""
         return self._landing is not None
+
+    def restores_position(self) -> bool:
+        """Whether the position in the data is about to be restored exactly, inside an epoch."""
+        return self.lands_in_epoch() and self._change is None
+
+    @staticmethod
+    def position_of(state: dict[str, Any]) -> str:
+        """Where a collected state stands in the data, in words: epoch and batch index of the next batch."""
+        position = state[KEY]["position"]
+        epoch = state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        return f"epoch {epoch}, batch {position['trained'] if position is not None else 0}"
 
     def watch_loaders(self) -> None:
         """Find the random generators that the data loaders own; cheap, and again whenever loaders may be new."""
@@ -200,6 +248,9 @@ class LightningState:
         self.watch_loaders()
         if landing["position"] is not None:
             self.position.land(landing["position"], fetcher)
+        known = landing.get("settings")
+        changed = differences("", known, self._settings) if isinstance(known, dict) else []
+        warn(restored=self._restored, changed=changed)
         restore_loops(trainer, landing["fit_loop"], landing["loops"])
         restore_metrics(trainer, trainer.lightning_module, landing["metrics"])
         restore_callbacks(trainer, landing["callbacks"])
@@ -236,8 +287,10 @@ class LightningState:
         return self._extras
 
     def start(self) -> None:
-        """The fit begins: buffers count as changed from here on."""
+        """The fit begins: buffers count as changed from here on, settings are as the program has them."""
         self._module_extras()
+        self._optimizer_settings.note(self)
+        self._settings = collect_settings(self._trainer)
 
     def _note_time(self, seconds: float) -> None:
         if seconds > _SLOW_S and not self._warned_slow:
@@ -247,12 +300,6 @@ class LightningState:
                 "state_dict hooks, or raise every_n_steps",
                 seconds * 1e3,
             )
-
-
-def _overrides(module: Any, hook: str) -> bool:
-    """Whether the program defines ``hook`` itself."""
-    owner = next(cls for cls in type(module).__mro__ if hook in vars(cls))
-    return not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lazysnap.errors import ConfigError, UnsupportedState
-from lazysnap.integrations.lightning.patches import Patches
+from lazysnap.integrations.patches import Patches
 from lazysnap.state.objects import is_local_sgd
 from lazysnap.state.sharders import check_sharders
 

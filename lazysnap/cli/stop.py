@@ -1,0 +1,89 @@
+"""``lazysnap stop``: end the keepers of a job that are still there after its training."""
+
+import argparse
+import os
+import select
+import time
+
+from lazysnap.cli.output import BAD, OK, Output
+from lazysnap.config import SnapshotConfig, resolve_url
+from lazysnap.errors import KeeperUnavailable
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import try_connect
+from lazysnap.keeper.protocol import Busy, NotDurable, Stop
+
+_ANSWER_S = 5.0
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Ask the keeper of the job on this node to leave, and wait for it.
+
+    Blocks: at most ``--timeout``; it stores the newest captures before it leaves, and stays if it cannot, unless
+    ``--force`` is given. Returns 1 if it stays.
+    """
+    deadline = time.monotonic() + args.timeout
+    ended, staying = [], []
+    for identity in _identities(args.job):
+        pid, refusal = _ask_to_leave(identity, deadline, is_forced=args.force)
+        if pid is None:
+            continue
+        if not refusal and not _wait_for_end(pid, deadline):
+            refusal = f"it did not end within {args.timeout:g} s; `kill {pid}` loses what is only in memory"
+        if refusal:
+            staying.append({"pid": pid, "reason": refusal})
+            output.line(f"keeper {pid} stays: {refusal}", "yellow")
+        else:
+            ended.append({"pid": pid})
+            output.line(f"keeper {pid} ended")
+    if not ended and not staying:
+        output.line(f"no keeper of job {args.job} on this node; `pgrep -af lazysnap.keeper` lists all of them")
+    output.result({"command": "stop", "ok": not staying, "job": args.job, "ended": ended, "staying": staying})
+    return BAD if staying else OK
+
+
+def _identities(job: str) -> list[JobIdentity]:
+    """A job is named by its ``job_id``, else by its first level's resolved path or URL."""
+    names = dict.fromkeys((job, resolve_url(job)))
+    return [JobIdentity.from_config(SnapshotConfig(job_id=name)) for name in names]
+
+
+def _ask_to_leave(identity: JobIdentity, deadline: float, *, is_forced: bool) -> tuple[int | None, str]:
+    """The keeper's process, and why it stays; ``None`` if it is gone already."""
+    connection = try_connect(identity)
+    if connection is None:
+        return None, ""
+    pid = connection.peer_pid
+    try:
+        connection.send(Stop(is_forced), timeout_s=_ANSWER_S)
+        connection.set_receive_timeout(max(_ANSWER_S, deadline - time.monotonic()))
+        received = connection.receive() or []
+    except (OSError, KeeperUnavailable):
+        received = []
+    finally:
+        connection.close()
+    reply = received[0][0] if received else None
+    if reply is None:
+        return pid, (
+            "it is still storing its newest capture, or does not answer; wait for it, or end it with "
+            f"`kill -9 {pid}`, which loses what is only in memory"
+        )
+    if isinstance(reply, Busy):
+        return pid, f"its training runs, process {reply.pid}; end that first"
+    if isinstance(reply, NotDurable):
+        return pid, (
+            f"its newest capture, step {reply.step}, could not be stored at every level; mend the level and try "
+            "again (--force ends it all the same and loses that capture)"
+        )
+    return pid, ""
+
+
+def _wait_for_end(pid: int, deadline: float) -> bool:
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        readable, _, _ = select.select([process], [], [], max(0.0, deadline - time.monotonic()))
+        return bool(readable)
+    finally:
+        os.close(process)

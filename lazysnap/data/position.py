@@ -1,0 +1,395 @@
+"""The position of a data loader in its epoch: recorded at every batch, and reached again by a replay.
+
+A restart makes the loader's iterator as the epoch made it, with the random generators as they were then, and drives it
+forward to the batch that comes next. Batches in between are not read where nothing can tell the difference (a map-style
+dataset without workers: the sampler alone is driven); else they are read again and dropped. Then all generators are put
+back as they were when the snapshot was taken: order, augmentation and everything that training draws go on exactly.
+
+Not exact: an order or batches that depend on global random numbers drawn *between* batches, where training draws from
+the same generator: iterable datasets in the main process, and samplers that draw from the global generator as they go.
+Random augmentation in persistent workers (``persistent_workers=True``); a warning says so.
+"""
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _DatasetKind
+
+from lazysnap.data.rng import collect_rng, has_drawn
+from lazysnap.data.streams import RandomStreams
+from lazysnap.data.workers import running_workers, start_workers
+from lazysnap.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_INNER = ("base_dataloader", "_dataloader")
+"""Where Accelerate's and Fabric's loaders hold the one of torch."""
+_COUNTERS = ("iteration", "_num_iter_calls")
+"""How many times such a loader was iterated; their samplers are seeded with it."""
+_SAMPLERS = ("batch_sampler", "sampler")
+_SEEDS = ("epoch", "seed", "initial_seed")
+_DEPTH = 4
+_END = object()
+_clock = itertools.count(1)
+
+
+def tick() -> int:
+    """The next number of a clock that counts events: what came later has a greater one."""
+    return next(_clock)
+
+
+class Position:
+    """Where one loader stands.
+
+    ``state_dict`` and ``load_state_dict`` make it part of a snapshot; ``iterate`` is the loader's iteration. Not
+    thread-safe: used where training is.
+    """
+
+    is_data_position = True
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._bases = _bases(loader)
+        self._looks_ahead = hasattr(type(loader), "adjust_state_dict_for_prefetch")
+        self._streams = RandomStreams()
+        self._running: weakref.ref[_Iteration] | None = None
+        self._pending: dict[str, Any] | None = None
+        self._skipped = 0
+        self.may_draw = any(map(_is_read_here, self._bases))
+        """Whether draws of its dataset from the global generators would go unnoticed."""
+        self.before_fetch: Callable[[], None] | None = None
+        """Called before every batch is fetched: then nothing of the next step has begun."""
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def given(self) -> int | None:
+        """Batches that the running iteration has given, or is about to go on behind; ``None`` between two."""
+        if self._pending is not None:
+            return int(self._pending["given"])
+        running = self._iteration()
+        return None if running is None else running.given
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the next iteration goes on in the middle of one, after ``load_state_dict``."""
+        return self._pending is not None
+
+    @property
+    def began(self) -> int | None:
+        """When the running iteration began, by ``tick``; ``None`` between two."""
+        running = self._iteration()
+        return None if running is None else running.began
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as it is now, as plain values: some tens of KB."""
+        if self._pending is not None:
+            return dict(self._pending)
+        running = self._iteration()
+        if running is None or running.given < 2:  # samplers make generators when they are iterated, none later
+            self._streams.watch([self._loader, *self._bases])
+        state: dict[str, Any] = {"given": None, "now": self._streams.collect(), **self._counts()}
+        if running is not None:
+            state.update(running.recorded, given=running.given)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration begin at ``state``. The running one, if any, is not moved."""
+        _set_counts(self._loader, self._bases, state)
+        self._running = None
+        self._pending = dict(state) if state["given"] is not None else None
+        self._skipped = state.get("skip", 0)
+        self._streams.watch([self._loader, *self._bases])
+        if "now" in state:
+            self._streams.restore_owned(state["now"])
+
+    def skip(self, batches: int) -> None:
+        """Let the next iteration begin behind ``batches``, unless it goes on elsewhere after ``load_state_dict``.
+
+        None at all, where the epoch that was restored is at its end: then the next one begins, as the caller counts.
+        """
+        if self._pending is None:
+            self._skipped = batches
+        elif batches == 0 and self._pending["given"] == _length(self._loader):
+            counters = {name: count + 1 for name, count in self._pending["counters"].items()}
+            _set_counts(self._loader, self._bases, {**self._pending, "counters": counters})
+            self._pending = None
+        elif batches != self._pending["given"]:
+            logger.warning(
+                "the loader goes on behind batch %d, as restored; %d batches were to be skipped", self.given, batches
+            )
+
+    def note_draws(self, before: dict[str, Any]) -> None:
+        """A batch of an iterable dataset was read: warn, once, if that drew from the global generators."""
+        if has_drawn(before):
+            self.may_draw = False
+            logger.warning(
+                "%s draws from the global random generators while it is read. If the order of its data depends on "
+                "that, a training that is resumed in mid-epoch reads other data: let it draw from a generator of its "
+                "own (torch.Generator, random.Random), or in workers. Random augmentation alone is resumed exactly",
+                type(self._bases[0].dataset).__name__,
+            )
+
+    def _counts(self) -> dict[str, Any]:
+        loaders = (self._loader, *self._bases)
+        counters = {name: _held(one)[name] for one in loaders for name in _COUNTERS if name in _held(one)}
+        return {"counters": counters, "samplers": [_seeds(sampler) for sampler in _samplers(loaders)]}
+
+    # ---------------------------------------------------------------- iteration
+
+    def iterate(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The loader's iteration, over the iterator that ``make`` makes: from the start, or from what was loaded."""
+        pending, self._pending = self._pending, None
+        iteration = _Iteration(self, make)
+        self._running = weakref.ref(iteration)
+        if pending is not None:
+            iteration.land(pending)
+        else:
+            skipped, self._skipped = self._skipped, 0
+            iteration.begin(min(skipped, _length(self._loader) or skipped))
+        return iteration
+
+    def _iteration(self) -> "_Iteration | None":
+        running = None if self._running is None else self._running()
+        return running if running is not None and not running.is_over else None
+
+
+class _Iteration:
+    """One iteration: gives the batches of the loader's own, and records what a replay needs."""
+
+    def __init__(self, position: Position, make: Callable[[], Iterator[Any]]) -> None:
+        self._position = position
+        self._make = make
+        self._inner: Iterator[Any] = iter(())
+        self.began = tick()
+        self.given = 0
+        self.is_over = False
+        self.recorded: dict[str, Any] = {}
+
+    def __iter__(self) -> "_Iteration":
+        return self
+
+    def __next__(self) -> Any:
+        position = self._position
+        if position.before_fetch is not None:
+            position.before_fetch()
+        if not self.given or position._looks_ahead:
+            self._note_streams()
+        # The first batch may fill a buffer, and set up what is drawn from later.
+        before = collect_rng() if self.given == 1 and position.may_draw else None
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self.is_over = True
+            raise
+        self.given += 1
+        if before is not None:
+            position.note_draws(before)
+        return batch
+
+    def _note_streams(self) -> None:
+        streams = self._position._streams.collect()
+        self.recorded["ahead"] = streams
+        self.recorded.setdefault("at_first", streams)
+
+    def begin(self, batches: int = 0, state: dict[str, Any] | None = None) -> None:
+        """Make the loader's own iterator and drive it over ``batches``; by ``state`` with the random generators as they
+        were then. May draw random numbers.
+        """
+        position = self._position
+        streams, bases = position._streams, position._bases
+        streams.watch([position._loader, *bases])
+        self.recorded = {
+            "at_iter": streams.collect(),
+            "had_workers": running_workers(bases),
+            "had_iterator": [_has_iterator(base) for base in bases],
+            **position._counts(),
+        }
+        can_skip = batches > 0 and type(position._loader).__name__ != "DataLoaderDispatcher"
+        with _reading_less(bases, can_skip=can_skip) as skip:
+            self._inner = self._make()
+            self._drive(batches, skip, state)
+        self.given = batches
+
+    def land(self, state: dict[str, Any]) -> None:
+        """Go on behind ``state["given"]`` batches, with the random generators as they were there."""
+        position = self._position
+        streams, bases = position._streams, position._bases
+        start_workers(bases, state["had_workers"])
+        for base, had in zip(bases, state["had_iterator"], strict=False):
+            _set_iterator(base, had)
+        streams.watch([position._loader, *bases])
+        streams.restore(state["at_iter"])
+        self.begin(state["given"], state)
+        streams.watch([position._loader, *bases])  # samplers make generators when they are iterated
+        streams.restore(state["now"])
+        self.recorded = {name: value for name, value in state.items() if name not in ("given", "now")}
+
+    def _drive(self, batches: int, skip: "_Skip", state: dict[str, Any] | None) -> None:
+        position, streams = self._position, self._position._streams
+        if batches and not skip.is_possible:
+            logger.info("reading %d batches again, to go on behind them", batches)
+        for number in range(1, batches + 1):
+            # What a loader that looks ahead fetches with the last batch is still to come.
+            is_needed = position._looks_ahead and number == batches
+            if state is not None and number == 1:
+                streams.restore(state["at_first"])
+            if state is not None and is_needed:
+                streams.restore(state["ahead"])
+            if state is None and (number == 1 or is_needed):
+                self._note_streams()
+            skip.is_on = not is_needed
+            if next(self._inner, _END) is _END:
+                logger.warning("the data ends after %d batches, %d were to be skipped", number - 1, batches)
+                break
+
+
+class _Skip:
+    """Whether batches are read, or the sampler alone is driven."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.is_possible = False
+
+
+@contextmanager
+def _reading_less(bases: list[Any], *, can_skip: bool) -> Iterator[_Skip]:
+    """Within it iterators of ``bases`` give empty batches while ``is_on``, where that leaves them in the same state."""
+    skip, [base, *_] = _Skip(), bases
+    is_plain = can_skip and isinstance(base, DataLoader) and base.num_workers == 0
+    if not is_plain or base._dataset_kind != _DatasetKind.Map:
+        yield skip
+        return
+    skip.is_possible = True
+
+    def may_skip(iterator: Any) -> Any:
+        fetcher = iterator._dataset_fetcher
+        read = fetcher.fetch
+        fetcher.fetch = lambda index: () if skip.is_on else read(index)
+        fetchers.append(fetcher)
+        return iterator
+
+    fetchers: list[Any] = []
+    if _has_iterator(base):
+        may_skip(base._iterator)
+    base._get_iterator = lambda: may_skip(type(base)._get_iterator(base))
+    try:
+        yield skip
+    finally:
+        del base._get_iterator
+        for fetcher in fetchers:
+            del fetcher.fetch
+
+
+def position_in(state: Mapping[str, Any]) -> str:
+    """In words: where the first loader in a training state stands, whose position is part of it; else nothing."""
+    for value in state.values():
+        if isinstance(value, dict) and isinstance(value.get("given"), int) and "at_iter" in value:
+            counters = value["counters"]
+            epoch = counters.get("iteration", counters.get("_num_iter_calls"))
+            return f"batch {value['given']}" if epoch is None else f"epoch {epoch}, batch {value['given']}"
+    return ""
+
+
+def in_other_world(state: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """The position ``state`` for another number of processes: the same epoch, with other random numbers.
+
+    ``share``: how many batches one process passes over now for each that it was given.
+    """
+    return {
+        "given": None,
+        "skip": int((state["given"] or 0) * share),
+        "counters": state["counters"],
+        "samplers": state["samplers"],
+    }
+
+
+def make_resumable(loader: Any) -> Position:
+    """Let iterations of ``loader`` be recorded and resumed, in place: it stays the same object. Idempotent.
+
+    For a ``DataLoader`` or what Accelerate made of one. Raises: ConfigError, for anything else.
+    """
+    known = _held(loader).get("_lazysnap_position")
+    if isinstance(known, Position):
+        return known
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(f"a torch.utils.data.DataLoader is needed, got {type(loader).__qualname__}")
+    kind = type(loader)
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        return self._lazysnap_position.iterate(lambda: kind.__iter__(self))  # type: ignore[no-any-return]
+
+    resumable = type(kind.__name__, (kind,), {"__iter__": __iter__, "__module__": kind.__module__})
+    # Accelerate's loaders pretend to be of torch's class, by a property that cannot be set.
+    object.__dict__["__class__"].__set__(loader, resumable)
+    loader._lazysnap_position = position = Position(loader)
+    return position
+
+
+def _held(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _bases(loader: Any) -> list[Any]:
+    """The loader of torch inside ``loader``, or that itself."""
+    base = loader
+    while (inner := next((_held(base)[name] for name in _INNER if name in _held(base)), None)) is not None:
+        base = inner
+    return [base]
+
+
+def _is_read_here(base: Any) -> bool:
+    """Whether it reads an iterable dataset in this process."""
+    return getattr(base, "num_workers", 1) == 0 and getattr(base, "_dataset_kind", None) == _DatasetKind.Iterable
+
+
+def _has_iterator(base: Any) -> bool:
+    """Whether a ``StatefulDataLoader`` made its next iterator already, because it was asked for its state."""
+    return bool(_held(base).get("_initial_iter_for_state_dict"))
+
+
+def _set_iterator(base: Any, had: bool) -> None:
+    if had and not _has_iterator(base):
+        base.state_dict()
+    elif not had and _has_iterator(base):
+        base._initial_iter_for_state_dict, base._iterator = False, None
+
+
+def _samplers(loaders: tuple[Any, ...]) -> list[Any]:
+    """The samplers and datasets of a loader that are seeded by numbers, in a fixed order."""
+    found: list[Any] = []
+    level = [*loaders]
+    for _ in range(_DEPTH):
+        inner = (_held(one).get(name) for one in level for name in _SAMPLERS)
+        level = [one for one in inner if one is not None and not any(one is other for other in found)]
+        found.extend(level)
+    found.extend(_held(one)["dataset"] for one in loaders if "dataset" in _held(one))
+    return [one for one in found if _seeds(one)]
+
+
+def _seeds(sampler: Any) -> dict[str, int]:
+    return {name: value for name, value in _held(sampler).items() if name in _SEEDS and type(value) is int}
+
+
+def _set_counts(loader: Any, bases: list[Any], state: dict[str, Any]) -> None:
+    loaders = (loader, *bases)
+    for one in loaders:
+        for name, count in state["counters"].items():
+            if name in _held(one):
+                setattr(one, name, count)
+    for sampler, seeds in zip(_samplers(loaders), state["samplers"], strict=False):
+        for name, value in seeds.items():
+            if name in _seeds(sampler):
+                setattr(sampler, name, value)

@@ -1,0 +1,52 @@
+"""Data loaders that keep their own position, as torchdata's ``StatefulDataLoader``.
+
+What such a loader (torchdata 0.11) leaves out is added: generators that loader, sampler or dataset own (it draws a seed
+from its ``generator`` at each epoch and does not save it), and how far it is in an iterable dataset that keeps no
+position (it counts batches twice when it reads them again).
+
+Not exact: samplers and iterable datasets that draw from the global generators as they go, and have no ``state_dict``
+(``WeightedRandomSampler`` without a generator of its own). ``ResumableLoader`` is exact with such samplers.
+"""
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lazysnap.data.streams import RandomStreams
+
+_GENERATORS = "lazysnap_generators"
+_COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
+
+
+def is_stateful_loader(value: Any) -> bool:
+    """Whether ``value`` is a data loader that saves and loads its position."""
+    return isinstance(value, DataLoader) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def state_of_loader(loader: Any) -> dict[str, Any]:
+    """The loader's state. Draws no random number."""
+    streams = RandomStreams()
+    streams.watch([loader])
+    held = vars(loader)
+    # Asked for its state before it is iterated, the loader would make an iterator, which draws a seed.
+    is_new = held.get("_iterator", loader) is None and held.get("next_iter_state") is None
+    return {**({} if is_new else loader.state_dict()), _GENERATORS: streams.collect_owned()}
+
+
+def load_loader(loader: Any, state: dict[str, Any]) -> None:
+    """Let the loader's next iteration go on at ``state``. Draws random numbers: restore the generators afterwards.
+
+    Blocks: starts the loader's workers, if it was iterated before.
+    """
+    own = dict(state)
+    generators = own.pop(_GENERATORS, None)  # not in what was saved without lazysnap
+    loader.load_state_dict(own)
+    if own:
+        loader.state_dict()  # makes the iterator, and draws its seed, now: the next iter() takes it as it is
+        for name in _COUNTERS:
+            if name in own and name in vars(getattr(loader, "_iterator", loader)):
+                setattr(loader._iterator, name, own[name])
+    if generators is not None:
+        streams = RandomStreams()
+        streams.watch([loader])
+        streams.restore_owned(generators)

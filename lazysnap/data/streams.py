@@ -1,0 +1,119 @@
+"""Every stream of random numbers that a training draws from: the global ones and those that data loaders own."""
+
+import array
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from lazysnap.data.rng import collect_rng, restore_rng
+
+_DEPTH = 4
+_MOST_OBJECTS = 300
+
+
+class RandomStreams:
+    """States of the generators, compact and without tensors, so that they may come and go between captures."""
+
+    def __init__(self) -> None:
+        self._owned: dict[str, Any] = {}
+
+    def watch(self, loaders: Iterable[Any]) -> None:
+        """Find the generators that data loaders, their samplers, datasets and transforms keep in attributes."""
+        seen: set[int] = set()
+        found = (pair for number, loader in enumerate(loaders) for pair in _find(loader, seen, _DEPTH, str(number)))
+        self._owned = dict(found)
+
+    def collect(self) -> dict[str, Any]:
+        """All states as they are now."""
+        state = collect_rng()
+        state["python"] = _pack_python(state["python"])
+        state["torch"] = _pack_torch(state["torch"])
+        if "cuda" in state:
+            state["cuda"] = [_pack_torch(item) for item in state["cuda"]]
+        return {**state, **self.collect_owned()}
+
+    def collect_owned(self) -> dict[str, Any]:
+        """What loaders own, without the global generators."""
+        return {"owned": [[path, type(one).__qualname__, _get(one)] for path, one in self._owned.items()]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put all states back; owned generators by where they were found."""
+        plain = {key: value for key, value in state.items() if key != "owned"}
+        plain["python"] = _unpack_python(plain["python"])
+        plain["torch"] = _unpack_torch(plain["torch"])
+        if "cuda" in plain:
+            plain["cuda"] = [_unpack_torch(item) for item in plain["cuda"]]
+        restore_rng(plain)
+        self.restore_owned(state)
+
+    def restore_owned(self, state: dict[str, Any]) -> None:
+        """Put back what loaders own, and leave the global generators alone."""
+        # Some come later: loaders of validation, generators that samplers make at their first iteration.
+        for path, kind, owned in state["owned"]:
+            if kind == type(self._owned.get(path)).__qualname__:
+                _set(self._owned[path], owned)
+
+
+def _pack_python(state: Any) -> list[Any]:
+    version, words, gauss = state
+    return [version, array.array("I", words).tobytes(), gauss]
+
+
+def _unpack_python(state: Any) -> tuple[Any, ...]:
+    words = array.array("I")
+    words.frombytes(state[1])
+    return state[0], tuple(words), state[2]
+
+
+def _pack_torch(state: torch.Tensor) -> bytes:
+    return bytes(state.numpy()) if "numpy" in sys.modules else bytes(state.tolist())
+
+
+def _unpack_torch(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _numpy_types() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    return (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+
+
+def _get(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return _pack_torch(generator.get_state())
+    if isinstance(generator, random.Random):
+        return _pack_python(generator.getstate())
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(_unpack_torch(state))
+    elif isinstance(generator, random.Random):
+        generator.setstate(_unpack_python(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _find(value: Any, seen: set[int], depth: int, path: str) -> Iterator[tuple[str, Any]]:
+    if id(value) in seen or len(seen) > _MOST_OBJECTS:
+        return
+    if isinstance(value, (torch.Generator, random.Random, *_numpy_types())):
+        seen.add(id(value))
+        yield path, value
+    elif depth and isinstance(value, (list, tuple)):
+        for number, item in enumerate(value[:32]):
+            yield from _find(item, seen, depth - 1, f"{path}.{number}")
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, torch.nn.Module, type)):
+        seen.add(id(value))
+        for name, item in vars(value).items():
+            # An iterator of a loader is a thing of one epoch; what it draws from is found through the loader.
+            if name != "_iterator" and not callable(getattr(item, "__code__", None)):
+                yield from _find(item, seen, depth - 1, f"{path}.{name}")

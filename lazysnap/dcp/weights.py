@@ -1,0 +1,84 @@
+"""``lazysnap.load_weights``: the weights of a model from a snapshot of any number of ranks, without a trainer."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lazysnap.config import checked_url
+from lazysnap.errors import SnapshotNotFound, StateMismatch
+from lazysnap.export.weights import LIGHTNING_WEIGHTS, MODEL, TAG, is_lightning
+from lazysnap.levels import open_store
+from lazysnap.resolver import RestartPlan
+from lazysnap.runs import RunChoice, check_choice
+from lazysnap.snapshots.catalogue import LATEST, Catalogue
+from lazysnap.snapshots.reader import OpenSnapshot, open_best
+from lazysnap.snapshots.tensors import SnapshotTensors
+from lazysnap.state.source import KEY
+
+logger = logging.getLogger("lazysnap.dcp")
+
+
+def load_weights(
+    url: "str | os.PathLike[str]",
+    which: "str | int" = LATEST,
+    *,
+    part: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The ``state_dict()`` of the model in a snapshot, on the CPU: ``model.load_state_dict(load_weights(url))``.
+
+    ``url``: a level, as in ``PersistentLevel``. ``which``: ``"latest"``, a step, a name given by ``keep``,
+    or ``"run:1f3a"`` (also ``"run:1f3a@200"``) for the run whose id begins so.
+    ``part``: which object of the state, as it was given to ``SnapshotEngine``; default: of a Lightning fit the module,
+    else the object named ``"model"``. The state dict is the one that the object had, without the wrappers of DDP and
+    ``torch.compile``; sharded tensors are whole, tied ones are one tensor.
+
+    Reads the weights alone, from files of any number of ranks, and compares the checksum of each block. A damaged
+    ``"latest"`` is passed over for the next older snapshot, with a warning. No keeper and no process group is needed.
+    Blocks. Raises: SnapshotNotFound; StateMismatch, if the snapshot has no such part; ShardCorrupt, for a step, name or
+    run; UnsupportedState, for a value of a type that is not registered here; LevelError; ConfigError.
+    """
+    catalogue = Catalogue(open_store(checked_url("load_weights", url), options=storage_options))
+    plans = _plans(catalogue, which)
+    try:
+        weights = open_best(catalogue, plans, lambda snapshot: _read(snapshot, part), is_strict=which != LATEST)
+    except FileNotFoundError as error:
+        raise SnapshotNotFound(f"{catalogue.store.url}: a file of snapshot {which!r} is gone: {error}") from error
+    problems = [*catalogue.problems, *catalogue.incomplete]
+    if weights is not None:
+        for problem in problems:
+            logger.warning("%s", problem)
+        return weights
+    found = f"; found: {'; '.join(problems[:8])}" if problems else ""
+    raise SnapshotNotFound(
+        f"{catalogue.store.url}: no complete snapshot {which!r} that can be read{found}; "
+        f"`lazysnap ls {catalogue.store.url}` lists what is there"
+    )
+
+
+def _plans(catalogue: Catalogue, which: "str | int") -> Iterator[RestartPlan]:
+    check_choice(which)
+    if isinstance(which, int):
+        return catalogue.plans(step=which)
+    choice = RunChoice.parse(which)
+    if choice is not None:
+        return catalogue.plans(step=choice.step, run=catalogue.run_of(choice.digits))
+    return catalogue.plans(name=None if which == LATEST else which)
+
+
+def _read(snapshot: OpenSnapshot, part: str | None) -> dict[str, Any]:
+    where = f"{snapshot.plan.level}: step {snapshot.plan.step}"
+    return SnapshotTensors(snapshot, rank=0).state(lambda state: _part(state, part, where))
+
+
+def _part(state: Any, part: str | None, where: str) -> Any:
+    """The encoded state dict of one object of the state. Raises: StateMismatch."""
+    objects = state if isinstance(state, dict) and TAG not in state else {}
+    name = part if part is not None else LIGHTNING_WEIGHTS if is_lightning(objects) else MODEL
+    if name not in objects:
+        there = sorted(objects.keys() - {KEY})
+        raise StateMismatch(
+            f"{where} has no part {name!r}, its parts are {there}: name one, as load_weights(..., part=...)"
+        )
+    return objects[name]

@@ -1,0 +1,38 @@
+"""Whether storage levels answer at all: a small object is written, read back and deleted at each of them."""
+
+import functools
+import secrets
+from collections.abc import Callable, Sequence
+
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import LevelUnavailable
+from lazysnap.levels import open_store
+from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.redaction import shown
+
+
+def check_levels(levels: Sequence[PersistentLevel]) -> None:
+    """Blocks: at most each level's ``timeout_s``. Raises: LevelUnavailable, naming every level that failed."""
+    attempts = [(level, Attempt(functools.partial(_probe, level), shown(level.url))) for level in levels]
+    problems = []
+    for level, attempt in attempts:
+        try:
+            attempt.result(level.timeout_s)
+        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            problems.append(f"{shown(level.url)}: {type(error).__name__}: {error}")
+    if problems:
+        text = "; ".join(problems)
+        raise LevelUnavailable(f'SnapshotConfig(require="storage"): no snapshot could be stored at {text}')
+
+
+def _probe(level: PersistentLevel, beat: Callable[[], None]) -> None:
+    store, text = open_store(level.url, options=level.storage_options), secrets.token_hex(8)
+    path = f"lazysnap-probe-{text}"
+    store.storage.put(path, text.encode())
+    beat()
+    try:
+        found = store.storage.get(path)
+    finally:
+        store.storage.delete(path)
+    if found != text.encode():
+        raise LevelUnavailable(f"{path}: what was written was read back as {found!r:.40}")

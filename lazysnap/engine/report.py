@@ -1,0 +1,169 @@
+"""What a user is told about a run: how it starts, and what was captured and stored at its end. Pure."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lazysnap.engine.snapshot import MEMORY, Absence, Snapshot
+from lazysnap.engine.statistics import Statistics
+from lazysnap.keeper.room import readable
+from lazysnap.levels.redaction import shown
+
+RUN_DIGITS = 8
+"""How much of a run's id is shown; commands take the first digits of an id."""
+_MOST_STEPS = 5
+
+
+class Ending(enum.Enum):
+    """How an engine ended, which says what becomes of its memory."""
+
+    CLOSED = "closed"
+    """The keeper stores what it has not stored yet, then it frees the memory."""
+    LINGERING = "lingering"
+    """Left as after a crash: the keeper keeps the memory for a restart."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of an engine."""
+
+    ending: Ending
+    urls: Sequence[str]
+    """Of the levels, fast to slow."""
+    linger_s: float
+
+
+# ---------------------------------------------------------------- the start
+
+
+def resumed(snapshot: Snapshot, now_ns: int, *, position: str = "", seconds: float | None = None) -> str:
+    """The line for a restart. ``position``: where in the data it goes on; ``seconds``: what the restore took in all."""
+    took = snapshot.seconds if seconds is None else seconds
+    return f"resumed {_which(snapshot, position)}: {_age(snapshot, now_ns)}restored in {duration(took)}"
+
+
+def loaded(snapshot: Snapshot, now_ns: int) -> str:
+    """The line for weights that are only read, for an evaluation."""
+    return f"loaded the weights of {_which(snapshot, '')}: {_age(snapshot, now_ns)}read in {duration(snapshot.seconds)}"
+
+
+def fresh(absence: Absence | None, *, how: str = 'engine.restore("latest")', step: int = 0) -> str:
+    """The line for a start without a snapshot. ``absence``: why there was none; ``None``, if none was asked for, which
+    is done by ``how``. ``step``: where training starts.
+    """
+    if absence is None:
+        what = f"starting a new run at step {step}" if step else "starting fresh"
+        return f"{what}: no restart was asked for; {how} resumes the newest snapshot, if there is one"
+    where = " or ".join(["in memory", *(f"at {shown(url)}" for url in absence.urls)])
+    if absence.unreadable:
+        reason = f"no snapshot {where} could be read ({_steps(absence.unreadable)}); the messages above say why"
+    elif absence.incomplete:
+        look = f"; `lazysnap ls {shown(absence.urls[0])}` lists what is there" if absence.urls else ""
+        reason = f"there are only incomplete snapshots {where} ({_steps(absence.incomplete)}){look}"
+    elif absence.is_partial:
+        reason = f"no snapshot was found {where}, but not all of that could be read; the messages above say what"
+    else:
+        reason = f"there is no snapshot {where}"
+    return f"starting fresh: {reason}"
+
+
+def from_checkpoint(path: str) -> str:
+    """The line for a start from a checkpoint of the framework."""
+    return f"starting a new run from the checkpoint {path}, which is not a snapshot of lazysnap"
+
+
+def _which(snapshot: Snapshot, position: str) -> str:
+    at = f" ({position})" if position else ""
+    source = MEMORY if snapshot.level == MEMORY else shown(snapshot.level)
+    return f"step {snapshot.step} of run {snapshot.run or snapshot.run_id[:RUN_DIGITS]}{at} from {source}"
+
+
+def _age(snapshot: Snapshot, now_ns: int) -> str:
+    """What is known of the time since the capture; nothing, where clocks contradict each other."""
+    if snapshot.captured_ns is None:
+        return ""
+    end = snapshot.end
+    if end is not None and end.run_id == snapshot.run_id and end.ended_ns >= snapshot.captured_ns:
+        steps = end.step - snapshot.step
+        lost = f", {steps} step{'s' * (steps != 1)} lost" if steps >= 0 else ""
+        return f"captured {duration((end.ended_ns - snapshot.captured_ns) / 1e9)} before the end{lost}; "
+    if now_ns >= snapshot.captured_ns:
+        return f"captured {duration((now_ns - snapshot.captured_ns) / 1e9)} ago; "
+    return ""
+
+
+def _steps(steps: Sequence[int]) -> str:
+    some = ", ".join(map(str, steps[-_MOST_STEPS:]))
+    return f"step{'s' * (len(steps) > 1)} {'…, ' * (len(steps) > _MOST_STEPS)}{some}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a person would use."""
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for unit, length, limit in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
+        if seconds < limit * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
+
+
+# ---------------------------------------------------------------- the end
+
+
+def summary(statistics: Statistics, end: End) -> list[str]:
+    """What was captured and stored; empty, if no step was due. What is not durable has a line of its own."""
+    left_out = statistics.skipped.total()
+    if not statistics.began and not left_out and not statistics.direct.count:
+        return []
+    parts = [f"captured {_captured(statistics)}"]
+    parts += [f"stored {statistics.persisted[url]} at {shown(url)}{_newest(statistics, url)}" for url in end.urls]
+    if not end.urls:
+        parts.append("stored nowhere: no storage level is set")
+    parts.append(f"training waited {duration(statistics.waited_s)} in all")
+    lines = ["; ".join(parts)]
+    newest = statistics.last_whole_step
+    missing = [url for url in end.urls if newest is None or statistics.last_durable_step.get(url) != newest]
+    if missing and newest is not None:
+        lines.append(
+            f"NOT DURABLE: step {newest}, the newest capture, is not at {', '.join(map(shown, missing))}"
+            f"{_failures(statistics, missing)}; {_fate(end)}"
+        )
+    elif newest is None:
+        lines.append("NOTHING OF THIS TRAINING IS CAPTURED: a restart would not find any of its steps")
+    elif end.ending is Ending.LINGERING:
+        lines.append(f"step {newest}: {_fate(end)}")
+    return lines
+
+
+def _captured(statistics: Statistics) -> str:
+    left_out = statistics.skipped.total()
+    direct = statistics.direct.count
+    due = statistics.began + direct + left_out
+    text = f"{statistics.whole} of {due} due step{'s' * (due != 1)}"
+    if statistics.shard_bytes:
+        text += f" ({readable(statistics.shard_bytes)} each)"
+    reasons = [f"{reason} {count}" for reason, count in sorted(statistics.skipped.items())]
+    notes = [f"{direct} written by training itself, past memory"] if direct else []
+    notes += [f"{left_out} left out ({', '.join(reasons)})"] if left_out else []
+    notes += [f"{count} {word}" for word, count in (("torn", statistics.torn), ("failed", statistics.failed)) if count]
+    return ", ".join([text, *notes])
+
+
+def _newest(statistics: Statistics, url: str) -> str:
+    step = statistics.last_durable_step.get(url)
+    left_out = statistics.dropped[url]
+    dropped = f", {left_out} left out for newer ones" if left_out else ""
+    return ("" if step is None else f" (newest: step {step})") + dropped
+
+
+def _failures(statistics: Statistics, urls: Sequence[str]) -> str:
+    count = sum(statistics.level_failures[url] for url in urls)
+    return f" ({count} write{'s' * (count != 1)} failed)" if count else ""
+
+
+def _fate(end: End) -> str:
+    if end.ending is Ending.LINGERING:
+        return f'it stays in memory for {end.linger_s:g} s (linger_s), where a restart with "latest" finds it'
+    return "its keeper goes on storing it"

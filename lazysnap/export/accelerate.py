@@ -1,0 +1,163 @@
+"""A snapshot in the layout of Accelerate's ``save_state``: stock ``Accelerator.load_state(directory)`` reads it.
+
+The state has these parts: ``model``, ``model_1``, …, ``optimizer``, …, ``scheduler``, …, ``scaler``, ``custom_0``, …,
+``rng`` and ``accelerate``. The last holds ``step`` and, where they differ from the defaults, ``safe_serialization``,
+``models`` (the parts to be written, in that order), ``prefixes`` (by model part, what DDP and ``torch.compile`` put
+before its names) and ``stateful_loaders`` (by loader part, the state of its ``StatefulDataLoader``).
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from lazysnap import faults
+from lazysnap.errors import ConfigError, StateMismatch, UnsupportedState
+from lazysnap.export.folder import RESTATED
+from lazysnap.shard.limits import MAX_MANIFEST_BYTES, MAX_NESTING, load_json
+
+FACTS, RNG = "accelerate", "rng"
+OF_EVERY_RANK = (FACTS, RNG)
+"""The parts that are read of every rank; all others are those of rank 0."""
+_RNG_NAMES = {
+    "python": "random_state",
+    "numpy": "numpy_random_seed",
+    "torch": "torch_manual_seed",
+    "cuda": "torch_cuda_manual_seed",
+}
+
+
+def parts_of(state: Mapping[str, Any], kind: str) -> list[str]:
+    """The parts ``kind``, ``kind_1``, ``kind_2``, … (or ``kind_0``, ``kind_1``, …) of a state, in order."""
+    first = [name for name in (kind, f"{kind}_0") if name in state]
+    rest: list[str] = []
+    while f"{kind}_{len(rest) + 1}" in state:
+        rest.append(f"{kind}_{len(rest) + 1}")
+    return first[:1] + rest
+
+
+def write_stock(ranks: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Write the files of ``save_state`` into the directory ``path``.
+
+    ``ranks``: the state of rank 0, then for each other rank at least the parts ``OF_EVERY_RANK``.
+    Blocks. Raises: StateMismatch, if this is no state of an Accelerator; UnsupportedState, for a value that cannot be
+    pickled or, as weights, not be held by safetensors; OSError.
+    """
+    state = ranks[0]
+    if not all(isinstance(rank.get(part), Mapping) for rank in ranks for part in OF_EVERY_RANK):
+        raise StateMismatch(
+            f"a snapshot of an Accelerator has the parts {list(OF_EVERY_RANK)}, this one has {sorted(state)}: "
+            "export it in another format"
+        )
+    facts = state[FACTS]
+    for index, part in enumerate(facts.get("models", parts_of(state, "model"))):
+        prefix = facts.get("prefixes", {}).get(part, "")
+        weights = {f"{prefix}{name}": value for name, value in state[part].items()}
+        if facts.get("safe_serialization", True):
+            _save_weights(weights, os.path.join(path, _numbered("model.safetensors", index)))
+        else:
+            _save(weights, os.path.join(path, _numbered("pytorch_model.bin", index)))
+    for kind in ("optimizer", "scheduler"):
+        for index, part in enumerate(parts_of(state, kind)):
+            _save(state[part], os.path.join(path, _numbered(f"{kind}.bin", index)))
+    for index, part in enumerate(parts_of(state, "loader")):
+        if part in facts.get("stateful_loaders", {}):
+            _save(facts["stateful_loaders"][part], os.path.join(path, _numbered("dl_state_dict.bin", index)))
+    if "scaler" in state:
+        _save(_plain_numbers(state["scaler"]), os.path.join(path, "scaler.pt"))
+    for index, part in enumerate(parts_of(state, "custom")):
+        _save(state[part], os.path.join(path, f"custom_checkpoint_{index}.pkl"))
+    for index, rank in enumerate(ranks):
+        _save(_random_states(rank, index), os.path.join(path, f"random_states_{index}.pkl"))
+
+
+@dataclass(frozen=True)
+class Restated:
+    """What ``SnapshotEngine.restated`` gave."""
+
+    step: int
+    """Of the capture that it is about."""
+    parts: Mapping[str, Any]
+
+
+def write_restated(restated: Restated, path: str) -> None:
+    """Note it in the directory ``path``. Blocks. Raises: OSError."""
+    text = json.dumps(vars(restated), ensure_ascii=False, allow_nan=False)
+    with open(os.path.join(path, RESTATED), "xb") as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+
+
+def read_restated(path: str, step: int) -> Mapping[str, Any]:
+    """The parts that ``write_restated`` noted there for the snapshot of ``step``; empty, if that is nothing.
+
+    Blocks. Raises: StateMismatch, if they are those of another snapshot; ConfigError, if it is something else; OSError.
+    """
+    try:
+        with open(os.path.join(path, RESTATED), "rb") as file:
+            found = load_json(file.read(MAX_MANIFEST_BYTES), MAX_NESTING)
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(f"{path}: {RESTATED}: {error}") from error
+    parts = found.get("parts") if isinstance(found, dict) else None
+    if not isinstance(parts, dict):
+        raise ConfigError(f"{path}: {RESTATED} holds no parts of a state")
+    if found.get("step") != step:
+        raise StateMismatch(f"the snapshot of step {found.get('step')} was lost; what is called so now is step {step}")
+    return parts
+
+
+def _numbered(name: str, index: int) -> str:
+    """The first file of its kind has no number."""
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}_{index}.{suffix}" if index else name
+
+
+def _random_states(rank: Mapping[str, Any], index: int) -> dict[str, Any]:
+    rng = rank[RNG]
+    missing = {"python", "numpy", "torch"} - set(rng)
+    if missing:
+        raise StateMismatch(f"rank {index} has no random state of {sorted(missing)}, which load_state() asks for")
+    return {"step": rank[FACTS].get("step", 0), **{_RNG_NAMES[name]: rng[name] for name in _RNG_NAMES if name in rng}}
+
+
+def _plain_numbers(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in scaler.items()}
+
+
+def _save_weights(weights: Mapping[str, Any], path: str) -> None:
+    """Of tensors that share their memory the first is written, as stock does; ``load_state`` ties them again."""
+    others = sorted(name for name, value in weights.items() if not isinstance(value, torch.Tensor))
+    if others:
+        raise UnsupportedState(
+            f"safetensors holds tensors only, the weights have {others[:3]}: use save_state(safe_serialization=False)"
+        )
+    seen: set[tuple[int, torch.dtype, torch.Size]] = set()
+    chosen = {}
+    for name, value in weights.items():
+        key = (value.data_ptr(), value.dtype, value.shape)
+        if key not in seen or not value.numel():
+            chosen[name] = value.contiguous()
+        seen.add(key)
+    faults.point("export.accelerate.file")
+    try:
+        save_file(chosen, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its writer reports a full disk so
+        raise OSError(f"{path}: {error}") from error
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise UnsupportedState(f"{path}: safetensors refuses the weights: {error}") from error
+
+
+def _save(value: Any, path: str) -> None:
+    faults.point("export.accelerate.file")
+    try:
+        torch.save(value, path)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise UnsupportedState(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
+    except RuntimeError as error:  # torch's writer reports a full disk so
+        raise OSError(f"{path}: torch.save failed: {error}") from error

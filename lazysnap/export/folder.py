@@ -1,0 +1,271 @@
+"""A directory that is made beside its place and put there when it is whole and durable.
+
+Unlike ``target``, what else lies in the place stays there: scripts keep their own files beside a checkpoint. Only the
+files of an earlier checkpoint are replaced. Where nothing else is there, that is one act; else the mark is deleted
+first, the files are moved in one by one, and the mark is written last.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lazysnap import faults
+from lazysnap.errors import ConfigError
+from lazysnap.export.owner import OwnerState, sign, state_of
+from lazysnap.export.target import MARK, check_outside, sync
+from lazysnap.levels.files import TEMP_MARK, sync_directory, temp_name
+from lazysnap.shard.limits import load_json
+
+STOCK_FILE = re.compile(
+    r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_[0-9]{1,9})?\.(safetensors|bin)|scaler\.pt"
+    r"|random_states_[0-9]{1,9}\.pkl|custom_checkpoint_[0-9]{1,9}\.pkl|" + re.escape(MARK)
+)
+"""Files that Accelerate writes, or this module."""
+_OWNER = ".lazysnap-owner"
+"""In a directory that is being written: which process writes it."""
+RESTATED = ".lazysnap-state.json"
+"""In a directory that becomes part of a checkpoint: parts of the state as they were after the snapshot was taken."""
+_TEMPORARY = re.compile(r"\.(.+)" + re.escape(TEMP_MARK) + r"[0-9]{1,10}-[0-9a-f]{8}")
+_ABANDONED_AFTER_S = 86400.0
+_MOST_MARK_BYTES = 1 << 20
+_MARK_NESTING = 4
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBUSY, errno.EPERM, errno.EACCES)
+
+
+@contextlib.contextmanager
+def in_place_when_whole(path: str, facts: Mapping[str, Any]) -> Iterator[str]:
+    """A new directory to write into; on success its files are those of ``path``, durably.
+
+    On any error it is removed, and ``path`` is as it was; what a dead process left for ``path`` is removed first.
+    ``facts``: plain values for the mark. Blocks. Raises: ConfigError, if ``path`` is a file or lies in a snapshot of a
+    level; OSError.
+    """
+    path = _checked(path)
+    temp = side_directory(path)
+    try:
+        yield temp
+        files = sorted(set(_files(temp)) - {_OWNER})
+        with open(os.path.join(temp, MARK), "x", encoding="utf-8") as mark:
+            json.dump({"lazysnap": "export", **facts, "files": files}, mark)
+        sync(temp)
+        faults.point("export.folder.whole")
+        _put(temp, path)
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(path, _OWNER))  # it came along: until then any death leaves what can be removed
+        sync_directory(os.path.dirname(path))
+        faults.point("export.folder.named")
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def side_directory(path: str) -> str:
+    """A new directory beside ``path``, of this process; those that dead processes left for ``path`` are removed.
+
+    Blocks. Raises: ConfigError, as ``in_place_when_whole``; OSError.
+    """
+    path = _checked(path)
+    parent = _room(path)
+    os.makedirs(parent, exist_ok=True)
+    sweep(parent, os.path.basename(path))
+    temp = os.path.join(parent, temp_name(os.path.basename(path)))
+    os.mkdir(temp)
+    _sign(temp)
+    faults.point("export.folder.made")
+    return temp
+
+
+def adopt(path: str) -> None:
+    """From now on what ``side_directory`` made is this process's: it is not removed if its maker dies. Blocks.
+
+    Raises: OSError.
+    """
+    if os.path.exists(os.path.join(path, _OWNER)):
+        _sign(path)
+
+
+def add_files(source: str, target: str) -> None:
+    """Link or copy everything in the directory ``source`` into ``target``, in place of what is there, but for this
+    package's own notes. Blocks. Raises: OSError.
+    """
+    for name in sorted(set(os.listdir(source)) - {_OWNER, RESTATED}):
+        one, other = os.path.join(source, name), os.path.join(target, name)
+        if os.path.isdir(one) and not os.path.islink(one):
+            shutil.copytree(one, other, copy_function=_link, symlinks=True)
+        else:
+            _link(one, other)
+
+
+def discard(path: str) -> None:
+    """Delete a checkpoint's directory with all that is in it: first its name goes. Blocks. Raises: OSError."""
+    _sign(path)
+    hidden = os.path.join(os.path.dirname(path), temp_name(os.path.basename(path)))
+    os.rename(path, hidden)
+    faults.point("export.folder.hidden")
+    shutil.rmtree(hidden)
+
+
+def mark_of(path: str) -> dict[str, Any] | None:
+    """What the mark in the directory ``path`` says; ``None`` if there is none. Blocks."""
+    try:
+        with open(os.path.join(path, MARK), "rb") as file:
+            found = load_json(file.read(_MOST_MARK_BYTES), _MARK_NESTING)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("lazysnap") == "export" else None
+
+
+def _sign(directory: str) -> None:
+    with open(os.path.join(directory, _OWNER), "wb") as owner:
+        owner.write(sign("export"))
+
+
+def _checked(path: str) -> str:
+    path = os.path.realpath(path)
+    check_outside(path)
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ConfigError(f"{path} is a file: choose another name")
+    return path
+
+
+def _room(path: str) -> str:
+    """Where the temporary directory can be: beside ``path``, or in it where that alone is possible."""
+    parent = os.path.dirname(path)
+    if os.path.isdir(path) and (os.path.ismount(path) or not os.access(parent, os.W_OK)):
+        return path
+    return parent
+
+
+def sweep(parent: str, name: str = "") -> None:
+    """Remove what writers that are dead, or silent for a day, left in ``parent``.
+
+    A directory without its writer's signature goes only if it was made for ``name``. Blocks; raises nothing.
+    """
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            match = _TEMPORARY.fullmatch(entry.name)
+            with contextlib.suppress(OSError):
+                is_ours = match is not None and entry.is_dir(follow_symlinks=False)
+                if match is not None and is_ours and _is_abandoned(entry, is_exact=match[1] == name):
+                    shutil.rmtree(entry.path)
+
+
+def _is_abandoned(entry: "os.DirEntry[str]", *, is_exact: bool) -> bool:
+    is_old = time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_AFTER_S
+    try:
+        with open(os.path.join(entry.path, _OWNER), "rb") as owner:
+            state = state_of(owner.read(4096))
+    except FileNotFoundError:
+        return is_exact and is_old
+    return state is OwnerState.DEAD or (state is OwnerState.UNKNOWN and is_old)
+
+
+def _put(temp: str, path: str) -> None:
+    is_current = os.path.isdir(path) and os.path.samefile(path, ".")  # whoever is in it stays in it
+    if not is_current:
+        try:
+            os.rename(temp, path)  # also onto an empty directory
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.EINVAL):
+                raise
+        else:
+            return
+    is_shared = is_current or any(True for _ in _others(path))
+    if not is_shared:
+        _sign(path)  # if this process dies after the exchange, the old one is nobody's
+        is_shared = not _exchange(temp, path)
+        if is_shared:
+            os.unlink(os.path.join(path, _OWNER))
+    if is_shared:
+        _move_in(temp, path)
+        return
+    # What came into the old directory meanwhile is somebody's.
+    for name in list(_others(temp)):
+        os.makedirs(os.path.dirname(os.path.join(path, name)), exist_ok=True)
+        os.rename(os.path.join(temp, name), os.path.join(path, name))
+
+
+def _files(path: str) -> Iterator[str]:
+    """Paths below a directory, relative to it, of everything that is not a directory."""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from (os.path.join(entry.name, inner) for inner in _files(entry.path))
+            else:
+                yield entry.name
+
+
+def _listed(path: str) -> set[str]:
+    """The files that the mark in a directory names."""
+    files = (mark_of(path) or {}).get("files")
+    return {os.path.normpath(name) for name in files if isinstance(name, str)} if isinstance(files, list) else set()
+
+
+def _others(path: str) -> Iterator[str]:
+    """Files in a directory that are not part of a checkpoint, relative to it."""
+    ours = _listed(path) | {_OWNER}
+    return (name for name in _files(path) if name not in ours and not STOCK_FILE.fullmatch(name))
+
+
+def _exchange(temp: str, path: str) -> bool:
+    """Exchange two directories in one act; ``False`` where that is impossible."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        rename = libc.renameat2
+    except AttributeError:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(temp), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), path)
+
+
+def _move_in(temp: str, path: str) -> None:
+    """Replace the checkpoint in ``path`` file by file; the mark, which tells that it is whole, comes last."""
+    new = set(_files(temp)) - {_OWNER, MARK}
+    there = {name for name in os.listdir(path) if STOCK_FILE.fullmatch(name)}
+    old = _listed(path) | there
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(path, MARK))
+    for name in sorted(old - new - {MARK}):
+        _delete_old(path, name)
+    sync_directory(path)
+    for name in sorted(new):
+        faults.point("export.folder.moved")
+        target = os.path.join(path, name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.replace(os.path.join(temp, name), target)
+        sync_directory(os.path.dirname(target))
+    sync_directory(path)
+    os.rename(os.path.join(temp, MARK), os.path.join(path, MARK))
+    sync_directory(path)
+
+
+def _delete_old(path: str, name: str) -> None:
+    """Delete a file of an earlier checkpoint, and the directories below ``path`` that are empty then."""
+    target = os.path.join(path, name)
+    directory = os.path.dirname(target)
+    # A mark may say anything: nothing outside of the directory is touched.
+    if os.path.realpath(directory) != directory or os.path.commonpath([directory, path]) != path:
+        return
+    with contextlib.suppress(OSError):
+        os.unlink(target)
+        while directory != path:
+            os.rmdir(directory)
+            directory = os.path.dirname(directory)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)

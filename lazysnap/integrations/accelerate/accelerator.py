@@ -1,0 +1,183 @@
+"""``LazyAccelerator``: an ``Accelerator`` whose ``save_state`` is a lazy capture and whose ``load_state`` finds it."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+
+from lazysnap.engine import SnapshotEngine
+from lazysnap.engine.losses import NonFinite
+from lazysnap.engine.snapshot import Snapshot
+from lazysnap.engine.statistics import Statistics
+from lazysnap.errors import ConfigError
+from lazysnap.integrations.accelerate.door import Door
+from lazysnap.integrations.accelerate.saving import Wanted
+from lazysnap.integrations.accelerate.settings import Snapshots
+from lazysnap.runs import RunChoice, check_choice
+
+LATEST = "latest"
+_DOOR = "_lazysnap_door"
+
+
+class _WithSnapshots:
+    """The methods of an accelerator that are other ones with snapshots."""
+
+    if TYPE_CHECKING:
+        _lazysnap_door: Door
+        project_configuration: Any
+
+    @property
+    def engine(self) -> SnapshotEngine:
+        """The engine, for ``wait``, ``keep`` and the like; made when it is first used (collective then)."""
+        return self._lazysnap_door.engine
+
+    def statistics(self) -> Statistics | None:
+        """Counters and timings so far; ``None`` before anything was captured or loaded."""
+        return self._lazysnap_door.statistics()
+
+    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; a model in DDP is captured in shares."""
+        model = super().prepare_model(*args, **kwargs)  # type: ignore[misc]
+        self._lazysnap_door.note_model(model)
+        return model
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; the loader's position is part of the state."""
+        loader = super().prepare_data_loader(*args, **kwargs)  # type: ignore[misc]
+        self._lazysnap_door.watch_loader(loader)
+        return loader
+
+    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; the optimizer's steps are noticed."""
+        optimizer = super().prepare_optimizer(*args, **kwargs)  # type: ignore[misc]
+        self._lazysnap_door.watch_optimizers()
+        return optimizer
+
+    def save_state(
+        self, output_dir: "str | os.PathLike[str] | None" = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """Without a directory: the boundary between two steps. Captures lazily and returns in milliseconds; the step
+        that it captured, or ``None``. With a directory, or with ``automatic_checkpoint_naming``: a checkpoint in
+        Accelerate's layout beside it, made in the background from the snapshot; complete or not there; its directory.
+
+        Call it behind everything that belongs to a step, or not at all: steps are captured anyway, every
+        ``SnapshotConfig.every_n_steps``, before the next batch is fetched. A checkpoint is written while training waits
+        where weights changed since that step was captured, with FSDP2, and with further arguments.
+        With a directory collective. Raises: as ``SnapshotEngine.boundary``; what stock raises, where that writes it.
+        """
+        door, is_named = self._lazysnap_door, self.project_configuration.automatic_checkpoint_naming
+        stock = super().save_state  # type: ignore[misc]
+        if door.is_stock:
+            return stock(output_dir, safe_serialization, **kwargs)
+        if output_dir is None and not is_named:
+            return door.boundary()
+        directory = None if output_dir is None else os.path.expanduser(os.fspath(output_dir))
+        by_stock = functools.partial(stock, safe_serialization=safe_serialization, **kwargs)
+        return door.save(Wanted(directory, by_stock, safe_serialization, has_more=bool(kwargs)))
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Snapshot | None:
+        """``"latest"``, a step or ``"run:1f3a"``: restore the snapshot, from the freshest place that has it, and return
+        it (its ``step``, ``level`` and ``seconds``), or ``None`` if there is none; one line tells which.
+
+        Prepared loaders go on in mid-epoch by themselves; ``skip_first_batches`` does not skip twice.
+        Anything else is a directory of Accelerate's; ``None``, with ``automatic_checkpoint_naming``, the newest that is
+        complete. Blocks. Collective. Raises: as ``SnapshotEngine.restore``; SnapshotNotFound, if none is complete.
+        """
+        door = self._lazysnap_door
+        if input_dir is not None and not isinstance(input_dir, os.PathLike):
+            check_choice(input_dir)
+        is_ours = input_dir == LATEST or isinstance(input_dir, int) or RunChoice.parse(input_dir) is not None
+        if is_ours and not door.is_stock:
+            return door.load(input_dir)
+        if is_ours:
+            raise ConfigError(f"load_state({input_dir!r}): there are no snapshots with {self!r}; name a directory")
+        stock = super().load_state  # type: ignore[misc]
+        if door.is_stock:
+            stock(input_dir, *args, **kwargs)
+            return None
+        directory = None if input_dir is None else os.path.expanduser(os.fspath(input_dir))
+        door.load_directory(directory, lambda place: stock(place, *args, **kwargs))
+        return None
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As Accelerate's; a loader that was restored in mid-epoch goes on where it was, and skips nothing twice."""
+        position = self._lazysnap_door.position_of(dataloader)
+        if position is None:
+            return super().skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
+        position.skip(num_batches)
+        return dataloader
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """As Accelerate's; where processes then have different numbers of batches, nothing is captured within it.
+
+        Collective at its end then.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.multi_device and not (self.even_batches if even_batches is None else even_batches):  # type: ignore[attr-defined]
+                stack.enter_context(self._lazysnap_door.apart())
+            stack.enter_context(super().join_uneven_inputs(joinables, even_batches))  # type: ignore[misc]
+            yield
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """As Accelerate's; with ``rollback_on`` the loss is judged, which waits for it and is collective."""
+        super().backward(loss, **kwargs)  # type: ignore[misc]
+        self._lazysnap_door.see(loss)
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As Accelerate's; trackers get what snapshots cost as well, under ``lazysnap/…``: see ``Logged.values``."""
+        super().log({**values, **self._lazysnap_door.figures()}, *args, **kwargs)  # type: ignore[misc]
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's; the training ends before, as in ``end_training``."""
+        self._lazysnap_door.close()
+        self._lazysnap_door.forget()
+        return super().free_memory(*objects)  # type: ignore[misc]
+
+    def end_training(self) -> None:
+        """As Accelerate's; before it, the last snapshot becomes durable and its memory is freed.
+
+        Blocks: at most ``drain_timeout_s``. Collective. A program that ends without it does the same at its exit.
+        """
+        self._lazysnap_door.close()
+        super().end_training()  # type: ignore[misc]
+
+
+class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
+    """An ``accelerate.Accelerator`` with snapshots: one changed import.
+
+    ``snapshots``: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap``. ``rollback_on``:
+    ``NonFinite()`` or ``LossSpike(...)``: where the loss given to ``backward`` is bad, the state goes back in place to
+    the last snapshot before the next batch is fetched, and the batches since then are skipped; the loop just goes on.
+    All else is Accelerate's. Raises: ConfigError, without a place, or for DeepSpeed and FSDP 1.
+    """
+
+    def __init__(
+        self, *args: Any, snapshots: Snapshots = None, rollback_on: NonFinite | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._lazysnap_door = Door(self, snapshots)
+        self._lazysnap_door.roll_back_on(rollback_on)
+
+
+def attach_accelerator(accelerator: Any, snapshots: Snapshots = None) -> Any:
+    """Give ``accelerator``, which somebody else made, what a ``LazyAccelerator`` has, in place; returns it.
+
+    What it has prepared by now counts, too. Idempotent. Raises: as ``LazyAccelerator``.
+    """
+    if _DOOR not in vars(accelerator):
+        door = Door(accelerator, snapshots)
+        accelerator.__class__ = _with_snapshots(type(accelerator))  # type: ignore[arg-type]
+        accelerator._lazysnap_door = door
+        for loader in accelerator._dataloaders:
+            door.watch_loader(loader)
+        door.watch_optimizers()
+    return accelerator
+
+
+@functools.cache
+def _with_snapshots(kind: type[Any]) -> type:
+    return type(kind.__name__, (_WithSnapshots, kind), {"__module__": kind.__module__})

@@ -1,0 +1,74 @@
+"""Stock ``save_state``, where no level stores a snapshot that a copy could be made from: blocking, but atomic."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from lazysnap.errors import LevelUnavailable
+from lazysnap.export.folder import in_place_when_whole
+
+
+def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str], Any]) -> None:
+    """``save`` to a directory beside ``directory``, which then gets that name: it is complete or not there.
+
+    ``save``: stock ``save_state``, called with a directory on every rank. All ranks see the same file system.
+    Collective. Blocks. Raises: on every rank, what one of them met: of its own what ``save`` raised or OSError, of
+    another LevelUnavailable; then ``directory`` is as it was.
+    """
+    place = in_place_when_whole(directory, {"layout": "accelerate"})
+    temp: list[Any] = [None]
+
+    def begin() -> None:
+        if accelerator.is_main_process:
+            temp[0] = place.__enter__()
+
+    def end() -> None:
+        if accelerator.is_main_process:
+            place.__exit__(None, None, None)
+
+    together(directory, begin)
+    broadcast_object_list(temp)
+    try:
+        write_together(accelerator, directory, temp[0], save)
+    except BaseException as error:
+        if accelerator.is_main_process:
+            with contextlib.suppress(type(error)):
+                place.__exit__(type(error), error, error.__traceback__)
+        raise
+    together(directory, end)
+
+
+def write_together(accelerator: Accelerator, directory: str, place: str, save: Callable[[str], Any]) -> None:
+    """``save(place)`` on every rank, by stock ``save_state``, for the checkpoint ``directory``.
+
+    Collective. Blocks. Raises: as ``save_blocking``.
+    """
+    project = accelerator.project_configuration
+
+    def write() -> None:
+        naming, iteration = project.automatic_checkpoint_naming, project.iteration
+        project.automatic_checkpoint_naming = False  # else stock would choose another place
+        try:
+            save(place)
+        finally:
+            project.automatic_checkpoint_naming, project.iteration = naming, iteration
+
+    together(directory, write)
+
+
+def together(directory: str, work: Callable[[], None]) -> None:
+    """Do ``work`` on every rank. Collective. Raises: on every rank, what one of them met, as ``save_blocking``."""
+    failure: Exception | None = None
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  raised below, when all ranks know
+        failure = error
+    said = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
+    if failure is not None:
+        raise failure
+    others = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
+    if others:
+        raise LevelUnavailable(f"save_state({directory!r}): {'; '.join(others)}")

@@ -1,0 +1,71 @@
+"""When a step is over: at the first batch that is fetched after an optimizer step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lazysnap.data.position import Position, make_resumable, tick
+from lazysnap.state.optimizers import stepping
+
+
+class Boundaries:
+    """Watches prepared optimizers and loaders, and calls ``at_boundary`` between two steps.
+
+    A loader whose iteration began after the step is one of evaluation, in the middle of the training loop's body; its
+    fetches are no boundary while a loader that was iterated before the step still is.
+    """
+
+    def __init__(self, at_boundary: Callable[[], None]) -> None:
+        self._at_boundary = at_boundary
+        self.positions: list[Position] = []
+        """Of the watched loaders, in the order in which they came."""
+        self._stepped_at: int | None = None
+        self._hooks: dict[int, Any] = {}
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer stepped since the last boundary."""
+        return self._stepped_at is not None
+
+    def passed(self) -> None:
+        """The boundary after the last step is over."""
+        self._stepped_at = None
+
+    def note(self) -> None:
+        """What is done at a boundary is due before the next batch, with or without an optimizer step."""
+        self._stepped_at = tick()
+
+    def watch_loader(self, loader: Any) -> None:
+        """Record the iterations of ``loader``, in place."""
+        position = make_resumable(loader)
+        if not any(one is position for one in self.positions):
+            self.positions.append(position)
+            position.before_fetch = lambda: self._before_fetch(position)
+
+    def watch_optimizers(self, optimizers: list[Any]) -> None:
+        """Notice the steps of ``optimizers``, each once."""
+        for optimizer in optimizers:
+            inner = stepping(optimizer)
+            if id(inner) not in self._hooks:
+                self._hooks[id(inner)] = inner.register_step_post_hook(self._note_step)
+
+    def close(self) -> None:
+        """Let go of optimizers and loaders."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        for position in self.positions:
+            position.before_fetch = None
+        self.positions = []
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.note()
+
+    def _before_fetch(self, position: Position) -> None:
+        stepped_at = self._stepped_at
+        if stepped_at is None:
+            return
+        earlier = [one for one in self.positions if one.began is not None and one.began < stepped_at]
+        if not earlier or any(one is position for one in earlier):
+            self._at_boundary()

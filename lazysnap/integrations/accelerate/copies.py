@@ -1,0 +1,247 @@
+"""Named copies of ``save_state(directory)``: made by child processes from the stored snapshot, beside training."""
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO
+
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import ConfigError
+from lazysnap.export.folder import sweep
+
+logger = logging.getLogger("lazysnap.accelerate")
+
+_NICEST = 19
+_STORED_WITHIN_S = 3600.0
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_MOST_OUTPUT_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """One copy that ``save_state(directory)`` asked for."""
+
+    directory: str
+    name: str
+    """What the snapshot is called at the level (``engine.keep``)."""
+    run_id: str | None = None
+    """The run of the snapshot; ``None``: the newest run that has the name."""
+    add: str | None = None
+    """A directory whose content is part of the copy, in place of what is in the snapshot: what the save hooks of the
+    script wrote, and stock ``save_state`` after the snapshot was taken.
+    """
+    then: Callable[[], None] | None = None
+    """Called on another thread when the copy is complete."""
+
+
+@dataclass(frozen=True)
+class _Child:
+    copy: Copy
+    process: "subprocess.Popen[bytes]"
+    output: IO[bytes]
+    """A file, not a pipe: nobody may be there to read."""
+
+
+class NamedCopies:
+    """Makes copies in the layout of Accelerate, in the order in which they are asked for.
+
+    Each is made by a child process of low priority, which outlives this one. It waits for the child before it, and
+    for the level to store the snapshot; then it writes the copy, and takes the name from the snapshot. One thread
+    waits for the children. Nothing that fails raises into training: it is logged once, and again by ``close``.
+    """
+
+    def __init__(
+        self, level: PersistentLevel, release: Callable[[str], None], *, stored_within_s: float = _STORED_WITHIN_S
+    ) -> None:
+        """``release``: ``SnapshotEngine.release``, called on another thread. ``stored_within_s``: so long a child waits
+        for the level.
+        """
+        self._level = level
+        self._release = release
+        self._stored_within_s = stored_within_s
+        self._children: queue.SimpleQueue[_Child | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._pending: list[Copy] = []
+        self._failed: dict[str, str] = {}
+        """By directory, why it has no copy."""
+        self._kept: Copy | None = None
+        """The newest copy that failed: its snapshot keeps its name."""
+        self._last_end: int | None = None
+        """The reading end of a pipe that closes when the newest child ends."""
+        self._thread: threading.Thread | None = None
+
+    def save(self, copy: Copy) -> None:
+        """Have a copy made. Blocks: until the child process is started, some milliseconds. Raises nothing."""
+        try:
+            child = self._start(copy)
+        except OSError as error:
+            self._fail(copy, f"its process cannot be started: {error}")
+            return
+        with self._changed:
+            self._pending.append(copy)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._reap, name="lazysnap-copies", daemon=True)
+            self._thread.start()
+        self._children.put(child)
+
+    def pending(self) -> list[str]:
+        """Directories whose copies are not there yet, in order."""
+        with self._changed:
+            return [copy.directory for copy in self._pending]
+
+    def wait(self, timeout_s: float, directory: str | None = None) -> bool:
+        """Block until all copies (or those of ``directory``) are made; ``False`` after the deadline, or if the last one
+        of a directory failed.
+        """
+        wanted = None if directory is None else os.path.realpath(directory)
+
+        def is_over() -> bool:
+            return all(wanted not in (None, os.path.realpath(copy.directory)) for copy in self._pending)
+
+        with self._changed:
+            done = self._changed.wait_for(is_over, timeout_s)
+            failed = {os.path.realpath(path) for path in self._failed}
+            return done and not (failed if wanted is None else failed & {wanted})
+
+    def close(self, timeout_s: float) -> bool:
+        """``wait``, then say which copies were not made. Children that still work go on. Idempotent."""
+        done = self.wait(timeout_s)
+        with self._changed:
+            pending = list(self._pending)
+        for copy in pending:
+            logger.warning(
+                "save_state(%r): the copy is not complete %g s after the end of training; a process goes on with it "
+                "(at most %g s until the snapshot is stored). If it never comes: %s",
+                copy.directory,
+                timeout_s,
+                self._stored_within_s,
+                self._by_hand(copy),
+            )
+        for directory, reason in self._failed.items():
+            logger.warning("save_state(%r): there is no copy of this training's state: %s", directory, reason)
+        self._failed.clear()
+        if self._thread is not None:
+            self._children.put(None)
+            self._thread = None
+        if self._last_end is not None:
+            os.close(self._last_end)
+            self._last_end = None
+        return done
+
+    # ---------------------------------------------------------------- children
+
+    def _start(self, copy: Copy) -> _Child:
+        output = tempfile.TemporaryFile()  # noqa: SIM115  open until the child has ended
+        reading, writing = os.pipe()  # the writing end is this child's alone
+        before = self._last_end
+        try:
+            arguments = [*self._arguments(copy), "--options-from-stdin", "--json", "--release"]
+            arguments += ["--wait", str(self._stored_within_s)]
+            arguments += ["--after", str(before)] if before is not None else []
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lazysnap.cli", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,
+                pass_fds=(writing, *([] if before is None else [before])),
+            )
+        except BaseException:
+            os.close(reading)
+            output.close()
+            raise
+        finally:
+            os.close(writing)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, _NICEST)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError), process.stdin:
+            process.stdin.write(json.dumps(dict(self._level.storage_options or {})).encode())
+        if before is not None:
+            os.close(before)
+        self._last_end = reading
+        return _Child(copy, process, output)
+
+    def _arguments(self, copy: Copy) -> list[str]:
+        more = ["--run", copy.run_id] if copy.run_id is not None else []
+        more += ["--add", copy.add] if copy.add is not None else []
+        to = os.path.abspath(copy.directory)
+        return ["export", self._level.url, copy.name, *more, "--to", to, "--format", "accelerate", "--force"]
+
+    def _by_hand(self, copy: Copy) -> str:
+        return (
+            f"`lazysnap {' '.join(self._arguments(copy))} --release` makes it from the snapshot {copy.name!r}, which "
+            f"{self._level.url} keeps until then"
+        )
+
+    def _reap(self) -> None:
+        while (child := self._children.get()) is not None:
+            code = child.process.wait()
+            if code == 0:
+                self._succeed(child.copy)
+            else:
+                # What the child left goes now; nobody else may come to that directory again.
+                sweep(os.path.dirname(os.path.realpath(child.copy.directory)))
+                self._fail(child.copy, _reason(code, child.output))
+            child.output.close()
+            with self._changed:
+                self._pending.remove(child.copy)
+                self._changed.notify_all()
+
+    def _succeed(self, copy: Copy) -> None:
+        self._failed.pop(copy.directory, None)
+        logger.info("save_state(%r): the copy is complete", copy.directory)
+        try:
+            with contextlib.suppress(ConfigError):  # an engine that has ended; at the level the child released the name
+                self._release(copy.name)
+            if copy.then is not None:
+                copy.then()
+        except Exception as error:  # noqa: BLE001  the copy is there, whatever comes after it
+            logger.warning("save_state(%r): the copy is complete, but %s", copy.directory, error)
+
+    def _fail(self, copy: Copy, reason: str) -> None:
+        logger.warning("save_state(%r): no copy was made: %s. %s", copy.directory, reason, self._by_hand(copy))
+        self._failed[copy.directory] = reason
+        if self._kept is not None and self._kept.name != copy.name:
+            # Failures must not fill the level with snapshots that nothing deletes.
+            logger.warning(
+                "save_state(%r): its snapshot %r is not kept any longer: a newer copy failed, too",
+                self._kept.directory,
+                self._kept.name,
+            )
+            with contextlib.suppress(Exception):
+                self._release(self._kept.name)
+        self._kept = copy
+
+
+def _environment() -> dict[str, str]:
+    """Without what a launcher told this rank, and without devices."""
+    root = str(pathlib.Path(__file__).resolve().parents[3])
+    path = os.environ.get("PYTHONPATH")
+    kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
+    return {
+        **kept,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
+    }
+
+
+def _reason(code: int, output: IO[bytes]) -> str:
+    if code < 0:
+        return f"its process was ended by signal {-code}"
+    output.seek(0)
+    try:
+        return str(json.loads(output.read(_MOST_OUTPUT_BYTES))["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"its process ended with status {code}"

@@ -1,0 +1,259 @@
+"""What an accelerator with snapshots has beside a stock one: engine, boundaries, named copies, the end."""
+
+import contextlib
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lazysnap.data.position import Position
+from lazysnap.engine import SnapshotEngine, report
+from lazysnap.engine.losses import LossWatch, NonFinite
+from lazysnap.engine.snapshot import Snapshot
+from lazysnap.engine.statistics import Statistics
+from lazysnap.errors import ConfigError
+from lazysnap.integrations.accelerate.boundaries import Boundaries
+from lazysnap.integrations.accelerate.saving import Directories, Wanted
+from lazysnap.integrations.accelerate.settings import Snapshots, config_of, default_url, why_stock
+from lazysnap.integrations.accelerate.state import AcceleratorState
+from lazysnap.integrations.drain import DrainBar
+from lazysnap.integrations.logged import Logged
+from lazysnap.state.objects import unwrapped
+
+logger = logging.getLogger(__name__)
+
+
+class Door:
+    """The snapshots of one accelerator. All on the training thread.
+
+    Raises: ConfigError, for an accelerator that cannot be captured, or without a place for snapshots.
+    """
+
+    def __init__(self, accelerator: Any, snapshots: Snapshots) -> None:
+        # It lives as long as the accelerator, which holds it.
+        self._accelerator = weakref.proxy(accelerator)
+        self._why_stock = why_stock(accelerator)
+        # Known from here on: at the end the accelerator may be gone.
+        self._default_url = default_url(accelerator)
+        self._config = None if self._why_stock is not None else config_of(snapshots, accelerator)
+        self._boundaries = Boundaries(self._at_boundary)
+        self._state = AcceleratorState(self._accelerator, lambda: self._boundaries.positions)
+        self._directories = Directories(self._accelerator, self._state)
+        self._engine: SnapshotEngine | None = None
+        self._statistics: Statistics | None = None
+        self._logged = Logged()
+        self._step = 0
+        self._has_asked = False
+        """Whether ``save_state`` was called within an accumulation."""
+        self._policy: NonFinite | None = None
+        self._watch: LossWatch | None = None
+        self._saw_bad_loss = False
+        self._is_apart = False
+        """Whether the processes do different numbers of steps now."""
+        self._has_told: set[str] = set()
+        self._is_main_process = accelerator.is_main_process
+        # When nobody holds the accelerator any more, or at the program's exit.
+        self._end = weakref.finalize(accelerator, self._finish)
+
+    # ---------------------------------------------------------------- objects
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether this accelerator saves and loads as Accelerate does; the first time, that is said."""
+        if self._why_stock is not None:
+            self._tell_once("%s: saving and loading as Accelerate does, without snapshots", self._why_stock)
+        return self._why_stock is not None
+
+    @property
+    def engine(self) -> SnapshotEngine:
+        """The engine, with all that is prepared by now as its state; made when it is first used. Collective then.
+
+        Raises: as ``SnapshotEngine``.
+        """
+        if self._end.alive:
+            self._state.refresh()
+        if self._engine is None:
+            if self._config is None:
+                raise ConfigError(f"LazyAccelerator: there is no engine: {self._why_stock}")
+            self._engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
+        return self._engine
+
+    def watch_loader(self, loader: Any) -> None:
+        """A loader was prepared."""
+        if self._why_stock is None:
+            self._boundaries.watch_loader(loader)
+
+    def watch_optimizers(self) -> None:
+        """Optimizers were prepared."""
+        if self._why_stock is None:
+            self._boundaries.watch_optimizers(list(self._accelerator._optimizers))
+
+    def position_of(self, loader: Any) -> Position | None:
+        """Of a watched loader."""
+        known = getattr(loader, "_lazysnap_position", None)
+        return known if any(known is one for one in self._boundaries.positions) else None
+
+    def note_model(self, prepared: Any) -> None:
+        """A model was prepared."""
+        inner = unwrapped(prepared)
+        listed = next((model for model in self._accelerator._models if unwrapped(model) is inner), None)
+        if listed is not None and listed is not prepared:
+            self._state.note_wrapper(listed, prepared)
+
+    def roll_back_on(self, policy: NonFinite | None) -> None:
+        """Go back where the loss of a ``backward`` is bad. Raises: ConfigError, for what cannot be had here."""
+        if policy is not None and not isinstance(policy, NonFinite):
+            raise ConfigError(f"LazyAccelerator: rollback_on must be a NonFinite() or a LossSpike(), got {policy!r}")
+        if policy is not None and policy.data == "repeat":
+            raise ConfigError(
+                f'LazyAccelerator: {type(policy).__name__}(data="repeat") is not supported: the running iteration of a '
+                'loader cannot go back; use data="skip", or restart with load_state("latest")'
+            )
+        self._policy = policy
+
+    # ---------------------------------------------------------------- boundaries
+
+    def see(self, loss: Any) -> None:
+        """A ``backward`` is over. Collective, and blocks until the loss is computed, where a policy is set."""
+        if self._policy is None or self._why_stock is not None:
+            return
+        if self._watch is None:
+            self._watch = LossWatch(self._policy, self.engine)
+        if self._watch.is_bad(loss):
+            # Weights and gradients are of no use; it goes back before the next batch.
+            self._saw_bad_loss = True
+            self._boundaries.note()
+
+    def boundary(self) -> int | None:
+        """``save_state()``: capture now, between two steps; the step, or ``None`` if no capture began.
+
+        Within an accumulation of gradients it is put off until the next optimizer step is over, and that is said once.
+        """
+        if not self._accelerator.sync_gradients and not self._saw_bad_loss:
+            self._has_asked = True
+            self._tell_once("save_state() within an accumulation of gradients: captured after the next optimizer step")
+            return None
+        return self._step if self._capture(force=True) else None
+
+    def _at_boundary(self) -> None:
+        asked, self._has_asked = self._has_asked, False
+        self._capture(force=asked)
+
+    def _capture(self, *, force: bool) -> bool:
+        if self._boundaries.has_stepped:
+            self._boundaries.passed()
+            self._step += 1
+            self._logged.note(self._step)
+        if self._saw_bad_loss and self._watch is not None:
+            self._saw_bad_loss = False
+            self._step = self._watch.go_back().step
+            return False
+        if self._is_apart:
+            return False
+        return self.engine.boundary(self._step, force=force)
+
+    def save(self, wanted: Wanted) -> str:
+        """``save_state(directory)``: see ``Directories.save``."""
+        return self._directories.save(wanted, self.engine, lambda: self._capture(force=True))
+
+    def load_directory(self, directory: str | None, stock: Callable[[str | None], Any]) -> None:
+        """``load_state(directory)``: by stock, from a complete checkpoint."""
+        found = self._directories.find(directory)
+        stock(found)
+        self._boundaries.passed()
+        if found is not None:
+            self._directories.loaded(found)
+            self.engine.tell_start(report.from_checkpoint(found))
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it processes do different numbers of steps, and nothing is captured. Collective at its end."""
+        self._tell_once(
+            "join_uneven_inputs: processes do different numbers of steps within it, so nothing is captured there; call "
+            "save_state() between two such blocks"
+        )
+        self._is_apart = True
+        if not self._state.is_uneven:
+            self._state.is_uneven = True
+            self.engine.replan()
+        try:
+            yield
+        finally:
+            self._is_apart = False
+        # All have now done as many steps as the one that did most of them.
+        steps = torch.tensor([self._step + self._boundaries.has_stepped], device=self._accelerator.device)
+        self._boundaries.passed()
+        self._step = int(self._accelerator.gather(steps).max())
+
+    def load(self, which: int | str) -> Snapshot | None:
+        """``load_state("latest")``: restore everything that was prepared and registered. Blocks. Collective.
+
+        Raises: as ``SnapshotEngine.restore``.
+        """
+        snapshot = self.engine.restore(which)
+        if snapshot is not None:
+            self._step = snapshot.step
+            self._boundaries.passed()
+        return snapshot
+
+    # ---------------------------------------------------------------- what it did, and its end
+
+    def statistics(self) -> Statistics | None:
+        """Counters and timings of the engine, also of the last one after its end; ``None`` before the first."""
+        return self._statistics if self._engine is None else self._engine.statistics()
+
+    def figures(self) -> dict[str, float]:
+        """Some of the statistics, for trackers."""
+        statistics = self.statistics()
+        levels = () if self._config is None else self._config.levels
+        return {} if statistics is None else self._logged.values(statistics, levels)
+
+    def close(self) -> None:
+        """End well: see ``SnapshotEngine.close``. Blocks, with a progress bar after a second. Idempotent."""
+        if self._engine is None:
+            return
+        if self._end.alive and not self._saw_bad_loss:
+            if self._boundaries.has_stepped:
+                self._boundaries.passed()
+                self._step += 1
+            if self._step:
+                self.engine.last_boundary(self._step)
+        with DrainBar(is_rank_zero=self._is_main_process) as bar:
+            self._engine.close(drain=True, progress=bar)
+        self._directories.close(self._engine.config.drain_timeout_s)
+        self._leave()
+
+    def forget(self) -> None:
+        """Let go of what was prepared: what is prepared from now on is another training."""
+        self._boundaries.close()
+        self._step, self._has_asked = 0, False
+
+    def abandon(self) -> None:
+        """Leave as after a crash: memory stays for a restart."""
+        if self._engine is not None:
+            self._engine.abandon()
+            self._directories.close(0.0)
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._engine is not None:
+            self._statistics, self._engine, self._watch = self._engine.statistics(), None, None
+
+    def _finish(self) -> None:
+        """The training is over without ``end_training``: well, or by an error that nobody caught."""
+        if getattr(sys, "last_value", None) is not None:
+            self.abandon()
+            return
+        try:
+            self.close()
+        except RuntimeError as error:  # Python 3.12 and newer start no threads any more at exit
+            logger.info("not ended well at exit, the keeper stores the last snapshot: %s", error)
+            self.abandon()
+
+    def _tell_once(self, message: str, *values: object) -> None:
+        if message not in self._has_told:
+            self._has_told.add(message)
+            logger.warning(message, *values)

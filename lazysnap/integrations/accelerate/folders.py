@@ -1,0 +1,160 @@
+"""``automatic_checkpoint_naming``: which ``checkpoints/checkpoint_N`` is next, which is loaded, and which ones go.
+
+Stock counts and sorts whatever lies there; here only complete checkpoints count, and nothing else is deleted.
+"""
+
+import logging
+import os
+import re
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from lazysnap.export.folder import STOCK_FILE, discard, mark_of
+from lazysnap.export.target import MARK
+from lazysnap.shard.limits import MAX_HEADER_BYTES, load_json
+
+logger = logging.getLogger("lazysnap.accelerate")
+
+_CHECKPOINT = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
+_HEADER_NESTING = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a checkpoint of this accelerator has; for those that stock wrote, which have no mark."""
+
+    models: int = 1
+    optimizers: int = 1
+    schedulers: int = 0
+    customs: int = 0
+    ranks: int = 1
+    has_scaler: bool = False
+
+    def files(self) -> Iterable[tuple[str, ...]]:
+        """For each part the names of its file: one of them is to be there."""
+        for index in range(self.models):
+            end = f"_{index}" if index else ""
+            yield f"model{end}.safetensors", f"pytorch_model{end}.bin"
+        for kind, count in (("optimizer", self.optimizers), ("scheduler", self.schedulers)):
+            for index in range(count):
+                yield (f"{kind}_{index}.bin" if index else f"{kind}.bin",)
+        for index in range(self.customs):
+            yield (f"custom_checkpoint_{index}.pkl",)
+        for index in range(self.ranks):
+            yield (f"random_states_{index}.pkl",)
+        if self.has_scaler:
+            yield ("scaler.pt",)
+
+
+def number_of(name: str) -> int | None:
+    """The number of a checkpoint's directory; ``None`` for any other name."""
+    match = _CHECKPOINT.fullmatch(os.path.basename(name))
+    return None if match is None else int(match[1])
+
+
+def next_iteration(names: Iterable[str], iteration: int) -> int:
+    """The number of the next checkpoint: behind those in ``names``, complete or not, and at least ``iteration``."""
+    return max([iteration, *(number + 1 for name in names if (number := number_of(name)) is not None)])
+
+
+def problem(directory: str, parts: Parts) -> str | None:
+    """Why a checkpoint is not complete; ``None`` if it is. Looks at names, sizes and headers. Blocks."""
+    mark = mark_of(directory)
+    listed = mark.get("files") if mark is not None else None
+    if isinstance(listed, list):
+        wanted: list[tuple[str, ...]] = [(name,) for name in listed if isinstance(name, str)]
+    else:
+        wanted = list(parts.files())
+    for names in wanted:
+        path = next((at for name in names if os.path.lexists(at := os.path.join(directory, name))), None)
+        if path is None:
+            return f"there is no {' or '.join(names)}"
+        if not _is_whole(path):
+            return f"{os.path.basename(path)} is cut off"
+    return None
+
+
+def complete(root: str, parts: Parts) -> list[str]:
+    """The complete checkpoints in ``root``, by number. Blocks. Raises: OSError."""
+    found = _numbered(root)
+    return [path for path in found if problem(path, parts) is None]
+
+
+def newest_complete(root: str, parts: Parts) -> str | None:
+    """The complete checkpoint of the greatest number in ``root``; ``None`` if there is none.
+
+    Those passed over are named in a warning. Blocks. Raises: OSError.
+    """
+    for path in reversed(_numbered(root)):
+        reason = problem(path, parts)
+        if reason is None:
+            return path
+        logger.warning("%s is passed over, it is not complete: %s", path, reason)
+    return None
+
+
+def delete_superseded(root: str, total_limit: int | None, parts: Parts) -> list[str]:
+    """Delete the oldest complete checkpoints beyond ``total_limit``; at least one stays. Their paths.
+
+    To be called when a new one is complete. Each loses its name before anything of it is deleted. Blocks.
+    Raises: OSError.
+    """
+    if total_limit is None:
+        return []
+    going = complete(root, parts)[: -max(1, total_limit)]
+    for path in going:
+        discard(path)
+    return going
+
+
+def stock_prefix(model: torch.nn.Module) -> str:
+    """What stock puts before the names of the weights of one of ``accelerator._models``: what DDP and
+    ``torch.compile`` add. In Accelerate 1.15 these models are not in DDP yet.
+    """
+    prefix = ""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        name = "_orig_mod"
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            inner, name = model.module, "module"
+        if not isinstance(inner, torch.nn.Module):
+            return prefix
+        prefix, model = f"{prefix}{name}.", inner
+
+
+def _numbered(root: str) -> list[str]:
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    found = sorted((number, name) for name in names if (number := number_of(name)) is not None)
+    return [path for _, name in found if os.path.isdir(path := os.path.join(root, name))]
+
+
+def _is_whole(path: str) -> bool:
+    """Whether the end of a file is there, for those that Accelerate writes."""
+    name = os.path.basename(path)
+    if not STOCK_FILE.fullmatch(name):
+        return True
+    try:
+        if name.endswith(".safetensors"):
+            return _is_whole_safetensors(path)
+        if name != MARK:
+            with zipfile.ZipFile(path) as archive:
+                return bool(archive.namelist())
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return False
+    return True
+
+
+def _is_whole_safetensors(path: str) -> bool:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            return False
+        header = load_json(file.read(length), _HEADER_NESTING)
+    ends = [item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"]
+    return os.path.getsize(path) == 8 + length + max(ends, default=0)

@@ -1,0 +1,107 @@
+"""Going back inside a running fit: what returns to the step of a snapshot, and what goes on.
+
+Back go model, optimizers, schedules that count steps, the scaler, random numbers, metrics, callbacks and the counter of
+steps. On go the data and all that counts it: loaders and their generators, batches, epochs, schedules that count
+epochs, and callbacks that measure time.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from lazysnap.engine.losses import LossWatch
+from lazysnap.integrations.lightning.framework import overrides
+from lazysnap.integrations.lightning.metrics import restore_metrics
+from lazysnap.integrations.lightning.parts import restore_callbacks
+from lazysnap.state.modules import fitted
+from lazysnap.state.optimizers import owned, put_back
+from lazysnap.state.scalars import unpack
+from lazysnap.state.source import KEY
+
+_TIMERS = ("Timer",)
+"""Callbacks whose state is a time that goes on."""
+_LIVE = ("_current_fx", "_first_loop_iter")
+"""What the logger connector knows of the hook that runs now."""
+
+
+class BatchWatch:
+    """Sees the output of every batch; a bad one ends its accumulation in a rollback."""
+
+    def __init__(self, watch: LossWatch) -> None:
+        self._watch = watch
+        self._is_spoilt = False
+        """Whether a batch of this accumulation was bad."""
+
+    def see(self, trainer: Any, outputs: Any) -> bool:
+        """Whether training went back. Collective. Raises: as ``LossWatch.go_back``."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        self._is_spoilt |= self._watch.is_bad(loss)
+        # The whole accumulation is dropped: its other batches belong to the same step.
+        if not self._is_spoilt or trainer.fit_loop.epoch_loop._should_accumulate():
+            return False
+        self._is_spoilt = False
+        self._watch.go_back()
+        return True
+
+
+def put_back_fit(trainer: Any, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> None:
+    """Put a collected state back, at the end of a batch, but what ``LightningState`` holds of its own. Not collective.
+
+    Calls the ``on_load_checkpoint`` hooks of the program. Raises: what they and ``load_state_dict`` raise.
+    """
+    connector, fit_loop, module = trainer._checkpoint_connector, trainer.fit_loop, trainer.lightning_module
+    own = state[KEY]
+    checkpoint = {name: value for name, value in state.items() if name != KEY}
+    callbacks = unpack(checkpoint["callbacks"])
+    checkpoint["callbacks"] = {key: value for key, value in callbacks.items() if not key.startswith(_TIMERS)}
+    if any(overrides(one, "on_load_checkpoint") for one in (module, *trainer.callbacks)):
+        checkpoint = tree_map_only(torch.Tensor, owned, checkpoint)  # the program may keep what it sees
+    connector._loaded_checkpoint = checkpoint
+    try:
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(fitted(module, checkpoint["state_dict"]), strict=module.strict_loading)
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+    finally:
+        connector._loaded_checkpoint = {}
+    epoch = state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    is_same_epoch = epoch == fit_loop.epoch_progress.current.processed
+    by_epoch = _put_back_schedules(trainer, checkpoint["lr_schedulers"])
+    # At the last batch of an epoch the schedules have begun the next one.
+    is_passed = not is_same_epoch or fit_loop.epoch_loop._num_ready_batches_reached()
+    for optimizer, saved in zip(optimizers, checkpoint["optimizer_states"], strict=True):
+        is_kept = is_passed and id(optimizer) in by_epoch
+        settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+        put_back(optimizer, saved)
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group.update(before if is_kept else {})
+    _put_back_counters(fit_loop.epoch_loop, state["loops"]["fit_loop"])
+    if is_same_epoch:
+        logged = own["metrics"]
+        kept = {name: value for name, value in logged["connector"].items() if name not in _LIVE}
+        restore_metrics(trainer, module, {**logged, "connector": kept})
+    else:
+        fit_loop.epoch_loop._results.clear()
+    restore_callbacks(trainer, own["callbacks"])
+
+
+def _put_back_schedules(trainer: Any, saved: list[Any]) -> set[int]:
+    """Those that count steps. The ids of the optimizers whose schedules all count epochs."""
+    by_step: set[int] = set()
+    by_epoch: set[int] = set()
+    for config, state in zip(trainer.lr_scheduler_configs, saved, strict=True):
+        counts_steps = config.interval == "step" or not trainer.lightning_module.automatic_optimization
+        (by_step if counts_steps else by_epoch).add(id(config.scheduler.optimizer))
+        if counts_steps:
+            config.scheduler.load_state_dict(state)
+    return by_epoch - by_step
+
+
+def _put_back_counters(epoch_loop: Any, saved: dict[str, Any]) -> None:
+    for path in ("automatic_optimization.optim_progress", "manual_optimization.optim_step_progress"):
+        loop, name = path.split(".")
+        getattr(getattr(epoch_loop, loop), name).load_state_dict(saved[f"epoch_loop.{path}"])
+    epoch_loop.scheduler_progress.load_state_dict(saved["epoch_loop.scheduler_progress"])
+    # The loop counts the batch that just ended once more, when this returns.
+    epoch_loop._batches_that_stepped = saved["epoch_loop.state_dict"]["_batches_that_stepped"] - 1

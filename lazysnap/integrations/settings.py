@@ -1,0 +1,75 @@
+"""What a callback was made with, as one ``SnapshotConfig``."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lazysnap.config import PersistentLevel, SnapshotConfig
+from lazysnap.engine.losses import NonFinite
+from lazysnap.errors import ConfigError
+
+EVERY_N_STEPS, PERSIST_EVERY_N_STEPS = 1, 100
+"""Defaults; given beside a ``config`` they mean nothing."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a callback was made with. Raises: ConfigError, for what is wrong or contradictory."""
+
+    dirpath: "str | os.PathLike[str] | None"
+    every_n_steps: int
+    persist_every_n_steps: int
+    config: SnapshotConfig | None
+    owner: str
+    """The class of the callback, for messages."""
+    rollback_on: NonFinite | None = None
+
+    def __post_init__(self) -> None:
+        config, policy = self.config, self.rollback_on
+        if policy is not None and not isinstance(policy, NonFinite):
+            raise ConfigError(
+                f"LazySnapshotCallback.rollback_on must be a NonFinite() or a LossSpike(), got {policy!r}"
+            )
+        if policy is not None and policy.data == "repeat":
+            raise ConfigError(
+                f'LazySnapshotCallback: {type(policy).__name__}(data="repeat") is not supported in Lightning, where '
+                'batches cannot be given again in a running fit; use data="skip", or restart with ckpt_path="latest"'
+            )
+        if config is not None and not isinstance(config, SnapshotConfig):
+            raise ConfigError(f"{self.owner}.config must be a SnapshotConfig, got {config!r}")
+        SnapshotConfig(every_n_steps=self.every_n_steps)
+        try:
+            place: Any = "." if self.dirpath is None else self.dirpath
+            level = PersistentLevel(place, every_n_steps=self.persist_every_n_steps)
+        except ConfigError as error:
+            text = str(error).replace("PersistentLevel.every_n_steps", f"{self.owner}.persist_every_n_steps")
+            raise ConfigError(text) from error
+        if config is not None:
+            self._check_beside(config, level)
+
+    def _check_beside(self, config: SnapshotConfig, level: PersistentLevel) -> None:
+        if self.dirpath is not None and level.url not in [each.url for each in config.levels]:
+            raise ConfigError(
+                f"{self.owner}: dirpath={self.dirpath!r} contradicts config.levels, which names "
+                f"{[each.url for each in config.levels] or 'no place'}; give the place in config.levels only"
+            )
+        if self.every_n_steps not in (EVERY_N_STEPS, config.every_n_steps):
+            raise ConfigError(
+                f"{self.owner}: every_n_steps={self.every_n_steps} contradicts config.every_n_steps="
+                f"{config.every_n_steps}; give it in config only"
+            )
+        theirs = [each.every_n_steps for each in config.levels]
+        if self.persist_every_n_steps != PERSIST_EVERY_N_STEPS and set(theirs) != {self.persist_every_n_steps}:
+            raise ConfigError(
+                f"{self.owner}: persist_every_n_steps={self.persist_every_n_steps} contradicts config.levels, "
+                f"where every_n_steps is {theirs or 'not set'}; give it there only, as "
+                "PersistentLevel(..., every_n_steps=...)"
+            )
+
+    def config_for(self, default_url: str) -> SnapshotConfig:
+        """``config`` as it is, or one persistent level at ``dirpath``."""
+        if self.config is not None:
+            return replace(self.config)
+        place: Any = default_url if self.dirpath is None else self.dirpath
+        level = PersistentLevel(place, every_n_steps=self.persist_every_n_steps)
+        return SnapshotConfig(every_n_steps=self.every_n_steps, levels=(level,))

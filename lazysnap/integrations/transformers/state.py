@@ -1,0 +1,259 @@
+"""The whole state of a ``Trainer`` between two optimizer steps, and how it is put back.
+
+Of a subclass of ``Trainer`` (as TRL has them) also the attributes that are numbers, or dicts and lists of numbers, and
+that changed since training began: counters, and metrics until the next log.
+
+Not in a snapshot: attributes of callbacks that are no ``ExportableState``; averages of the weights that a callback
+keeps for itself; other attributes of subclasses.
+"""
+
+import json
+import time
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+from lazysnap.data import Position
+from lazysnap.data.rng import restore_rng
+from lazysnap.errors import ShardCorrupt, StateMismatch, UnsupportedState
+from lazysnap.state.codec import decode, encode, path_text
+from lazysnap.state.objects import ObjectState
+from lazysnap.state.settings import differences, plain, warn
+
+_STATE = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""Fields of ``TrainerState`` that training changes; all others follow from the program."""
+_COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+"""Attributes of ``Trainer`` that training changes."""
+_OF_A_SESSION = {*_COUNTERS, "_initial_num_input_tokens_seen", "current_gradient_accumulation_steps"}
+"""Numbers of ``Trainer`` itself that a restart needs not, or that are restored by name."""
+_MOST_NUMBERS = 1000
+_SETTINGS = (
+    "max_steps",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "seed",
+)
+"""Arguments that are compared at a restart, beside those of the optimizer."""
+
+
+class TrainingState(ObjectState):
+    """The ``StateSource`` of one call of ``Trainer.train``."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__({})
+        self._trainer = trainer
+        self.position: Position | None = None
+        """Of the loader of training data."""
+        self.epoch = 0
+        self.is_finished = False
+        """Whether no batch follows."""
+        self.landing: dict[str, Any] | None = None
+        """A restored state that still waits for the point where it was collected."""
+        self.end_reason = ""
+        """Why nothing is left to train of the restored state; empty, if something is."""
+        self._history = _History()
+        self._is_at_epoch_end = False
+        self._numbers_at_start: dict[str, str] = {}
+        self.began_s = time.time()
+        self.earlier_s = 0.0
+        """Seconds of training before the restart."""
+
+    def begin(self) -> None:
+        """Training begins: the model is there. A snapshot is looked for before there is an optimizer."""
+        self.began_s = time.time()
+        self._objects["model"] = self._trainer.model
+
+    def prepare(self) -> None:
+        """Model, optimizer and scheduler are there now, as training uses them."""
+        trainer = self._trainer
+        # With several ranks the wrapper tells which parameters they keep equal. DataParallel has nothing to tell, and
+        # would change the names.
+        if not isinstance(trainer.model_wrapped, torch.nn.DataParallel):
+            self._objects["model"] = trainer.model_wrapped
+        self._objects |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "data": self.position}
+        if trainer.accelerator.scaler is not None:
+            self._objects["scaler"] = trainer.accelerator.scaler
+        self._settings.note(self)
+        self._numbers_at_start = {name: repr(value) for name, value in self._numbers().items()}
+
+    def collect(self) -> dict[str, Any]:
+        """See ``StateSource.collect``."""
+        trainer, position = self._trainer, self.position
+        assert position is not None
+        state = super().collect()
+        state["trainer"] = {
+            "state": {name: getattr(trainer.state, name) for name in _STATE},
+            "history": self._history.text(trainer.state.log_history),
+            "exported": dict(trainer.state.stateful_callbacks),
+            "control": vars(trainer.control).copy(),
+            "callbacks": [[type(item).__name__, item.state()] for item in self._stateful()],
+            "counters": {name: getattr(trainer, name) for name in _COUNTERS},
+            "numbers": {
+                name: value
+                for name, value in self._numbers().items()
+                if repr(value) != self._numbers_at_start.get(name)
+            },
+            "loss": trainer._tr_loss,
+            "epoch": self.epoch,
+            "given": position.given,
+            "is_finished": self.is_finished,
+            "max_steps": trainer.state.max_steps,
+            "seconds": time.time() - self.began_s + self.earlier_s,
+            "settings": self._arguments(),
+        }
+        return state
+
+    def _stateful(self) -> list[Any]:
+        return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
+
+    def _arguments(self) -> dict[str, Any]:
+        values = {name: plain(getattr(self._trainer.args, name)) for name in _SETTINGS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _numbers(self) -> dict[str, Any]:
+        """What the class of the trainer counts for itself."""
+        trainer = self._trainer
+        if type(trainer) is Trainer:
+            return {}
+        found = {name: value for name, value in vars(trainer).items() if name not in _OF_A_SESSION}
+        return {name: value for name, value in found.items() if _are_numbers(value)}
+
+    def load(self, state: dict[str, Any], *, data: bool = True) -> None:
+        """See ``StateSource.load``; what the ``Trainer`` sets anew after this waits for ``land``.
+
+        Raises: StateMismatch, if it is the state of another kind of training.
+        """
+        if self._is_at_epoch_end:  # the next iteration begins an epoch
+            state = {**state, "data": {**state["data"], "given": None}}
+        super().load(state, data=data)
+        warn(restored=[], changed=differences("args.", state["trainer"]["settings"], self._arguments()))
+
+    # ---------------------------------------------------------------- a restart
+
+    def admit(self, state: dict[str, Any]) -> None:
+        """Take over the counters of ``TrainerState``, so that callbacks see them when training begins; the rest follows
+        in ``load`` and ``land``. Raises: StateMismatch, if it was not taken from a ``Trainer``.
+        """
+        if "trainer" not in state or "data" not in state:
+            raise StateMismatch(
+                f"the snapshot was not taken from a Trainer: it holds {', '.join(sorted(state))}; give this training a "
+                "dirpath of its own"
+            )
+        self.landing, self.earlier_s = state, state["trainer"]["seconds"]
+        self._restore_state(state["trainer"])
+        self.end_reason = self._reason()
+
+    def _restore_state(self, parts: dict[str, Any]) -> None:
+        state = self._trainer.state
+        for name, value in parts["state"].items():
+            setattr(state, name, value)
+        state.log_history = _History.read(parts["history"])
+        state.stateful_callbacks = {**state.stateful_callbacks, **parts["exported"]}
+
+    def where(self, steps_in_epoch: int) -> tuple[int, int]:
+        """The epoch in which the restored state goes on, and the batches of it that were trained."""
+        assert self.landing is not None
+        epoch, given = self.landing["trainer"]["epoch"], self.landing["trainer"]["given"]
+        # The last step of an epoch may have fewer batches.
+        steps = steps_in_epoch if given is None else -(-given // self._trainer.args.gradient_accumulation_steps)
+        self._is_at_epoch_end = steps >= steps_in_epoch
+        return (epoch + 1, 0) if self._is_at_epoch_end else (epoch, given)
+
+    def position_text(self) -> str:
+        """The same in words."""
+        given = self.position.given if self.position is not None else None
+        epoch = self.landing["trainer"]["epoch"] + self._is_at_epoch_end if self.landing is not None else 0
+        return f"epoch {epoch}, batch {given or 0}"
+
+    def _reason(self) -> str:
+        assert self.landing is not None
+        parts, limit = self.landing["trainer"], self._trainer.state.max_steps
+        step = parts["state"]["global_step"]
+        if step >= limit:
+            return f"it had ended (max_steps={limit}, at step {step})"
+        if parts["is_finished"] and step < parts["max_steps"]:
+            return f"it had been stopped early, after step {step} of {parts['max_steps']}"
+        return ""
+
+    def land(self) -> None:
+        """Put back what the ``Trainer`` and callbacks set when training begins, last of all the random generators."""
+        landing, self.landing = self.landing, None
+        assert landing is not None
+        trainer, parts = self._trainer, landing["trainer"]
+        self._restore_state(parts)
+        for name, value in {**parts["counters"], **parts["numbers"]}.items():
+            setattr(trainer, name, value)
+        trainer._tr_loss.copy_(parts["loss"])
+        for name, value in parts["control"].items():
+            setattr(trainer.control, name, value)
+        if not self.end_reason:
+            trainer.control.should_training_stop = False  # the limit was raised
+        left = list(parts["callbacks"])
+        for item in self._stateful():
+            known = next((pair for pair in left if pair[0] == type(item).__name__), None)
+            if known is not None:
+                left.remove(known)
+                _restore(item, known[1])
+        restore_rng(landing["rng"])
+
+
+class _History:
+    """``log_history`` as text, to which each snapshot adds only what is new: it grows with the training."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._last: Any = None
+
+    def text(self, entries: list[dict[str, Any]]) -> str:
+        """One line of JSON for each entry, as it was when it was logged."""
+        known = len(self._lines)
+        if known and (known > len(entries) or entries[known - 1] is not self._last):
+            self._lines, known = [], 0
+        self._lines += [json.dumps(encode(entry, tensor=_refuse)) for entry in entries[known:]]
+        self._last = entries[-1] if entries else None
+        return "\n".join(self._lines)
+
+    @staticmethod
+    def read(text: str) -> list[dict[str, Any]]:
+        """The entries of a ``text``."""
+        return [decode(json.loads(line), tensor=_no_tensor) for line in text.split("\n") if line]
+
+
+def _refuse(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+    raise UnsupportedState(f"a tensor was logged as {path_text(path)}, which no checkpoint can hold: log its item()")
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise ShardCorrupt(f"log_history holds a tensor {name!r}, which no snapshot has there")
+
+
+def _are_numbers(value: Any) -> bool:
+    if isinstance(value, (dict, list)):
+        items = [*value.values()] if isinstance(value, dict) else value
+        return len(items) <= _MOST_NUMBERS and all(map(_are_numbers, items))
+    return type(value) in (int, float)
+
+
+def _restore(item: Any, exported: dict[str, Any]) -> None:
+    """In place, unlike ``from_state``: the program may hold the callback."""
+    for name, value in exported.get("args", {}).items():
+        if hasattr(item, name):
+            setattr(item, name, value)
+    for name, value in exported.get("attributes", {}).items():
+        setattr(item, name, value)

@@ -1,0 +1,338 @@
+"""What lazysnap does in one ``Trainer``: methods of that object are replaced while it trains, and put back.
+
+The boundary is just before the batches of the next optimizer step are fetched (``get_batch_samples``). By then
+everything of step k is over: schedule, callbacks, logs, evaluation, stock checkpoints, the end of an epoch; nothing of
+step k+1 has begun but, at an epoch's start, ``on_epoch_begin``, which a restart in mid-epoch runs again, as stock does.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer
+
+from lazysnap.config import resolve_url
+from lazysnap.data import make_resumable
+from lazysnap.engine import SnapshotEngine, report
+from lazysnap.engine.snapshot import Snapshot
+from lazysnap.engine.statistics import Statistics
+from lazysnap.errors import ConfigError, StateMismatch
+from lazysnap.integrations.drain import DESCRIPTION, Bar, DrainBar, RichBar
+from lazysnap.integrations.logged import PREFIX, Logged
+from lazysnap.integrations.patches import Patches
+from lazysnap.integrations.settings import Arguments
+from lazysnap.integrations.transformers.state import TrainingState
+from lazysnap.runs import RunChoice
+from lazysnap.state.optimizers import check_optimizers
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+HOW = 'trainer.train(resume_from_checkpoint="latest")'
+_HOOKS = (
+    "get_train_dataloader",
+    "_init_training_state",
+    "_prepare_for_training",
+    "_run_epoch",
+    "get_batch_samples",
+    "_evaluate",
+    "_load_rng_state",
+    "_finalize_training",
+)
+"""Methods of a ``Trainer`` that are replaced while it trains."""
+
+
+class Training:
+    """One trainer, over all its calls of ``train``. Raises: ConfigError, for one whose loop is not known."""
+
+    def __init__(self, trainer: Any, arguments: Arguments) -> None:
+        self.trainer = trainer
+        self.engine: SnapshotEngine | None = None
+        self.is_running = False
+        self._arguments = arguments
+        self._statistics: Statistics | None = None
+        self._patches = Patches()
+        self._reset()
+        loop = "_inner_training_loop"
+        if not all(hasattr(trainer, name) for name in _HOOKS):
+            raise ConfigError(
+                "LazyTrainerCallback needs transformers 5.20 or newer: the Trainer here has not the methods it needs"
+            )
+        if getattr(type(trainer), loop, None) is not getattr(Trainer, loop):
+            raise ConfigError(
+                f"{type(trainer).__qualname__} has a training loop of its own, which lazysnap does not know: take "
+                "snapshots in it with lazysnap.SnapshotEngine"
+            )
+        original = trainer.train
+
+        @wraps(original)
+        def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return self._train(original, resume_from_checkpoint, *args, **kwargs)
+
+        trainer.train = train
+
+    def _reset(self) -> None:
+        self.engine, self.is_running = None, False
+        self._state = TrainingState(self.trainer)
+        self._logged = Logged()
+        self._asked: Any = None
+        """The ``resume_from_checkpoint`` of this call."""
+        self._snapshot: Snapshot | None = None
+        self._loader: Any = None
+        self._iterator: Any = None
+        self._seen_step = 0
+
+    def statistics(self) -> Statistics | None:
+        """Of the running training, else of the last one."""
+        return self._statistics if self.engine is None else self.engine.statistics()
+
+    # ---------------------------------------------------------------- one call of train
+
+    def _train(self, original: Callable[..., Any], which: Any, *args: Any, **kwargs: Any) -> Any:
+        trial = kwargs.get("trial", args[0] if args else None)
+        if trial is not None:
+            logger.warning("a search for hyperparameters runs: no snapshots are taken of its trials")
+        _check(self.trainer)
+        self._patches.undo()
+        self._reset()
+        self._asked, self.is_running = which, True
+        try:
+            if trial is None:
+                self._hook()
+            result = original(None if _is_ours(which) else which, *args, **kwargs)
+            if self.engine is not None:
+                make: Callable[[], Bar] = RichBar if self.trainer.args.disable_tqdm else _TqdmBar
+                with DrainBar(is_rank_zero=self.trainer.is_world_process_zero(), make=make) as bar:
+                    self.engine.close(drain=True, progress=bar)
+            return result
+        finally:
+            if self.engine is not None:
+                self.engine.abandon()  # nothing after close
+                self._statistics = self.engine.statistics()
+            self._patches.undo()
+            self._reset()
+
+    def _hook(self) -> None:
+        trainer = self.trainer
+        for name in _HOOKS:
+            self._wrap(trainer, name, getattr(self, f"_{name.removeprefix('_')}"))
+        self._wrap(trainer.callback_handler, "on_log", self._on_log)
+        for item in trainer.callback_handler.callbacks:
+            if isinstance(item, (PrinterCallback, ProgressCallback)):
+                self._wrap(item, "on_log", self._print_log)
+        self._wrap(sys.modules[Trainer.__module__], "skip_first_batches", self._skip_first_batches)
+
+    def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def method(*args: Any, **kwargs: Any) -> Any:
+                return replacement(original, *args, **kwargs)
+
+            return method
+
+        self._patches.wrap(owner, name, make)
+
+    # ---------------------------------------------------------------- in place of the trainer's methods
+
+    def _get_train_dataloader(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loader = original(*args, **kwargs)
+        self._loader, self._state.position = loader, make_resumable(loader)
+        return loader
+
+    def _init_training_state(
+        self, original: Callable[..., Any], max_steps: int, steps_in_epoch: int, num_epochs: int, *rest: Any
+    ) -> Any:
+        """Blocks: reads one snapshot. Raises: as ``SnapshotEngine.fetch``; StateMismatch."""
+        found = original(max_steps, steps_in_epoch, num_epochs, *rest)
+        self._state.begin()
+        self.engine = self._make_engine()
+        self._snapshot = self.engine.fetch(self._asked) if _is_ours(self._asked) else None
+        if self._snapshot is None:
+            return found
+        if self._snapshot.world_size != self.trainer.args.world_size:
+            raise StateMismatch(
+                f"the snapshot is of a training with {self._snapshot.world_size} processes, this one has "
+                f"{self.trainer.args.world_size}: resume it with as many, or begin with its weights "
+                "(lazysnap.load_weights)"
+            )
+        state = self._state
+        state.admit(self._snapshot.state)
+        epoch, batches = state.where(steps_in_epoch)
+        why = state.end_reason
+        if why and self.trainer.is_world_process_zero():
+            logger.warning("nothing is left to train: %s", why)
+        return (num_epochs, 0) if why else (epoch, batches)
+
+    def _make_engine(self) -> SnapshotEngine:
+        # Where snapshots go if nothing else is said; also what names the job then.
+        url = resolve_url(os.path.join(str(self.trainer.args.output_dir), "lazysnap"))
+        return SnapshotEngine(self._arguments.config_for(url), self._state, default_url=url)
+
+    def _prepare_for_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.restore``."""
+        prepared = original(*args, **kwargs)
+        engine, state, snapshot = self.engine, self._state, self._snapshot
+        assert engine is not None
+        state.prepare()
+        if snapshot is None:
+            self._tell_fresh(engine)
+        else:
+            started = time.perf_counter()
+            engine.together(
+                "checking the optimizers", lambda: check_optimizers(state, snapshot.state, snapshot.parameters)
+            )
+            engine.together("loading", lambda: state.load(snapshot.state))
+            seconds = snapshot.seconds + time.perf_counter() - started
+            engine.resume(snapshot, position=state.position_text(), seconds=seconds)
+            self._snapshot = None
+        self._seen_step = self.trainer.state.global_step
+        engine.together("preparing", engine.prepare)
+        engine.check_required()
+        return prepared
+
+    def _tell_fresh(self, engine: SnapshotEngine) -> None:
+        if _is_ours(self._asked):
+            engine.tell_start()
+        elif self._asked:
+            engine.tell_start(report.from_checkpoint(str(self._asked)))
+        else:
+            engine.tell_start(report.fresh(None, how=HOW))
+
+    def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        options, self._state.epoch = self.trainer.args, kwargs["epoch"]
+        ignores = options.ignore_data_skip
+        if self._state.landing is not None:
+            # It goes on behind the batches that were trained only where a checkpoint was resumed.
+            kwargs["resume_from_checkpoint"], options.ignore_data_skip = self._asked, False
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            options.ignore_data_skip = ignores
+        if not self.trainer.control.should_training_stop:
+            self._iterator = None
+        return result
+
+    def _skip_first_batches(self, original: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
+        """The next iteration goes on behind them by itself."""
+        is_landing = self._state.landing is not None and loader is self._loader
+        return loader if is_landing else original(loader, num_batches)
+
+    def _load_rng_state(self, original: Callable[..., Any], checkpoint: Any) -> None:
+        if not _is_ours(checkpoint):
+            original(checkpoint)
+
+    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The evaluation of args.eval_on_start was before the first step of the run that goes on.
+        if self._state.landing is not None:
+            return {}
+        return original(*args, **kwargs)
+
+    def _get_batch_samples(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        self._iterator = iterator  # its position is asked for after the last epoch, too
+        if self._state.landing is not None:
+            self._land()
+        else:
+            self._capture()
+        return original(iterator, *args, **kwargs)
+
+    def _finalize_training(self, original: Callable[..., Any], trial: Any, num_samples: Any, start_time: float) -> Any:
+        if self._state.landing is not None:
+            self._land()
+        self._capture_last()
+        self._iterator = None
+        return original(trial, num_samples, start_time - self._state.earlier_s)
+
+    def _on_log(
+        self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any
+    ) -> Any:
+        """Every logger gets the values; the program's own dictionary, which may be its result, is left as it was."""
+        engine = self.engine
+        values = {} if engine is None or not logs else self._logged.values(engine.statistics(), engine.config.levels)
+        if values:
+            logs.update(values)
+        result = original(args, state, control, logs, **kwargs)
+        for name in values:
+            logs.pop(name, None)
+        return result
+
+    def _print_log(
+        self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
+        """Lines on the console stay as they were."""
+        ours = {name: logs.pop(name) for name in [*(logs or ())] if name.startswith(PREFIX)}
+        original(args, state, control, logs=logs, **kwargs)
+        if ours:
+            logs.update(ours)
+
+    # ---------------------------------------------------------------- boundaries
+
+    def _land(self) -> None:
+        self._state.land()
+        self._seen_step = self.trainer.state.global_step
+
+    def _has_stepped(self) -> bool:
+        """Whether an optimizer step is over that was not captured: else an accumulation of gradients is in progress."""
+        return bool(self.trainer.state.global_step > self._seen_step)
+
+    def _capture(self) -> None:
+        engine, step = self.engine, self.trainer.state.global_step
+        if engine is None or not self._has_stepped():
+            return
+        self._seen_step = step
+        self._logged.note(step)
+        engine.boundary(step)
+        if any(callable(getattr(optimizer, "train", None)) for optimizer in self._state.optimizers()):
+            engine.gate()  # schedule-free ones exchange the weights before the next step, after an evaluation
+
+    def _capture_last(self) -> None:
+        """Capture the end of a training, also between the steps of ``every_n_steps``.
+
+        Blocks: until a slot is there and the copies are done, at most ``keeper_timeout_s`` and ``gate_timeout_s``.
+        """
+        engine, step = self.engine, self.trainer.state.global_step
+        if engine is None or not self._has_stepped():
+            return
+        self._seen_step = step
+        self._logged.note(step)
+        self._state.is_finished = True
+        engine.last_boundary(step)  # before the best weights are loaded
+
+
+class _TqdmBar:
+    """A bar as the trainer's own, with bytes."""
+
+    def __init__(self) -> None:
+        self._bar = tqdm(desc=DESCRIPTION, unit="B", unit_scale=True, dynamic_ncols=True)
+
+    def show(self, done_bytes: int, total_bytes: int) -> None:
+        """See ``Bar.show``."""
+        self._bar.total, self._bar.n = total_bytes, done_bytes
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """See ``Bar.close``."""
+        self._bar.close()
+
+
+def _is_ours(which: Any) -> bool:
+    """Whether a ``resume_from_checkpoint`` means a snapshot. Raises: ConfigError, for a bad choice of a run."""
+    return isinstance(which, str) and (which == LATEST or RunChoice.parse(which) is not None)
+
+
+def _check(trainer: Any) -> None:
+    """Raises: ConfigError, for what cannot be captured."""
+    refused = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "a model that from_pretrained has sharded": getattr(trainer, "is_distributed_loading_by_transformers", False),
+        "XLA": trainer.accelerator.distributed_type.name in ("XLA", "TPU"),
+        "auto_find_batch_size=True": trainer.args.auto_find_batch_size,
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise ConfigError(f"LazyTrainerCallback: {what} is not supported; leave it out, or the callback")

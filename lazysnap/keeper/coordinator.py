@@ -1,0 +1,272 @@
+"""Grants at work: the decisions of ``grants`` and ``granted`` between a keeper's slots, its levels and its links.
+
+One thread per keeper takes what happens from a queue, lets the pure code decide, and acts. On the node of rank 0, which
+is node 0, it also plays the coordinator. With one node there are no links, and all else is the same.
+"""
+
+import heapq
+import itertools
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lazysnap.keeper.grant_messages import Order, Report
+from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, Write, to_store_alone
+from lazysnap.keeper.grants import Coordinator, Own
+from lazysnap.keeper.links import Links, Message
+
+logger = logging.getLogger(__name__)
+
+COORDINATOR_NODE = 0
+_POLL_S = 0.02
+"""While a granted step is waited for, the words of the slots are looked at so often."""
+_IDLE_S = 1.0
+
+
+class Keeping(Protocol):
+    """What the keeper does for the grants. Called on the grants' thread: nothing here may take long."""
+
+    num_kept: int
+    """K, the whole slots that no rank writes over."""
+
+    def views(self) -> Sequence[RankView]:
+        """The words of the slots of all ranks of the node."""
+
+    def settle(self, word: int | None) -> None:
+        """Store the control word that the trainers read, *then* remove every pin of another step."""
+
+    def pin(self, ranks: Sequence[int], step: int) -> None:
+        """Pin the slots that hold the step, of these ranks."""
+
+    def begin(self, write: Write) -> None:
+        """Begin a write on a thread of its level, which tells ``GrantLoop`` what becomes of it."""
+
+    def learned(self, levels: Sequence[NodeLevel]) -> None:
+        """An order was obeyed: tell trainers what is complete or lost, and delete what expired, on other threads."""
+
+    def store_alone(self, steps: Sequence[int]) -> None:
+        """All trainers are dead and no coordinator answers: store these steps at the first level."""
+
+
+class GrantLoop:
+    """The thread. Its methods may be called from any thread, and never block, but for ``close``."""
+
+    def __init__(self, node: NodeGrants, keeping: Keeping, coordinator: Coordinator | None, *, alone_s: float) -> None:
+        """``coordinator``: on node 0. ``alone_s``: nodes whose trainers are dead wait so long for node 0."""
+        self._node, self._keeping, self._coordinator, self._alone_s = node, keeping, coordinator, alone_s
+        self._links: Links | None = None
+        self._events: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int, Callable[[], bool]]] = []
+        self._count = itertools.count()
+        self._lock = threading.Lock()
+        self._is_left = False
+        self._is_linked = coordinator is not None
+        self._alone_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="lazysnap-grants", daemon=True)
+
+    def start(self, links: Links | None) -> None:
+        """Begin. ``links`` have this as their handler; ``None``: this node is the only one."""
+        self._links = links
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop deciding. Blocks: until the present decision is done."""
+        self._events.put(None)
+        self._thread.join()
+
+    # What the links tell
+
+    def link_is_up(self, node: int) -> None:
+        """What was sent before may be lost: send the whole state."""
+        self._events.put(lambda: self._greet(node))
+
+    def link_is_down(self, node: int) -> None:
+        """Nothing is lost that ``link_is_up`` would not repeat."""
+        self._events.put(lambda: self._lose(node))
+
+    def received(self, node: int, message: Message) -> None:
+        """A report at node 0, an order elsewhere."""
+        self._events.put(lambda: self._take(node, message))
+
+    # What the keeper tells
+
+    def look(self) -> None:
+        """A trainer began a step, died or came back."""
+        self._events.put(lambda: False)
+
+    def wish(self, step: int) -> None:
+        """The step must be stored at every level."""
+        self._events.put(lambda: self._node.wish(step))
+
+    def is_wanted(self, write: Write) -> bool:
+        """Ask just before the commit, and obey."""
+        with self._lock:
+            return self._node.is_wanted(write)
+
+    def committed(self, write: Write) -> None:
+        """The file is there; ``verified`` or ``failed`` follows."""
+        self._events.put(lambda: self._quietly(lambda: self._node.committed(write)))
+
+    def verified(self, write: Write) -> None:
+        """The file was read back."""
+        self._events.put(lambda: self._node.verified(write))
+
+    def missed(self, write: Write) -> None:
+        """What was to be written is not held any more."""
+        self._events.put(lambda: self._node.missed(write))
+
+    def failed(self, write: Write) -> None:
+        """The level failed; ``probed`` follows once a small write works."""
+        self._events.put(lambda: self._node.failed(write))
+
+    def probed(self, level: int) -> None:
+        """A small write to the level worked."""
+        self._events.put(lambda: self._node.probed(level))
+
+    def deleted(self, level: int, step: int) -> None:
+        """The node's file of this step is gone."""
+        self._events.put(lambda: self._quietly(lambda: self._node.deleted(level, step)))
+
+    @staticmethod
+    def _quietly(call: Callable[[], None]) -> bool:
+        call()
+        return False
+
+    # The thread
+
+    def _run(self) -> None:
+        if self._coordinator is not None:
+            self._order()
+        while True:
+            events = self._wait()
+            if None in events:
+                return
+            try:
+                self._act([event for event in events if event is not None])
+            except Exception:
+                logger.exception("grants: an event could not be dealt with; storage goes on with the next")
+
+    def _wait(self) -> list[Callable[[], bool] | None]:
+        """What happened; at least one thing, or it is time to look."""
+        is_waiting = self._node.word is not None
+        timeout_s = _POLL_S if is_waiting else _IDLE_S
+        if self._timers:
+            timeout_s = min(timeout_s, max(0.0, self._timers[0][0] - time.monotonic()))
+        events: list[Callable[[], bool] | None] = []
+        try:
+            events.append(self._events.get(timeout=timeout_s))
+            while True:
+                events.append(self._events.get_nowait())
+        except queue.Empty:
+            pass
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            events.append(heapq.heappop(self._timers)[2])
+        return events
+
+    def _act(self, events: Sequence[Callable[[], bool]]) -> None:
+        """Deal with what came together; one report and one decision for all of it."""
+        with self._lock:
+            is_news = any([event() for event in events])
+            while True:
+                views = self._keeping.views()
+                look = self._node.look(views)
+                if look.pin and self._node.word is not None:
+                    self._keeping.pin(look.pin, self._node.word)
+                self._keeping.settle(self._node.word)
+                for write in look.writes:
+                    self._keeping.begin(write)
+                report = self._node.report(views)
+                is_news = is_news or look.is_news or (report.left is not None) != self._is_left
+                self._is_left = report.left is not None
+                self._send(report, is_news=is_news)
+                if not self._decide(views):
+                    break
+                is_news = False
+            self._act_alone(views)
+
+    def _send(self, report: Report, *, is_news: bool) -> None:
+        """To the coordinator; the own one always has the newest."""
+        if self._coordinator is not None:
+            self._hear(report)
+        elif is_news and self._links is not None:
+            self._links.send(COORDINATOR_NODE, report)
+
+    def _take(self, node: int, message: Message) -> bool:
+        """Whether to report."""
+        if isinstance(message, Report):
+            if self._coordinator is not None and message.node == node:
+                self._hear(message)
+            return False
+        return node == COORDINATOR_NODE and self._obey(message)
+
+    def _obey(self, order: Order) -> bool:
+        is_news = self._node.receive(order)
+        if order.epoch == self._node.epoch and not order.is_hello:
+            self._keeping.learned(self._node.levels)
+        return is_news
+
+    def _greet(self, node: int) -> bool:
+        if self._coordinator is not None and self._links is not None:
+            self._links.send(node, self._coordinator.order())
+        self._is_linked = self._is_linked or node == COORDINATOR_NODE
+        return node == COORDINATOR_NODE
+
+    def _lose(self, node: int) -> bool:
+        self._is_linked = self._is_linked and node != COORDINATOR_NODE
+        return False
+
+    def _hear(self, report: Report) -> None:
+        assert self._coordinator is not None
+        if self._coordinator.receive(report):
+            due = time.monotonic() + self._coordinator.pause_s(random.random())
+            heapq.heappush(self._timers, (due, next(self._count), self._outbid))
+
+    def _outbid(self) -> bool:
+        assert self._coordinator is not None
+        if self._coordinator.outbid():
+            self._order()
+        return False
+
+    def _decide(self, views: Sequence[RankView]) -> bool:
+        """Whether the own node got an order."""
+        if self._coordinator is None:
+            return False
+        held = set.intersection(*({slot.step for slot in rank.slots} for rank in views)) if views else set()
+        own = Own(max((rank.begun for rank in views), default=-1), frozenset(held))
+        if not self._coordinator.decide(own):
+            return False
+        self._order()
+        return True
+
+    def _order(self) -> None:
+        """Send the coordinator's order to every node."""
+        assert self._coordinator is not None
+        order = self._coordinator.order()
+        if self._links is not None:
+            for node in range(self._coordinator.num_nodes):
+                if node != self._node.node:
+                    self._links.send(node, order)
+        self._obey(order)
+
+    def _act_alone(self, views: Sequence[RankView]) -> None:
+        """All trainers of the node are dead, and node 0 is not reached: once, after ``alone_s``."""
+        if self._is_linked or not self._is_left:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = time.monotonic()
+        elif time.monotonic() - self._alone_since >= self._alone_s:
+            self._alone_since = float("inf")
+            steps = [step for step in to_store_alone(views, self._keeping.num_kept) if self._is_unknown(step)]
+            if steps:
+                logger.warning(
+                    "node 0 is not reached for %.1f s: this node stores steps %s alone", self._alone_s, steps
+                )
+                self._keeping.store_alone(steps)
+
+    def _is_unknown(self, step: int) -> bool:
+        """Whether the first level lacks the step, as far as this node knows."""
+        return bool(self._node.levels) and step not in self._node.levels[0].stored

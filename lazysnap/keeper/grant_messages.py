@@ -1,0 +1,119 @@
+"""What coordinator and nodes tell each other about grants: reports and orders, with their bounds.
+
+Each carries the whole state of its sender. Losing, repeating or delaying one does no harm.
+"""
+
+import enum
+import heapq
+from collections.abc import Collection
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+MAX_NODES = 1 << 16
+MAX_LEVELS = 16
+MAX_TOLD = 256
+"""Steps in one list of a message. What is told is bounded, however long a run is."""
+
+Step = Annotated[int, Meta(ge=0, le=1 << 62)]
+Steps = Annotated[tuple[Step, ...], Meta(max_length=2 * MAX_TOLD)]
+StartId = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class Epoch(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
+    """Orders two coordinators that are alive at once. The greater one is obeyed; no two are equal."""
+
+    number: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    owner: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    """Drawn at random by each coordinator, once."""
+
+
+class SnapshotKey(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
+    """A snapshot of one run. Keys sort by age: the greater step is newer, then the later start."""
+
+    step: Step
+    start: StartId
+
+
+class Progress(enum.Enum):
+    """How far one node is with the grant of one level.
+
+    ::
+
+        IDLE ──grant──> WAITING ──> WRITING ──> VERIFYING ──> COMMITTED
+                           │           └───────────┴──> FAILED, MISSED
+                           └──> MISSED, YIELDED
+
+    The next order leads from any state to WAITING, or to IDLE if it grants nothing. A node that lists the file of the
+    granted step already goes to COMMITTED at once.
+    """
+
+    IDLE = "idle"
+    WAITING = "waiting"
+    """The slots do not hold the step on all ranks of the node yet."""
+    WRITING = "writing"
+    VERIFYING = "verifying"
+    """The file is there, the slots are free again, the file is being read back."""
+    COMMITTED = "committed"
+    MISSED = "missed"
+    """The slots, or the file to copy, do not hold the step any more. The level itself is well."""
+    YIELDED = "yielded"
+    """No rank of the node began the step, and another one must be stored first."""
+    FAILED = "failed"
+
+
+UNDER_WAY = frozenset({Progress.WAITING, Progress.WRITING, Progress.VERIFYING, Progress.COMMITTED})
+
+GIVEN_UP = frozenset({Progress.MISSED, Progress.YIELDED, Progress.FAILED})
+
+
+class LevelReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a node says about one level."""
+
+    grant: Step | None
+    source: Annotated[int, Meta(ge=0, lt=MAX_LEVELS)] | None
+    progress: Progress
+    is_ready: bool
+    """False from a failed write until a small write to the level works."""
+    stored: Steps
+    """The newest steps of this start of which the node has a verified file, and all that are wished."""
+
+
+class Report(Struct, frozen=True, tag="report", forbid_unknown_fields=True):
+    """From a keeper to the coordinator."""
+
+    node: Annotated[int, Meta(ge=0, lt=MAX_NODES)]
+    epoch: Epoch
+    levels: Annotated[tuple[LevelReport, ...], Meta(max_length=MAX_LEVELS)]
+    wishes: Steps = ()
+    """Steps that must be stored at every level: a name, a flush, the last step of a training."""
+    left: Steps | None = None
+    """When all trainers of the node are gone: the steps that all of its ranks hold whole. Else ``None``."""
+
+
+class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the coordinator says about one level."""
+
+    grant: Step | None
+    source: Annotated[int, Meta(ge=0, lt=MAX_LEVELS)] | None
+    """The faster level whose file is copied; ``None``: the slots are read."""
+    complete: Annotated[tuple[SnapshotKey, ...], Meta(max_length=2 * MAX_TOLD)]
+    """The newest complete snapshots, and all that are wished."""
+    cancelled: Steps
+    """Steps whose grant was cancelled: files of them are incomplete, unless the step is granted again."""
+    lost: Steps
+    """Steps that had to be stored, and that no node can store any more."""
+
+
+class Order(Struct, frozen=True, tag="order", forbid_unknown_fields=True):
+    """From the coordinator to every keeper."""
+
+    epoch: Epoch
+    is_hello: bool
+    """A new coordinator asks for reports; the order grants and cancels nothing yet."""
+    levels: Annotated[tuple[LevelOrder, ...], Meta(max_length=MAX_LEVELS)]
+
+
+def newest(steps: Collection[int]) -> tuple[int, ...]:
+    """As many as a message may tell, in order."""
+    return tuple(sorted(heapq.nlargest(MAX_TOLD, steps)))

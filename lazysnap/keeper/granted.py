@@ -1,0 +1,279 @@
+"""What one node does with the coordinator's orders. Pure: values in, decisions out.
+
+After every call the caller brings shared memory up to date, in this order: it stores ``word`` in the control word that
+the trainers read, *then* it removes every pin of another step. A trainer does it the other way round: it pins, then it
+reads the word again. So a slot that is pinned for a step that is not wanted any more is let go by one of the two.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lazysnap.keeper.grant_messages import Epoch, LevelOrder, LevelReport, Order, Progress, Report, SnapshotKey, newest
+
+_COMPLETE_KEPT = 1024
+"""Keys of complete snapshots that a node remembers per level; more than ``keep_last`` can use."""
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """What the words of one slot said at one moment."""
+
+    step: int
+    is_whole: bool
+    pin: int | None = None
+    """The step it was pinned for. A trainer that takes the slot for another step clears it."""
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank of the node, read in the order of the fields: a step that was begun is seen in the slots."""
+
+    begun: int
+    """Newest step that it began to capture; -1 before the first."""
+    is_gone: bool
+    """Whether its trainer is dead."""
+    slots: tuple[SlotView, ...]
+
+    def holding(self, step: int) -> SlotView | None:
+        """The slot of a step, whole or being copied."""
+        return next((slot for slot in self.slots if slot.step == step), None)
+
+
+class Held(enum.Enum):
+    """Whether the slots of all ranks hold what is being written."""
+
+    WHOLE = "whole"
+    COPYING = "copying"
+    LOST = "lost"
+
+
+def held(step: int, ranks: Sequence[RankView]) -> Held:
+    """Look before every commit: a slot pinned after the fact may have been taken by its trainer just before."""
+    slots = [rank.holding(step) for rank in ranks]
+    if any(
+        slot is None or slot.pin != step or (rank.is_gone and not slot.is_whole)
+        for rank, slot in zip(ranks, slots, strict=True)
+    ):
+        return Held.LOST
+    return Held.WHOLE if all(slot is not None and slot.is_whole for slot in slots) else Held.COPYING
+
+
+def common_whole(ranks: Sequence[RankView]) -> set[int]:
+    """Steps that all ranks of the node hold whole."""
+    if not ranks:
+        return set()
+    return set.intersection(*({slot.step for slot in rank.slots if slot.is_whole} for rank in ranks))
+
+
+def to_store_alone(ranks: Sequence[RankView], num_kept: int) -> list[int]:
+    """All trainers are dead and no coordinator comes: what goes to the first level, newest first.
+
+    ``num_kept``: K, the whole slots that no rank writes over. The newest step that all nodes have is among them, but
+    without the others nobody can tell which one it is.
+    """
+    return sorted(common_whole(ranks), reverse=True)[:num_kept]
+
+
+@dataclass(frozen=True)
+class Write:
+    """One try to store a step at a level."""
+
+    level: int
+    step: int
+    source: int | None
+    """The level whose file is copied; ``None``: the slots."""
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """What follows from the words of the slots."""
+
+    pin: tuple[int, ...] = ()
+    """Ranks whose slot of the granted step (``NodeGrants.word``) is to be pinned by the keeper."""
+    writes: tuple[Write, ...] = ()
+    """Writes to begin, once the pins are set."""
+    is_news: bool = False
+    """Whether to report."""
+
+
+@dataclass
+class NodeLevel:
+    """The node's state for one level."""
+
+    stored: set[int] = field(default_factory=set)
+    """Steps of this start of which this node has a file that was read back. Listed when the keeper starts."""
+    grant: int | None = None
+    source: int | None = None
+    progress: Progress = Progress.IDLE
+    is_ready: bool = True
+    attempt: int = 0
+    complete: set[SnapshotKey] = field(default_factory=set)
+    cancelled: frozenset[int] = frozenset()
+    lost: frozenset[int] = frozenset()
+
+    @property
+    def reads_slots(self) -> bool:
+        """Whether pins of the granted step stay."""
+        return self.source is None and self.progress in (Progress.WAITING, Progress.WRITING)
+
+    def learn(self, order: LevelOrder) -> None:
+        """What is complete."""
+        self.complete.update(order.complete)
+        if len(self.complete) > 2 * _COMPLETE_KEPT:
+            self.complete = set(sorted(self.complete)[-_COMPLETE_KEPT:])
+
+    def obey(self, order: LevelOrder) -> bool:
+        """Take the order; whether there is something to report."""
+        self.cancelled, self.lost = frozenset(order.cancelled), frozenset(order.lost)
+        if order.grant == self.grant:
+            return False
+        self.grant, self.source = order.grant, order.source
+        self.attempt += 1  # a write under way cannot commit any more
+        if self.grant is None:
+            self.progress = Progress.IDLE
+        else:
+            self.progress = Progress.COMMITTED if self.grant in self.stored else Progress.WAITING
+        return self.progress is not Progress.WAITING
+
+    def report(self, wishes: set[int]) -> LevelReport:
+        """What the coordinator is told."""
+        stored = tuple(sorted({*newest(self.stored), *newest(self.stored & wishes)}))
+        return LevelReport(self.grant, self.source, self.progress, self.is_ready, stored)
+
+
+@dataclass
+class NodeGrants:
+    """The state of one node for one start of a job. Not thread-safe.
+
+    Send ``report()`` to the coordinator when a call says so, when the last trainer of the node is gone or one comes
+    back, after a wish, and when a link is back.
+    """
+
+    node: int
+    start: str
+    levels: tuple[NodeLevel, ...]
+    """Fast to slow."""
+    epoch: Epoch = field(default_factory=Epoch)
+    """That of the coordinator that is obeyed."""
+    wishes: set[int] = field(default_factory=set)
+
+    @property
+    def word(self) -> int | None:
+        """The step that trainers pin when they begin it. See the module's docstring."""
+        return next((level.grant for level in self.levels if level.reads_slots), None)
+
+    def report(self, ranks: Sequence[RankView]) -> Report:
+        """The whole state, for the coordinator."""
+        left = newest(common_whole(ranks)) if all(rank.is_gone for rank in ranks) else None
+        levels = tuple(level.report(self.wishes) for level in self.levels)
+        return Report(self.node, self.epoch, levels, newest(self.wishes), left)
+
+    def receive(self, order: Order) -> bool:
+        """Take an order; whether to report at once. Look at the slots afterwards."""
+        if len(order.levels) != len(self.levels):
+            return False
+        if order.epoch < self.epoch:
+            return True  # that coordinator must hear of the newer one
+        is_news = order.is_hello or order.epoch != self.epoch
+        self.epoch = order.epoch
+        for level, said in zip(self.levels, order.levels, strict=True):
+            level.learn(said)
+            if not order.is_hello and level.obey(said):
+                is_news = True
+        self.wishes = {step for step in self.wishes if not self.is_answered(step)}
+        return is_news
+
+    def wish(self, step: int) -> bool:
+        """The step must be stored at every level; whether to report. It may be begun, or still lie ahead."""
+        if self.is_answered(step):
+            return False
+        self.wishes.add(step)
+        return True
+
+    def is_answered(self, step: int) -> bool:
+        """Whether the step is complete, or lost, at every level."""
+        return all(self._is_answered(level, step) for level in self.levels)
+
+    def _is_answered(self, level: NodeLevel, step: int) -> bool:
+        return step in level.lost or SnapshotKey(step, self.start) in level.complete
+
+    def look(self, ranks: Sequence[RankView]) -> Look:
+        """The words of the slots may have changed. Call it after each change: it costs little.
+
+        ``ranks``: all of the node, also those that did not come yet, or their part would be missing in the file.
+        """
+        pin: set[int] = set()
+        writes, is_news = [], False
+        for index, level in enumerate(self.levels):
+            if level.progress is not Progress.WAITING or level.grant is None:
+                continue
+            step = level.grant
+            if level.source is not None:
+                is_there, is_missed = True, step not in self.levels[level.source].stored
+            else:
+                slots = [rank.holding(step) for rank in ranks]
+                is_there = None not in slots
+                is_missed = any(
+                    slot is None and (rank.begun >= step or rank.is_gone)
+                    for rank, slot in zip(ranks, slots, strict=True)
+                )
+                # Also slots of a step that was begun before the order came: they still hold it.
+                pin |= {number for number, slot in enumerate(slots) if slot is not None and slot.pin != step}
+            if is_missed:
+                level.progress, is_news = Progress.MISSED, True
+            elif not is_there and self._has_to_yield(level, step, ranks):
+                level.progress, is_news = Progress.YIELDED, True
+            elif is_there:
+                level.attempt, level.progress = level.attempt + 1, Progress.WRITING
+                writes.append(Write(index, step, level.source, level.attempt))
+        return Look(tuple(sorted(pin)) if self.word is not None else (), tuple(writes), is_news)
+
+    def _has_to_yield(self, level: NodeLevel, step: int, ranks: Sequence[RankView]) -> bool:
+        """Trainers that flush wait for a step that they began: the granted one, which lies ahead, would never come."""
+        begun = max((rank.begun for rank in ranks), default=-1)
+        return begun < step and any(wish <= begun and not self._is_answered(level, wish) for wish in self.wishes)
+
+    def is_wanted(self, write: Write) -> bool:
+        """Ask before the commit, and obey: other nodes may have been told that this write is void."""
+        return self.levels[write.level].attempt == write.attempt
+
+    def committed(self, write: Write) -> None:
+        """The file is there. The slots are free again; it counts once it was read back."""
+        if self.is_wanted(write):
+            self.levels[write.level].progress = Progress.VERIFYING
+
+    def verified(self, write: Write) -> bool:
+        """The file was read back; whether to report."""
+        if not self.is_wanted(write):  # cancelled meanwhile: the file may be deleted already
+            return False
+        level = self.levels[write.level]
+        level.stored.add(write.step)
+        level.progress = Progress.COMMITTED
+        return True
+
+    def missed(self, write: Write) -> bool:
+        """What was to be written is not held any more. The level is well."""
+        return self._end(write, Progress.MISSED)
+
+    def failed(self, write: Write) -> bool:
+        """The level refused, hangs, or gave other bytes back: call ``probed`` once a small write works. Reports."""
+        self.levels[write.level].is_ready = False
+        return self._end(write, Progress.FAILED)
+
+    def _end(self, write: Write, progress: Progress) -> bool:
+        level = self.levels[write.level]
+        if self.is_wanted(write):
+            level.progress = progress
+            level.attempt += 1
+        return True
+
+    def probed(self, level: int) -> bool:
+        """A small write to the level worked; whether to report."""
+        was_ready, self.levels[level].is_ready = self.levels[level].is_ready, True
+        return not was_ready
+
+    def deleted(self, level: int, step: int) -> None:
+        """The file of this start is gone."""
+        self.levels[level].stored.discard(step)

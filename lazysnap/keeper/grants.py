@@ -1,0 +1,318 @@
+"""The coordinator: which steps the levels store, and which snapshots are complete. Pure: values in, decisions out.
+
+The coordinator is the keeper of rank 0's node. It grants each level one step at a time; every node stores that step
+and reports it; when all nodes have reported it, the snapshot is complete there. ``granted`` is the other side.
+
+Reports and orders carry the whole state of their sender. Losing, repeating or delaying one does no harm. The rules and
+their reasons stand in docs/architecture.md, *Grants*; ``tests/keeper/test_grants.py`` runs them against faults.
+"""
+
+import heapq
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper.grant_messages import (
+    GIVEN_UP,
+    MAX_TOLD,
+    UNDER_WAY,
+    Epoch,
+    LevelOrder,
+    LevelReport,
+    Order,
+    Progress,
+    Report,
+    SnapshotKey,
+    newest,
+)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the coordinator sees in the slots of its own node. Other nodes are at most one step ahead."""
+
+    begun: int = -1
+    """Newest step that a rank began to capture; -1 before the first."""
+    held: frozenset[int] = frozenset()
+    """Steps that the slots of all ranks hold, whole or being copied."""
+
+
+@dataclass
+class LevelGrants:
+    """The coordinator's state for one level."""
+
+    settings: PersistentLevel
+    earlier: frozenset[SnapshotKey] = frozenset()
+    """Complete snapshots of earlier starts of this run, told from the files."""
+    grant: int | None = None
+    source: int | None = None
+    is_ahead: bool = True
+    """Whether the step lay ahead of all ranks when it was granted: then a miss says that the margin is too small."""
+    complete: set[int] = field(default_factory=set)
+    """Of this start."""
+    cancelled: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    margin: int = 0
+    """Steps added to a grant, so that it reaches all ranks before they begin the step."""
+    span: int = 0
+    """Steps that training went on during the last write: a step that must be stored is not overslept."""
+    has_failed: bool = False
+    """From a failed write until a snapshot is complete. Slower levels do not copy from here meanwhile."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a granted step is not complete yet."""
+        return self.grant is not None and self.grant not in self.complete
+
+    @property
+    def holds_slots(self) -> bool:
+        """Whether a grant under way reads the slots."""
+        return self.is_under_way and self.source is None
+
+    def is_done_with(self, step: int) -> bool:
+        """Whether the step is complete here, or can never be."""
+        return step in self.complete or step in self.lost
+
+    def is_due(self, step: int) -> bool:
+        """Whether a multiple of ``every_n_steps`` lies between the newest complete step and this one."""
+        every = self.settings.every_n_steps
+        return step // every > max(self.complete, default=-1) // every
+
+    def take(self, step: int | None, source: int | None, *, is_ahead: bool) -> None:
+        """Grant a step, or nothing."""
+        self.grant, self.source, self.is_ahead = step, source, is_ahead
+        self.cancelled.discard(-1 if step is None else step)
+
+    def publish(self, step: int) -> None:
+        """The step is complete."""
+        self.complete.add(step)
+        self.cancelled.discard(step)
+        self.margin = max(0, self.margin - 1)
+        self.has_failed = False
+
+    def cancel(self, said: Collection[Progress]) -> None:
+        """A node gave the granted step up."""
+        assert self.grant is not None
+        self.cancelled.add(self.grant)
+        self.has_failed = self.has_failed or Progress.FAILED in said
+        if Progress.MISSED in said:
+            if self.is_ahead:
+                self.margin = min(2 * self.margin + 1, 64)
+            else:
+                self.lost.add(self.grant)
+        self.grant = None
+
+    def order(self, start: str, wishes: Collection[int]) -> LevelOrder:
+        """What every node is told."""
+        keys = {SnapshotKey(step, start) for step in self.complete} | self.earlier
+        told = set(heapq.nlargest(min(max(16, self.settings.keep_last), MAX_TOLD), keys))
+        # An answered wish may be older than the newest that are told.
+        told |= {SnapshotKey(step, start) for step in newest(self.complete.intersection(wishes))}
+        lost = tuple(sorted({*newest(self.lost), *newest(self.lost.intersection(wishes))}))
+        return LevelOrder(self.grant, self.source, tuple(sorted(told)), newest(self.cancelled), lost)
+
+
+@dataclass
+class Coordinator:
+    """Grants and counts for one start of a job. Not thread-safe.
+
+    Send ``order()`` to every node once this is made and when ``decide`` or ``outbid`` says so, and to a node whose link
+    is back. Each node answers a hello with a report.
+    """
+
+    owner: int
+    """A random number below 2**62, of this coordinator alone."""
+    start: str
+    num_nodes: int
+    levels: tuple[LevelGrants, ...]
+    """Fast to slow."""
+    epoch: Epoch = field(init=False)
+    reports: dict[int, Report] = field(default_factory=dict)
+    """By node: the newest that was sent in this epoch."""
+    is_open: bool = False
+    """Whether every node answered. Before that nothing is decided."""
+    outbids: int = 0
+    heard: Epoch = field(default_factory=Epoch)
+    _told: object = None
+    """Differs when an order says something new."""
+
+    def __post_init__(self) -> None:
+        self.epoch = Epoch(1, self.owner)
+
+    @property
+    def wishes(self) -> set[int]:
+        """Steps that some node asks to be stored."""
+        return {step for report in self.reports.values() for step in report.wishes}
+
+    def order(self) -> Order:
+        """The present state, for every node."""
+        return Order(self.epoch, not self.is_open, tuple(x.order(self.start, self.wishes) for x in self.levels))
+
+    def pause_s(self, draw: float) -> float:
+        """Seconds until ``outbid``; ``draw`` is a random number from 0 to 1.
+
+        A new coordinator goes above an old one at once. Two that are both alive must not disturb each other for ever.
+        """
+        if not self.is_open and not self.outbids:
+            return 0.0
+        return (0.5 + draw) * min((1.0 if self.is_open else 0.1) * (1 << min(self.outbids, 6)), 5.0)
+
+    def outbid(self) -> bool:
+        """Begin again above another coordinator; ``False`` if that happened already."""
+        if self.heard < self.epoch:
+            return False
+        self.epoch = Epoch(self.heard.number + 1, self.owner)
+        self.reports, self.is_open, self.outbids = {}, False, self.outbids + 1
+        for level in self.levels:
+            level.grant = None
+        return True
+
+    def receive(self, report: Report) -> bool:
+        """Take a node's report; ``True`` if another coordinator is newer: call ``outbid`` after ``pause_s``."""
+        if report.node >= self.num_nodes or len(report.levels) != len(self.levels):
+            return False
+        if report.epoch > max(self.epoch, self.heard):
+            self.heard = report.epoch
+            return True
+        if report.epoch == self.epoch:  # else that node has not heard of this coordinator yet
+            self.reports[report.node] = report
+        return False
+
+    def decide(self, own: Own) -> bool:
+        """Grant, count and cancel; ``True`` if ``order()`` is to be sent to every node.
+
+        Call it after ``receive``. Reports that came together need one call for all.
+        """
+        if len(self.reports) < self.num_nodes:
+            return False
+        if not self.is_open:
+            self._open()
+        for index, level in enumerate(self.levels):
+            self._count(level, [report.levels[index] for report in self.reports.values()], own)
+        for index in range(len(self.levels)):
+            if self._is_idle(index):
+                self._grant(index, own)
+        before, wishes = self._told, self.wishes
+        self._told = (
+            self.epoch,
+            [
+                (x.grant, x.source, len(x.complete), len(x.complete & wishes), len(x.cancelled), len(x.lost))
+                for x in self.levels
+            ],
+        )
+        return self._told != before
+
+    def _open(self) -> None:
+        """All nodes answered: take up what is under way, count what all of them have."""
+        self.is_open = True
+        for index, level in enumerate(self.levels):
+            said = [report.levels[index] for report in self.reports.values()]
+            for stored in set.intersection(*(set(one.stored) for one in said)):
+                level.publish(stored)
+            source: int | None = None
+            going = [(one.grant, one.source) for one in said if one.progress in UNDER_WAY and one.grant is not None]
+            step: int | None = None
+            if going:
+                step, source = max(going, key=lambda one: one[0])
+            # One step alone may be pinned. Here two coordinators may have granted different ones.
+            if source is None and any(other.holds_slots and other.grant != step for other in self.levels[:index]):
+                step = None
+            level.take(step, source, is_ahead=True)
+            level.cancelled.update({granted for granted, _ in going} - {step} - level.complete)
+
+    @staticmethod
+    def _count(level: LevelGrants, said: list[LevelReport], own: Own) -> None:
+        """Only reports on the present grant count: files that a node listed may be gone when the message is read."""
+        if level.grant is None:
+            return
+        if all(one.grant == level.grant and one.progress is Progress.COMMITTED for one in said):
+            if level.is_under_way and level.source is None:
+                level.span = max(0, own.begun - level.grant)
+            level.publish(level.grant)
+        # Never by a clock of this process: a node that is slow may have committed, and others may have counted it.
+        how = {one.progress for one in said if one.grant == level.grant}
+        if how & GIVEN_UP:
+            level.cancel(how)
+
+    def _is_idle(self, index: int) -> bool:
+        level = self.levels[index]
+        said = [report.levels[index] for report in self.reports.values()]
+        return not level.is_under_way and all(one.grant == level.grant and one.is_ready for one in said)
+
+    def _source(self, index: int) -> int | None:
+        """The nearest faster level that works; ``None``: the slots."""
+        return next((above for above in reversed(range(index)) if not self.levels[above].has_failed), None)
+
+    def _grant(self, index: int, own: Own) -> None:
+        """The level is idle on all nodes."""
+        level, source = self.levels[index], self._source(index)
+        left = [set(report.left) for report in self.reports.values() if report.left is not None]
+        step: int | None = None
+        is_ahead = False
+        if len(left) == self.num_nodes:  # nobody trains: what all nodes hold stays as long as they linger
+            common = set.intersection(*left)
+            own = Own(max(common | self.wishes, default=-1), frozenset(common))
+            self._give_up(level, source, own)
+            step = self._unless_others_pin(level, self._of_the_dead(level, common), own.begun)
+            source = source if step is None else None
+        elif source is None and not left:
+            self._give_up(level, source, own)
+            step = self._ahead(index, own)
+            is_ahead = step > own.begun + 1 + level.margin
+            step = self._unless_others_pin(level, step, own.begun)
+        if source is not None:
+            self._give_up(level, source, own)
+            step = self._above(index, self.levels[source])
+        if step is not None:
+            level.take(step, source, is_ahead=is_ahead)
+
+    def _give_up(self, level: LevelGrants, source: int | None, own: Own) -> None:
+        """Wishes that came too late."""
+        for step in self.wishes - level.complete:
+            if source is None and step <= own.begun and step not in own.held:
+                level.lost.add(step)
+            if source is not None and step in self.levels[source].lost:
+                level.lost.add(step)
+
+    def _of_the_dead(self, level: LevelGrants, common: set[int]) -> int | None:
+        """The newest step that all nodes hold, then what is wished."""
+        newest_held = max(common - level.lost, default=-1)
+        wanted = ({newest_held} | self.wishes) & common
+        return max((step for step in wanted if not level.is_done_with(step)), default=None)
+
+    def _kept_for_ever(self, index: int) -> list[int]:
+        """Intervals of the steps that this level, or a slower one that copies from it, never deletes."""
+        settings = [level.settings.keep_every_n_steps for level in self.levels[index:]]
+        return [every for every in settings if every is not None]
+
+    def _above(self, index: int, above: LevelGrants) -> int | None:
+        """A step that is complete at the level above: what must be stored, oldest first; else the newest due."""
+        level, kept = self.levels[index], self._kept_for_ever(index)
+        there = {step for step in above.complete if not level.is_done_with(step)}
+        must = (there & self.wishes) | {step for step in there if any(step % every == 0 for every in kept)}
+        if must:
+            return min(must)
+        step = max(there, default=None)
+        return step if step is not None and level.is_due(step) else None
+
+    def _ahead(self, index: int, own: Own) -> int:
+        """A step that the ranks will capture, or one that must be stored and that the slots still hold."""
+        level, begun, kept = self.levels[index], max(own.begun, 0), self._kept_for_ever(index)
+        must = {(begun // every + 1) * every for every in kept} | self.wishes
+        must |= {begun // every * every for every in kept} & own.held
+        must = {step for step in must if not level.is_done_with(step)}
+        every = level.settings.every_n_steps
+        due = ((begun + 1 + level.margin) // every + 1) * every
+        first = min(must, default=due)
+        return first if first <= due + level.span else due
+
+    def _unless_others_pin(self, level: LevelGrants, step: int | None, begun: int) -> int | None:
+        """Memory has one slot to spare for storage: levels that read slots at the same time read the same step."""
+        pinned = next((other.grant for other in self.levels if other is not level and other.holds_slots), None)
+        if pinned is None or pinned == step:
+            return step
+        if step is not None and step <= begun:
+            return None  # it has to be stored, perhaps while training waits: never the other one instead
+        # Once it was begun, some nodes may have stored it and let its slot go.
+        is_wanted = pinned > begun and (pinned in self.wishes or level.is_due(pinned))
+        return pinned if is_wanted and not level.is_done_with(pinned) else None

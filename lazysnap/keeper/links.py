@@ -1,0 +1,384 @@
+"""Links between the keepers of a job: typed messages over mutual TLS 1.3, on one thread per keeper.
+
+One self-signed certificate per job is the only one that either side presents and the only one it accepts. Each message
+carries the whole state of its sender (``grants``), so of each kind only the newest one waits to be sent: a peer that
+reads slowly costs no memory. Every wait has a deadline.
+
+On the wire, after the TLS handshake: both sides send ``lazysnap`` and the protocol number, then frames. A frame is its
+length (4 bytes, big-endian, at most ``MAX_FRAME_BYTES``) and that many bytes of MessagePack. The first one is a
+``Hello``.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import random
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from msgspec import DecodeError, Meta, Struct, msgpack
+
+from lazysnap.errors import ConfigError
+from lazysnap.keeper.certificate import Certificate
+from lazysnap.keeper.grant_messages import MAX_NODES, Order, Report, StartId
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = 1
+"""Version of the messages between keepers. Raised with every change that the other end sees."""
+MAX_FRAME_BYTES = 1 << 20
+MAX_UNKNOWN = 64
+"""Connections that have not shown who they are yet; more are closed at once."""
+_PREAMBLE = struct.Struct("!8sH")
+_LENGTH = struct.Struct("!I")
+_MAX_NAMED = 256
+"""Addresses whose refusal is logged as a warning; a scanner must not fill the log."""
+
+
+class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
+    """Who is at the other end."""
+
+    job: Annotated[str, Meta(max_length=4096)]
+    start: StartId
+    node: Annotated[int, Meta(ge=0, lt=MAX_NODES)]
+
+
+class Alive(Struct, frozen=True, tag="alive", forbid_unknown_fields=True):
+    """Nothing new."""
+
+
+Message = Report | Order
+_encode = msgpack.Encoder().encode
+_decoder: msgpack.Decoder[Hello | Alive | Report | Order] = msgpack.Decoder(Hello | Alive | Report | Order)
+
+
+class Refused(Exception):
+    """The other end is not a keeper of this start of the job, or does not keep to the protocol."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds."""
+
+    connect_s: float = 10.0
+    """For a connection, the TLS handshake and the hello, each."""
+    send_s: float = 10.0
+    """A peer that takes nothing for so long is dropped."""
+    alive_s: float = 5.0
+    """After so long without a message one is sent."""
+    silence_s: float = 20.0
+    """A peer that says nothing for so long is dropped."""
+    shortest_pause_s: float = 0.1
+    longest_pause_s: float = 10.0
+    """Between two tries to connect: the pause doubles up to this."""
+
+
+class Handler(Protocol):
+    """Called on the links' thread, which must not be held up: put into a queue what takes time."""
+
+    def link_is_up(self, node: int) -> None:
+        """Send the whole state: what was sent before may be lost."""
+
+    def link_is_down(self, node: int) -> None:
+        """Nothing arrives until it is up again."""
+
+    def received(self, node: int, message: Message) -> None:
+        """A message came from that node."""
+
+
+class _Peer:
+    """One connection. Lives on the links' loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+        self.reader, self.writer, self.address = reader, writer, address
+        self.waiting: dict[type, Message] = {}
+        self.is_waiting = asyncio.Event()
+
+    def put(self, message: Message) -> None:
+        """Send it soon; it replaces one of the same kind that was not sent yet."""
+        self.waiting[type(message)] = message
+        self.is_waiting.set()
+
+    async def write(self, message: Struct, timeout_s: float, *, preamble: bytes = b"") -> None:
+        data = _encode(message)
+        if len(data) > MAX_FRAME_BYTES:
+            raise Refused(f"a message of {len(data)} bytes, at most {MAX_FRAME_BYTES} can be sent")
+        self.writer.write(preamble + _LENGTH.pack(len(data)) + data)
+        await asyncio.wait_for(self.writer.drain(), timeout_s)
+
+    async def read(self, timeout_s: float) -> Hello | Alive | Report | Order:
+        """The next message. Nothing is allocated for a frame that is too long."""
+        (length,) = _LENGTH.unpack(await asyncio.wait_for(self.reader.readexactly(_LENGTH.size), timeout_s))
+        if length > MAX_FRAME_BYTES:
+            raise Refused(f"a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}")
+        data = await asyncio.wait_for(self.reader.readexactly(length), timeout_s)
+        try:
+            return _decoder.decode(data)
+        except (DecodeError, RecursionError) as error:
+            raise Refused(f"a malformed message: {error}") from error
+
+    async def greet(self, me: Hello, timeout_s: float) -> Hello:
+        """Exchange hellos; who is at the other end."""
+        await self.write(me, timeout_s, preamble=_PREAMBLE.pack(b"lazysnap", PROTOCOL))
+        magic, protocol = _PREAMBLE.unpack(await asyncio.wait_for(self.reader.readexactly(_PREAMBLE.size), timeout_s))
+        if magic != b"lazysnap" or protocol != PROTOCOL:
+            raise Refused(
+                f"protocol {magic!r} {protocol}, expected {b'lazysnap'!r} {PROTOCOL}: same lazysnap on all nodes?"
+            )
+        hello = await self.read(timeout_s)
+        if not isinstance(hello, Hello):
+            raise Refused("a message before the hello")
+        if (hello.job, hello.start) != (me.job, me.start):
+            raise Refused(f"start {hello.start} of job {hello.job!r}, expected start {me.start} of job {me.job!r}")
+        return hello
+
+    async def exchange(self, received: "Received", deadlines: Deadlines) -> None:
+        """Until the connection fails, which it does by an exception."""
+        tasks = [
+            asyncio.ensure_future(self._send_all(deadlines)),
+            asyncio.ensure_future(self._receive(received, deadlines)),
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            self.close()  # first: before Python 3.12 ``wait_for`` may lose a cancellation, and the task goes on
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send_all(self, deadlines: Deadlines) -> None:
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.is_waiting.wait(), deadlines.alive_s)
+            self.is_waiting.clear()
+            waiting, self.waiting = self.waiting, {}
+            for message in waiting.values() or (Alive(),):
+                await self.write(message, deadlines.send_s)
+
+    async def _receive(self, received: "Received", deadlines: Deadlines) -> None:
+        while True:
+            message = await self.read(deadlines.silence_s)
+            if isinstance(message, Hello):
+                raise Refused("a second hello")
+            if not isinstance(message, Alive):
+                received(message)
+
+    def close(self) -> None:
+        self.writer.transport.abort()
+
+
+class Received(Protocol):
+    """Takes a message of one peer."""
+
+    def __call__(self, message: Message) -> None:
+        """On the links' thread."""
+
+
+class Links:
+    """All links of one keeper. Only ``send`` may be called on the links' own thread, by the handler.
+
+    Of two nodes the one with the greater number connects, and keeps trying. Of two connections of one node the later
+    one stays: after a restart of the node the earlier one may look alive for a while.
+    """
+
+    def __init__(
+        self, certificate: Certificate, me: Hello, handler: Handler, deadlines: Deadlines | None = None
+    ) -> None:
+        self._me, self._handler, self._deadlines = me, handler, deadlines or Deadlines()
+        self._server_context = certificate.context(ssl.PROTOCOL_TLS_SERVER)
+        self._client_context = certificate.context(ssl.PROTOCOL_TLS_CLIENT)
+        self._der = ssl.PEM_cert_to_DER_cert(certificate.cert_pem.decode())
+        self._peers: dict[int, _Peer] = {}
+        self._down: set[int] = set()
+        self._named: set[str] = set()
+        self._num_unknown = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="lazysnap-links", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def listen(self, host: str, port: int = 0) -> tuple[str, int]:
+        """Accept links on one address of this machine; the address. Blocks: until it is bound.
+
+        Raises: ConfigError, if ``host`` means every interface; OSError, if the address cannot be had.
+        """
+        address = ipaddress.ip_address(host)
+        if address.is_unspecified:
+            raise ConfigError(f"keepers listen on one interface, got {host}: name the address of one")
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        )
+        listener.setblocking(False)
+        bound = listener.getsockname()
+        self._loop.call_soon_threadsafe(self._start, self._accept(listener))
+        return bound[0], bound[1]
+
+    def connect(self, node: int, host: str, port: int) -> None:
+        """Keep a link to that node from now on. Raises: ConfigError, if that node is to connect to this one."""
+        if node >= self._me.node:
+            raise ConfigError(f"node {self._me.node} cannot connect to node {node}: the greater number connects")
+        self._loop.call_soon_threadsafe(self._start, self._keep_up(node, host, port))
+
+    def send(self, node: int, message: Message) -> None:
+        """Send soon, if the link is up; else it is dropped, ``link_is_up`` asks for the state. Never blocks."""
+        self._loop.call_soon_threadsafe(self._send, node, message)
+
+    def close(self) -> None:
+        """End all links. Blocks: at most a second."""
+
+        async def end() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+        if self._loop.is_closed():
+            return
+        with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+            asyncio.run_coroutine_threadsafe(asyncio.wait_for(end(), 1.0), self._loop).result(2.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(2.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send(self, node: int, message: Message) -> None:
+        peer = self._peers.get(node)
+        if peer is not None:
+            peer.put(message)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while True:
+                try:
+                    connection, address = await self._loop.sock_accept(listener)
+                except OSError as error:  # no descriptors left, for example
+                    logger.warning("links: a connection cannot be accepted: %s", error)
+                    await asyncio.sleep(1.0)
+                    continue
+                if self._num_unknown >= MAX_UNKNOWN:
+                    connection.close()
+                    continue
+                self._num_unknown += 1
+                self._start(self._serve(connection, f"{address[0]}:{address[1]}", address[0]))
+
+    async def _serve(self, connection: socket.socket, address: str, host: str) -> None:
+        peer = node = None
+        try:
+            peer = await self._open(connection, address, self._server_context)
+            node = (await peer.greet(self._me, self._deadlines.connect_s)).node
+        except (OSError, EOFError, asyncio.TimeoutError, Refused) as error:
+            self._refuse(address, host, error)
+        finally:
+            self._num_unknown -= 1
+            if node is None:
+                peer.close() if peer is not None else connection.close()
+        if peer is not None and node is not None:
+            await self._use(node, peer)
+
+    async def _open(self, connection: socket.socket, address: str, context: ssl.SSLContext) -> _Peer:
+        connection.setblocking(False)
+        reader = asyncio.StreamReader(limit=1 << 16, loop=self._loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=self._loop)
+        timeout_s = self._deadlines.connect_s
+        if context is self._server_context:
+            transport, _ = await self._loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=context, ssl_handshake_timeout=timeout_s
+            )
+        else:
+            transport, _ = await self._loop.create_connection(
+                lambda: protocol, sock=connection, ssl=context, server_hostname="", ssl_handshake_timeout=timeout_s
+            )
+        peer = _Peer(reader, asyncio.StreamWriter(transport, protocol, reader, self._loop), address)
+        if transport.get_extra_info("ssl_object").getpeercert(binary_form=True) != self._der:
+            peer.close()
+            raise Refused("another certificate than this job's")
+        return peer
+
+    def _refuse(self, address: str, host: str, error: BaseException) -> None:
+        """Say it once per host."""
+        level = logging.DEBUG if host in self._named or len(self._named) >= _MAX_NAMED else logging.WARNING
+        self._named.add(host) if level == logging.WARNING else None
+        logger.log(level, "links: refused %s: %s", address, _reason(error))
+
+    async def _keep_up(self, node: int, host: str, port: int) -> None:
+        deadlines, pause_s = self._deadlines, 0.0
+        while True:
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(max(2 * pause_s, deadlines.shortest_pause_s), deadlines.longest_pause_s)
+            try:
+                peer = await self._dial(node, host, port)
+            except (OSError, EOFError, asyncio.TimeoutError, Refused) as error:
+                self._say_down(node, f"{host}:{port}", error)
+                continue
+            pause_s = 0.0
+            await self._use(node, peer)
+
+    async def _dial(self, node: int, host: str, port: int) -> _Peer:
+        timeout_s = self._deadlines.connect_s
+        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            await asyncio.wait_for(self._loop.sock_connect(connection, (host, port)), timeout_s)
+            peer = await self._open(connection, f"{host}:{port}", self._client_context)
+        except BaseException:
+            connection.close()
+            raise
+        try:
+            hello = await peer.greet(self._me, timeout_s)
+            if hello.node != node:
+                raise Refused(f"node {hello.node}, expected node {node}")
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
+    async def _use(self, node: int, peer: _Peer) -> None:
+        """Until the link fails."""
+        earlier = self._peers.get(node)
+        self._peers[node] = peer
+        if earlier is not None:
+            earlier.close()
+        if node in self._down:
+            self._down.discard(node)
+            logger.info("links: node %d (%s) is back", node, peer.address)
+        error: BaseException | None = None
+        try:
+            self._handler.link_is_up(node)
+            await peer.exchange(lambda message: self._handler.received(node, message), self._deadlines)
+        except (OSError, EOFError, asyncio.TimeoutError, Refused) as failure:
+            error = failure
+        finally:
+            peer.close()
+            if self._peers.get(node) is peer:
+                del self._peers[node]
+                if error is not None:
+                    self._say_down(node, peer.address, error)
+                    self._handler.link_is_down(node)
+
+    def _say_down(self, node: int, address: str, error: BaseException) -> None:
+        """Once until it is up again."""
+        if node not in self._down:
+            self._down.add(node)
+            logger.warning("links: node %d (%s) is not reached: %s; trying again", node, address, _reason(error))
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, asyncio.TimeoutError):
+        return "it does not answer in time"
+    if isinstance(error, EOFError):
+        return "it closed the connection"
+    return f"{type(error).__name__}: {error}"

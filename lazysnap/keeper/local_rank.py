@@ -1,0 +1,431 @@
+"""One rank of a node, as its keeper serves it: the trainer's connection and its end, slots, levels."""
+
+import logging
+import os
+import select
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from lazysnap import faults
+from lazysnap.arena import Slot, SlotPhase, Word
+from lazysnap.config import MemoryLevel, PersistentLevel
+from lazysnap.errors import LazySnapError
+from lazysnap.keeper.frozen import FrozenPool
+from lazysnap.keeper.holdings import Holdings
+from lazysnap.keeper.left_runs import begin_search
+from lazysnap.keeper.lifecycle import Event, Phase, next_phase
+from lazysnap.keeper.messages import Connection
+from lazysnap.keeper.persist import Persister
+from lazysnap.keeper.protocol import (
+    Abandon,
+    Adopt,
+    Adopted,
+    AdoptFrozen,
+    AskBusyLevels,
+    AskFrozen,
+    Busy,
+    BusyLevels,
+    CompleteThere,
+    Drain,
+    Drained,
+    DrainProgress,
+    FrozenDropped,
+    FrozenRefused,
+    FrozenSlot,
+    Goodbye,
+    Keep,
+    Look,
+    MemoryRefused,
+    Message,
+    Ping,
+    Pong,
+    Release,
+    Reserve,
+    Return,
+    Run,
+    SlotMade,
+    Welcome,
+)
+from lazysnap.keeper.slot_pool import SlotPool
+from lazysnap.keeper.team import Team
+
+logger = logging.getLogger(__name__)
+
+DRAIN_LIMIT_S = 3600.0
+"""What a rank without a trainer holds goes after so long even if a level still hangs."""
+_AWAY_GRACE_S = 1.5
+"""A trainer that lives and lost its connection comes back sooner; until then no other process takes its place. Less
+than the time for which a new trainer asks again (``attach._BUSY_GRACE_S``).
+"""
+
+
+class LocalRank:
+    """What a keeper holds, and does, for one rank of its node. Used on the keeper's main thread."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        close: Callable[[Connection], None],
+        last_words: Callable[[Connection], None],
+    ) -> None:
+        """``close`` ends a connection, which leads to ``lost_connection``; ``last_words`` reads what is left there."""
+        self._selector = selector
+        self._close = close
+        self._last_words = last_words
+        self.phase = Phase.WAITING
+        self._phase_since = self._deadline = time.monotonic()
+        self._linger_s = 0.0
+        self.trainer: Connection | None = None
+        self._trainer_since = 0.0
+        self._trainer_pid = 0
+        self._pidfd = -1
+        self._pool = SlotPool(self._slot_made)
+        self._frozen = FrozenPool(lambda digest: self._emit(FrozenDropped(digest)))
+        self._frozen_asked: deque[tuple[Connection, AskFrozen]] = deque()
+        self._levels: tuple[PersistentLevel, ...] = ()
+        self._team = Team()
+        self._persister = self._make_persister()
+        self.holdings = Holdings(self._pool, self._frozen, lambda slot: self._persister.checksums_of(slot))
+        self._max_bytes: int | None = None
+        self._wanted: tuple[int, int, int] | None = None
+        self._settled: tuple[int, int, int] | None = None
+        self._least: int | None = None
+        self._pool.is_outdated = lambda wanted: wanted != self._wanted
+        self._memory_wake = threading.Event()
+        self._drain_request: Drain | None = None
+        self._progress = (0, 0)
+        self._run_id: str | None = None
+        """The run that goes on; empty while a trainer is attached that has not told; ``None`` if none ever did."""
+        threading.Thread(target=self._provide_memory, name="memory", daemon=True).start()
+
+    def _make_persister(self) -> Persister:
+        return Persister(self._levels, self._pool.all, self._emit, self._frozen.get, self._team)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has a trainer, which may have lost its connection for a moment."""
+        return self.phase in (Phase.ATTACHED, Phase.AWAY)
+
+    def tick(self) -> None:
+        """Do what is due; called about ten times a second."""
+        self._memory_wake.set()
+        self._frozen.sweep(self._pool.all(), is_attached=self.is_used)
+        if self._drain_request is not None:
+            self._tell_progress()
+            if self._is_drained(self._drain_request):
+                self._reply_drained(self._drain_request)
+        if self.phase is Phase.DRAINING and self._persister.is_drained():
+            self.go(Event.DRAINED)
+        if self.phase is not Phase.ATTACHED and time.monotonic() > self._deadline:
+            self.go(Event.TIME_UP)
+
+    def stay(self) -> None:
+        """Another rank of the node has a trainer: what the dead one left is kept, and lingers from now on."""
+        if self.phase is Phase.LINGERING:
+            self._deadline = time.monotonic() + self._linger_s
+
+    def go(self, event: Event) -> None:
+        """Something happened; see ``keeper.lifecycle``."""
+        before, self.phase = self.phase, next_phase(self.phase, event)
+        if self.phase is before:
+            return
+        logger.info("local rank %d: %s -> %s on %s", self._team.local_rank, before.value, self.phase.value, event.value)
+        faults.point(f"keeper.{self.phase.name.lower()}")
+        self._phase_since = time.monotonic()
+        limit = self._linger_s if self.phase in (Phase.AWAY, Phase.LINGERING) else DRAIN_LIMIT_S
+        self._deadline = time.monotonic() + limit
+        if event is Event.SUPERSEDED:
+            self._persister.set_force(0)  # what is newer is complete: only what has a name or is due is still written
+            return
+        if before is Phase.LINGERING and self.phase is Phase.DRAINING:
+            self._persister.try_again()  # a level that was away when the trainer died may be back
+        # Of several ranks that died the newest capture that all have may be an older one: each writes what it has.
+        many = self._team.world_size > 1 and Phase.LINGERING in (before, self.phase)
+        force = len(self._pool.all()) if many else 1
+        self._persister.set_force(force if self.phase in (Phase.LINGERING, Phase.DRAINING) else 0)
+
+    def close(self) -> None:
+        """Let everything go. Threads that hang at a level end when it answers, or with the process."""
+        self._persister.stop()
+        if self.trainer is not None:
+            self._close(self.trainer)
+        self._unwatch()
+        self.phase = Phase.GONE
+        self._memory_wake.set()
+        self._free()
+
+    def _free(self) -> None:
+        self._pool.close()
+        self._frozen.close()
+
+    # ---------------------------------------------------------------- what a person who stops the keeper wants to know
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether captures are stored anywhere."""
+        return bool(self._levels)
+
+    def try_again(self) -> None:
+        """Forget failures of levels."""
+        self._persister.try_again()
+
+    def is_drained(self) -> bool:
+        """Whether the newest whole capture was brought, or tried, to every level."""
+        return self._persister.is_drained()
+
+    def is_durable(self) -> bool:
+        """Whether it is at every level; also if nobody wants it any more."""
+        return self.phase is not Phase.LINGERING or self._persister.is_durable_everywhere()
+
+    def newest_step(self) -> int | None:
+        """Of the newest whole capture."""
+        held = [slot.status() for slot in self._pool.all()]
+        newest = max((s for s in held if s.phase is SlotPhase.WHOLE), key=lambda s: s.sequence, default=None)
+        return None if newest is None else newest.step
+
+    # ---------------------------------------------------------------- the trainer
+
+    def lost_connection(self) -> None:
+        """The connection to the trainer ended."""
+        self.trainer, self._drain_request = None, None
+        if self._is_trainer_alive():
+            self.go(Event.CONNECTION_LOST)
+        else:
+            self._trainer_died()
+
+    def _is_trainer_alive(self) -> bool:
+        """``False`` also where it cannot be told: on a kernel before 5.3, and of processes of another container."""
+        if self._pidfd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return not poll.poll(0)
+
+    def refuses(self, connection: Connection) -> bool:
+        """Whether another process than the one at the other end is this rank's trainer."""
+        if self.trainer is not None:
+            return True
+        if self.phase is not Phase.AWAY or connection.peer_pid == self._trainer_pid:
+            return False
+        is_writing = any(slot.status().phase is SlotPhase.CAPTURING for slot in self._pool.all())
+        if is_writing or time.monotonic() - self._phase_since < _AWAY_GRACE_S:
+            return True  # that process still writes into a slot, or is about to connect again
+        self._trainer_died()
+        return False
+
+    def busy(self) -> Busy:
+        """What a second trainer is told."""
+        return Busy(self._trainer_pid, self._trainer_since)
+
+    def attach(self, trainer: Connection, levels: tuple[PersistentLevel, ...], memory: MemoryLevel, team: Team) -> None:
+        """Serve this trainer from now on."""
+        self._linger_s, self._max_bytes = memory.linger_s, memory.max_bytes
+        self.trainer, self._trainer_since, self._trainer_pid = trainer, time.time(), trainer.peer_pid
+        self.holdings.trainer_came()
+        self._unwatch()
+        self._watch(trainer)
+        if (levels, team) != (self._levels, self._team):
+            self._persister.stop()
+            self._levels, self._team = levels, team
+            self._persister = self._make_persister()
+        if self._run_id is not None:
+            # The trainer may choose another run: until it tells, a late capture may not push out what it chooses.
+            self._run_id = self._persister.run_id = ""
+        self._settled = None
+        self.go(Event.HELLO)
+        self._emit(Welcome(os.getpid()))
+        for number, slot in self._pool.items():
+            self._emit(SlotMade(number), (slot.fd,))
+        for digest in self._frozen.digests():
+            self._hand_over(digest)
+
+    def _hand_over(self, digest: str) -> None:
+        slot = dict(self._frozen.items()).get(digest)
+        if slot is not None:
+            self._emit(FrozenSlot(digest=digest), (slot.fd,))
+
+    def _watch(self, connection: Connection) -> None:
+        """Notice the trainer's death even if a forked child of it still holds the socket."""
+        try:
+            self._pidfd = os.pidfd_open(connection.peer_pid)
+        except OSError:  # it is dead already, or the kernel is too old: the end of the connection tells
+            self._pidfd = -1
+            return
+        self._selector.register(self._pidfd, selectors.EVENT_READ, self._on_trainer_exit)
+
+    def _unwatch(self) -> None:
+        if self._pidfd >= 0:
+            self._selector.unregister(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _on_trainer_exit(self) -> None:
+        if self.trainer is not None:
+            self._last_words(self.trainer)
+        if self.trainer is not None:
+            self._close(self.trainer)
+        if self._pidfd >= 0:  # its connection had ended before
+            self._trainer_died()
+
+    def _trainer_died(self) -> None:
+        """Nothing is written into the slots any more. What is not whole is void."""
+        self._unwatch()
+        self.holdings.trainer_ended()
+        for slot in self._pool.all():
+            if slot.status().phase is SlotPhase.CAPTURING:
+                slot.discard()
+                slot.unpin()
+            # No optimizer passed the gate that would have compared the sources: they were as at the boundary.
+            slot.set_word(Word.UNCHECKED, 0)
+        faults.point("keeper.trainer_died")
+        # An evaluation, or a trainer that fell before its first capture, left nothing that a restart could want.
+        has_whole = any(slot.status().phase is SlotPhase.WHOLE for slot in self._pool.all())
+        self.go(Event.TRAINER_DEAD if has_whole else Event.NOTHING_KEPT)
+
+    # ---------------------------------------------------------------- messages of the trainer
+
+    def handle(self, message: Message, fds: tuple[int, ...]) -> None:
+        """Do what the trainer says. Raises: ValueError, if a trainer says no such thing; LazySnapError."""
+        match message:
+            case Look():
+                self._persister.wake()
+            case Ping():
+                self._emit(Pong())
+            case Run():
+                self._begin_run(message)
+            case Reserve():
+                self._wanted, self._least = (message.meta, message.image, message.count), message.least
+                self._settled = None  # what was there once may have been returned meanwhile
+                self._memory_wake.set()
+            case Return():
+                self._pool.take_back(message.slot)
+                self._memory_wake.set()
+            case Adopt():
+                self._adopt(fds)
+            case AdoptFrozen():
+                for slot in Slot.attach_all(fds):
+                    self._frozen.adopt(message.digest, slot)
+                    self._hand_over(message.digest)
+            case AskFrozen():
+                assert self.trainer is not None
+                self._frozen_asked.append((self.trainer, message))
+                self._memory_wake.set()
+            case Keep():
+                if not self._persister.keep(message.name, message.run_id, message.sequence):
+                    logger.warning("step %s is gone: it cannot be kept as %s", message.step, message.name)
+            case Release():
+                self._persister.release(message.name, message.run_id)
+            case CompleteThere():
+                self._persister.tell(message.level, message.told)
+            case AskBusyLevels():
+                self._emit(BusyLevels(id=message.id, levels=self._persister.busy_levels()))
+            case Drain():
+                self._progress, self._drain_request = (0, 0), message
+                self._persister.try_again()  # whoever waits for a level that failed before wants to know how it is now
+                self._persister.set_force(1)
+            case Abandon():  # it leaves as if it died, and its process may live on
+                self.trainer, self._drain_request = None, None
+                self._trainer_died()
+            case Goodbye():
+                self._drain_request = None
+                self.go(Event.GOODBYE)
+            case _:
+                raise ValueError("no message of a trainer")
+
+    def _begin_run(self, run: Run) -> None:
+        self._run_id = self._persister.run_id = run.run_id
+        trainer = self.trainer
+
+        def tell(answer: Message) -> None:
+            if self.trainer is trainer:  # else it is for nobody
+                self._emit(answer)
+
+        if run.names_others:
+            begin_search(self._levels, run.run_id, tell)
+
+    def _adopt(self, fds: tuple[int, ...]) -> None:
+        """A trainer outlived the keeper before: its slots, and the captures in them, are kept on."""
+        for slot in Slot.attach_all(fds):
+            inode = os.fstat(slot.fd).st_ino
+            self._emit(Adopted(self._pool.adopt(slot), inode))
+        self._persister.wake()
+
+    def _tell_progress(self) -> None:
+        progress = self._persister.progress()
+        if progress != self._progress:
+            self._progress = progress
+            self._emit(DrainProgress(*progress))
+
+    def _is_drained(self, request: Drain) -> bool:
+        statuses = [slot.status() for slot in self._pool.all()]
+        is_coming = any(s.phase is SlotPhase.CAPTURING and s.sequence == request.sequence for s in statuses)
+        return not is_coming and self._persister.is_drained()
+
+    def _reply_drained(self, request: Drain) -> None:
+        self._drain_request = None
+        self._persister.set_force(0)
+        is_done = self._persister.is_durable_everywhere(request.sequence)
+        self._emit(Drained(id=request.id, ok=is_done))
+
+    # ---------------------------------------------------------------- other threads
+
+    def _emit(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        trainer = self.trainer
+        if trainer is not None:
+            try:
+                trainer.send(message, fds)
+            except OSError as error:  # it is dying: the main loop will notice
+                logger.info("could not tell the trainer: %s", error)
+
+    def _slot_made(self, number: int, slot: Slot) -> None:
+        self._emit(SlotMade(number), (slot.fd,))
+
+    def _provide_memory(self) -> None:
+        while self.phase is not Phase.GONE:
+            self._memory_wake.wait()
+            self._memory_wake.clear()
+            while self._frozen_asked:
+                self._provide_frozen(*self._frozen_asked.popleft())
+            wanted = self._wanted
+            if wanted is None or wanted == self._settled or self.phase is not Phase.ATTACHED:
+                continue
+            bound = None if self._max_bytes is None else self._max_bytes - self._frozen.size_bytes
+            try:
+                if self._pool.provide(wanted, bound, lambda slot: self._persister.is_reading(slot), self._least):
+                    self._settled = wanted
+            except LazySnapError as error:
+                self._settled = wanted
+                self._emit(MemoryRefused(str(error)))
+            except Exception:  # the rim of the thread
+                logger.exception("memory")
+                self._settled = wanted
+        self._free()  # what was made meanwhile
+
+    def _provide_frozen(self, trainer: Connection, asked: AskFrozen) -> None:
+        """Answer with a slot for immutable tensors. Another trainer than the one that asked needs no answer."""
+        reply: Message
+        fds: tuple[int, ...]
+        try:
+            free = None
+            if self._max_bytes is not None:
+                others = [slot.size_bytes for other, slot in self._frozen.items() if other != asked.digest]
+                free = self._max_bytes - sum(others) - self._capture_bytes()
+            slot = self._frozen.provide(asked.digest, asked.meta, asked.image, free)
+            reply, fds = FrozenSlot(id=asked.id, digest=asked.digest), (slot.fd,)
+        except Exception as error:  # noqa: BLE001  the rim of the thread; the trainer tells what it means
+            reply, fds = FrozenRefused(id=asked.id, text=str(error)), ()
+        try:
+            trainer.send(reply, fds)
+        except OSError as error:
+            logger.info("could not tell the trainer: %s", error)
+
+    def _capture_bytes(self) -> int:
+        """What the slots for captures take, or will when all are made."""
+        held = sum(slot.size_bytes for slot in self._pool.all())
+        if self._wanted is None:
+            return held
+        meta, image, count = self._wanted
+        return max(held, count * Slot.bytes_for(meta, image))

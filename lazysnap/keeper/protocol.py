@@ -1,0 +1,378 @@
+"""What trainer and keeper say to each other: one class per message, checked when it arrives."""
+
+import functools
+import json
+import operator
+from typing import Any
+
+import msgspec
+
+from lazysnap.errors import KeeperUnavailable
+from lazysnap.keeper.team import Team
+from lazysnap.levels.belongings import Told
+
+PROTOCOL = 2
+"""Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Any of them."""
+
+
+class Question(Message, frozen=True):
+    """A message that has an answer."""
+
+    id: int = 0
+    """Tells its answer from others (see ``keeper.questions``)."""
+
+
+class Answer(Message, frozen=True):
+    """To a question of the same number."""
+
+    id: int = 0
+
+
+# ---------------------------------------------------------------- what a trainer says
+
+
+class Hello(Message, frozen=True):
+    """The first word: who it is, and how the keeper is to serve it."""
+
+    levels: list[dict[str, Any]]
+    """The fields of each ``PersistentLevel``."""
+    linger_s: float
+    max_bytes: int | None
+    team: Team
+
+
+class Adopt(Message, frozen=True):
+    """Comes with slots that an earlier keeper gave it."""
+
+
+class AdoptFrozen(Message, frozen=True):
+    """Comes with a slot of immutable tensors that an earlier keeper gave it."""
+
+    digest: str
+
+
+class Run(Message, frozen=True):
+    """The run that goes on."""
+
+    run_id: str
+    names_others: bool
+    """Whether to look for other runs at the levels; see ``LeftRun``."""
+
+
+class Reserve(Message, frozen=True):
+    """So many slots of these capacities, in bytes, are wanted."""
+
+    meta: int
+    image: int
+    count: int
+    least: int
+    """The smallest count that the training may be configured to."""
+
+
+class Return(Message, frozen=True):
+    """A slot is given back: nothing in it is needed, and the trainer writes nothing into it from now on."""
+
+    slot: int
+
+
+class Look(Message, frozen=True):
+    """Something changed in the slots. A hint: their words are the truth."""
+
+
+class AskFrozen(Question, frozen=True, kw_only=True):
+    """A slot for immutable tensors is wanted. Answered by ``FrozenSlot`` or ``FrozenRefused``."""
+
+    digest: str
+    meta: int
+    image: int
+
+
+class Keep(Message, frozen=True):
+    """A capture gets a name at every level."""
+
+    name: str
+    step: int
+    run_id: str
+    sequence: int
+
+
+class Release(Message, frozen=True):
+    """A name is taken from the snapshots of a run."""
+
+    name: str
+    run_id: str
+
+
+class CompleteThere(Message, frozen=True):
+    """What all ranks have at a level."""
+
+    level: str
+    told: Told
+
+
+class AskInventory(Question, frozen=True):
+    """Answered by ``Inventory``."""
+
+
+class AskBusyLevels(Question, frozen=True):
+    """Answered by ``BusyLevels``."""
+
+
+class Drain(Question, frozen=True, kw_only=True):
+    """Bring the newest whole capture, at least that of this sequence number, to all levels. Answered by ``Drained``."""
+
+    sequence: int
+
+
+class Superseded(Message, frozen=True):
+    """Nobody needs what ranks from this local rank on left in memory."""
+
+    first: int
+
+
+class Ping(Message, frozen=True):
+    """Answered by ``Pong``."""
+
+
+class Abandon(Message, frozen=True):
+    """The trainer leaves as if it died."""
+
+
+class Goodbye(Message, frozen=True):
+    """The training is over."""
+
+
+# ---------------------------------------------------------------- what others say to a keeper
+
+
+class ShowRank(Message, frozen=True):
+    """Another process of the job wants to read what a rank holds. Answered by slots and an ``Inventory``."""
+
+    local_rank: int
+
+
+class Stop(Message, frozen=True):
+    """A person wants the keeper to leave. Answered by ``Leaving``, ``Busy`` or ``NotDurable``."""
+
+    force: bool = False
+
+
+# ---------------------------------------------------------------- what a keeper says
+
+
+class Welcome(Message, frozen=True):
+    """Whoever said hello is the trainer now. Slots follow."""
+
+    pid: int
+
+
+class Busy(Message, frozen=True):
+    """Another trainer of that local rank is attached."""
+
+    pid: int
+    since: float
+    """Unix time in seconds."""
+
+
+class Leaving(Message, frozen=True):
+    """This keeper serves nobody any more."""
+
+    pid: int
+
+
+class NotDurable(Message, frozen=True):
+    """It stays: its newest capture is not at every level."""
+
+    step: int | None
+
+
+class SlotMade(Message, frozen=True):
+    """Comes with a slot, and says what the keeper calls it."""
+
+    slot: int
+
+
+class Adopted(Message, frozen=True):
+    """What the keeper calls a slot that the trainer handed over."""
+
+    slot: int
+    inode: int
+
+
+class FrozenSlot(Answer, frozen=True, kw_only=True):
+    """Comes with a slot of immutable tensors."""
+
+    digest: str
+
+
+class FrozenRefused(Answer, frozen=True, kw_only=True):
+    """There is no room for immutable tensors."""
+
+    text: str
+
+
+class FrozenDropped(Message, frozen=True):
+    """Immutable tensors are gone from memory."""
+
+    digest: str
+
+
+class MemoryRefused(Message, frozen=True):
+    """There is no room for the slots."""
+
+    text: str
+
+
+class Pong(Message, frozen=True):
+    """A sign of life."""
+
+
+class DrainProgress(Message, frozen=True):
+    """Bytes that levels have, and bytes that all of them together are to have."""
+
+    done: int
+    total: int
+
+
+class Drained(Answer, frozen=True, kw_only=True):
+    """Whether it is at every level."""
+
+    ok: bool
+
+
+class BusyLevels(Answer, frozen=True, kw_only=True):
+    """What each level that is at work is doing, in words."""
+
+    levels: list[str]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A whole capture in one slot."""
+
+    slot: int
+    step: int
+    run_id: str
+    start: str
+    sequence: int
+    frozen: str | None
+    """Digest of the immutable tensors that belong with it."""
+    rank: int
+    world_size: int
+    block_bytes: int
+    blocks: list[str] | None
+    """Checksums, if they are known."""
+
+
+class TrainerEnd(msgspec.Struct, frozen=True):
+    """The end of the last trainer that captured anything, as its keeper saw it."""
+
+    ended_ns: int
+    """In nanoseconds since the epoch."""
+    run_id: str
+    step: int
+    """Of the last boundary that it passed."""
+
+
+class Inventory(Answer, frozen=True, kw_only=True):
+    """What the keeper holds for one rank."""
+
+    entries: list[Held]
+    frozen: list[str]
+    """Digests of immutable tensors."""
+    end: TrainerEnd | None
+    """Of the trainer before."""
+    local_ranks: list[int]
+    """Of all ranks for which it holds anything."""
+
+
+class Durable(Message, frozen=True):
+    """A snapshot was committed at a level."""
+
+    level: str
+    step: int
+    num_bytes: int
+    """Of this rank's part."""
+    seconds: float
+    sequence: int
+    run_id: str = ""
+
+
+class Sound(Message, frozen=True):
+    """With several ranks: a snapshot that became durable was read back, too, where the level does that."""
+
+    level: str
+    step: int
+    run_id: str
+    start: str
+
+
+class Surplus(Message, frozen=True):
+    """A level has more snapshots of this rank than there may be whose other parts are missing: this one may go."""
+
+    level: str
+    step: int
+    run_id: str
+    start: str
+
+
+class LevelFailed(Message, frozen=True):
+    """A level could not take a snapshot; it is tried again with the next one."""
+
+    level: str
+    step: int
+    text: str
+    sequence: int = 0
+    """Of a capture that was told to be durable, and is read back damaged; else 0."""
+
+
+class LevelDropped(Message, frozen=True):
+    """A level left a snapshot out because a newer one was there before it came to it."""
+
+    level: str
+    step: int
+
+
+class NameFailed(Message, frozen=True):
+    """A level could not write, or take away, the name of a snapshot."""
+
+    level: str
+    name: str
+    text: str
+
+
+class LeftRun(Message, frozen=True):
+    """This training started fresh, and a level holds another run."""
+
+    level: str
+    step: int
+    """The newest complete one of that run."""
+    name: str
+    """What people see of its id."""
+    own_name: str
+    """What people see of the id of the run that starts."""
+
+
+def _leaves(kind: type[Message]) -> list[type[Message]]:
+    below = kind.__subclasses__()
+    return [leaf for one in below for leaf in _leaves(one)] if below else [kind]
+
+
+_ANY: Any = functools.reduce(operator.or_, _leaves(Message))
+
+
+def encode(message: Message) -> bytes:
+    """As JSON. Not by msgspec's own encoder: names of files may hold bytes that are no UTF-8."""
+    return json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode()
+
+
+def decode(body: bytes) -> Message:
+    """Raises: KeeperUnavailable, if it is none of these messages."""
+    try:
+        message: Message = msgspec.convert(json.loads(body), _ANY)
+    except (ValueError, RecursionError) as error:  # msgspec.ValidationError is one
+        raise KeeperUnavailable(f"the other end sent no message of this protocol: {error}") from error
+    return message

@@ -1,0 +1,242 @@
+"""The keeper's main loop: one process per job and node serves all ranks there. It ends with the last of them."""
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+
+from lazysnap import faults
+from lazysnap.config import MemoryLevel, PersistentLevel
+from lazysnap.errors import KeeperUnavailable, LazySnapError
+from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
+from lazysnap.keeper.local_rank import LocalRank
+from lazysnap.keeper.messages import Connection, OtherVersion
+from lazysnap.keeper.protocol import (
+    Adopt,
+    AdoptFrozen,
+    AskInventory,
+    Hello,
+    Inventory,
+    Leaving,
+    Message,
+    NotDurable,
+    ShowRank,
+    Stop,
+    Superseded,
+)
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+
+
+def run_keeper(listener: socket.socket, trainer: socket.socket | None = None) -> None:
+    """Serve one job on this node until it is over.
+
+    ``listener`` has the job's address; ``trainer`` is a connection to the trainer that started this process.
+    """
+    server = Server(listener)
+    if trainer is not None:
+        server.serve(trainer)
+    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+    server.run()
+
+
+class Server:
+    """One job's keeper. ``run`` returns when the job is over and nothing is left to do."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._ranks: dict[int, LocalRank] = {}
+        self._first_until = time.monotonic() + START_GRACE_S
+        """When it leaves, if no trainer came."""
+        self._has_served = False
+        self._is_terminated = False
+        self._is_leaving = False
+        """Whether it was told to: then nobody is served any more."""
+        self._asked_to_stop: Connection | None = None
+
+    # ---------------------------------------------------------------- main loop
+
+    def run(self) -> None:
+        """Block until the job is over."""
+        while not self._is_over():
+            for key, _ in self._selector.select(_TICK_S):
+                key.data()
+            self._tick()
+        for rank in self._ranks.values():
+            rank.close()
+        self._listener.close()
+
+    def _is_over(self) -> bool:
+        if self._has_served or self._is_leaving:
+            return all(rank.phase is Phase.GONE for rank in self._ranks.values())
+        return time.monotonic() > self._first_until
+
+    def terminate(self) -> None:
+        """SIGTERM: persist the newest captures, then leave."""
+        self._is_terminated = True
+
+    def _tick(self) -> None:
+        if self._is_terminated:
+            self._is_terminated = False
+            self._leave()
+        is_used = any(rank.is_used for rank in self._ranks.values())
+        for number, rank in list(self._ranks.items()):
+            if is_used:
+                rank.stay()
+            rank.tick()
+            if rank.phase is Phase.GONE and not self._is_leaving:
+                del self._ranks[number]
+                rank.close()
+        if self._asked_to_stop is not None and all(rank.is_drained() for rank in self._ranks.values()):
+            self._answer_stop(self._asked_to_stop)
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        for rank in self._ranks.values():
+            rank.go(Event.TERMINATE)
+
+    # ---------------------------------------------------------------- connections
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # out of descriptors, or gone again: never the end of the keeper
+            logger.warning("accept: %s", error)
+            return
+        self.serve(sock)
+
+    def serve(self, sock: socket.socket) -> None:
+        """Read what comes there from now on, if it is of the same user."""
+        try:
+            connection = Connection(sock)
+        except KeeperUnavailable as error:
+            logger.warning("refused a connection: %s", error)
+            return
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(connection))
+
+    def _read(self, connection: Connection, *, wait: bool = True) -> None:
+        if connection.is_closed:  # by an event just before, in the same round
+            return
+        try:
+            messages = connection.receive(wait=wait)
+        except OtherVersion as error:
+            logger.warning("%s", error)
+            with contextlib.suppress(OSError):
+                connection.send(Leaving(os.getpid()))  # what it says does not matter: it comes with our version
+            messages = None
+        except (KeeperUnavailable, OSError) as error:
+            logger.warning("closing a connection: %s", error)
+            messages = None
+        if messages is None:
+            self._close(connection)
+            return
+        for message, fds in messages:
+            is_taken = self._rank_of(connection) is not None and isinstance(message, Adopt | AdoptFrozen)
+            try:
+                self._handle(connection, message, fds)
+            except (KeyError, TypeError, ValueError, OSError, LazySnapError) as error:
+                logger.warning("%s: %s", type(message).__name__, error)
+            finally:
+                for fd in () if is_taken else fds:  # nothing else comes with descriptors
+                    os.close(fd)
+
+    def _rank_of(self, connection: Connection) -> LocalRank | None:
+        """The rank whose trainer is at the other end."""
+        return next((rank for rank in self._ranks.values() if rank.trainer is connection), None)
+
+    def _close(self, connection: Connection) -> None:
+        if connection.is_closed:
+            return
+        rank = self._rank_of(connection)
+        self._selector.unregister(connection.sock)
+        connection.close()
+        if connection is self._asked_to_stop:
+            self._asked_to_stop = None
+        if rank is not None:
+            rank.lost_connection()
+
+    def _handle(self, connection: Connection, message: Message, fds: tuple[int, ...]) -> None:
+        rank = self._rank_of(connection)
+        if isinstance(message, Hello):
+            self._hello(connection, message)
+        elif isinstance(message, ShowRank):
+            self._show(connection, message.local_rank)
+        elif isinstance(message, Stop):
+            self._stop(connection, is_forced=message.force)
+        elif rank is None:
+            logger.info("%s: it comes from no trainer", type(message).__name__)  # of one that was refused just now
+        elif isinstance(message, Superseded):
+            for number, other in self._ranks.items():
+                if number >= message.first:
+                    other.go(Event.SUPERSEDED)
+        elif isinstance(message, AskInventory):
+            connection.send(rank.holdings.told(sorted(self._ranks), message.id))
+        else:
+            rank.handle(message, fds)
+
+    def _hello(self, connection: Connection, hello: Hello) -> None:
+        levels = tuple(PersistentLevel(**fields) for fields in hello.levels)
+        memory = MemoryLevel(linger_s=hello.linger_s, max_bytes=hello.max_bytes)
+        number = hello.team.local_rank
+        rank = self._ranks.get(number)
+        if rank is not None and rank.refuses(connection):
+            connection.send(rank.busy())
+            return
+        if self._is_leaving or (rank is not None and rank.phase is Phase.DRAINING):
+            connection.send(Leaving(os.getpid()))
+            return
+        if rank is None:
+            rank = self._ranks[number] = LocalRank(self._selector, self._close, self._last_words)
+        self._has_served = True
+        faults.set_peer(connection.peer_pid)
+        rank.attach(connection, levels, memory, hello.team)
+
+    def _last_words(self, connection: Connection) -> None:
+        """A trainer ended: a goodbye may be among what it said before."""
+        self._read(connection, wait=False)
+
+    def _show(self, connection: Connection, number: int) -> None:
+        """Another process wants to read what a rank holds. Raises: OSError, if it is gone again."""
+        rank, local_ranks = self._ranks.get(number), sorted(self._ranks)
+        if rank is None:
+            connection.send(Inventory(entries=[], frozen=[], end=None, local_ranks=local_ranks))
+        else:
+            rank.holdings.show(connection)
+            connection.send(rank.holdings.told(local_ranks))
+
+    # ---------------------------------------------------------------- stopping
+
+    def _stop(self, connection: Connection, *, is_forced: bool) -> None:
+        """A person wants this keeper to leave: when its newest captures are stored, or at once if ``is_forced``."""
+        ranks = self._ranks.values()
+        used = next((rank for rank in ranks if rank.is_used), None)
+        if used is not None:
+            connection.send(used.busy())
+        elif is_forced or not any(rank.phase is Phase.LINGERING and rank.has_levels for rank in ranks):
+            self._agree_to_leave(connection)
+        else:
+            for rank in ranks:
+                rank.try_again()  # a level that was away may be back
+            self._asked_to_stop = connection
+
+    def _answer_stop(self, connection: Connection) -> None:
+        self._asked_to_stop = None
+        lost = [rank.newest_step() for rank in self._ranks.values() if not rank.is_durable()]
+        try:
+            if lost:
+                connection.send(NotDurable(lost[0]))
+            else:
+                self._agree_to_leave(connection)
+        except OSError as error:  # nobody waits for it any more
+            logger.info("asked to stop: %s", error)
+
+    def _agree_to_leave(self, connection: Connection) -> None:
+        connection.send(Leaving(os.getpid()))
+        self._leave()

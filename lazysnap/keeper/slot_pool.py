@@ -1,0 +1,177 @@
+"""The keeper's slots: made and populated within a bound, freed when the trainer returns them."""
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+from lazysnap import faults
+from lazysnap.arena import Slot, Word, capacity_fits
+from lazysnap.errors import MemoryBoundExceeded
+from lazysnap.keeper.room import readable, refusal
+
+logger = logging.getLogger(__name__)
+
+_RESERVE_BYTES = 256 << 20
+"""Free memory that is left to the rest of the machine."""
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping: of the machine, or of this container if that is less."""
+    available = 1 << 62
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            with open(f"{folder}/{limit}") as first, open(f"{folder}/{used}") as second:
+                bound = first.read().strip()
+                if bound != "max":
+                    held = int(second.read()) - _cache_bytes(f"{folder}/memory.stat")
+                    available = min(available, int(bound) - held)
+        except (OSError, ValueError):
+            continue
+    return max(0, available)
+
+
+def _cache_bytes(path: str) -> int:
+    """Pages of files that the kernel lets go when memory is needed, as MemAvailable counts them."""
+    with open(path) as file:
+        fields = dict(line.split() for line in file)
+    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0)) // 2
+
+
+def free_bytes() -> int:
+    """Memory that slots may take: what is left to the rest of the machine is not in it."""
+    return max(0, available_bytes() - _RESERVE_BYTES)
+
+
+def check_room(needed: int, what: str) -> None:
+    """Raises: MemoryBoundExceeded, if ``what`` would leave too little to the rest of the machine."""
+    free = free_bytes()
+    if needed > free:
+        raise MemoryBoundExceeded(
+            f"{what} need {needed} bytes ({readable(needed)}), this machine (or its container) has {free} "
+            f"({readable(free)}) to spare; free memory, use a larger machine, or capture a smaller state"
+        )
+
+
+class SlotPool:
+    """Slots by number. Changes are made by one background thread; readers take ``all``."""
+
+    def __init__(self, made: Callable[[int, Slot], None]) -> None:
+        self._made = made
+        self.is_outdated: Callable[[tuple[int, int, int]], bool] = lambda wanted: False
+        """Whether other slots are wanted by now. Asked before each new slot, since populating one may take seconds."""
+        self._slots: dict[int, Slot] = {}
+        self._returned: list[Slot] = []
+        """Their memory counts as long as a level reads them."""
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def all(self) -> list[Slot]:
+        """Every slot there is."""
+        with self._lock:
+            return list(self._slots.values())
+
+    def items(self) -> list[tuple[int, Slot]]:
+        """Every slot with its number."""
+        with self._lock:
+            return list(self._slots.items())
+
+    def adopt(self, slot: Slot) -> int:
+        """Take over a slot that a trainer kept when an earlier keeper died."""
+        with self._lock:
+            inode = os.fstat(slot.fd).st_ino
+            for number, other in self._slots.items():
+                if os.fstat(other.fd).st_ino == inode:
+                    # The same memory: the connection broke, not the keeper. Two slots of it would overwrite each other.
+                    slot.close()
+                    return number
+            number = self._next
+            self._next += 1
+            self._slots[number] = slot
+        return number
+
+    def provide(
+        self,
+        wanted: tuple[int, int, int],
+        max_bytes: int | None,
+        is_read: Callable[[Slot], bool],
+        least: int | None = None,
+    ) -> bool:
+        """Bring the pool nearer to ``(meta capacity, image capacity, count)``; ``True`` if it is there.
+
+        ``least``: the smallest count that the trainer may be configured to, for messages.
+
+        Blocks: populates memory. Slots of another size stay until the trainer returns them; until then the pool holds
+        fewer new ones if the bound wants it so.
+        Raises: MemoryBoundExceeded, with the bytes needed and the bytes allowed.
+        """
+        meta, image, count = wanted
+        each = Slot.bytes_for(meta, image)
+        if max_bytes is not None and count * each > max_bytes:
+            raise MemoryBoundExceeded(refusal(count, each, max_bytes, least=least or count, is_bound=True))
+        with self._lock:
+            self._returned = [slot for slot in self._returned if is_read(slot)]
+            slots, returned = list(self._slots.values()), list(self._returned)
+        fitting = [slot for slot in slots if fits(slot, meta, image)]
+        others = sum(slot.size_bytes for slot in (*slots, *returned) if slot not in fitting)
+        missing = count - len(fitting)
+        if missing > 0 and not others:
+            free = free_bytes()
+            if missing * each > free:
+                held = len(fitting) * each
+                raise MemoryBoundExceeded(refusal(count, each, free + held, least=least or count, is_bound=False))
+        for _ in range(missing):
+            if self.is_outdated(wanted):
+                return False
+            held = len(fitting) * each + others
+            if others and fitting and each + _RESERVE_BYTES > available_bytes():
+                return False  # the first capture into a new slot frees an old one
+            if max_bytes is not None and held + each > max_bytes:
+                return False
+            check_room(each, f"1 more slot of {each} bytes")
+            fitting.append(self._make(meta, image))
+        return not others
+
+    def _make(self, meta: int, image: int) -> Slot:
+        faults.point("keeper.memory.make")
+        slot = Slot.create(meta, image)
+        try:
+            slot.populate()
+        except OSError as error:
+            slot.close()
+            raise MemoryBoundExceeded(
+                f"the machine refused {slot.size_bytes} bytes ({readable(slot.size_bytes)}) for one more slot: "
+                f"{os.strerror(error.errno or 0)}; free memory, use a larger machine, or capture a smaller state"
+            ) from error
+        slot.set_word(Word.READY, 1)
+        self._made(self.adopt(slot), slot)
+        return slot
+
+    def close(self) -> None:
+        """Let all slots go."""
+        with self._lock:
+            slots, self._slots, self._returned = list(self._slots.values()), {}, []
+        for slot in slots:
+            weakref.finalize(slot, os.close, slot.fd)
+
+    def take_back(self, number: int) -> None:
+        """The trainer needs nothing in this slot and will not write into it again."""
+        with self._lock:
+            slot = self._slots.pop(number)
+            self._returned.append(slot)
+        faults.point("keeper.memory.drop")
+        # A level may still read it: the memory goes with the last reference.
+        weakref.finalize(slot, os.close, slot.fd)
+
+
+def fits(slot: Slot, meta_capacity: int, image_capacity: int) -> bool:
+    """Whether ``slot`` serves for captures of this size."""
+    return slot.meta_capacity >= meta_capacity and capacity_fits(slot.image_capacity, image_capacity)

@@ -1,0 +1,104 @@
+"""What nobody needs at a level and no writer of ours will come back for: the one place that decides it.
+
+Listed is only what bears exactly a name of ours, in a snapshot's directory that is no symbolic link:
+
+* temporary files of writers; whether the writer is dead, the storage is asked when they are deleted;
+* a shard without a manifest that did not change for a day: before, it may be somebody's copy on its way (``cp``,
+  ``rsync``, ``aws s3 cp``);
+* names (``keep-…``) in a directory where nothing else is, with our content, that did not change for a day.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lazysnap.levels.files import TEMP_MARK
+from lazysnap.levels.names import is_given_by_a_run
+from lazysnap.levels.storage import Storage
+from lazysnap.shard.names import is_directory_of_ours, parse_frozen_directory_name, parse_keep_file_name
+from lazysnap.shard.stem import Stem, parse_file_name
+
+if TYPE_CHECKING:
+    from lazysnap.levels.retention import Share
+
+_TEMPORARY = re.compile(r"\.(.+)" + re.escape(TEMP_MARK) + r"[0-9]{1,10}-[0-9a-f]{8}")
+_NAMES_STEM = Stem(0, 1)
+"""Whose share the temporary files of names are."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One object that goes, if ``Storage.delete_abandoned`` finds no living writer behind it."""
+
+    path: str
+    unless: str | None = None
+    """It stays if this is there: a commit that came meanwhile."""
+
+
+def is_shard_path(path: str) -> bool:
+    """Whether this is where a shard of ours would be."""
+    directory, _, name = path.rpartition("/")
+    parsed = parse_file_name(name)
+    return is_directory_of_ours(directory) and parsed is not None and parsed[1] == "safetensors"
+
+
+def _owner_of(name: str) -> Stem | None:
+    """Whose temporary file this is; ``None`` for any other name."""
+    match = _TEMPORARY.fullmatch(name)
+    if match is None:
+        return None
+    parsed = parse_file_name(match[1])
+    if parsed is not None:
+        return parsed[0]
+    return _NAMES_STEM if parse_keep_file_name(match[1]) is not None else None
+
+
+def leftovers(storage: Storage, directory: str, share: "Share | None") -> Iterator[Leftover]:
+    """What of a share's files (``None``: of all) may go in a directory of ours.
+
+    Blocks. Raises: LevelError.
+    """
+    if storage.is_link(directory):
+        return
+    names = storage.list(directory)
+    is_frozen = parse_frozen_directory_name(directory) is not None
+
+    def is_ours(stem: Stem) -> bool:
+        return share is None or is_frozen or share.has(stem)
+
+    for name in names:
+        parsed, owner, path = parse_file_name(name), _owner_of(name), f"{directory}/{name}"
+        if owner is not None and is_ours(owner):
+            yield Leftover(path)
+        if parsed is None or parsed[1] != "safetensors" or parsed[0].manifest in names:
+            continue
+        if is_ours(parsed[0]) and is_settled(storage, path):
+            yield Leftover(path, f"{directory}/{parsed[0].manifest}")
+
+
+def lone_names(storage: Storage, directory: str) -> list[str]:
+    """Paths of names in a directory whose snapshot is gone: they keep nothing, and nothing else is there."""
+    names = storage.list(directory)
+    if storage.is_link(directory) or any(parse_keep_file_name(name) is None for name in names):
+        return []
+    paths = [f"{directory}/{name}" for name in names]
+    return [path for path in paths if is_given_by_a_run(storage, path) and is_settled(storage, path)]
+
+
+def is_empty_and_settled(storage: Storage, directory: str) -> bool:
+    """Whether nothing is in a directory, and nobody just made it to put something there."""
+    if storage.list(directory) or storage.is_link(directory):
+        return False
+    try:
+        return storage.is_settled(directory)
+    except FileNotFoundError:
+        return True  # where directories are parts of names
+
+
+def is_settled(storage: Storage, path: str) -> bool:
+    """Whether an object is there that did not change for a day. Raises: LevelError."""
+    try:
+        return storage.is_settled(path)
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,96 @@
+"""How people name a run, and which run they mean. Pure.
+
+A run id has 16 hexadecimal digits (``shard.names``). People see and type its first ones: as many as tell it apart from
+the other runs there, and at least eight: those of one day begin alike.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lazysnap.errors import ConfigError, SnapshotNotFound
+from lazysnap.resolver import Entry, Inventory, candidates
+
+RUN = "run:"
+_LEAST_DIGITS = 8
+_MOST_LISTED = 8
+_DIGITS = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class RunChoice:
+    """A run that somebody chose, and maybe one step of it."""
+
+    digits: str
+    """The first digits of its id."""
+    step: int | None = None
+    """``None``: its newest complete snapshot."""
+
+    @classmethod
+    def parse(cls, text: object) -> "RunChoice | None":
+        """``run:1f3a`` or ``run:1f3a@200``; ``None``, if ``text`` does not begin with ``run:``.
+
+        Raises: ConfigError, for anything else behind ``run:``.
+        """
+        if not isinstance(text, str) or not text.startswith(RUN):
+            return None
+        digits, at, step = text.removeprefix(RUN).partition("@")
+        is_step = step.isascii() and step.isdigit() and len(step) <= 18
+        if not digits or len(digits) > 16 or not set(digits.lower()) <= _DIGITS or bool(at) != is_step:
+            raise ConfigError(
+                f'expected "run:" and the first digits of a run id (0-9, a-f), then "@" and a step or nothing, as in '
+                f'"run:1f3a" or "run:1f3a@200"; got {text!r:.100}. `lazysnap ls` shows the runs of a level'
+            )
+        return cls(digits.lower(), int(step) if at else None)
+
+
+def check_choice(which: object) -> None:
+    """Raises: ConfigError, for what is neither a step nor a text."""
+    if isinstance(which, bool) or not isinstance(which, (int, str)):
+        raise ConfigError(
+            'which snapshot is meant is told by "latest", a step, a name or a run ("run:1f3a", "run:1f3a@200"), got '
+            f"{which!r:.100}"
+        )
+
+
+def short_ids(run_ids: Iterable[str]) -> dict[str, str]:
+    """What people see of each run id: the first digits, all of one length."""
+    ids = set(run_ids)
+    enough = (length for length in range(_LEAST_DIGITS, 17) if len({run_id[:length] for run_id in ids}) == len(ids))
+    length = next(enough, 16)
+    return {run_id: run_id[:length] for run_id in ids}
+
+
+def runs_in(inventories: Iterable[Inventory]) -> list[str]:
+    """Ids of the runs that left anything, the newest first."""
+    entries: Iterable[Entry] = (entry for inventory in inventories for entry in inventory.entries)
+    return sorted({entry.run_id for entry in entries}, reverse=True)
+
+
+def run_of(digits: str, inventories: Sequence[Inventory], where: str = "") -> str:
+    """The id of the one run that begins with these digits. ``where``: for the message.
+
+    Raises: SnapshotNotFound, if no run does, or several; it lists the runs there.
+    """
+    there = runs_in(inventories)
+    meant = [run_id for run_id in there if run_id.startswith(digits.lower())]
+    if len(meant) == 1:
+        return meant[0]
+    what = f"several runs begin with {digits!r}: give more digits" if meant else f"no run begins with {digits!r}"
+    raise SnapshotNotFound(f"{where}{': ' if where else ''}{what}; {listed(inventories)}")
+
+
+def listed(inventories: Sequence[Inventory]) -> str:
+    """The runs there, the newest first, for a message."""
+    there = runs_in(inventories)
+    if not there:
+        return "there is no run"
+    short = short_ids(there)
+    newest: dict[str, int] = {}
+    for plan in candidates(inventories):
+        newest.setdefault(plan.run_id, plan.step)
+    texts = [
+        f"{short[run_id]} ({f'newest step {newest[run_id]}' if run_id in newest else 'no complete snapshot'})"
+        for run_id in there[:_MOST_LISTED]
+    ]
+    more = f" and {len(there) - _MOST_LISTED} more" if len(there) > _MOST_LISTED else ""
+    return f"the runs there, the newest first: {', '.join(texts)}{more}"

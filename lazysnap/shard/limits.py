@@ -1,0 +1,60 @@
+"""How much a file may claim: every number, count and nesting that is read is compared with these first.
+
+They are part of the format (docs/format.md): a writer keeps to them, a reader refuses what does not.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from lazysnap.shard.nesting import with_stack
+
+MAX_RANKS = 1 << 20
+"""Ranks of a snapshot; also nodes."""
+"""Ranks in one file."""
+MAX_COUNT = (1 << 63) - 1
+"""Steps, bytes, nanoseconds."""
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format, without the length itself."""
+MAX_TENSORS = 1 << 20
+"""Tensors in one file."""
+MAX_DIMS = 64
+MAX_BLOCK_BYTES = 256 << 20
+"""What a checksum is over: read as a whole before a byte of it is used."""
+MAX_MANIFEST_BYTES = 256 << 20
+MAX_NAME = 4096
+"""Characters of the name of a tensor, and of names and versions of packages."""
+MAX_NESTING = 310
+"""Lists and objects in each other, in a manifest; in a header it is ``MAX_HEADER_NESTING``."""
+MAX_HEADER_NESTING = 3
+MAX_SMALL_OBJECT_BYTES = 4096
+"""Names, claims and leases."""
+
+Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
+
+
+def load_json(data: "bytes | memoryview", nesting: int, pairs: Pairs | None = None) -> Any:
+    """Parse JSON that may be anybody's. Raises: ValueError, if it is no JSON, or nested more deeply than that."""
+    try:
+        text = bytes(data).decode("utf-8", "surrogatepass")
+        value = with_stack(lambda: json.loads(text, object_pairs_hook=pairs, parse_constant=_refuse))
+    except RecursionError as error:
+        raise ValueError(f"nested more than {nesting} deep") from error
+    inner = [value]
+    for _ in range(nesting + 1):
+        inner = [child for item in inner for child in _children(item)]
+        if not inner:
+            return value
+    raise ValueError(f"nested more than {nesting} deep")
+
+
+def _refuse(name: str) -> None:
+    """Python reads and writes these; JSON has no such numbers, and the encoding of the state has others for them."""
+    raise ValueError(f"{name} is no JSON")
+
+
+def _children(value: Any) -> list[Any]:
+    """The lists and objects directly in a list or an object."""
+    if type(value) is dict:
+        return [child for child in value.values() if type(child) in (dict, list)]
+    return [child for child in value if type(child) in (dict, list)] if type(value) is list else []

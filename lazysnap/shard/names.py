@@ -1,0 +1,104 @@
+"""The names at a level, and the ids that they consist of. The name of a directory is the identity of what it holds.
+
+A run and a start each have an id of 16 hexadecimal digits: 11 of the milliseconds since 1970, then 5 random ones. Ids
+sort by time, and no two writers ever want the same directory.
+"""
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+
+from lazysnap.shard.limits import MAX_COUNT
+from lazysnap.shard.stem import Stem
+
+_ID = re.compile(r"[0-9a-f]{16}")
+_TIME_DIGITS = 11
+_DIRECTORY = re.compile(r"step-([0-9]{8,19})-([0-9a-f]{16})-([0-9a-f]{16})")
+_FROZEN_DIRECTORY = re.compile(r"frozen-([0-9a-f]{32})")
+_KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+
+
+def new_id() -> str:
+    """An id for a run or a start that begins now."""
+    return f"{time.time_ns() // 1_000_000:0{_TIME_DIGITS}x}{secrets.token_hex(3)[:5]}"
+
+
+def id_after(own: str, other: str) -> str:
+    """``own``, moved in time if need be, so that it is greater than ``other``: a clock may go back."""
+    milliseconds = f"{int(other[:_TIME_DIGITS], 16) + 1:0{_TIME_DIGITS}x}"
+    return own if own > other or len(milliseconds) > _TIME_DIGITS else milliseconds + own[_TIME_DIGITS:]
+
+
+def id_time_ns(text: str) -> int:
+    """When the run or start of that id began, in nanoseconds since 1970, to the millisecond."""
+    return int(text[:_TIME_DIGITS], 16) * 1_000_000
+
+
+def is_id(text: object) -> bool:
+    """Whether this is the id of a run or start: 16 hexadecimal digits."""
+    return isinstance(text, str) and _ID.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, order=True)
+class SnapshotName:
+    """What tells a snapshot from every other. The newer one is the greater one."""
+
+    run_id: str
+    step: int
+    start: str
+
+    @property
+    def directory(self) -> str:
+        """``step-00001000-<run>-<start>``."""
+        return f"step-{self.step:08d}-{self.run_id}-{self.start}"
+
+    @classmethod
+    def parse(cls, directory: str) -> "SnapshotName | None":
+        """``None`` for anything that ``directory`` would not give."""
+        match = _DIRECTORY.fullmatch(directory)
+        name = cls(match[2], int(match[1]), match[3]) if match else None
+        return name if name is not None and name.step <= MAX_COUNT and name.directory == directory else None
+
+
+def frozen_directory_name(digest: str) -> str:
+    """``frozen-<digest>``: where immutable tensors of that content are, of whichever run."""
+    return f"frozen-{digest}"
+
+
+def parse_frozen_directory_name(name: str) -> str | None:
+    """The digest, ``None`` for any other name."""
+    match = _FROZEN_DIRECTORY.fullmatch(name)
+    return match[1] if match else None
+
+
+def is_directory_of_ours(name: str) -> bool:
+    """Whether a name is that of a snapshot's directory, or of immutable tensors."""
+    return SnapshotName.parse(name) is not None or parse_frozen_directory_name(name) is not None
+
+
+def is_keep_name(name: object) -> bool:
+    """Whether a snapshot may be called so: 1 to 64 of ``A-Z a-z 0-9 . _ -``, the first a letter or digit."""
+    return isinstance(name, str) and _KEEP_NAME.fullmatch(name) is not None
+
+
+def keep_file_name(name: str) -> str:
+    """``keep-before-anneal``: an object in a snapshot's directory that names it, and so keeps it."""
+    return f"keep-{name}"
+
+
+def parse_keep_file_name(file: str) -> str | None:
+    """The name that a ``keep-…`` object gives, ``None`` for any other file."""
+    match = _KEEP_FILE.fullmatch(file)
+    return match[1] if match else None
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """``rank-00003-of-00008.safetensors``."""
+    return Stem(rank, world_size).shard
+
+
+def manifest_name(rank: int, world_size: int) -> str:
+    """``rank-00003-of-00008.json``."""
+    return Stem(rank, world_size).manifest

@@ -1,0 +1,235 @@
+"""Blocks of a shard: each is read once, compared with its checksum, and copied to every place where it is wanted.
+
+Reading, comparing and copying overlap: each thread takes a block through all three.
+"""
+
+import contextlib
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.shards import ShardPlace
+from lazysnap.levels.storage import Reader
+from lazysnap.levels.workers import Workers
+from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
+from lazysnap.shard.manifest import Manifest
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """Bytes ``[start, stop)`` of a shard, and what is to be done with them."""
+
+    start: int
+    stop: int
+    put: Callable[[int, memoryview], None]
+    """Takes some of the bytes and their offset from ``start``. Called in several threads, for each byte once."""
+
+
+class Rooms:
+    """Page-aligned memory to read into. It is used again: fresh memory costs more than the copy into it."""
+
+    def __init__(self) -> None:
+        self._spare: list[memoryview] = []
+
+    @contextlib.contextmanager
+    def room(self, size_bytes: int) -> Iterator[memoryview]:
+        """Memory of that size, until the context ends."""
+        try:
+            room = self._spare.pop()
+        except IndexError:
+            room = memoryview(b"")
+        room = room if len(room) >= size_bytes else map_anonymous(size_bytes)
+        try:
+            yield room[:size_bytes]
+        finally:
+            self._spare.append(room)
+
+
+class Blocks(Protocol):
+    """The blocks of one shard, wherever it is. Thread-safe."""
+
+    where: str
+    """The shard, for messages."""
+    threads: int
+    """Blocks that are best read at a time."""
+    size_bytes: int
+    block_bytes: int
+
+    def block(self, index: int, rooms: Rooms, *, verify: bool) -> AbstractContextManager[memoryview]:
+        """One block. Blocks. Raises: ShardCorrupt, naming it; LevelError; FileNotFoundError."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file, until another block is asked for; harmless twice."""
+        ...
+
+
+class FileBlocks:
+    """The blocks of a committed shard at a level. The file is opened with the first of them."""
+
+    def __init__(self, place: ShardPlace, manifest: Manifest) -> None:
+        self.where = place.where
+        self.threads = place.storage.parallel_reads
+        self.size_bytes = manifest.size_bytes
+        self.block_bytes = manifest.checksums.block_bytes
+        self._place = place
+        self._checksums = manifest.checksums
+        self._reader: Reader | None = None
+        self._opening = threading.Lock()
+        self._kept: dict[int, memoryview] = {}
+
+    @contextlib.contextmanager
+    def block(self, index: int, rooms: Rooms, *, verify: bool = True) -> Iterator[memoryview]:
+        """See ``Blocks``."""
+        kept = self._kept.pop(index, None)
+        if kept is not None:
+            yield kept
+            return
+        start = index * self.block_bytes
+        with rooms.room(min(self.block_bytes, self.size_bytes - start)) as data:
+            self._opened().read_into(start, data)
+            if verify:
+                self._checksums.verify_block(index, data, self.where)
+            yield data
+
+    def header(self, size_bytes: int) -> memoryview:
+        """The first bytes, verified. Their blocks are kept until they are asked for. Raises: as ``block``."""
+        header = map_anonymous(size_bytes)
+        for index in range(-(-size_bytes // self.block_bytes)):
+            with self.block(index, Rooms()) as data:  # a room of its own
+                self._kept[index] = data
+                start = index * self.block_bytes
+                header[start : start + len(data)] = data[: size_bytes - start]
+        return header
+
+    def _opened(self) -> Reader:
+        with self._opening:
+            if self._reader is None:
+                self._reader = self._place.storage.reader(self._place.shard_path)
+            return self._reader
+
+    def close(self) -> None:
+        """See ``Blocks``."""
+        self._kept.clear()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+
+class MemoryBlocks:
+    """The blocks of a shard in memory; without checksums nothing can be compared."""
+
+    threads = 4
+    """Either of comparing and copying is as fast as a core."""
+
+    def __init__(self, image: memoryview, checksums: Checksums | None, where: str) -> None:
+        self.where = where
+        self.size_bytes = len(image)
+        self.block_bytes = BLOCK_BYTES if checksums is None else checksums.block_bytes
+        self._image = image
+        self._checksums = checksums
+        self._is_verified = checksums is None
+
+    @contextlib.contextmanager
+    def block(self, index: int, rooms: Rooms, *, verify: bool = True) -> Iterator[memoryview]:
+        """See ``Blocks``."""
+        data = self._image[index * self.block_bytes : (index + 1) * self.block_bytes]
+        if verify and self._checksums is not None:
+            self._checksums.verify_block(index, data, self.where)
+        yield data
+
+    def verify(self, size_bytes: int) -> None:
+        """Compare the blocks of the first bytes with their checksums. Blocks. Raises: ShardCorrupt."""
+        upto = min(size_bytes, self.size_bytes)
+        fill({self: [Wanted(0, upto, lambda at, data: None)]})
+
+    def whole(self) -> memoryview:
+        """All of it, compared with its checksums once. Blocks. Raises: ShardCorrupt."""
+        if not self._is_verified:
+            self.verify(self.size_bytes)
+            self._is_verified = True
+        return self._image
+
+    def close(self) -> None:
+        """There is no file."""
+
+
+class VerifiedSource:
+    """A committed shard to be written elsewhere, see ``BlockSource``: damage ends the writing before it is visible."""
+
+    def __init__(self, blocks: Blocks, beat: Callable[[int], None]) -> None:
+        """``beat`` is told the bytes of each piece that was read; what it raises ends the writing, too."""
+        self.size_bytes = blocks.size_bytes
+        self._blocks = blocks
+        self._beat = beat
+
+    def wait(self, upto: int) -> None:
+        """Nothing to wait for: the shard is whole."""
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """See ``BlockSource.view``. Raises: ShardCorrupt."""
+        room, size = map_anonymous(length), self._blocks.block_bytes
+        stop = min(offset + length, self.size_bytes)
+        for index in range(offset // size, -(-stop // size)):
+            with self._blocks.block(index, Rooms(), verify=True) as data:
+                start = index * size
+                if (start, len(data)) == (offset, length):
+                    room = data  # as in all but the last block, if both places have blocks of one size
+                    break
+                first, last = max(start, offset), min(start + len(data), stop)
+                room[first - offset : last - offset] = data[first - start : last - start]
+        self._beat(stop - offset)
+        return room
+
+    def finish(self) -> None:
+        """Every block was compared when it was read."""
+
+
+def fill(
+    jobs: Mapping[Blocks, Sequence[Wanted]],
+    *,
+    verify: bool = True,
+    beat: Callable[[int], None] = lambda count: None,
+) -> int:
+    """Read all that is wanted of these shards; returns the bytes of the blocks that were read. Blocks.
+
+    ``beat`` is told the bytes of each block, in several threads, and may raise. Every file that was opened is closed.
+    Raises: ShardCorrupt, naming file and block; LevelError; FileNotFoundError; what ``put`` raises.
+    """
+    rooms = Rooms()
+    parts: dict[tuple[Blocks, int], list[Wanted]] = defaultdict(list)
+    for blocks, wanted in jobs.items():
+        for one in (one for one in wanted if one.start < one.stop):
+            for index in range(one.start // blocks.block_bytes, -(-one.stop // blocks.block_bytes)):
+                parts[blocks, index].append(one)
+    left = Counter(blocks for blocks, _ in parts)
+    counting = threading.Lock()
+    order = {blocks: number for number, blocks in enumerate(jobs)}
+
+    def take(blocks: Blocks, index: int) -> int:
+        start = index * blocks.block_bytes
+        with blocks.block(index, rooms, verify=verify) as data:
+            for one in parts[blocks, index]:
+                first, last = max(start, one.start), min(start + len(data), one.stop)
+                one.put(first - one.start, data[first - start : last - start])
+            count = len(data)
+        with counting:
+            left[blocks] -= 1
+            is_last = not left[blocks]
+        if is_last:
+            blocks.close()  # of a thousand shards only few are open at a time
+        beat(count)
+        return count
+
+    tasks = [partial(take, *part) for part in sorted(parts, key=lambda part: (order[part[0]], part[1]))]
+    threads = min(max((blocks.threads for blocks in jobs), default=1), max(1, len(parts)))
+    try:
+        return sum(Workers[int](threads, "lazysnap-read").run(tasks))
+    finally:
+        for blocks in jobs:
+            blocks.close()

@@ -1,0 +1,367 @@
+"""The catalogue of a level: which snapshots it holds, and which of them are complete.
+
+Directories are listed; manifests are read only for what is used. Whoever wants the newest snapshot reads one manifest
+of each directory, then all manifests of the newest snapshot.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+from lazysnap.config import checked_url
+from lazysnap.errors import FormatError, LevelError, SnapshotNotFound
+from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.listing import Directory, list_directory
+from lazysnap.levels.shards import FROZEN_STEM, ShardPlace, entry_of, read_committed
+from lazysnap.levels.workers import Workers
+from lazysnap.resolver import (
+    Entry,
+    FrozenEntry,
+    Inventory,
+    RestartPlan,
+    SnapshotKey,
+    candidates,
+    is_complete,
+    snapshots,
+)
+from lazysnap.runs import run_of, runs_in, short_ids
+from lazysnap.shard.manifest import Manifest
+from lazysnap.shard.names import SnapshotName, frozen_directory_name, manifest_name, parse_frozen_directory_name
+from lazysnap.shard.stem import parse_file_name
+
+LATEST = "latest"
+_THREADS = 8
+"""Small reads at once: each is a request to an object store."""
+_MOST_DIGITS = 19
+"""Of a step."""
+_NO_KEY = SnapshotKey("", -1, "", 0)
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+Shard = tuple[Entry, Manifest]
+
+
+def in_parallel(work: Callable[[Given], Result], items: Sequence[Given]) -> list[Result]:
+    """``work`` of every item, in order. Blocks. Raises: what the first to fail raised."""
+    tasks = [partial(work, item) for item in items]
+    return Workers[Result](min(_THREADS, max(1, len(tasks))), "lazysnap-catalogue").run(tasks)
+
+
+def latest_path(url: "str | os.PathLike[Any]") -> str | None:
+    """The directory of the newest complete snapshot below ``url``, ``None`` if there is none.
+
+    For tools that copy or look at files. Lightning reads files, not this directory: for weights use ``load_weights``,
+    for ``load_from_checkpoint`` a file that ``lazysnap export URL latest --to FILE.ckpt`` wrote.
+
+    Blocks: lists the level and reads manifests; no shard is read or verified.
+    Raises: LevelUnavailable, if the level does not answer; ConfigError, for what is no path or URL.
+    """
+    store = open_store(checked_url("latest_path", url))
+    plan = next(Catalogue(store).plans(), None)
+    return f"{store.url}/{plan.sources[0][0].location}" if plan is not None else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """One snapshot of a level, complete or not."""
+
+    key: SnapshotKey
+    shards: tuple[Shard, ...]
+    is_complete: bool
+    """Whether a restart could restore it from this level alone."""
+
+    @property
+    def step(self) -> int:
+        """Of the training."""
+        return self.key.step
+
+    @property
+    def run_id(self) -> str:
+        """Of the run that it was taken from."""
+        return self.key.run_id
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the training that it was taken from."""
+        return self.key.world_size
+
+    @property
+    def ranks(self) -> int:
+        """How many of them are present."""
+        return len({entry.rank for entry, _ in self.shards})
+
+    @property
+    def locations(self) -> list[str]:
+        """Its directories: one, if no other snapshot was in the way."""
+        return sorted({entry.location for entry, _ in self.shards})
+
+    @property
+    def location(self) -> str:
+        """Its directories, for people."""
+        return ", ".join(self.locations)
+
+    @property
+    def names(self) -> list[str]:
+        """What it was called by ``keep``."""
+        return sorted({name for entry, _ in self.shards for name in entry.names})
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(manifest.size_bytes for _, manifest in self.shards)
+
+    @property
+    def captured_ns(self) -> int:
+        """When the last rank began to capture it, Unix time."""
+        return max(manifest.meta.captured_ns for _, manifest in self.shards)
+
+    @property
+    def frozen(self) -> list[str]:
+        """Digests of the immutable tensors that it refers to."""
+        return sorted({entry.frozen for entry, _ in self.shards if entry.frozen is not None})
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything at a level, or all of some steps."""
+
+    url: str
+    snapshots: tuple[Found, ...]
+    """Smallest step first."""
+    frozen: tuple[tuple[FrozenEntry, Manifest], ...]
+    uncommitted: tuple[tuple[str, int], ...]
+    """Directories in which no manifest can be read, each with its step."""
+    inventory: Inventory
+    newest_run: str | None
+    """Id of the run that ``latest`` means here; ``None``: nothing is complete."""
+
+    @cached_property
+    def runs(self) -> dict[str, str]:
+        """The short id of each run here."""
+        return short_ids(runs_in([self.inventory]))
+
+    def references(self, image: FrozenEntry) -> int:
+        """How many of the snapshots refer to an image of immutable tensors."""
+        return sum(image.digest in found.frozen for found in self.snapshots)
+
+    def of_run(self, run_id: str | None) -> "Contents":
+        """What belongs to one run; ``None``: everything."""
+        if run_id is None:
+            return self
+        chosen = tuple(found for found in self.snapshots if found.run_id == run_id)
+        wanted = {digest for found in chosen for digest in found.frozen}
+        frozen = tuple(pair for pair in self.frozen if pair[0].digest in wanted)
+        return replace(self, snapshots=chosen, frozen=frozen, uncommitted=())
+
+
+class Catalogue:
+    """One look at a level; what was listed or read once is not asked for again.
+
+    Every method blocks. Raises: LevelError, if the level does not answer.
+    """
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self.store = store
+        self._directories: dict[str, Directory | None] = {}
+        self._manifests: dict[str, Manifest | None] = {}
+        self.problems: list[str] = []
+        """What cannot be used, and why: damaged, foreign or lost files."""
+        self.incomplete: list[str] = []
+        """What the snapshots lack that ``plans`` passed over."""
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return self.store.storage.list()
+
+    # ---------------------------------------------------------------- one snapshot
+
+    def plans(
+        self, *, step: int | None = None, name: str | None = None, run: str | None = None
+    ) -> Iterator[RestartPlan]:
+        """Complete snapshots, best first: of the newest run, then of the greatest step, then of the newest start.
+
+        ``name``: given by ``keep``. ``run``: a whole id.
+        """
+        found_there = self._list(lambda at: step in (None, at.step) and run in (None, at.run_id))
+        steps: dict[tuple[str, int], list[Directory]] = {}
+        for directory in found_there:
+            if name is None or name in directory.names:
+                at = _name_of(directory)
+                steps.setdefault((at.run_id, at.step), []).append(directory)
+        for (_, at_step), held in sorted(steps.items(), reverse=True):
+            entries = tuple(entry for entry, _ in self._shards(held))
+            images = tuple(image for image, _ in self._images({entry.frozen for entry in entries if entry.frozen}))
+            found = candidates([Inventory(self.store.url, entries, images)], name=name)
+            if not found:
+                self._explain(at_step, entries, images)
+            yield from found
+
+    def meant(self, wanted: str, run: str | None = None) -> Iterator[RestartPlan]:
+        """Complete snapshots that ``STEP``, ``NAME`` or ``latest`` means, best first. ``run``: first digits of an id.
+
+        Raises: SnapshotNotFound, if they begin no run's id, or several.
+        """
+        run_id = None if run is None else self.run_of(run)
+        if wanted == LATEST:
+            yield from self.plans(run=run_id)
+            return
+        found = None
+        # A name may consist of digits; a step cannot be a name.
+        if wanted.isascii() and wanted.isdigit() and len(wanted) <= _MOST_DIGITS:
+            for found in self.plans(step=int(wanted), run=run_id):
+                yield found
+        if found is None:
+            yield from self.plans(name=wanted, run=run_id)
+
+    def find(self, wanted: str, run: str | None = None) -> RestartPlan:
+        """The best of ``meant``. Raises: SnapshotNotFound, saying what there is instead."""
+        found = next(self.meant(wanted, run), None)
+        if found is not None:
+            return found
+        there = sorted({one.step for one in self.contents().snapshots if one.is_complete})
+        some = f"; complete are the steps {_few(there)}" if there else "; nothing there is complete"
+        more = "".join(f"\n{problem}" for problem in self.problems)
+        of_run = f" of run {run}" if run else ""
+        raise SnapshotNotFound(f"{self.store.url}: no complete snapshot {wanted!r}{of_run}{some}{more}")
+
+    def run_of(self, digits: str) -> str:
+        """The id of the one run that begins with these digits. Raises: SnapshotNotFound, listing the runs there."""
+        meant = [run_id for run_id in self.runs if run_id.startswith(digits.lower())]
+        return meant[0] if len(meant) == 1 else run_of(digits, [self.contents().inventory], self.store.url)
+
+    @cached_property
+    def runs(self) -> dict[str, str]:
+        """The short id of every run."""
+        return short_ids(_name_of(directory).run_id for directory in self._list(lambda at: True) if directory.ranges)
+
+    def manifests(self, plan: RestartPlan) -> list[Manifest]:
+        """By rank, of a plan that was just given: the manifest of its first source."""
+        found = []
+        for entry in (offers[0] for offers in plan.sources):
+            manifest = self._manifests[self.store.place(entry).manifest_path]
+            assert manifest is not None
+            found.append(manifest)
+        return found
+
+    def images(self, plan: RestartPlan) -> list[tuple[FrozenEntry, Manifest]]:
+        """The immutable tensors that a plan refers to, each image once."""
+        return self._images(plan.frozen)
+
+    # ---------------------------------------------------------------- everything
+
+    def contents(self, steps: Collection[int] | None = None) -> Contents:
+        """Everything, or all that is of these steps. Reads every manifest of it, no shard."""
+        directories = self._list(lambda at: steps is None or at.step in steps)
+        shards = self._shards(directories)
+        manifests = {entry: manifest for entry, manifest in shards}
+        if steps is None:
+            wanted = {digest for name in self._names if (digest := parse_frozen_directory_name(name)) is not None}
+        else:
+            wanted = {entry.frozen for entry in manifests if entry.frozen is not None}
+        images = self._images(wanted)
+        whole = {image.digest for image, _ in images}
+        found = [
+            Found(
+                key,
+                tuple((entry, manifests[entry]) for entry in sorted(entries, key=lambda e: (e.rank, e.location))),
+                is_complete(entries, whole),
+            )
+            for key, entries in snapshots(manifests).items()
+        ]
+        used = {entry.location for entry in manifests}
+        entries, frozen = tuple(manifests), tuple(image for image, _ in images)
+        return Contents(
+            self.store.url,
+            tuple(sorted(found, key=lambda one: (one.step, one.key))),
+            tuple(images),
+            tuple(sorted((one.name, _name_of(one).step) for one in directories if one.name not in used)),
+            Inventory(self.store.url, entries, frozen, tuple(self.problems)),
+            max((one.key for one in found if one.is_complete), default=_NO_KEY).run_id or None,
+        )
+
+    # ---------------------------------------------------------------- how
+
+    def _list(self, is_wanted: Callable[[SnapshotName], bool]) -> list[Directory]:
+        """The directories of wanted snapshots, each listed once."""
+        names = [name for name in self._names if (at := SnapshotName.parse(name)) is not None and is_wanted(at)]
+        new = [name for name in names if name not in self._directories]
+        found = in_parallel(lambda name: list_directory(self.store.storage, name, self.problems), new)
+        self._directories.update(zip(new, found, strict=True))
+        return [one for name in names if (one := self._directories[name]) is not None]
+
+    def _read(self, files: Collection[tuple[str, str]]) -> None:
+        """Read manifests that were not read yet; what cannot be used is noted."""
+        wanted = [file for file in dict.fromkeys(files) if _path(*file) not in self._manifests]
+
+        def read(file: tuple[str, str]) -> "Manifest | str | None":
+            parsed = parse_file_name(file[1])
+            assert parsed is not None
+            try:
+                return read_committed(ShardPlace(self.store.storage, file[0], parsed[0]))
+            except FileNotFoundError:
+                return None  # deleted since it was listed
+            except (FormatError, LevelError) as error:
+                return str(error)  # one file that cannot be read says nothing about the others
+
+        for file, result in zip(wanted, in_parallel(read, wanted), strict=True):
+            self._manifests[_path(*file)] = result if isinstance(result, Manifest) else None
+            if isinstance(result, str):
+                self.problems.append(result)
+
+    def _shards(self, directories: Sequence[Directory]) -> list[Shard]:
+        """Every shard that is committed in these directories, by rank."""
+        self._read([(one.name, file) for one in directories for file in one.manifests()])
+        found = []
+        for one in directories:
+            for manifest in filter(None, (self._manifests[_path(one.name, file)] for file in one.manifests())):
+                entry = entry_of(manifest.meta, self.store.url, self.store.speed, one.name)
+                found.append((replace(entry, names=one.names), manifest))
+        return found
+
+    def _images(self, wanted: Collection[str]) -> list[tuple[FrozenEntry, Manifest]]:
+        """Those of the wanted images of immutable tensors that are committed."""
+        store, found = self.store, []
+        there = frozenset(self._names)
+        digests = [digest for digest in sorted(wanted) if frozen_directory_name(digest) in there]
+        self._read([(frozen_directory_name(digest), FROZEN_STEM.manifest) for digest in digests])
+        for digest in digests:
+            name = frozen_directory_name(digest)
+            manifest = self._manifests[_path(name, FROZEN_STEM.manifest)]
+            if manifest is not None:
+                found.append((FrozenEntry(store.url, store.speed, digest, name), manifest))
+        return found
+
+    def _explain(self, step: int, entries: Sequence[Entry], images: Sequence[FrozenEntry]) -> None:
+        """Note what an incomplete snapshot lacks."""
+        held = {image.digest for image in images}
+        for entry in entries:
+            if entry.frozen is not None and entry.frozen not in held:
+                self.incomplete.append(
+                    f"{entry.level}/{entry.location}: rank {entry.rank} needs the immutable tensors {entry.frozen}, "
+                    "which are not there"
+                )
+        for key, held_entries in sorted(snapshots(entries).items()):
+            missing = sorted(set(range(key.world_size)) - {entry.rank for entry in held_entries})
+            if missing:
+                shown = ", ".join(manifest_name(rank, key.world_size) for rank in missing[:5])
+                self.incomplete.append(
+                    f"{self.store.url}: step {step} is not complete: {len(missing)} of {key.world_size} ranks have no "
+                    f"valid manifest, among them {shown}"
+                )
+
+
+def _name_of(directory: Directory) -> SnapshotName:
+    name = SnapshotName.parse(directory.name)
+    assert name is not None
+    return name
+
+
+def _path(directory: str, file: str) -> str:
+    return f"{directory}/{file}"
+
+
+def _few(steps: list[int]) -> str:
+    shown = ", ".join(map(str, steps[-8:]))
+    return shown if len(steps) <= 8 else f"…, {shown}"

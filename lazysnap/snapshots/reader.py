@@ -1,0 +1,243 @@
+"""The reader of snapshots: the headers of its shards, the small state, and where each tensor is. Needs no torch."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lazysnap.errors import FormatError, ShardCorrupt
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.shards import ShardPlace, read_committed
+from lazysnap.resolver import RestartPlan
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.pieces import Extent, extent_of
+from lazysnap.snapshots.blocks import Blocks, FileBlocks, Wanted, fill
+from lazysnap.snapshots.catalogue import Catalogue, in_parallel
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class OpenShard:
+    """One shard, or one image of immutable tensors, of which the header was read."""
+
+    rank: int
+    """Of the snapshot. An image of immutable tensors may be opened for any rank."""
+    meta: CaptureMeta
+    layout: Layout
+    blocks: Blocks
+    unverified: memoryview | None = None
+    """The header, if it is still to be compared with its checksum: that is done before any tensor is used."""
+
+    @property
+    def where(self) -> str:
+        """The shard, for messages."""
+        return self.blocks.where
+
+    def stored(self, name: str) -> "Stored":
+        """One of its tensors. Raises: ShardCorrupt, if there is none, or if what the manifest says of it is wrong."""
+        if name not in self.layout:
+            raise ShardCorrupt(
+                f"{self.where}: the manifest refers to a tensor {name!r}, the shard has none of that name"
+            )
+        spec, offset = self.layout.find(name)
+        facts = self.meta.tensors.get(name, {})
+        if not isinstance(facts, dict):
+            raise ShardCorrupt(f"{self.where}: tensor {name}: expected an object, the manifest says {facts!r:.50}")
+        logical = facts.get("dtype")
+        if not isinstance(logical, (str, type(None))):
+            raise ShardCorrupt(f"{self.where}: tensor {name}: bad dtype {logical!r:.50}")
+        return Stored(self, name, spec, offset, facts)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """One tensor in one shard."""
+
+    shard: OpenShard
+    name: str
+    spec: TensorSpec
+    offset: int
+    facts: Mapping[str, object]
+    """Its entry in the manifest."""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Equal for tied tensors."""
+        return id(self.shard), self.name
+
+    @property
+    def logical(self) -> str | None:
+        """Its dtype, where the shard holds it as numbers of another one."""
+        logical = self.facts.get("dtype")
+        return str(logical) if logical is not None else None
+
+    @property
+    def is_scoped(self) -> bool:
+        """Whether it is a box of a tensor that belongs to all ranks, rather than a tensor of its rank."""
+        return "scope" in self.facts
+
+    @property
+    def shape(self) -> Extent:
+        """As the program knows it: complex numbers may be stored as pairs of real ones."""
+        is_pairs = self.logical is not None and self.logical.startswith("complex")
+        return self.spec.shape[:-1] if is_pairs else self.spec.shape
+
+    def extent(self) -> tuple[Extent, Extent]:
+        """Shape of the whole tensor, and where this box lies in it. Raises: ShardCorrupt."""
+        if not self.is_scoped:
+            return self.shape, (0,) * len(self.shape)
+        return extent_of(dict(self.facts), self.shape, f"{self.shard.where}: tensor {self.name}")
+
+
+class OpenSnapshot:
+    """The shards of all ranks, each with the immutable tensors that it refers to."""
+
+    def __init__(
+        self, plan: RestartPlan, ranks: Sequence[tuple[OpenShard, ...]], places: Sequence[ShardPlace] = ()
+    ) -> None:
+        """``places``: where the shards are, to be leased while they are read."""
+        self.plan = plan
+        self.ranks = ranks
+        # One for each directory is enough: retention leaves a snapshot alone as a whole.
+        self._leased = {place.directory: place for place in places}.values()
+
+    def meta(self, rank: int) -> CaptureMeta:
+        """What a rank wrote beside its tensors, its small state among it."""
+        return self.ranks[rank][0].meta
+
+    def find(self, rank: int, name: str) -> Stored | None:
+        """A tensor as a rank stored it: it may have stored it under the name of one that it is tied to."""
+        for shard in self.ranks[rank]:
+            if name in shard.meta.aliases or name in shard.layout:
+                return shard.stored(shard.meta.aliases.get(name, name))
+        return None
+
+    @contextlib.contextmanager
+    def leased(self) -> Iterator[None]:
+        """Meanwhile, retention leaves the snapshot alone."""
+        with contextlib.ExitStack() as stack:
+            for place in self._leased:
+                stack.enter_context(place.storage.lease(place.shard_path))
+            yield
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors of what is done with its state name it."""
+        try:
+            yield
+        except ShardCorrupt as error:
+            if str(error).startswith(self.plan.level):
+                raise
+            raise ShardCorrupt(f"{self.plan.level}: step {self.plan.step}: {error}") from error
+
+
+def open_shard(place: ShardPlace, manifest: Manifest, *, verify: bool) -> OpenShard:
+    """Read the header of a shard; it is compared with its checksum now (``verify``), or before a tensor is used.
+
+    Blocks: reads the header alone, or with ``verify`` its blocks. Raises: ShardCorrupt; FileNotFoundError;
+    LevelError.
+    """
+    blocks = FileBlocks(place, manifest)
+    try:
+        if verify:
+            header = blocks.header(manifest.header_bytes)
+        else:
+            header = map_anonymous(manifest.header_bytes)
+            place.storage.read_into(place.shard_path, 0, header)
+        layout = manifest.layout(header, place.where)
+    except BaseException:
+        blocks.close()
+        raise
+    return OpenShard(manifest.meta.rank, manifest.meta, layout, blocks, None if verify else header)
+
+
+def verify_shard(place: ShardPlace, beat: Callable[[int], None]) -> Manifest:
+    """Read every byte of a committed shard and compare it; returns its manifest. ``beat`` is told the bytes.
+
+    Blocks. Raises: ShardCorrupt, naming file and block; FileNotFoundError, if nothing is committed; LevelError.
+    """
+    manifest = read_committed(place)
+    with place.storage.lease(place.shard_path):
+        shard = open_shard(place, manifest, verify=True)
+        fill({shard.blocks: [Wanted(0, manifest.size_bytes, lambda at, data: None)]}, beat=beat)
+    return manifest
+
+
+def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
+    """Read the headers of all shards, and of the immutable tensors that they refer to; ``verify``: as ``open_shard``.
+
+    ``plan``: of this catalogue. Blocks. Raises: ShardCorrupt, naming a shard that is damaged; LevelError;
+    FileNotFoundError.
+    """
+    entries = [offers[0] for offers in plan.sources]
+    images = catalogue.images(plan)
+    places = [*map(catalogue.store.place, entries), *(catalogue.store.place(image) for image, _ in images)]
+    manifests = [*catalogue.manifests(plan), *(manifest for _, manifest in images)]
+
+    def opened(pair: tuple[ShardPlace, Manifest]) -> OpenShard:
+        return open_shard(*pair, verify=verify)
+
+    shards = in_parallel(opened, list(zip(places, manifests, strict=True)))
+    frozen = {image.digest: shard for (image, _), shard in zip(images, shards[len(entries) :], strict=True)}
+    ranks = [
+        (shard,) if entry.frozen is None else (shard, frozen[entry.frozen])
+        for entry, shard in zip(entries, shards, strict=False)
+    ]
+    for held in ranks:
+        _check_apart(held)
+    return OpenSnapshot(plan, ranks, places)
+
+
+def open_best(
+    catalogue: Catalogue, plans: Iterable[RestartPlan], use: Callable[[OpenSnapshot], Result], *, is_strict: bool
+) -> Result | None:
+    """What ``use`` makes of the first of these snapshots that can be opened and used; ``None``, if there is none.
+
+    Why others are passed over is added to ``catalogue.incomplete``. Blocks. Raises: LevelError; with ``is_strict``
+    also ShardCorrupt and FileNotFoundError, for the first snapshot.
+    """
+    for plan in plans:
+        try:
+            return use(open_snapshot(catalogue, plan))
+        except (FormatError, FileNotFoundError) as error:
+            if is_strict:
+                raise
+            catalogue.incomplete.append(str(error))
+    return None
+
+
+def _check_apart(shards: Sequence[OpenShard]) -> None:
+    """Raises: ShardCorrupt, if a name stands for tensors in a shard and in what it refers to."""
+    seen: Counter[str] = Counter()
+    for shard in shards if len(shards) > 1 else ():
+        seen.update([*(spec.name for spec in shard.layout.specs), *shard.meta.aliases])
+        twice = next((name for name, count in seen.items() if count > 1), None)
+        if twice is not None:
+            raise ShardCorrupt(f"{shard.where}: tensor {twice!r} is in the shard and among the immutable tensors")
+
+
+def read(
+    jobs: Mapping[OpenShard, Sequence[Wanted]],
+    *,
+    verify: bool = True,
+    beat: Callable[[int], None] = lambda count: None,
+) -> int:
+    """As ``blocks.fill``; headers that were not verified yet are, too."""
+    wanted: dict[Blocks, list[Wanted]] = {}
+    for shard, parts in jobs.items():
+        header = [_compared(shard, shard.unverified)] if verify and shard.unverified is not None else []
+        wanted[shard.blocks] = [*wanted.get(shard.blocks, ()), *header, *parts]
+    return fill(wanted, verify=verify, beat=beat)
+
+
+def _compared(shard: OpenShard, header: memoryview) -> Wanted:
+    """See to it that what the header said when it was read alone is what its verified blocks say."""
+
+    def put(at: int, data: memoryview) -> None:
+        if header[at : at + len(data)] != data:
+            raise ShardCorrupt(f"{shard.where}: the header changed while it was read")
+
+    return Wanted(0, len(header), put)

@@ -1,0 +1,255 @@
+"""Tensors of a snapshot: whole, or boxes of them, whichever ranks hold which parts."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from lazysnap.capture.dtypes import DTYPES, logical_facts
+from lazysnap.errors import ShardCorrupt, StateError
+from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.nesting import with_stack
+from lazysnap.shard.pieces import Extent, Piece, overlaps, tiles
+from lazysnap.snapshots.blocks import Wanted
+from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored, read
+from lazysnap.snapshots.spans import Span, spans
+from lazysnap.state.codec import TAG, decode, tensor_names
+
+_LEAST_UNIT = 1 << 20
+Facts = tuple[torch.dtype, Extent]
+"""Dtype and shape."""
+
+
+def facts_of(stored: Stored) -> Facts:
+    """As the program knows the tensor. Raises: ShardCorrupt, if torch has no such dtype."""
+    where, logical = f"{stored.shard.where}: tensor {stored.name}", stored.logical
+    if stored.spec.dtype not in DTYPES:
+        raise ShardCorrupt(f"{where}: torch has no dtype for {stored.spec.dtype}")
+    try:
+        return logical_facts(DTYPES[stored.spec.dtype], stored.spec.shape, logical)
+    except ValueError as error:
+        raise ShardCorrupt(f"{where}: {error}") from error
+
+
+@dataclass
+class Whole:
+    """One tensor over all shards."""
+
+    dtype: torch.dtype
+    shape: Extent
+    pieces: list[Piece] = field(default_factory=list)
+    stored: dict[tuple[int, str], Stored] = field(default_factory=dict)
+    """By rank and name of a piece."""
+
+    def add(self, stored: Stored, rank: int) -> Piece:
+        """One more part. Raises: ShardCorrupt, if it does not fit the others."""
+        (dtype, shape), (whole, offsets) = facts_of(stored), stored.extent()
+        if (dtype, whole) != (self.dtype, self.shape):
+            raise ShardCorrupt(
+                f"{stored.shard.where}: tensor {stored.name} is {dtype} {list(whole)}, elsewhere {self.dtype} "
+                f"{list(self.shape)}"
+            )
+        piece = Piece(rank, stored.name, offsets, shape)
+        self.pieces.append(piece)
+        self.stored[rank, stored.name] = stored
+        return piece
+
+    @classmethod
+    def of(cls, stored: Stored) -> "Whole":
+        """The tensor that this is a part of, without any part."""
+        return cls(facts_of(stored)[0], stored.extent()[0])
+
+
+class _Move:
+    """One span of a shard on its way to its place in a tensor."""
+
+    def __init__(self, span: Span, dtype: torch.dtype, target: torch.Tensor) -> None:
+        self._span, self._dtype, self._target = span, dtype, target
+        self._lock = threading.Lock()
+        self._left = span.stop - span.start
+        self._room: torch.Tensor | None = None
+
+    def put(self, at: int, data: memoryview) -> None:
+        """See ``Wanted``."""
+        # Tensors of inference mode may be written to in that mode only, which belongs to a thread.
+        with torch.inference_mode(self._target.is_inference()):
+            self._put(at, data)
+
+    def _put(self, at: int, data: memoryview) -> None:
+        found = torch.frombuffer(data, dtype=torch.uint8)
+        if len(data) == self._span.stop - self._span.start and found.data_ptr() % self._dtype.itemsize == 0:
+            self._copy(found)
+            return
+        # It lies across blocks, or where no number of its kind may start.
+        with self._lock:
+            if self._room is None:
+                self._room = torch.empty(self._span.stop - self._span.start, dtype=torch.uint8)
+            room = self._room
+        room[at : at + len(data)].copy_(found)
+        with self._lock:
+            self._left -= len(data)
+            is_whole = not self._left
+        if is_whole:
+            self._copy(room)
+            self._room = None
+
+    def _copy(self, data: torch.Tensor) -> None:
+        span = self._span
+        source = data.view(self._dtype).as_strided(span.shape, span.strides)
+        box = tuple(slice(at, at + size) for at, size in zip(span.offsets, span.shape, strict=True))
+        self._target[box].copy_(source)
+
+
+class Boxes:
+    """Boxes of tensors to be filled: gathered first, then read all at once."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[OpenShard, list[Wanted]] = defaultdict(list)
+
+    def add(self, whole: Whole, pieces: Sequence[Piece], offsets: Extent, target: torch.Tensor) -> None:
+        """Fill ``target`` with the box of its shape at ``offsets``, from these pieces. Nothing is read yet."""
+        for overlap in overlaps(pieces, offsets, tuple(target.shape)):
+            stored = whole.stored[overlap.piece.rank, overlap.piece.stored]
+            box = target[overlap.target]
+            block = stored.shard.blocks.block_bytes
+            place = (stored.offset, whole.dtype.itemsize)
+            self._jobs[stored.shard] += [
+                Wanted(span.start, span.stop, _Move(span, whole.dtype, box).put)
+                for span in spans(place, overlap.piece.shape, overlap.source, block * -(-_LEAST_UNIT // block))
+            ]
+
+    def take(self) -> dict[OpenShard, list[Wanted]]:
+        """What is to be read, for ``reader.read``; it is forgotten here."""
+        jobs, self._jobs = self._jobs, defaultdict(list)
+        return jobs
+
+
+class SnapshotTensors:
+    """The tensors of an open snapshot, as one rank sees them."""
+
+    def __init__(self, snapshot: OpenSnapshot, rank: int) -> None:
+        """``rank``: whose state is read, and whose tensors those are that belong to a rank alone.
+
+        Raises: StateError, if the ranks number their parameters in different ways.
+        """
+        self.snapshot = snapshot
+        self._rank = rank
+        self._wholes: dict[str, Whole] = {}
+        first = snapshot.meta(0).parameters
+        for other, held in enumerate(snapshot.ranks):
+            if held[0].meta.parameters != first:
+                raise StateError(
+                    f"{held[0].where}: the optimizers of rank {other} hold other parameters than those of rank 0 "
+                    "(pipeline parallelism?): their states cannot be told apart by name; restore with as many ranks "
+                    "as saved it, through the engine"
+                )
+
+    @property
+    def meta(self) -> CaptureMeta:
+        """What this rank wrote beside its tensors."""
+        return self.snapshot.meta(self._rank)
+
+    def facts(self, name: str) -> Facts:
+        """Dtype and shape of a whole tensor. Raises: ShardCorrupt, if no shard has it."""
+        whole = Whole.of(self._any(name))
+        return whole.dtype, whole.shape
+
+    def whole(self, name: str) -> Whole:
+        """A tensor with the pieces that fill it, each once. Raises: ShardCorrupt, if some of it is in no shard."""
+        if name not in self._wholes:
+            own = self.snapshot.find(self._rank, name)
+            # Its own first: of equal boxes the first one is read.
+            order = [self._rank, *(rank for rank in range(len(self.snapshot.ranks)) if rank != self._rank)]
+            held = [(rank, self.snapshot.find(rank, name)) for rank in order]
+            boxes = [(rank, stored) for rank, stored in held if stored is not None and stored.is_scoped]
+            whole = Whole.of(self._any(name))
+            for rank, stored in [(self._rank, own)] if own is not None and not own.is_scoped else boxes:
+                whole.add(stored, rank)
+            whole.pieces = tiles(name, whole.pieces, whole.shape)
+            self._wholes[name] = whole
+        return self._wholes[name]
+
+    def _any(self, name: str) -> Stored:
+        stored = self.snapshot.find(self._rank, name) or self._elsewhere.get(name)
+        if stored is None:
+            plan = self.snapshot.plan
+            raise ShardCorrupt(f"{plan.level}: step {plan.step}: no shard has the tensor {name!r}")
+        return stored
+
+    @cached_property
+    def _elsewhere(self) -> dict[str, Stored]:
+        """By name, for tensors of which this rank stored nothing: any box of it."""
+        found: dict[str, Stored] = {}
+        for shard in (shard for held in self.snapshot.ranks for shard in held):
+            for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
+                if name not in found:
+                    stored = shard.stored(shard.meta.aliases.get(name, name))
+                    if stored.is_scoped:
+                        found[name] = stored
+        return found
+
+    def new(self, names: Collection[str], boxes: Boxes) -> dict[str, torch.Tensor]:
+        """Tensors of these names, tied ones once, to be filled when ``boxes`` are read. Raises: ShardCorrupt."""
+        made: dict[Any, torch.Tensor] = {}
+        found = {}
+        for name in dict.fromkeys(names):
+            whole = self.whole(name)
+            key = (whole.dtype, whole.shape, *(stored.key for stored in whole.stored.values()))
+            if not whole.stored or key not in made:
+                made[key] = torch.empty(whole.shape, dtype=whole.dtype)
+                boxes.add(whole, whole.pieces, (0,) * len(whole.shape), made[key])
+            found[name] = made[key]
+        return found
+
+    def state(self, choose: Callable[[Any], Any], beat: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
+        """What ``choose`` takes of the encoded state, decoded, its tensors read and verified.
+
+        Sharded tensors are whole, tied ones are one tensor. ``beat`` is told the bytes that were read, and may raise.
+        Blocks. Raises: ShardCorrupt; LevelError; what ``choose`` raises.
+        """
+        with self.snapshot.naming():
+            encoded = with_stack(lambda: choose(self.meta.state))
+            names = tensor_names(encoded)
+        boxes = Boxes()
+        tensors = self.new(names, boxes)
+        with self.snapshot.leased():
+            read(boxes.take(), beat=beat)
+        with self.snapshot.naming():
+            state = decode(encoded, tensor=tensors.__getitem__)
+            if not isinstance(state, dict):
+                raise ShardCorrupt(f"the state is {type(state).__name__}, expected a dict")
+        return state
+
+
+def parts_of(
+    names: Collection[str] | None, restated: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[Any], dict[str, Any]]:
+    """For ``state``: these objects of the state (``None``: all); values of registered types as their encoder left them.
+
+    ``restated``: encoded objects in place of those of the snapshot; their tensors are the snapshot's.
+    Nobody is here who knows the types. Raises: ShardCorrupt, if the state is no object.
+    """
+
+    def choose(encoded: Any) -> dict[str, Any]:
+        if not isinstance(encoded, dict):
+            raise ShardCorrupt(f"the small state is {type(encoded).__name__}, expected a dict")
+        found = {**encoded, **restated}
+        return {name: unregistered(part) for name, part in found.items() if names is None or name in names}
+
+    return choose
+
+
+def unregistered(encoded: Any) -> Any:
+    """An encoded value without registered types."""
+    if isinstance(encoded, list):
+        return [unregistered(item) for item in encoded]
+    if not isinstance(encoded, Mapping):
+        return encoded
+    if encoded.get(TAG) == "registered":
+        return unregistered(encoded.get("v"))
+    return {key: unregistered(item) for key, item in encoded.items()}

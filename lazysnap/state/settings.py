@@ -1,0 +1,93 @@
+"""How a program configured its training: kept in every snapshot, compared when a restart is configured otherwise.
+
+Values are noted as they were before the first step, so that schedules, which change them later, play no part.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lazysnap.state.optimizers import class_of, named_optimizers, recorded
+from lazysnap.state.source import StateSource
+
+logger = logging.getLogger(__name__)
+
+_LEFT_OUT = {"params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+"""Keys of a parameter group that say how to compute, not what, or that are no setting."""
+_MOST_ITEMS = 16
+_MISSING = object()
+
+
+def plain(value: Any) -> Any:
+    """A number, a switch, or a short list of these; anything else is ``None``: not every text is a setting."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        value = value.item()
+    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
+        items = [plain(item) for item in value]
+        return None if None in items else items
+    is_number = type(value) in (bool, int, float) and value == value  # what is not a number equals nothing
+    return value if is_number else None
+
+
+class OptimizerSettings:
+    """Class and hyperparameters of each optimizer, by its path in the state."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, dict[str, Any]] = {}
+
+    def note(self, source: StateSource) -> None:
+        """Note the optimizers that are not known yet, as they are now."""
+        for path, optimizer in named_optimizers(source):
+            if path not in self.fields:
+                self.fields[path] = {"class": class_of(optimizer), "values": _values_of(optimizer)}
+
+    def carry_on(self, state: Mapping[str, Any]) -> list[str]:
+        """Those of a snapshot count from now on, as ``load_state_dict`` restores them; what was different before."""
+        found = []
+        for path, there in recorded(state).items():
+            here, values = self.fields.get(path), there.get("values")
+            if here is not None and isinstance(values, dict):
+                found += differences(f"{path}.", values, here["values"])
+                here["values"] = values
+        return found
+
+
+def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By key its value in every parameter group, one alone where all have the same."""
+    values = {}
+    groups = optimizer.param_groups
+    for key in dict.fromkeys(key for group in groups for key in group if key not in _LEFT_OUT):
+        # A scheduler may have changed the rate already; this is what it began with.
+        first = "initial_lr" if key == "lr" else key
+        of_groups = [plain(group.get(first, group.get(key))) for group in groups]
+        if None not in of_groups:
+            values[key] = of_groups[:1] if all(value == of_groups[0] for value in of_groups) else of_groups
+    return values
+
+
+def differences(prefix: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What both name and value otherwise, in words."""
+    return [
+        f"{prefix}{key} is {_text(here[key])}, in the snapshot {_text(value)}"
+        for key, value in there.items()
+        if here.get(key, _MISSING) not in (value, _MISSING)
+    ]
+
+
+def _text(value: Any) -> str:
+    return str(value[0]) if isinstance(value, list) and len(value) == 1 else str(value)
+
+
+def warn(*, restored: list[str], changed: list[str]) -> None:
+    """One warning for all: ``restored`` are those where the snapshot counts, ``changed`` where the program does."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return
+    parts = []
+    if restored:
+        parts.append(f"{'; '.join(restored)} (as in the snapshot from here on; to change it, set it after the restore)")
+    if changed:
+        parts.append(f"{'; '.join(changed)} (as in the program from here on)")
+    if parts:
+        logger.warning("the program is configured otherwise than the snapshot: %s", "; ".join(parts))

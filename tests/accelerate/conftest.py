@@ -1,0 +1,51 @@
+"""Worlds of stock Accelerate, started as a launcher starts them."""
+
+import json
+import pathlib
+import queue
+
+import pytest
+from support.ports import free_port
+
+HERE = pathlib.Path(__file__).parent
+TIMEOUT_S = 120
+
+
+class Ranks:
+    """Runs ``stock_rank.py`` with one rank or several."""
+
+    def __init__(self, zygote, root: pathlib.Path) -> None:
+        self._zygote = zygote
+        self.root = root
+
+    def start(self, mode: str, world: int = 1, *, env: dict | None = None, **settings) -> list:
+        text = json.dumps({"mode": mode, "result": str(self.root / mode), **settings})
+        common = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true", **(env or {})}
+        if world > 1:
+            common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+        return [
+            self._zygote.start(
+                [str(HERE / "stock_rank.py"), text],
+                {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else common,
+                self.root / f"{mode}.{rank}.output",
+            )
+            for rank in range(world)
+        ]
+
+    def run(self, mode: str, world: int = 1, **settings) -> list[dict]:
+        """By rank what it returned."""
+        statuses = []
+        for child in self.start(mode, world, **settings):
+            try:
+                statuses.append(child.get(TIMEOUT_S))
+            except queue.Empty:
+                child.kill()
+                statuses.append(child.get(TIMEOUT_S))
+        told = [(self.root / f"{mode}.{rank}.output").read_text()[-4000:] for rank in range(world)]
+        assert set(statuses) == {0}, "\n".join(told)
+        return [json.loads((self.root / f"{mode}.{rank}").read_text()) for rank in range(world)]
+
+
+@pytest.fixture
+def ranks(zygote, tmp_path):
+    return Ranks(zygote, tmp_path)

@@ -1,0 +1,152 @@
+"""save_state(directory) and automatic naming of LazyAccelerator: what stock reads, made beside training."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap.export.folder import mark_of
+
+pytestmark = pytest.mark.sampled("stock checkpoints")
+
+
+class Script:
+    def __init__(self, root, lazy=True, levels=True, **project):
+        configuration = ProjectConfiguration(project_dir=str(root), **project)
+        level = PersistentLevel(str(root / "level"), every_n_steps=100)
+        config = SnapshotConfig(job_id=str(root), levels=(level,) * levels, memory=MemoryLevel(linger_s=5))
+        made = {"cpu": True, "project_config": configuration}
+        self.accelerator = LazyAccelerator(**made, snapshots=config) if lazy else Accelerator(**made)
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 600), torch.nn.Linear(600, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        loader = torch.utils.data.DataLoader(torch.randn(40, 3), 2, shuffle=True)
+        self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
+            model, optimizer, schedule, loader
+        )
+        self.batches = iter(self.loader)
+        if lazy:
+            assert self.accelerator.engine.wait_ready(60)
+
+    def train(self, steps=1):
+        for _ in range(steps):
+            self.accelerator.backward(self.model(next(self.batches)).square().mean())
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+
+    def facts(self):
+        tensors = [*self.model.state_dict().values()]
+        tensors += [one for state in self.optimizer.state_dict()["state"].values() for one in state.values()]
+        numbers = [one.numpy().tobytes() for one in tensors]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return numbers, rates, self.schedule.scheduler.last_epoch, torch.get_rng_state().numpy().tobytes()
+
+
+def test_stock_reads_a_named_copy_that_was_made_while_training_went_on(tmp_path):
+    script = Script(tmp_path)
+    script.train(3)
+    wanted = script.facts()
+    place = tmp_path / "named"
+    assert script.accelerator.save_state(place) == str(place)
+    script.train(4)
+    script.accelerator.end_training()
+
+    stock = Script(tmp_path, lazy=False)
+    stock.accelerator.load_state(str(place))
+    assert stock.facts() == wanted
+
+
+def test_without_a_level_and_within_an_accumulation_stock_writes_it_at_once(tmp_path):
+    script = Script(tmp_path, levels=False)
+    script.train(2)
+    wanted = script.facts()
+    script.accelerator.save_state(tmp_path / "named")
+    assert (tmp_path / "named" / "model.safetensors").exists()
+    script.accelerator.end_training()
+
+    stock = Script(tmp_path, lazy=False)
+    stock.accelerator.load_state(str(tmp_path / "named"))
+    assert stock.facts() == wanted
+
+
+def test_hooks_are_called_and_what_they_wrote_is_part_of_the_copy(tmp_path):
+    def save(models, weights, directory):
+        torch.save(models[0].state_dict(), f"{directory}/own.pt")
+        weights.pop()
+
+    def load(models, directory):
+        models.pop().load_state_dict(torch.load(f"{directory}/own.pt"))
+
+    script = Script(tmp_path)
+    script.accelerator.register_save_state_pre_hook(save)
+    script.train(3)
+    wanted = script.facts()
+    script.accelerator.save_state(tmp_path / "named")
+    script.train()
+    script.accelerator.end_training()
+    assert not (tmp_path / "named" / "model.safetensors").exists()
+
+    again = Script(tmp_path)
+    again.accelerator.register_load_state_pre_hook(load)
+    again.accelerator.load_state(tmp_path / "named")
+    assert again.facts() == wanted
+    again.accelerator.end_training()
+
+
+def test_automatic_naming_keeps_its_limit_and_goes_on_behind_what_it_loads(tmp_path):
+    def script():
+        return Script(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+
+    first = script()
+    facts = []
+    for _ in range(3):
+        first.train(2)
+        facts.append(first.facts())
+        first.accelerator.save_state()
+    first.accelerator.end_training()
+    root = tmp_path / "checkpoints"
+    assert sorted(path.name for path in root.iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    (root / "checkpoint_7").mkdir()  # a save of stock that died
+
+    again = script()
+    again.accelerator.load_state()
+    assert again.facts() == facts[-1]
+    again.train()
+    assert again.accelerator.save_state() == str(root / "checkpoint_8")
+    again.accelerator.end_training()
+    assert sorted(path.name for path in root.iterdir()) == ["checkpoint_2", "checkpoint_7", "checkpoint_8"]
+
+
+@pytest.mark.parametrize("changed", ["", "weights", "hook"])
+def test_behind_an_epochs_last_batch_a_checkpoint_holds_what_is_there_then(tmp_path, changed):
+    """The step was captured at the end of the loop. Its copy is made beside training; stock writes it where weights
+    changed, also where nothing but their values shows it."""
+    script = Script(tmp_path)
+    script.train(19)
+    script.train()
+    assert next(script.batches, None) is None
+    script.schedule.step()
+    torch.rand(5)
+    # Else what is changed past torch's versions is copied as it is then.
+    assert script.accelerator.engine.wait(20, until="captured", timeout_s=60)
+    if changed == "weights":
+        script.model[0].weight.data.mul_(2)
+    if changed == "hook":
+        script.accelerator.register_save_state_pre_hook(
+            lambda models, weights, place: open(f"{place}/own", "x").close()
+        )
+    wanted = script.facts()
+    script.accelerator.save_state(tmp_path / "named", safe_serialization=False)
+    script.batches = iter(script.loader)
+    script.train(2)
+    script.accelerator.end_training()
+    assert mark_of(str(tmp_path / "named")).get("step") == (None if changed == "weights" else 20)
+    assert (tmp_path / "named" / "own").exists() == (changed == "hook")
+    assert (tmp_path / "named" / "pytorch_model.bin").exists()
+
+    stock = Script(tmp_path, lazy=False)
+    stock.accelerator.load_state(str(tmp_path / "named"))
+    assert stock.facts() == wanted

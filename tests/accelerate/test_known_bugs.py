@@ -1,0 +1,228 @@
+"""Known bugs of stock Accelerate with directories, each shown by stock itself, and that lazysnap does not have them.
+
+Numbers are those of issues of huggingface/accelerate (and transformers for #35782 and #25136).
+"""
+
+import logging
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+from lazysnap.data.rng import collect_rng
+from lazysnap.export.accelerate import write_stock
+from lazysnap.export.folder import in_place_when_whole, mark_of
+from lazysnap.integrations.accelerate import folders
+
+pytestmark = pytest.mark.sampled("stock checkpoints")
+
+PARTS = folders.Parts()
+
+
+class Script:
+    """A prepared model and optimizer with automatic naming."""
+
+    def __init__(self, root, *, total_limit=None, stateful=False):
+        project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, total_limit=total_limit)
+        self.accelerator = Accelerator(cpu=True, project_config=project)
+        model = torch.nn.Linear(4, 4)
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.root = root / "checkpoints"
+
+    def train(self):
+        self.accelerator.backward(self.model(torch.ones(1, 4)).sum())
+        self.optimizer.step()
+
+    def weight(self):
+        return self.model.weight.detach().clone()
+
+    def state(self):
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": collect_rng(),
+            "accelerate": {"step": self.accelerator.step},
+        }
+
+    def copy(self, number, *states):
+        """What the child process of a named copy does."""
+        with in_place_when_whole(str(self.root / f"checkpoint_{number}"), {"step": number}) as temp:
+            write_stock(states or [self.state()], temp)
+
+
+@pytest.fixture
+def script(tmp_path):
+    return Script(tmp_path)
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "damage", ["no optimizer", "no random states", "weights cut off", "optimizer cut off", "empty"]
+)
+@pytest.mark.parametrize("writer", ["stock", "lazysnap"])
+def test_an_incomplete_newest_folder_is_passed_over(script, caplog, damage, writer):
+    """#35782, #35525, #29059: stock takes the highest number, complete or not."""
+    for number in (0, 1):
+        script.train()
+        script.accelerator.save_state() if writer == "stock" else script.copy(number)
+    newest = script.root / "checkpoint_1"
+    if damage == "empty":
+        shutil.rmtree(newest)
+        newest.mkdir()
+    elif damage.startswith("no"):
+        (newest / {"no optimizer": "optimizer.bin"}.get(damage, "random_states_0.pkl")).unlink()
+    else:
+        cut_off(newest / ("model.safetensors" if "weights" in damage else "optimizer.bin"))
+
+    if damage == "no random states":
+        script.accelerator.load_state()  # and nobody says that the random numbers are others
+    else:
+        with pytest.raises(Exception, match=r"No such file|not found|[Hh]eader|archive|zip|[Ii]ncomplete"):
+            script.accelerator.load_state()
+
+    chosen = folders.newest_complete(str(script.root), PARTS)
+    assert chosen == str(script.root / "checkpoint_0")
+    assert "checkpoint_1 is passed over" in caplog.text
+    script.accelerator.load_state(chosen)
+
+
+def test_names_that_are_no_checkpoints_do_no_harm(script):
+    """Stock takes the last digits of any name: a backup is loaded, and "notes" is an IndexError."""
+    script.train()
+    script.accelerator.save_state()
+    shutil.copytree(script.root / "checkpoint_0", script.root / "backup_of_checkpoint_9")
+    (script.root / "notes").mkdir()
+    with pytest.raises(IndexError):
+        script.accelerator.load_state()
+    assert folders.newest_complete(str(script.root), PARTS) == str(script.root / "checkpoint_0")
+    assert folders.next_iteration([path.name for path in script.root.iterdir()], 0) == 1
+
+
+def test_the_last_good_checkpoint_goes_only_when_the_next_is_complete(tmp_path, monkeypatch):
+    """#25136, #1163: with total_limit=1 stock deletes the only checkpoint, then writes; a full disk leaves none."""
+    script = Script(tmp_path, total_limit=1)
+    script.accelerator.save_state()
+    script.accelerator.register_save_state_pre_hook(full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        script.accelerator.save_state()
+    assert folders.complete(str(script.root), PARTS) == []
+
+    shutil.rmtree(script.root)
+    script.copy(0)
+    with (
+        pytest.raises(OSError, match="No space left"),
+        in_place_when_whole(str(script.root / "checkpoint_1"), {}) as temp,
+    ):
+        full_disk([], [], temp)
+    assert folders.complete(str(script.root), PARTS) == [str(script.root / "checkpoint_0")]
+    script.copy(1)
+    assert folders.delete_superseded(str(script.root), 1, PARTS) == [str(script.root / "checkpoint_0")]
+    assert [path.name for path in script.root.iterdir()] == ["checkpoint_1"]
+
+
+def full_disk(models, weights, directory):
+    raise OSError(28, "No space left on device", directory)
+
+
+def test_the_limit_counts_complete_checkpoints_only_and_deletes_nothing_else(tmp_path):
+    """#1163: stock counts whatever lies there, and deletes what has the smallest number in its name."""
+    script = Script(tmp_path, total_limit=2)
+    for _ in range(2):
+        script.accelerator.save_state()
+    mine = script.root / "thesis_0"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    script.accelerator.save_state()
+    assert not mine.exists(), "stock deleted what it never wrote"
+
+    mine.mkdir()
+    cut_off(script.root / "checkpoint_2" / "model.safetensors")
+    for number in (3, 4, 5):
+        script.copy(number)
+    gone = folders.delete_superseded(str(script.root), 2, PARTS)
+    assert {path.name for path in script.root.iterdir()} >= {"thesis_0", "checkpoint_2", "checkpoint_4", "checkpoint_5"}
+    assert str(script.root / "checkpoint_3") in gone
+
+
+def test_a_save_after_a_load_goes_on_behind_the_existing_checkpoints(tmp_path):
+    """#1601, #3306: a restarted script loads, saves, and stock says "already exists"."""
+    first = Script(tmp_path)
+    for _ in range(2):
+        first.accelerator.save_state()
+    again = Script(tmp_path)
+    again.accelerator.load_state()
+    with pytest.raises(ValueError, match="already exists"):
+        again.accelerator.save_state()
+
+    names = [path.name for path in again.root.iterdir()]
+    iteration = folders.next_iteration(names, again.accelerator.save_iteration)
+    assert iteration == 2
+    again.accelerator.project_configuration.iteration = iteration
+    again.accelerator.save_state()
+    assert folders.newest_complete(str(again.root), PARTS) == str(again.root / "checkpoint_2")
+
+
+def test_a_save_that_dies_leaves_no_folder_under_that_name(script):
+    """#688: stock writes into the final folder; what a death leaves there looks like a checkpoint."""
+    script.accelerator.register_save_state_pre_hook(full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        script.accelerator.save_state()
+    assert (script.root / "checkpoint_0").is_dir()
+    with pytest.raises(FileNotFoundError):
+        script.accelerator.load_state()
+
+    with (
+        pytest.raises(OSError, match="No space left"),
+        in_place_when_whole(str(script.root / "checkpoint_1"), {}) as at,
+    ):
+        full_disk([], [], at)
+    assert not (script.root / "checkpoint_1").exists()
+
+
+def test_random_states_that_cannot_be_loaded_make_a_checkpoint_incomplete(script, caplog):
+    """Stock swallows every error about random states: a resumed training draws other numbers, and nobody knows."""
+    script.accelerator.save_state()
+    wanted = [random.random(), np.random.random(), torch.rand(1).item()]
+    cut_off(script.root / "checkpoint_0" / "random_states_0.pkl")
+    with caplog.at_level(logging.WARNING):
+        script.accelerator.load_state(str(script.root / "checkpoint_0"))
+    assert [random.random(), np.random.random(), torch.rand(1).item()] != wanted
+    assert not caplog.records, "stock says nothing"
+
+    assert folders.problem(str(script.root / "checkpoint_0"), PARTS) == "random_states_0.pkl is cut off"
+    more_ranks = folders.Parts(ranks=2)
+    script.copy(1)
+    assert folders.problem(str(script.root / "checkpoint_1"), PARTS) is None
+    shutil.rmtree(script.root / "checkpoint_1")
+    script.accelerator.project_configuration.iteration = 1
+    script.accelerator.save_state()
+    assert folders.problem(str(script.root / "checkpoint_1"), more_ranks) == "there is no random_states_1.pkl"
+
+
+def test_a_snapshot_without_a_random_state_is_refused_not_half_written(script):
+    """Stock loads NumPy's state before torch's, and drops both without a word if one is missing."""
+    state = script.state()
+    del state["rng"]["numpy"]
+    with pytest.raises(ValueError, match="no random state of \\['numpy'\\]"):
+        script.copy(0, state)
+    assert not (script.root / "checkpoint_0").exists()
+
+
+def test_a_copy_has_the_random_states_and_the_step_of_every_rank(script):
+    """#3080, #4165: all else is of rank 0; the layout has one file of it for all ranks."""
+    first, second = script.state(), script.state()
+    second["rng"]["torch"] = torch.Generator().manual_seed(77).get_state()
+    script.copy(0, first, {"rng": second["rng"], "accelerate": {"step": 3}})
+    names = sorted(path.name for path in (script.root / "checkpoint_0").glob("random_states_*"))
+    assert names == ["random_states_0.pkl", "random_states_1.pkl"]
+    of_second = torch.load(script.root / "checkpoint_0" / "random_states_1.pkl", weights_only=False)
+    assert torch.equal(of_second["torch_manual_seed"], second["rng"]["torch"])
+    assert of_second["step"] == 3
+    assert mark_of(str(script.root / "checkpoint_0"))["files"].count("random_states_1.pkl") == 1

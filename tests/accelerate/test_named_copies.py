@@ -1,0 +1,330 @@
+"""Whatever dies or fails: the directory of a copy is complete or not there, and training hears of it once."""
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from support.waiting import until
+
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.export.accelerate import Restated, write_restated
+from lazysnap.export.folder import in_place_when_whole, mark_of
+from lazysnap.integrations.accelerate.copies import Copy, NamedCopies
+from lazysnap.integrations.accelerate.folders import Parts, problem
+
+pytestmark = pytest.mark.sampled("stock checkpoints")
+
+TIMEOUT_S = 60
+PARTS = Parts()
+POINTS = [
+    "export.folder.made:1",
+    "export.accelerate.file:1",
+    "export.accelerate.file:3",
+    "export.folder.whole:1",
+    "export.folder.moved:2",
+    "export.folder.named:1",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A level with steps 1 to 3, called a, b and c; and the weights at each."""
+    level = PersistentLevel(str(tmp_path_factory.mktemp("trained") / "level"), every_n_steps=1)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = SnapshotConfig(levels=(level,), job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=5))
+    facts = {"step": 0, "iteration": 0}
+    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "accelerate": facts})
+    weights = {}
+    assert engine.wait_ready(TIMEOUT_S)
+    for step, name in enumerate("abc", 1):
+        model(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+        facts["step"] = step
+        assert engine.boundary(step)
+        engine.keep(name)
+        assert engine.wait(step, timeout_s=TIMEOUT_S)
+        weights[name] = model.weight.detach().clone()
+    assert engine.close()
+    return Path(level.url), weights
+
+
+class Training:
+    """Has copies made, and notes what it is told."""
+
+    def __init__(self, url: Path, **settings) -> None:
+        self.released: list[str] = []
+        self.copies = NamedCopies(PersistentLevel(str(url)), self.released.append, **settings)
+
+    def save(self, directory: Path, name: str, **facts) -> None:
+        self.copies.save(Copy(directory=str(directory), name=name, **facts))
+
+
+@pytest.fixture
+def training(trained, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lazysnap.accelerate")
+    level = tmp_path / "level"
+    shutil.copytree(trained[0], level)
+    training = Training(level)
+    yield training
+    training.copies.close(TIMEOUT_S)
+
+
+def weight_in(directory: Path) -> torch.Tensor:
+    return pytest.importorskip("safetensors.torch").load_file(directory / "model.safetensors")["weight"]
+
+
+def temporary(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if ".tmp-" in path.name]
+
+
+def warnings_in(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_copies_are_made_in_order_and_the_last_one_stays(training, trained, tmp_path):
+    """Also into one directory, and each snapshot loses its name."""
+    out = tmp_path / "out"
+    for name in "abc":
+        training.save(out, name)
+    assert training.copies.pending() == [str(out)] * 3
+    assert training.copies.wait(TIMEOUT_S, str(out))
+    assert torch.equal(weight_in(out), trained[1]["c"])
+    assert training.released == ["a", "b", "c"]
+    assert not list((tmp_path / "level").glob("*/keep-*"))
+    assert temporary(tmp_path) == []
+
+
+@pytest.mark.parametrize("before", ["nothing", "a copy and files of others"])
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.sampled("named copies")
+def test_a_killed_child_leaves_a_complete_copy_or_none(training, trained, tmp_path, caplog, monkeypatch, point, before):
+    out = tmp_path / "out"
+    if before != "nothing":
+        training.save(out, "a")
+        assert training.copies.wait(TIMEOUT_S)
+    if "others" in before:
+        (out / "tokenizer").mkdir()
+        (out / "tokenizer" / "words.txt").write_text("mine")
+    monkeypatch.setenv("LAZYSNAP_FAULT", f"{point}:kill")
+    training.save(out, "b")
+    done = training.copies.wait(TIMEOUT_S)
+    monkeypatch.delenv("LAZYSNAP_FAULT")
+
+    is_there = mark_of(out) is not None
+    is_new = is_there and torch.equal(weight_in(out), trained[1]["b"])
+    if done:
+        assert is_new
+        assert "moved" in point
+        return  # nothing was moved one by one
+    assert is_new == ("named" in point)
+    if is_there:
+        assert problem(str(out), PARTS) is None
+        assert is_new or torch.equal(weight_in(out), trained[1]["a"])
+    else:
+        assert not out.exists() or "moved" in point
+    assert temporary(tmp_path) == [], "what the dead child left is gone"
+    [said] = warnings_in(caplog)
+    assert "signal 9" in said
+    assert "lazysnap export" in said
+    if "others" in before:
+        assert (out / "tokenizer" / "words.txt").read_text() == "mine"
+
+    training.save(out, "c")
+    assert training.copies.wait(TIMEOUT_S)
+    assert torch.equal(weight_in(out), trained[1]["c"])
+    assert problem(str(out), PARTS) is None
+    if "others" in before:
+        assert (out / "tokenizer" / "words.txt").read_text() == "mine"
+
+
+def test_what_lies_beside_the_copy_and_what_hooks_wrote_stays(training, tmp_path):
+    out, hooks = tmp_path / "out", tmp_path / "hooks"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    (hooks / "unet").mkdir(parents=True)
+    (hooks / "unet" / "config.json").write_text("{}")
+    training.save(out, "a", add=str(hooks))
+    assert training.copies.wait(TIMEOUT_S)
+    training.save(out, "b")
+    assert training.copies.wait(TIMEOUT_S)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert not (out / "unet").exists(), "part of the first copy, not of the second"
+
+
+def test_what_a_training_had_written_for_a_copy_outlives_it(training, tmp_path):
+    """A directory of a dead process beside a checkpoint is litter, but for the child that is to take it in."""
+    out = tmp_path / "out"
+    program = "import sys; from lazysnap.export.folder import side_directory; print(side_directory(sys.argv[1]))"
+    made = subprocess.run([sys.executable, "-c", program, str(out)], capture_output=True, text=True, check=True)
+    beside = Path(made.stdout.strip())
+    (beside / "own.pt").write_text("mine")
+    training.save(out, "a", add=str(beside))
+    assert training.copies.wait(TIMEOUT_S)
+    assert (out / "own.pt").read_text() == "mine"
+
+
+def test_no_copy_mixes_the_small_state_of_one_step_with_the_weights_of_another(training, tmp_path, caplog):
+    """The name goes to the next snapshot where the one that it was given to is lost."""
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    write_restated(Restated(7, {}), str(beside))
+    training.save(tmp_path / "out", "a", add=str(beside))
+    assert not training.copies.wait(TIMEOUT_S)
+    [said] = warnings_in(caplog)
+    assert "the snapshot of step 7 was lost" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mark_that_lies_deletes_nothing_outside_the_directory(tmp_path):
+    out, mine = tmp_path / "out", tmp_path / "thesis.tex"
+    out.mkdir()
+    mine.write_text("years of work")
+    (out / "notes.txt").write_text("mine")
+    (out / "away").symlink_to(tmp_path)
+    names = ["../thesis.tex", str(mine), "away/thesis.tex", "optimizer.bin"]
+    (out / "optimizer.bin").write_text("old")
+    (out / "lazysnap-export.json").write_text(json.dumps({"lazysnap": "export", "files": names}))
+    with in_place_when_whole(str(out), {}) as temp:
+        Path(temp, "model.safetensors").write_text("new")
+    assert mine.read_text() == "years of work"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "away", "lazysnap-export.json", "model.safetensors", "notes.txt"
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_in_the_current_directory_leaves_that_directory_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    number = tmp_path.stat().st_ino
+    for name in ("optimizer.bin", "scheduler.bin"):
+        with in_place_when_whole(".", {}) as temp:
+            Path(temp, name).write_text("new")
+        assert sorted(os.listdir()) == ["lazysnap-export.json", name]
+    assert tmp_path.stat().st_ino == number
+
+
+def test_an_unwritable_target_is_said_once_and_by_close(training, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    training.save(tmp_path / "file" / "out", "a")
+    assert not training.copies.wait(TIMEOUT_S)
+    [said] = warnings_in(caplog)
+    assert f"{tmp_path}/file/out" in said
+    assert training.released == [], "the snapshot stays for a copy by hand"
+    assert list((tmp_path / "level").glob("*/keep-a"))
+    assert not training.copies.close(1.0)
+    assert len(warnings_in(caplog)) == 2
+
+
+def test_a_full_disk_is_said_once_and_leaves_nothing(training, trained, tmp_path, caplog):
+    out = tmp_path / "out"
+    training.save(out, "a")
+    assert training.copies.wait(TIMEOUT_S)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with _ignoring(signal.SIGXFSZ):  # inherited: the write fails instead
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
+        try:
+            training.save(out, "b")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not training.copies.wait(TIMEOUT_S)
+    assert len(warnings_in(caplog)) == 1
+    assert torch.equal(weight_in(out), trained[1]["a"])
+    assert temporary(tmp_path) == []
+
+
+@contextlib.contextmanager
+def _ignoring(number):
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def test_of_copies_that_fail_only_the_newest_keeps_its_snapshot(training, tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in "ab":
+        training.save(tmp_path / "file" / name, name)
+    assert not training.copies.wait(TIMEOUT_S)
+    assert training.released == ["a"]
+
+
+def test_a_snapshot_that_never_comes_is_named(trained, tmp_path, caplog):
+    training = Training(trained[0], stored_within_s=0.5)
+    training.save(tmp_path / "out", "never")
+    assert not training.copies.wait(TIMEOUT_S)
+    [said] = warnings_in(caplog)
+    assert "'never'" in said
+    assert "complete are the steps 1, 2, 3" in said
+    training.copies.close(1.0)
+
+
+TRAINER = """
+import sys
+from lazysnap import PersistentLevel
+from lazysnap.integrations.accelerate.copies import Copy, NamedCopies
+copies = NamedCopies(PersistentLevel(sys.argv[1]), lambda name: None)
+for directory, name in zip(sys.argv[2::2], sys.argv[3::2]):
+    copies.save(Copy(directory=directory, name=name))
+print("asked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_copies_that_were_asked_for_outlive_the_training(training, trained, tmp_path):
+    """Also those that had not begun when it died."""
+    targets = {name: tmp_path / "copies" / name for name in "abc"}
+    arguments = [str(text) for name, target in targets.items() for text in (target, name)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(tmp_path / "level"), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "LAZYSNAP_FAULT": "export.folder.whole:1:stop"},
+    )
+    with process:
+        assert process.stdout.readline() == b"asked\n"
+        [first] = until(lambda: temporary(tmp_path / "copies") if (tmp_path / "copies").exists() else [])
+        until(lambda: (first / "lazysnap-export.json").exists())
+        process.kill()
+    for name, target in targets.items():
+        [busy] = until(lambda: temporary(tmp_path / "copies"))
+        until(lambda at=busy: (at / "lazysnap-export.json").exists())
+        assert not target.exists()
+        child = int(busy.name.rpartition("-")[0].rpartition("-")[2])
+        until(lambda pid=child: _state(pid) == "T")
+        os.kill(child, signal.SIGCONT)
+        until(target.exists)
+        assert torch.equal(weight_in(target), trained[1][name])
+    until(lambda: not list((tmp_path / "level").glob("*/keep-*")))
+    assert temporary(tmp_path / "copies") == []
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_what_a_dead_writer_left_goes_with_the_next_copy_beside_it(training, tmp_path, monkeypatch):
+    """The trainer and its child both died, and nobody asks for that directory again."""
+    monkeypatch.setenv("LAZYSNAP_FAULT", "export.folder.whole:1:kill")
+    code = subprocess.run(
+        [sys.executable, "-m", "lazysnap.cli", "export", str(tmp_path / "level"), "a", "--to", str(tmp_path / "one"),
+         "--format", "accelerate"],
+        check=False,
+    ).returncode  # fmt: skip
+    monkeypatch.delenv("LAZYSNAP_FAULT")
+    assert code == -signal.SIGKILL
+    assert len(temporary(tmp_path)) == 1
+    training.save(tmp_path / "other", "b")
+    assert training.copies.wait(TIMEOUT_S)
+    assert temporary(tmp_path) == []

@@ -1,0 +1,91 @@
+"""Scripts that are no plain loop over one loader end bit for bit as uninterrupted, too."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from odd import CASES
+from support.cuts import merged, start
+from test_exact_accelerate import MOST_STARTS
+
+SCRIPT = str(Path(__file__).with_name("odd.py"))
+
+
+@pytest.mark.sampled("accelerate-odd")
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_killed_in_mid_step_an_odd_script_goes_on_as_if_nothing_had_happened(zygote, tmp_path, case, first):
+    def run(name, dies_after, seed):
+        place = tmp_path / name
+        return start(zygote, [SCRIPT, str(place), case, str(dies_after), str(seed)], place)
+
+    begun = run("whole", 0, 1)
+    assert begun.status == 0, begun.text
+    whole = begun.lines
+
+    trace, deaths = [], 0
+    for number in range(MOST_STARTS):
+        dies_after = 2 if number else first
+        # Where the first capture was still under way at the death, it begins anew, with the same seed.
+        begun = run("cut", dies_after, number + 1 if number > 1 else 1)
+        status, head, lines, text = begun.status, begun.head, begun.lines, begun.text
+        done = max((line["step"] for line in trace if "step" in line), default=0)
+        # The second slot may still be made right after a start.
+        assert (head["resumed"] or 0) >= done - 2, text
+        trace = merged(trace, head["resumed"] or 0, lines)
+        assert trace == whole[: len(trace)], text
+        if status == 0:
+            break
+        deaths += 1
+    assert trace == whole
+    assert deaths >= 3
+
+
+def plain_run(directory, way):
+    """In a process that ends as any program does; its status and what it said."""
+    program = [sys.executable, str(Path(SCRIPT).with_name("ends.py")), str(directory), way]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize(
+    ("way", "statuses", "resumed"),
+    [("no-end", {0}, "7 storage"), ("exception", {1}, "4 memory"), ("ctrl-c", {-signal.SIGINT, 130}, "4 memory")],
+)
+def test_however_a_program_ends_without_end_training_the_next_one_goes_on(tmp_path, way, statuses, resumed):
+    status, _, text = plain_run(tmp_path, way)
+    assert status in statuses, text
+    assert "ignored" not in text, "an error at the end that Python has nobody to tell of"
+    status, said, text = plain_run(tmp_path, "no-end")
+    assert status == 0, text
+    assert said.split()[:2] == ["resumed", resumed.split()[0]], said + text
+    assert ("memory" in said) == ("memory" in resumed), said
+
+
+def test_copies_of_a_program_that_ends_without_end_training_are_made_and_keep_their_limit(tmp_path):
+    status, _, text = plain_run(tmp_path, "named")
+    assert status == 0, text
+    assert "ignored" not in text
+    assert "weakly" not in text
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
+
+
+def test_after_free_memory_another_training_is_one_of_its_own(zygote, tmp_path):
+    script = str(Path(SCRIPT).with_name("ends.py"))
+    status = zygote.run([script, str(tmp_path), "again"], {}, tmp_path / "output")
+    assert status == 0, (tmp_path / "output").read_text()
+
+
+def test_what_cannot_be_captured_is_refused_by_name_or_saved_as_accelerate_does(zygote, tmp_path):
+    script = str(Path(SCRIPT).with_name("ends.py"))
+    status = zygote.run([script, str(tmp_path), "refused"], {}, tmp_path / "output")
+    text = (tmp_path / "output").read_text()
+    assert status == 0, text
+    for line in ("refused: LazyAccelerator: DeepSpeed cannot", "refused: LazyAccelerator: FSDP 1 cannot"):
+        assert line in text
+    assert "warned: its tensors are evaluated lazily" in text
+    assert "warned: Megatron-LM keeps" in text
+    assert text.count("refused: load_state('latest'): there are no snapshots") == 2

@@ -1,0 +1,139 @@
+"""A copy that lazysnap makes is what stock Accelerate loads, bit for bit; and it is complete or not there."""
+
+import pytest
+import safetensors.torch
+import torch
+from accelerate import PartialState
+from accelerate.checkpointing import load_accelerator_state
+from stock_net import Net, plain
+
+from lazysnap.data.rng import collect_rng
+from lazysnap.errors import StateMismatch, UnsupportedState
+from lazysnap.export.accelerate import write_stock
+from lazysnap.export.folder import mark_of
+from lazysnap.export.target import MARK
+from lazysnap.integrations.accelerate.folders import stock_prefix
+
+pytestmark = pytest.mark.sampled("stock checkpoints")
+
+
+def contents(directory):
+    """What each file of a checkpoint holds, plain, and the metadata of safetensors."""
+    found = {}
+    for path in directory.iterdir():
+        if path.suffix == ".safetensors":
+            with safetensors.safe_open(path, "pt") as opened:
+                found[path.name] = [opened.metadata(), plain({key: opened.get_tensor(key) for key in opened.keys()})]  # noqa: SIM118
+        elif path.name != MARK:
+            found[path.name] = plain(torch.load(path, weights_only=False))  # written by this test
+    return found
+
+
+@pytest.mark.parametrize(("world", "stateful"), [(1, False), (1, True), (2, False)])
+def test_stock_load_state_reads_the_copy_bit_for_bit(ranks, tmp_path, world, stateful):
+    level, directory = str(tmp_path / "level"), str(tmp_path / "copies" / "first")
+
+    stock = tmp_path / "stock"
+    settings = {"directory": directory, "stateful": stateful}
+    saved = ranks.run("save", world, level=level, name="save_state-0", stock=str(stock), **settings)
+
+    loaded = ranks.run("load", world, **settings)
+    for rank, bits in enumerate(loaded):
+        # As in stock, all ranks get the buffers of rank 0; DDP would send them with the next forward.
+        assert bits == {**saved[rank], "model": saved[0]["model"]}
+    assert contents(tmp_path / "copies" / "first") == contents(stock)
+    assert (stock / "dl_state_dict.bin").exists() == stateful
+    assert [path.name for path in (tmp_path / "copies").iterdir()] == ["first"], "no temporary directory stays"
+    assert not list((tmp_path / "level").glob("*/keep-*")), "the name protects the snapshot no longer"
+
+
+@pytest.mark.parametrize(
+    ("world", "changed", "stateful"),
+    [(1, "", False), (1, "", True), (2, "", False), (1, "weights", False), (2, "optimizer", False)],
+)
+def test_of_a_step_that_was_captured_before_the_copy_holds_what_is_there_now(ranks, tmp_path, world, changed, stateful):
+    """Made by the child, but where the weights or the optimizer changed as well: then stock writes it."""
+    out, stock = tmp_path / "copies" / "out", tmp_path / "stock"
+    places = {"level": str(tmp_path / "level"), "directory": str(out), "stock": str(stock)}
+    saved = ranks.run("late", world, **places, changed=changed, stateful=stateful)
+
+    assert mark_of(str(out)).get("step") == (None if changed else 3)
+    assert contents(out) == contents(stock)
+    for rank, bits in enumerate(ranks.run("load", world, directory=str(out), stateful=stateful)):
+        assert bits == {**saved[rank], "model": saved[0]["model"]}
+    assert [path.name for path in out.parent.iterdir()] == ["out"], "no temporary directory stays"
+    assert not list((tmp_path / "level").glob("*/keep-*")), "the name protects the snapshot no longer"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_without_a_level_stock_saves_in_one_act_or_not_at_all(ranks, tmp_path, world):
+    """The second save fails on the last rank: all hear of it, and the first one stays."""
+    out = tmp_path / "copies" / "out"
+    saved = ranks.run("block", world, directory=str(out), fails=world - 1)
+    assert all("No space left on device" in bits.pop("error") for bits in saved)
+    for rank, bits in enumerate(ranks.run("load", world, directory=str(out))):
+        assert bits == {**saved[rank], "model": saved[0]["model"]}
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def state_of(model, optimizer, **facts):
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": collect_rng(),
+        "accelerate": {"step": 7, **facts},
+    }
+
+
+def stock_load(directory, model, optimizer, scaler=None):
+    PartialState(cpu=True)  # stock cannot log without
+    return load_accelerator_state(str(directory), [model], [optimizer], [], [], 0, scaler)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_tied_and_compiled_weights_come_back_in_both_formats(tmp_path, safe, compiled):
+    model, fresh = Net(), Net()
+    optimizer, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(fresh.parameters())
+    loaded = torch.compile(fresh) if compiled else fresh
+    prefixes = {"model": stock_prefix(loaded)}
+    assert prefixes["model"] == ("_orig_mod." if compiled else "")
+    write_stock([state_of(model, optimizer, safe_serialization=safe, prefixes=prefixes)], str(tmp_path))
+    assert (tmp_path / "model.safetensors").exists() == safe
+    assert (tmp_path / "pytorch_model.bin").exists() == (not safe)
+    assert stock_load(tmp_path, loaded, other) == {"step": 7}
+    assert plain(fresh.state_dict()) == plain(model.state_dict())
+    assert fresh.head.weight is fresh.embedding.weight
+
+
+def test_the_scale_of_a_grad_scaler_comes_back(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler, fresh = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (512.0, 4.0))
+    for one in (scaler, fresh):
+        one.scale(torch.ones(1))
+    state = state_of(model, optimizer) | {"scaler": scaler.state_dict() | {"scale": torch.tensor(512.0)}}
+    write_stock([state], str(tmp_path))
+    stock_load(tmp_path, model, optimizer, fresh)
+    assert fresh.state_dict() == scaler.state_dict()
+
+
+def test_models_that_a_save_hook_took_out_are_not_written(tmp_path):
+    """Scripts write some of their models themselves."""
+    model = torch.nn.Linear(2, 2)
+    state = state_of(model, torch.optim.SGD(model.parameters()), models=["model_1"])
+    write_stock([state | {"model_1": {"w": torch.ones(3)}}], str(tmp_path))
+    assert safetensors.torch.load_file(tmp_path / "model.safetensors").keys() == {"w"}
+
+
+def test_weights_that_safetensors_cannot_hold_are_refused_by_name(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    state = state_of(model, torch.optim.SGD(model.parameters()))
+    state["model"]["_extra_state"] = {"scale": 1.0}
+    with pytest.raises(UnsupportedState, match=r"_extra_state.*safe_serialization=False"):
+        write_stock([state], str(tmp_path))
+
+
+def test_a_snapshot_of_another_loop_is_refused(tmp_path):
+    with pytest.raises(StateMismatch, match="a snapshot of an Accelerator has the parts"):
+        write_stock([{"model": {}, "rng": collect_rng()}], str(tmp_path))

@@ -1,0 +1,238 @@
+"""What must hold for snapshots at a place that breaks: at every operation, in every way."""
+
+import contextlib
+import errno
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from support.fault_plan import CHANGES, DATA_OPERATIONS, Fail, Fault, FaultPlan, Flip, Hang, Truncate
+from support.faulty import FaultyStorage
+from support.place import BLOCK, WAIT_S, MakeStorage, Place, everything, write_object
+from support.snapshots import RUN, SHARD, Snapshot, directory, look
+
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import FormatError, LazySnapError, LevelError, LevelHangs
+from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.pace import Pace
+from lazysnap.levels.retention import Share
+from lazysnap.levels.source import PacedSource
+from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.resolver import candidates
+from lazysnap.shard.manifest import FrozenReference
+
+LAST = PersistentLevel("/any", keep_last=1, verify=True)
+BASE = Snapshot(0, elements=7000)
+Beat = Callable[[], None]
+Work = Callable[[SnapshotStore, Beat], object]
+
+
+def _still() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Something that is done to a place that holds the snapshots 1 and 2, and what may be gone after it."""
+
+    work: Work
+    prepare: Work = lambda store, beat: None
+    may_go: frozenset[int] = frozenset()
+
+
+def _write(store: SnapshotStore, beat: Beat) -> None:
+    Snapshot(3, elements=BLOCK).write(store, beat)  # two blocks
+
+
+def _write_again(store: SnapshotStore, beat: Beat) -> None:
+    Snapshot(2, elements=6000, start="2" * 16).write(store, beat)
+
+
+def _write_with_base(store: SnapshotStore, beat: Beat) -> None:
+    store.write_frozen(BASE.meta, PacedSource(BASE.source(), Pace(None), beat), BASE.digest)
+    Snapshot(3, frozen=FrozenReference(BASE.digest, len(BASE.image))).write(store, beat)
+
+
+def _retain(store: SnapshotStore, beat: Beat) -> None:
+    store.retain(LAST, RUN, beat=beat)
+
+
+def _write_and_retain(store: SnapshotStore, beat: Beat) -> None:
+    Snapshot(4).write(store, beat)
+    _retain(store, beat)
+
+
+def _leave_rests(store: SnapshotStore, beat: Beat) -> None:
+    for step in (2, 3):
+        write_object(store.storage, f"{directory(step, start='9' * 16)}/{SHARD}", b"left by the dead")
+
+
+def _sweep(store: SnapshotStore, beat: Beat) -> None:
+    store.sweep(Share.of_rank(0, 1))
+
+
+def _read(store: SnapshotStore, beat: Beat) -> None:
+    look(store, beat)
+
+
+def _name(store: SnapshotStore, beat: Beat) -> None:
+    for entry in store.inventory().entries:
+        store.keep(entry, f"name-{entry.step}")
+    store.release(RUN, "name-1")
+
+
+SCENARIOS = {
+    "write": Scenario(_write),
+    "write again": Scenario(_write_again),
+    "write with immutable tensors": Scenario(_write_with_base),
+    "retain": Scenario(_retain, may_go=frozenset({1})),
+    "retain immutable tensors": Scenario(_write_and_retain, _write_with_base, frozenset({1, 2})),
+    "sweep": Scenario(_sweep, _leave_rests),
+    "read": Scenario(_read),
+    "name": Scenario(_name),
+}
+FAULTS: dict[str, Callable[[int], Fault]] = {
+    "fails before": lambda n: Fail(n),
+    "fails after": lambda n: Fail(n, after=True),
+    "full": lambda n: Fail(n, error=errno.ENOSPC),
+    "is away from then on": lambda n: Fail(n, error=errno.ESTALE, lasting=True),
+    "answers nothing from then on": lambda n: Fail(n, after=True, lasting=True),
+    "loses the end": lambda n: Truncate(n),
+    "loses the end in silence": lambda n: Truncate(n, claims_success=True),
+    "flips a bit": lambda n: Flip(n),
+}
+
+
+def _concerns(fault: Fault, operation: str) -> bool:
+    """Whether it makes a difference there."""
+    if isinstance(fault, Flip):
+        return operation in DATA_OPERATIONS
+    if isinstance(fault, Truncate):
+        return operation in DATA_OPERATIONS or (operation == "list" and fault.claims_success)
+    return not (isinstance(fault, Fail) and fault.after) or operation in CHANGES or fault.lasting
+
+
+def _needed(store: SnapshotStore) -> list[str]:
+    """The objects of all that is offered."""
+    inventory = store.inventory()
+    directories = {entry.location for entry in inventory.entries} | {image.location for image in inventory.frozen}
+    objects = {f"{name}/rank-00000-of-00001.{kind}" for name in directories for kind in ("safetensors", "json")}
+    names = {f"{entry.location}/keep-{given}" for entry in inventory.entries for given in entry.names}
+    return sorted(objects | names)
+
+
+class BreakageContract(Place):
+    """What ``SnapshotStore`` promises over a storage that fails, as tests; see ``StorageContract``."""
+
+    every = 1
+    """Try each ``every``-th operation only, where a place is slow; which ones, differs from fault to fault."""
+
+    @pytest.fixture
+    def no_patience(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lets what nobody holds count as abandoned at once, so that a sweep can be seen to remove it.
+
+        For ``is_settled``, too, which asks for ``SETTLED`` times that age.
+        Sets ``ABANDONED_AFTER_S`` in the module of the storage's class, if it has that name; override it where not.
+        """
+        monkeypatch.setattr(sys.modules[type(storage).__module__], "ABANDONED_AFTER_S", -3600.0, raising=False)
+
+    def _prepared(self, make_storage: MakeStorage, name: str, scenario: Scenario) -> SnapshotStore:
+        store = SnapshotStore(make_storage(name))
+        for step in (1, 2):
+            Snapshot(step).write(store)
+        scenario.prepare(store, _still)
+        return store
+
+    def _chosen(self, operations: list[tuple[int, str]], salt: str) -> list[tuple[int, str]]:
+        first = zlib.crc32(salt.encode()) % min(self.every, max(1, len(operations)))
+        return operations[first :: self.every]
+
+    def _operations(self, make_storage: MakeStorage, scenario: Scenario) -> list[str]:
+        """What the scenario does when nothing fails."""
+        store = self._prepared(make_storage, "dry", scenario)
+        plan = FaultPlan()
+        scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)), _still)
+        assert plan.operations
+        return plan.operations
+
+    def _check(self, make_storage: MakeStorage, name: str, scenario: Scenario, *, is_silent: bool) -> None:
+        """What must hold when the place is well again: for a restart, and for the run that goes on."""
+        store = SnapshotStore(make_storage(name))
+        findings = look(store)
+        # What was whole before and need not go is whole, and there is a candidate.
+        assert set(findings.steps()) >= {1, 2} - scenario.may_go, findings.problems
+        assert findings.steps()
+        assert candidates([store.inventory()])
+        # Unless bytes were lost in silence there is nothing to complain of.
+        assert is_silent or findings.problems == ()
+
+        # Retention counts what is whole only, whatever the inventory says.
+        newest = max(findings.steps())
+        with contextlib.suppress(FormatError):
+            store.retain(LAST, RUN)
+        assert newest in look(store).steps()
+
+        # The run goes on, and nothing stays that nobody needs.
+        Snapshot(9).write(store)
+        store.retain(LAST, RUN)
+        assert 9 in look(store).steps()
+        store.sweep(Share.of_rank(0, 1))
+        if not is_silent:
+            assert everything(store.storage) == _needed(store)
+
+    @pytest.mark.usefixtures("no_patience")
+    @pytest.mark.parametrize("how", FAULTS)
+    @pytest.mark.parametrize("what", SCENARIOS)
+    def test_at_every_operation(self, make_storage: MakeStorage, what: str, how: str) -> None:
+        """What is offered is whole or said to be bad; older snapshots stay; the next one works; no garbage stays."""
+        scenario = SCENARIOS[what]
+        operations = enumerate(self._operations(make_storage, scenario), 1)
+        concerned = [(n, operation) for n, operation in operations if _concerns(FAULTS[how](n), operation)]
+        for n, operation in self._chosen(concerned, f"{what} {how}"):
+            fault = FAULTS[how](n)
+            store = self._prepared(make_storage, f"n{n}", scenario)
+            plan = FaultPlan(fault)
+            # It may fail, or not notice; what it raises is one of ours.
+            with contextlib.suppress(LazySnapError, FileNotFoundError):
+                scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)), _still)
+            assert fault in plan.happened
+            is_silent = isinstance(fault, Flip) or (isinstance(fault, Truncate) and fault.claims_success)
+            try:
+                self._check(make_storage, f"n{n}", scenario, is_silent=is_silent)
+            except (AssertionError, LevelError) as error:
+                raise AssertionError(f"{what}: {operation}, operation {n}, {how}: {error}") from error
+
+    @pytest.mark.usefixtures("no_patience")
+    @pytest.mark.parametrize("what", ["write", "write again", "write with immutable tensors", "retain", "read"])
+    def test_a_hang_is_a_deadline(self, make_storage: MakeStorage, what: str) -> None:
+        """At every operation; and when it comes back, what was given up leaves nothing half behind."""
+        scenario = SCENARIOS[what]
+        for n, operation in self._chosen(list(enumerate(self._operations(make_storage, scenario), 1)), what):
+            store = self._prepared(make_storage, f"n{n}", scenario)
+            plan, ended = FaultPlan(Hang(n)), threading.Event()
+
+            def work(
+                beat: Beat, store: SnapshotStore = store, plan: FaultPlan = plan, ended: threading.Event = ended
+            ) -> None:
+                try:
+                    scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)), beat)
+                finally:
+                    ended.set()
+
+            try:
+                attempt = Attempt(work, what)
+                assert plan.hanging.wait(WAIT_S)
+                with pytest.raises(LevelHangs):
+                    attempt.result(0.01)
+                assert attempt.is_running
+            finally:
+                plan.release()
+            assert ended.wait(WAIT_S)
+            try:
+                self._check(make_storage, f"n{n}", scenario, is_silent=False)
+            except (AssertionError, LevelError) as error:
+                raise AssertionError(f"{what}: {operation}, operation {n}: {error}") from error

@@ -1,0 +1,351 @@
+"""What must hold for snapshots at a place: whole or not there, whoever writes, whatever is damaged, whatever goes."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import pytest
+from support.place import BLOCK, PAGE, WAIT_S, at_once, everything, in_another_process
+from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, directory, level, look, read_whole
+
+from contract.immutable import ImmutableContract
+from lazysnap.errors import CaptureAborted, FormatError, ShardCorrupt
+from lazysnap.levels.retention import Share
+from lazysnap.levels.source import MemorySource
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.resolver import candidates
+
+
+def _flipped(at: int) -> Callable[[bytes], bytes]:
+    def flip(data: bytes) -> bytes:
+        changed = bytearray(data)
+        changed[at] ^= 1
+        return bytes(changed)
+
+    return flip
+
+
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
+    "shard's header flipped": (SHARD, _flipped(60)),
+    "shard's first byte flipped": (SHARD, _flipped(PAGE)),
+    "shard's last byte flipped": (SHARD, _flipped(-1)),
+    "shard cut": (SHARD, lambda data: data[:-1]),
+    "shard longer": (SHARD, lambda data: data + b"\0"),
+    "shard empty": (SHARD, lambda data: b""),
+    "shard gone": (SHARD, lambda data: None),
+    "manifest's first byte flipped": (MANIFEST, _flipped(0)),
+    "manifest flipped": (MANIFEST, _flipped(99)),
+    "manifest's last byte flipped": (MANIFEST, _flipped(-1)),
+    "manifest cut": (MANIFEST, lambda data: data[:-1]),
+    "manifest empty": (MANIFEST, lambda data: b""),
+    "manifest gone": (MANIFEST, lambda data: None),
+}
+"""What can happen to a snapshot: to which file, and what is left of it."""
+
+
+class HookedSource(MemorySource):
+    """A source that does something on its way."""
+
+    def __init__(self, snapshot: Snapshot, *, at: str, action: Callable[[], object]) -> None:
+        source = snapshot.source()
+        super().__init__(source.view(0, -(-source.size_bytes // PAGE) * PAGE), source.size_bytes)
+        self._at = at
+        self._action = action
+
+    def wait(self, upto: int) -> None:
+        """Once at the end of the image."""
+        if self._at == "wait" and upto == self.size_bytes:
+            self._action()
+
+    def finish(self) -> None:
+        """Once."""
+        if self._at == "finish":
+            self._action()
+
+
+class StoreContract(ImmutableContract):
+    """What ``SnapshotStore`` promises over a storage, as tests; see ``StorageContract``."""
+
+    @pytest.mark.parametrize("elements", [0, 1, PAGE, 5000, BLOCK - PAGE, BLOCK - PAGE + 1, 2 * BLOCK + 1])
+    def test_what_was_written_is_read_back(self, make_store: Callable[[], SnapshotStore], elements: int) -> None:
+        """By another client, every byte, whatever the size."""
+        store, other = make_store(), make_store()
+        manifest = store.write(Snapshot(1, elements=elements).meta, Snapshot(1, elements=elements).source())
+
+        (entry,) = other.inventory().entries
+        assert (entry.step, entry.run_id) == (1, RUN)
+        assert other.read_manifest(entry) == manifest == other.verify_entry(entry)
+        read_whole(other, entry)
+        assert everything(store.storage) == [f"{directory(1)}/{MANIFEST}", f"{directory(1)}/{SHARD}"]
+
+    def test_an_empty_place_offers_nothing(self, store: SnapshotStore) -> None:
+        """And has no problem."""
+        inventory = store.inventory()
+        assert (inventory.entries, inventory.frozen, inventory.problems) == ((), (), ())
+        assert store.sweep() == []
+        assert store.retain(level(1), RUN) == []
+
+    @pytest.mark.parametrize("at", ["wait", "finish"])
+    def test_an_aborted_capture_leaves_nothing(self, store: SnapshotStore, at: str) -> None:
+        """At the last block, or after it."""
+
+        def abort() -> None:
+            raise CaptureAborted("torn")
+
+        Snapshot(1).write(store)
+        before = everything(store.storage)
+        snapshot = Snapshot(2, elements=BLOCK)
+        with pytest.raises(CaptureAborted):
+            store.write(snapshot.meta, HookedSource(snapshot, at=at, action=abort))
+
+        assert everything(store.storage) == before
+        assert look(store).steps() == [1]
+
+    def test_nothing_is_offered_before_the_commit(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Not to another client either."""
+        store, other, seen = make_store(), make_store(), []
+        Snapshot(1).write(store)
+        snapshot = Snapshot(2)
+        store.write(snapshot.meta, HookedSource(snapshot, at="finish", action=lambda: seen.append(look(other))))
+
+        assert seen[0].steps() == [1]
+        assert seen[0].problems == ()
+        assert look(other).steps() == [1, 2]
+
+    def test_a_snapshot_is_complete_with_its_last_rank(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Each rank writes for itself."""
+        for rank in range(3):
+            assert candidates([make_store().inventory()]) == []
+            Snapshot(5, rank=rank, world_size=3).write(make_store())
+        (plan,) = candidates([make_store().inventory()])
+        assert (plan.step, plan.world_size) == (5, 3)
+        for (entry,) in plan.sources:
+            read_whole(make_store(), entry)
+
+    def test_the_ranks_of_a_step_may_write_at_once(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Into one directory, while others are swept and removed."""
+        errors = at_once(*[Snapshot(5, rank=rank, world_size=4).write_later(make_store()) for rank in range(4)])
+        assert errors == [None] * 4
+        (plan,) = candidates([make_store().inventory()])
+        assert len({entry.location for (entry,) in plan.sources}) == 1
+
+    def test_one_store_writes_several_steps_at_once(self, store: SnapshotStore) -> None:
+        """It is thread-safe for different steps."""
+        errors = at_once(*[Snapshot(step, elements=50_000).write_later(store) for step in range(1, 7)])
+        assert errors == [None] * 6
+        assert look(store).steps() == [1, 2, 3, 4, 5, 6]
+
+    def test_the_same_step_of_another_run_is_beside_it(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """And is left alone when the first run's go."""
+        for run_id in (RUN, OTHER):
+            for step in (1, 2):
+                Snapshot(step, run_id).write(make_store())
+        store = make_store()
+        assert look(store).steps(RUN) == look(store).steps(OTHER) == [1, 2]
+        assert store.retain(level(1), OTHER) == [1]
+        assert look(store).steps(RUN) == [1, 2]
+        assert look(store).steps(OTHER) == [2]
+
+    def test_the_same_step_of_a_later_start_is_beside_it(self, store: SnapshotStore) -> None:
+        """A resumed run passes a step again, perhaps with other bytes; retention then takes the older one."""
+        Snapshot(1).write(store)
+        again = Snapshot(1, elements=6000, start="2" * 16)
+        again.write(store)
+        assert look(store).steps() == [1, 1]
+        assert candidates([store.inventory()])[0].start == again.start
+
+        assert store.retain(level(1), RUN) == [1]
+        (entry,) = look(store).whole
+        assert entry.start == again.start
+        assert len(everything(store.storage)) == 2
+
+    def test_what_is_committed_is_not_written_again(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """A keeper that takes over may bring the same capture once more."""
+        Snapshot(1).write(make_store())
+        (before,) = make_store().inventory().entries
+        made = make_store().read_manifest(before)
+        assert Snapshot(1).write(make_store()) == before
+        assert make_store().read_manifest(before) == made
+
+    def test_writers_of_one_step_of_several_runs_are_all_served(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """At once, each with a client of its own."""
+        runs = [f"{number}" * 16 for number in range(4)]
+        errors = at_once(*[Snapshot(7, run_id, elements=50_000).write_later(make_store()) for run_id in runs])
+
+        findings = look(make_store())
+        assert [error for error in errors if error is not None] == []
+        assert findings.problems == ()
+        assert sorted(entry.run_id for entry in findings.whole) == runs
+        assert len(everything(make_store().storage)) == 8
+
+    def test_a_job_that_runs_twice_loses_nothing(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Each start writes its own snapshot of a step: all of them are whole."""
+        for step in (1, 2):
+            errors = at_once(
+                *[
+                    Snapshot(step, elements=50_000, start=f"{number}" * 16).write_later(make_store())
+                    for number in (1, 2, 3)
+                ]
+            )
+            assert errors == [None] * 3
+            findings = look(make_store())
+            assert findings.problems == ()
+            assert findings.steps() == sorted(3 * list(range(1, step + 1)))
+
+    def test_damage_of_every_kind_is_found(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Before a byte of it is believed, by one who knew it and one who did not; nothing is deleted for its sake."""
+        store = make_store()
+        for step in range(1, 2 + len(DAMAGES)):
+            Snapshot(step).write(store)
+        for step, (file, damage) in enumerate(DAMAGES.values(), 2):
+            path = f"{directory(step)}/{file}"
+            damaged = damage(store.storage.get(path))
+            store.storage.delete(path)
+            if damaged is not None:
+                store.storage.put(path, damaged)
+
+        steps = {directory(step): name for step, name in enumerate(DAMAGES, 2)}
+        for client in (store, make_store()):
+            findings = look(client)
+            assert findings.steps() == [1]
+            said = {name for there, name in steps.items() if any(there in text for text in findings.problems)}
+            assert said == set(DAMAGES) - {"manifest gone"}
+            assert len(findings.problems) == len(said)
+            for entry in client.inventory().entries:
+                if entry.step != 1:
+                    with pytest.raises(ShardCorrupt):
+                        client.verify_entry(entry)
+        with contextlib.suppress(FormatError):  # it may say so
+            assert make_store().retain(level(1), RUN) == []
+        assert look(make_store()).steps() == [1]
+
+    def test_retention_keeps_the_last_the_multiples_and_the_protected(
+        self, make_store: Callable[[], SnapshotStore]
+    ) -> None:
+        """And nothing is left of the others."""
+        store = make_store()
+        for step in range(1, 10):
+            Snapshot(step).write(store)
+        assert make_store().retain(level(2, 3), RUN, frozenset({4})) == [1, 2, 5, 7]
+        assert look(store).steps() == [3, 4, 6, 8, 9]
+        assert len(everything(store.storage)) == 10
+
+    def test_a_name_keeps_a_snapshot_until_it_is_taken_away(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Two names need both to go; the same step again leaves the named one."""
+        store = make_store()
+        entry = Snapshot(1).write(store)
+        for name in ("first", "before-anneal_v1.2"):
+            store.keep(entry, name)
+        for step in (2, 3):
+            Snapshot(step).write(store)
+        Snapshot(1, elements=6000, start="2" * 16).write(store)
+        named = [entry for entry in make_store().inventory().entries if entry.names]
+        assert [(entry.step, sorted(entry.names)) for entry in named] == [(1, ["before-anneal_v1.2", "first"])]
+        make_store().retain(level(1), RUN)
+        assert set(look(store).steps()) == {1, 3}
+        assert [plan.step for plan in candidates([make_store().inventory()], name="first")] == [1]
+
+        assert make_store().release(RUN, "first") == [entry.location]
+        store.retain(level(1), RUN)
+        assert set(look(store).steps()) == {1, 3}
+        assert make_store().release(None, "before-anneal_v1.2") == [entry.location]
+        store.retain(level(1), RUN)
+        assert look(store).steps() == [3]
+        assert len(everything(store.storage)) == 2
+
+    def test_what_is_being_read_is_not_deleted(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """By another client: it stays until the reader is done, and goes then."""
+        if not self.has_leases:
+            pytest.skip("this place has no leases")
+        store, reader = make_store(), make_store()
+        for step in (1, 2):
+            Snapshot(step).write(store)
+        entry = next(entry for entry in reader.inventory().entries if entry.step == 1)
+        gone: list[int] = []
+        read_whole(reader, entry, lambda: gone.extend(make_store().retain(level(1), RUN)))
+
+        assert gone == []
+        assert make_store().retain(level(1), RUN) == [1]
+        assert look(store).steps() == [2]
+
+    def test_a_sweep_leaves_snapshots_and_living_writers_alone(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Whoever sweeps, also in the middle of a write."""
+        store, swept = make_store(), list[str]()
+        Snapshot(1).write(store)
+        snapshot = Snapshot(2, elements=BLOCK)
+
+        def sweep() -> None:
+            swept.extend(make_store().sweep(Share.of_rank(0, 1)))
+
+        for at in ("wait", "finish"):
+            store.write(snapshot.meta, HookedSource(snapshot, at=at, action=sweep))
+            swept += make_store().sweep()
+        assert swept == []
+        assert set(look(store).steps()) == {1, 2}
+        assert look(store).problems == ()
+
+    def test_a_reader_sees_what_others_change(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """What it knows from before is no reason to offer what is gone."""
+        store, reader = make_store(), make_store()
+        Snapshot(1).write(store)
+        assert look(reader).steps() == [1]
+        Snapshot(2).write(store)
+        assert look(reader).steps() == [1, 2]
+        store.retain(level(1), RUN)
+        assert look(reader).steps() == [2]
+        assert look(reader).problems == ()
+
+    def test_a_writer_that_was_killed_is_in_nobodys_way(
+        self, make_store: Callable[[], SnapshotStore], elsewhere: str | None
+    ) -> None:
+        """Nothing of it is offered; the next one writes the same step, and what it left is swept."""
+        code = f"""
+from lazysnap.levels.store import SnapshotStore
+from support.snapshots import Snapshot
+from contract.stores import HookedSource
+snapshot = Snapshot(2, elements={BLOCK})
+def stop():
+    say("written")
+    wait()
+SnapshotStore(storage).write(snapshot.meta, HookedSource(snapshot, at="finish", action=stop))
+"""
+        store = make_store()
+        Snapshot(1).write(store)
+        with in_another_process(elsewhere, code) as child:
+            assert child.heard() == "written"
+            child.kill()
+        assert look(store).steps() == [1]
+        assert look(store).problems == ()
+        Snapshot(2).write(store)
+        store.sweep(Share.of_rank(0, 1))
+        assert look(store).steps() == [1, 2]
+        if self.notices_death:
+            assert len(everything(store.storage)) == 4
+
+    def test_a_long_read_and_retention_do_not_wait_for_each_other(
+        self, make_store: Callable[[], SnapshotStore]
+    ) -> None:
+        """A reader that stands still holds its own snapshot only."""
+        store, reading, go_on = make_store(), threading.Event(), threading.Event()
+        for step in (1, 2, 3):
+            Snapshot(step).write(store)
+        entry = next(entry for entry in store.inventory().entries if entry.step == 1)
+
+        def stand_still() -> None:
+            reading.set()
+            assert go_on.wait(WAIT_S)
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(go_on.set)
+            errors: list[BaseException | None] = []
+            reader = make_store()
+            thread = threading.Thread(
+                target=lambda: errors.extend(at_once(lambda: read_whole(reader, entry, stand_still))), daemon=True
+            )
+            thread.start()
+            assert reading.wait(WAIT_S)
+            assert 2 in make_store().retain(level(1), RUN)
+        thread.join(WAIT_S)
+        if self.has_leases:
+            assert errors == [None]
+        assert [error for error in errors if not isinstance(error, FileNotFoundError | None)] == []

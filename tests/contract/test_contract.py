@@ -1,0 +1,118 @@
+"""The suites over every storage: a real disk, a tmpfs, fsspec's ``memory://``, a real S3 server on loopback."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+
+import fsspec
+import pytest
+import seaweed
+from support.place import Place
+
+from contract import BreakageContract, StorageContract, StoreContract
+from lazysnap.levels import open_store
+from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.remote import FsspecStorage
+
+
+class Disk(Place):
+    @pytest.fixture
+    def root(self, tmp_path):
+        return str(tmp_path / "with space, é and %41")
+
+    @pytest.fixture
+    def make_storage(self, root):
+        return lambda name="run": LocalStorage(os.path.join(root, name))
+
+    @pytest.fixture
+    def elsewhere(self, storage):
+        return f"open_store({storage.url!r}).storage"
+
+    @pytest.fixture
+    def read_only(self, storage, tmp_path):
+        os.makedirs(storage.url)
+        view = tmp_path / "read only"
+        view.mkdir()
+        for command in (["mount", "--bind", storage.url, view], ["mount", "-o", "remount,bind,ro", view]):
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                subprocess.run(["umount", view], capture_output=True, check=False)
+                pytest.skip("mounting needs root")
+        yield LocalStorage(str(view))
+        subprocess.run(["umount", view], check=True)
+
+
+class Tmpfs(Disk):
+    """The code is that of a disk: it is here to break every operation, which is slow on one."""
+
+    @pytest.fixture
+    def root(self):
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("no tmpfs at /dev/shm that can be written")
+        root = tempfile.mkdtemp(prefix="lazysnap-test-", dir="/dev/shm")
+        yield root
+        shutil.rmtree(root)
+
+
+class Memory(Place):
+    """No other process sees it, and age is all that it knows of a writer."""
+
+    notices_death = False
+    has_leases = False
+
+    @pytest.fixture
+    def make_storage(self, tmp_path):
+        yield lambda name="run": FsspecStorage(f"memory://{tmp_path.name}/{name}")
+        memory = fsspec.filesystem("memory")
+        if memory.exists(f"/{tmp_path.name}"):
+            memory.rm(f"/{tmp_path.name}", recursive=True)
+
+
+class S3(Place):
+    notices_death = False
+    has_leases = False
+
+    @pytest.fixture
+    def root(self):
+        return f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}"
+
+    @pytest.fixture
+    def make_storage(self, s3_server, root):
+        return lambda name="run": open_store(f"{root}/{name}", options=s3_server.options()).storage
+
+    @pytest.fixture
+    def elsewhere(self, storage, s3_server):
+        return f"open_store({storage.url!r}, options={s3_server.options()!r}).storage"
+
+    @pytest.fixture
+    def read_only(self, storage, s3_server):
+        return open_store(storage.url, options=s3_server.options(seaweed.READER)).storage
+
+
+class TestDisk(Disk, StorageContract, StoreContract):
+    pass
+
+
+class TestMemory(Memory, StorageContract, StoreContract):
+    pass
+
+
+@pytest.mark.sampled("S3")
+class TestS3(S3, StorageContract, StoreContract):
+    pass
+
+
+@pytest.mark.sampled("breakage of a tmpfs")
+class TestTmpfsBreaks(Tmpfs, BreakageContract):
+    pass
+
+
+@pytest.mark.sampled("breakage of memory")
+class TestMemoryBreaks(Memory, BreakageContract):
+    pass
+
+
+@pytest.mark.slow
+class TestS3Breaks(S3, BreakageContract):
+    every = int(os.environ.get("LAZYSNAP_TEST_EVERY", "20"))

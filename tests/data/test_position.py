@@ -1,0 +1,212 @@
+"""A loader goes on exactly where it was: order, augmentation, and what training draws afterwards."""
+
+import copy
+import random
+
+import accelerate
+import numpy
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lazysnap import ResumableLoader
+from lazysnap.data import make_resumable
+from lazysnap.data.rng import collect_rng, restore_rng
+from lazysnap.errors import ConfigError
+
+EPOCHS = 3
+LENGTH = 22
+BATCH = 4
+
+
+class Numbers(Dataset):
+    """Each item is its number and random augmentation from every generator that there is."""
+
+    def __init__(self):
+        self.generator = numpy.random.default_rng(torch.initial_seed() % 1000)
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        draws = [torch.rand(()).item(), random.random(), numpy.random.rand(), self.generator.random()]
+        return torch.tensor([float(index), *draws], dtype=torch.float64)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (torch.tensor([float(number), random.random()]) for number in range(LENGTH))
+
+
+class Shuffled(torch.utils.data.Sampler):
+    def __iter__(self):
+        order = list(range(LENGTH))
+        random.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return LENGTH
+
+
+def by_accelerate(loader, **settings):
+    accelerator = Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**settings))
+    prepared = accelerator.prepare(loader)
+    make_resumable(prepared)
+    return prepared
+
+
+def by_fabric(loader):
+    return ResumableLoader(Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader))
+
+
+def shuffled(**settings):
+    return DataLoader(Numbers(), batch_size=BATCH, shuffle=True, **settings)
+
+
+LOADERS = {
+    "shuffled": lambda: ResumableLoader(shuffled()),
+    "in place": lambda: in_place(shuffled()),
+    "own generator": lambda: ResumableLoader(shuffled(generator=torch.Generator().manual_seed(torch.initial_seed()))),
+    "weighted": lambda: ResumableLoader(
+        DataLoader(Numbers(), batch_size=BATCH, sampler=WeightedRandomSampler([1.0] * LENGTH, LENGTH))
+    ),
+    "own sampler": lambda: ResumableLoader(DataLoader(Numbers(), batch_size=BATCH, sampler=Shuffled())),
+    "workers": lambda: ResumableLoader(shuffled(num_workers=2)),
+    "iterable": lambda: ResumableLoader(DataLoader(Stream(), batch_size=BATCH)),
+    "iterable in workers": lambda: ResumableLoader(DataLoader(Stream(), batch_size=BATCH, num_workers=2)),
+    "stateful": lambda: ResumableLoader(StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=True)),
+    "stateful workers": lambda: ResumableLoader(
+        StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=True, num_workers=2)
+    ),
+    "accelerate": lambda: by_accelerate(shuffled(), use_seedable_sampler=True),
+    "accelerate, no seedable sampler": lambda: by_accelerate(shuffled(), use_seedable_sampler=False),
+    "accelerate, workers": lambda: by_accelerate(shuffled(num_workers=2)),
+    "accelerate, stateful": lambda: by_accelerate(shuffled(), use_stateful_dataloader=True),
+    "accelerate, dispatching": lambda: by_accelerate(shuffled(), dispatch_batches=True),
+    "accelerate, iterable": lambda: by_accelerate(DataLoader(Stream(), batch_size=BATCH)),
+    "fabric": lambda: by_fabric(shuffled()),
+}
+
+
+def in_place(loader):
+    make_resumable(loader)
+    return loader
+
+
+def position_of(loader):
+    return loader if isinstance(loader, ResumableLoader) else make_resumable(loader)
+
+
+class Run:
+    """A training that draws random numbers of its own between batches; every step is noted."""
+
+    def __init__(self, make, seed):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
+        self.loader = make()
+        self.trace = []
+        self.epoch = 0
+
+    def train(self, cut=None):
+        while self.epoch < EPOCHS:
+            for batch in self.loader:
+                draws = [torch.rand(()).item(), random.random(), numpy.random.rand()]
+                self.trace.append([self.epoch, batch.tolist(), draws])
+                if len(self.trace) == cut:
+                    self.saved = self.save()
+                    return self
+            self.epoch += 1
+        return self
+
+    def save(self):
+        state = {"loader": position_of(self.loader).state_dict(), "rng": collect_rng(), "epoch": self.epoch}
+        return copy.deepcopy(state)
+
+    def load(self, state):
+        self.epoch = state["epoch"]
+        position_of(self.loader).load_state_dict(state["loader"])
+        restore_rng(state["rng"])
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
+def test_it_goes_on_exactly_after_any_batch(make, sample):
+    whole = Run(make, seed=1).train().trace
+    assert len(whole) > LENGTH // BATCH * EPOCHS
+    few = "workers" in str(make.__code__.co_names) + str(make.__code__.co_consts)
+    cuts = [1, 2, 5, 6, 7, 9, len(whole)] if few else range(1, len(whole) + 1)
+    for cut in cuts:
+        before = Run(make, seed=1).train(cut)
+        assert before.trace == whole[:cut], "it does not repeat itself"
+        state = before.saved
+        after = Run(make, seed=2)
+        after.load(state)
+        assert after.train().trace == whole[cut:], f"cut after {cut}"
+
+
+def test_batches_that_were_trained_are_not_read_again():
+    class Counting(Numbers):
+        reads = 0
+
+        def __getitem__(self, index):
+            Counting.reads += 1
+            return super().__getitem__(index)
+
+    def make():
+        return ResumableLoader(DataLoader(Counting(), batch_size=1, shuffle=True))
+
+    state = Run(make, seed=1).train(20).saved
+    Counting.reads = 0
+    after = Run(make, seed=2)
+    after.load(state)
+    next(iter(after.loader))
+    assert Counting.reads == 1
+
+
+def test_an_iteration_that_was_left_begins_anew():
+    def make():
+        return ResumableLoader(shuffled())
+
+    left = Run(make, seed=1)
+    for _ in left.loader:
+        break
+    assert left.loader.position.given is None
+    again = Run(make, seed=2)
+    again.load(left.save())
+    assert len(again.train().trace) == 3 * -(-LENGTH // BATCH)
+
+
+def test_what_cannot_begin_anew_is_refused():
+    with pytest.raises(ConfigError, match="begins anew"):
+        ResumableLoader(iter([1, 2]))
+    with pytest.raises(ConfigError, match="DataLoader is needed"):
+        make_resumable([1, 2])
+
+
+class Buffered(IterableDataset):
+    """Gives its numbers in a random order, from a buffer."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __iter__(self):
+        held = list(range(LENGTH))
+        while held:
+            yield float(held.pop(int(self.generator.random() * len(held))))
+
+
+@pytest.mark.parametrize(
+    ("generator", "workers", "warns"),
+    [(random, 0, 1), (numpy.random, 0, 1), (random.Random(3), 0, 0), (random, 1, 0)],
+)
+def test_an_order_that_comes_of_global_draws_is_warned_of_once(caplog, generator, workers, warns):
+    loader = ResumableLoader(DataLoader(Buffered(generator), batch_size=BATCH, num_workers=workers))
+    for _ in range(2):
+        assert len(list(loader)) == -(-LENGTH // BATCH)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == warns
+    assert all("Buffered draws from the global random generators" in line for line in said)

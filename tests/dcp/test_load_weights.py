@@ -1,0 +1,157 @@
+"""``load_weights`` gives what ``model.state_dict()`` was, whatever wrote the snapshot: bit for bit, and verified."""
+
+import pytest
+import torch
+from saving import OTHER, RUN, Snapshot, bits, directory_of, rows, write, write_all
+from torch import nn
+
+import lazysnap
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.errors import ConfigError, ShardCorrupt, SnapshotNotFound, StateMismatch
+from lazysnap.state.walk import walk
+
+
+class Model(nn.Module):
+    """Tied weights, buffers, a frozen part, a state that is no tensor, a dtype that safetensors has not got."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.base = nn.Linear(300, 300).requires_grad_(False)
+        self.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
+        self.seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen, "moment": torch.full((2,), float(self.seen))}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+    def forward(self, x):
+        self.seen += 1
+        self.phase += 1j
+        return self.head(self.body(self.embed(x)))
+
+
+def facts(state):
+    plain = {name: bits(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    extra = state["_extra_state"]
+    return plain | {"_extra_state": (extra["seen"], bits(extra["moment"]))}
+
+
+def train(directory, job, model, steps, name="model"):
+    """What the state dict was after each step."""
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    config = SnapshotConfig(
+        levels=(PersistentLevel(directory, every_n_steps=1, keep_last=9),), job_id=job, memory=MemoryLevel(linger_s=1)
+    )
+    engine = SnapshotEngine(config, {name: model, "optimizer": optimizer})
+    was = {}
+    try:
+        assert engine.wait_ready(60)
+        for step in range(1, steps + 1):
+            model(torch.tensor([1, 2, 3])).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert engine.boundary(step)
+            assert engine.wait(step, timeout_s=60)
+            if step == 1:
+                engine.keep("first")
+            was[step] = facts(model.state_dict())
+    finally:
+        assert engine.close()
+    return was
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_weights_of_a_plain_loop_come_back_bit_for_bit_and_a_damaged_latest_is_passed_over(tmp_path, caplog):
+    level = tmp_path / "level"
+    was = train(level, str(tmp_path), Model(), 3)
+
+    for which, step in (("latest", 3), (2, 2), ("first", 1)):
+        state = lazysnap.load_weights(level, which)
+        assert facts(state) == was[step]
+        assert state["head.weight"] is state["embed.weight"], "tied tensors are one"
+        assert {value.device.type for value in state.values() if torch.is_tensor(value)} == {"cpu"}
+        assert Model().load_state_dict(state) == nn.modules.module._IncompatibleKeys([], [])
+
+    (shard,) = level.glob("step-00000003*/*.safetensors")
+    damage(shard)
+    with pytest.raises(ShardCorrupt, match="step-00000003-"):
+        lazysnap.load_weights(level, 3)
+    assert facts(lazysnap.load_weights(level)) == was[2]
+    assert "step-00000003-" in caplog.text
+
+
+def test_sharded_weights_of_several_ranks_come_back_whole(tmp_path):
+    torch.manual_seed(0)
+    weights = {"a": torch.randn(5, 3), "b": torch.randn(4).to(torch.bfloat16), "scale": torch.tensor(2.0)}
+    state = {"model": weights, "optimizer": {"big": torch.zeros(1000)}}
+    for step, world in ((10, 3), (20, 2)):
+        write_all(Snapshot(str(tmp_path), world, step=step, run=OTHER), state, rows(world))
+
+    for which in ("latest", 10):
+        loaded = lazysnap.load_weights(str(tmp_path), which)
+        assert list(loaded) == list(weights)
+        assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in weights.items()}
+
+    next((tmp_path / directory_of(20, OTHER)).glob("rank-00001-*.json")).unlink()
+    with pytest.raises(SnapshotNotFound, match=r"no complete snapshot 20 that can be read; found: .*1 of 2 ranks"):
+        lazysnap.load_weights(tmp_path, 20)
+
+
+def test_another_name_than_model_is_asked_for_and_what_is_wrong_is_said(tmp_path):
+    level = tmp_path / "level"
+    was = train(level, str(tmp_path), Model(), 1, name="generator")
+    with pytest.raises(StateMismatch, match=r"no part 'model', its parts are \['generator', 'optimizer', 'rng'\]"):
+        lazysnap.load_weights(level)
+    assert facts(lazysnap.load_weights(level, part="generator")) == was[1]
+    with pytest.raises(SnapshotNotFound, match="lazysnap ls"):
+        lazysnap.load_weights(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="which"):
+        lazysnap.load_weights(level, 1.5)
+
+
+def test_the_weights_of_a_run_are_those_of_its_newest_snapshot_or_of_one_step_of_it(tmp_path):
+    url, value = str(tmp_path), 0.0
+    for run, step in ((RUN, 10), (RUN, 30), (OTHER, 20)):
+        value += 1
+        write_all(Snapshot(url, 1, step=step, run=run), {"model": {"w": torch.full((3,), value)}}, rows(1))
+
+    def loaded(which):
+        return lazysnap.load_weights(url, which)["w"].tolist()
+
+    assert loaded("latest") == [3.0] * 3, "OTHER began last"
+    assert loaded(f"run:{RUN[:4]}") == [2.0] * 3
+    assert loaded(f"run:{RUN[:4]}@10") == [1.0] * 3
+    assert loaded(f"run:{OTHER}") == [3.0] * 3
+    with pytest.raises(SnapshotNotFound, match="run:1111@20"):
+        lazysnap.load_weights(url, f"run:{RUN[:4]}@20")
+    with pytest.raises(SnapshotNotFound, match="no run begins with 'abc'; the runs there, the newest first: 2222"):
+        lazysnap.load_weights(url, "run:abc")
+    with pytest.raises(ConfigError, match="first digits"):
+        lazysnap.load_weights(url, "run:x")
+
+
+def test_a_snapshot_whose_immutable_tensors_are_not_committed_is_not_complete(tmp_path):
+    url, base = str(tmp_path), {"model.base": torch.ones(5)}
+    state = walk({"model": {"base": base["model.base"], "w": torch.zeros(3)}})
+    for step in (10, 20):
+        write(Snapshot(url, 1, step=step), 0, {"model.w": (torch.zeros(3), None)}, state.skeleton, frozen=base)
+    write_all(Snapshot(url, 1, step=5), {"model": {"w": torch.ones(3)}}, rows(1))
+    assert list(lazysnap.load_weights(tmp_path, f"run:{RUN}")) == ["base", "w"]
+
+    next(tmp_path.glob("frozen-*/*.json")).unlink()
+    for which in (20, f"run:{RUN}@10"):
+        with pytest.raises(SnapshotNotFound, match="needs the immutable tensors"):
+            lazysnap.load_weights(tmp_path, which)
+    for which in ("latest", f"run:{RUN}"):
+        assert lazysnap.load_weights(tmp_path, which)["w"].tolist() == [1.0] * 3

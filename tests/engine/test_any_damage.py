@@ -1,0 +1,114 @@
+"""Whatever is damaged in any file of a level: what is loaded is right, and what is whole is found."""
+
+import os
+import pathlib
+import random
+
+import pytest
+from test_frozen import FrozenStarter, matches
+from tuning import TIMEOUT_S
+
+from lazysnap.errors import LazySnapError
+from lazysnap.levels import open_store
+
+STEPS = (1, 2, 3)
+FLIPS = 8
+"""In each part of each file."""
+
+
+@pytest.fixture
+def job():
+    starter = FrozenStarter()
+    yield starter
+    starter.clean_up()
+
+
+def flip(data, start, stop, draw):
+    at = draw.randrange(start, min(stop, len(data)))
+    return data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
+
+
+def damages(data, draw):
+    """Name and content of each version that is not what was written."""
+    parts = {"the first bytes": (0, 16), "the header": (16, 600), "the body": (600, len(data))}
+    for part, (start, stop) in parts.items():
+        if start < len(data):
+            yield from ((f"a bit of {part} flipped", flip(data, start, stop, draw)) for _ in range(FLIPS))
+    cut = draw.randrange(len(data)) if data else 0
+    if data:
+        yield "truncated", data[:cut]
+        yield "empty", b""
+        yield "zeros from somewhere on", data[:cut] + bytes(len(data) - cut)
+    yield "extended", data + draw.randbytes(draw.choice([1, 4096]))
+
+
+def swaps(files, draw):
+    """Pairs of files, and what is in them afterwards."""
+    for kind in {path.suffix for path in files}:
+        alike = [path for path in files if path.suffix == kind]
+        for one in alike[1:]:
+            yield one, draw.choice(alike[: alike.index(one)])
+
+
+def judge(tuning, touched):
+    """What is wrong with what is loaded while these files are damaged; ``None`` if nothing."""
+    broken = {step for step in STEPS for path in touched if f"{step:08d}" in path.parent.name}
+    is_base = any(path.parent.name.startswith("frozen-") for path in touched)
+    try:
+        snapshot = tuning.engine.fetch_stored()
+    except LazySnapError as error:
+        return None if is_base else f"refused: {error}"
+    if snapshot is None:
+        return None if is_base else "nothing was found"
+    if not matches(tuning, snapshot):
+        return f"step {snapshot.step} was loaded, and is wrong"
+    owed = 0 if is_base else max(set(STEPS) - broken, default=0)
+    return f"step {snapshot.step} was loaded, {owed} is whole" if snapshot.step < owed else None
+
+
+@pytest.mark.sampled
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("round_", range(4))
+def test_nothing_wrong_is_loaded_and_what_is_whole_is_found(job, tmp_path, sample, round_):
+    first = job.start(tmp_path)
+    for step in STEPS:
+        first.run(step, step)
+        if step == 1:
+            first.engine.keep("a-name")  # else it goes when there are two newer ones
+        assert first.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
+    assert first.engine.close()
+    assert [entry.step for entry in open_store(str(tmp_path)).inventory().entries] == list(STEPS)
+    reader = job.start(tmp_path, ready=False)
+    reader.held = first.held
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert {path.suffix for path in files} >= {".json", ".safetensors"}
+    assert judge(reader, []) is None
+
+    draw = random.Random(f"{sample.seed} {round_}")
+    found = []
+    for path in files:
+        data = path.read_bytes()
+        for how, content in damages(data, draw):
+            if content == data:
+                continue
+            path.write_bytes(content)
+            found.append((path.relative_to(tmp_path), how, judge(reader, [path])))
+        path.write_bytes(data)
+        path.unlink()
+        found.append((path.relative_to(tmp_path), "deleted", judge(reader, [path])))
+        path.write_bytes(data)
+    for one, other in swaps(files, draw):
+        swap(one, other)
+        what = f"swapped with {other.relative_to(tmp_path)}"
+        found.append((one.relative_to(tmp_path), what, judge(reader, [one, other])))
+        swap(one, other)
+
+    assert len(found) > 200
+    assert [line for line in found if line[-1]] == [], f"LAZYSNAP_TEST_SEED={sample.seed}"
+    assert judge(reader, []) is None
+
+
+def swap(one: pathlib.Path, other: pathlib.Path) -> None:
+    aside = one.with_name(".aside")
+    for source, target in ((one, aside), (other, one), (aside, other)):
+        os.rename(source, target)

@@ -1,0 +1,99 @@
+"""What is reported as captured or durable is so, whatever happens to the connection to a keeper that lives."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from small_training import TIMEOUT_S
+
+from lazysnap.arena import SlotPhase
+from lazysnap.levels import open_store
+
+LARGE = {"width": 400_000}
+"""A state of 70 MB: copying it takes tens of milliseconds."""
+
+
+def large(job, *levels):
+    training = job.start(*levels, **LARGE)
+    training.run(1, 3)
+    return training
+
+
+def cut(training):
+    training.engine._client._connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def begin_and_cut(training, delay_s):
+    training.train()
+    assert training.engine.boundary(4)
+    time.sleep(delay_s)  # where in the copy the connection ends
+    cut(training)
+
+
+def steps_at(level):
+    return [entry.step for entry in open_store(str(level)).inventory().entries]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.01])
+def test_close_is_true_only_if_the_last_capture_is_on_storage(job, tmp_path, delay_s):
+    training = large(job, tmp_path)
+    begin_and_cut(training, delay_s)
+
+    assert training.engine.close()
+
+    assert 4 in steps_at(tmp_path)
+
+
+@pytest.mark.parametrize("levels", [True, False])
+def test_flush_and_wait_tell_of_a_capture_that_the_keeper_has(job, tmp_path, levels):
+    training = large(job, *([tmp_path] if levels else []))
+    begin_and_cut(training, 0.0)
+
+    assert training.engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
+    assert training.engine.flush(TIMEOUT_S)
+
+    assert training.engine.statistics().last_whole_step == 4
+    job.crash(training)
+    assert job.start(ready=False, **LARGE).engine.fetch("latest").step == 4
+
+
+def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_path):
+    """As a keeper does that cannot see whether its trainer lives (in another container)."""
+    training = large(job, tmp_path)
+    training.train()
+    assert training.engine.boundary(4)
+    [slot] = [slot for slot in training.engine._client.slots() if slot.status().step == 4]
+    slot.discard()
+    training.engine.gate()
+
+    assert slot.status().phase is SlotPhase.VOID
+    assert training.engine.statistics().last_whole_step == 3
+    assert not training.engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
+    assert not training.engine.flush(TIMEOUT_S)
+    assert not training.engine.close()
+    assert 4 not in steps_at(tmp_path)
+
+
+def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job, tmp_path):
+    training = job.start(tmp_path)
+    training.run(1, 2)
+    assert training.engine.flush(TIMEOUT_S)
+    pid = training.engine._client._connection.peer_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        # More notes than the socket takes.
+        for number in range(3000):
+            training.engine.release(f"never-given-{number}")
+        training.run(3, 4)
+        training.engine.keep("best")
+        assert training.engine.statistics().last_whole_step == 4
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    training.run(5, 5)
+    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine.statistics().keepers_lost == 0
+    assert [entry.step for entry in open_store(str(tmp_path)).inventory().entries if "best" in entry.names] == [4]
+    assert training.engine.close()

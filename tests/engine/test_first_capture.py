@@ -1,0 +1,134 @@
+"""The first boundary waits for the memory of one snapshot, as long as there may be some; later ones do not."""
+
+import os
+import signal
+
+import pytest
+from small_training import TIMEOUT_S
+from support.waiting import until
+from tuning import Tuning
+
+from lazysnap import MemoryLevel
+from lazysnap.errors import JobBusy
+
+
+def test_the_first_capture_waits_for_its_memory(job):
+    training = job.start(ready=False)
+    training.run(1, 1)
+    statistics = training.engine.statistics()
+
+    assert training.began == [True]
+    assert not statistics.skipped
+    assert 0 < statistics.memory_wait_s <= statistics.waited_s
+    assert statistics.boundary.total_s < statistics.waited_s
+
+
+def test_the_first_capture_waits_for_one_slot_alone(job, monkeypatch):
+    monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:2:hang")
+    training = job.start(ready=False)
+    training.run(1, 2)
+
+    assert training.began == [True, False]
+    assert training.engine.statistics().skipped == {"all slots are in use": 1}
+    assert training.engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
+
+
+def test_the_first_capture_after_a_restore_waits_as_well(job):
+    first = job.start(ready=False)
+    first.run(1, 2)
+    job.crash(first)
+
+    second = job.start(ready=False)
+    snapshot = second.engine.restore("latest")
+    second.run(snapshot.step + 1, snapshot.step + 1)
+
+    assert second.began == [True]
+
+
+def test_memory_that_was_prepared_before_the_first_boundary_is_waited_for(job):
+    """An optimizer of a kind that is not known: its state is larger than was estimated."""
+    training = job.start(ready=False, extra={"large": {"table": list(range(200_000))}})
+    training.engine.prepare()
+    training.run(1, 1)
+
+    assert training.began == [True]
+
+
+def test_the_first_capture_waits_for_immutable_tensors(job):
+    tuning = Tuning(job.config())
+    job.trainings.append(tuning)
+    tuning.run(1, 1)
+
+    assert tuning.began == [True]
+    assert tuning.engine.statistics().frozen_bytes > 0
+    wanted = tuning.facts()
+    tuning.engine.abandon()
+    again = Tuning(job.config())
+    job.trainings.append(again)
+    assert again.engine.restore("latest").step == 1
+    assert again.facts() == wanted
+
+
+def test_immutable_tensors_that_do_not_fit_end_the_wait(job, tmp_path):
+    tuning = Tuning(job.config(tmp_path, memory=MemoryLevel(max_bytes=4 << 20, linger_s=60)))
+    job.trainings.append(tuning)
+    tuning.run(1, 1)
+
+    assert tuning.began == [True]
+    assert "immutable tensors do not fit" in tuning.engine.statistics().unprotected
+    assert tuning.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
+
+
+def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkeypatch, caplog):
+    monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
+    training = job.start(ready=False, keeper_timeout_s=1)
+    training.engine.prepare()
+    keeper = until(lambda: training.engine._client._connection).peer_pid
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        training.run(1, 1)
+        waited_s = training.engine.statistics().memory_wait_s
+        training.run(2, 20)
+
+        assert training.began == [False] * 20
+        assert 0 < waited_s < training.engine.config.gate_timeout_s
+        assert training.engine.statistics().memory_wait_s == waited_s
+        assert sum("does not answer" in record.getMessage() for record in caplog.records) == 1
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+
+
+def test_a_deadline_ends_the_wait(job, monkeypatch):
+    monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
+    training = job.start(ready=False, gate_timeout_s=0.5)
+    training.run(1, 3)
+
+    statistics = training.engine.statistics()
+    assert training.began == [False] * 3
+    assert statistics.skipped == {"no slots yet": 3}
+    assert 0 < statistics.memory_wait_s < 10
+
+
+def test_nobody_waits_after_a_keepers_death_later_on(job, monkeypatch):
+    training = job.start(ready=False)
+    training.run(1, 3)
+    waited_s = training.engine.statistics().memory_wait_s
+    os.kill(training.engine._client._connection.peer_pid, signal.SIGKILL)
+    until(lambda: training.engine.statistics().keepers_lost == 1)
+    training.run(4, 10)
+
+    assert training.engine.statistics().memory_wait_s == waited_s
+
+
+@pytest.mark.parametrize("has_level", [False, True])
+def test_a_job_that_runs_already_ends_the_second_start_at_its_first_boundary(job, tmp_path, has_level):
+    levels = [tmp_path] if has_level else []
+    first = job.start(*levels)
+    first.run(1, 2)
+    second = job.start(*levels, ready=False)
+    second.train()
+
+    with pytest.raises(JobBusy, match="runs already"):
+        second.engine.boundary(9)
+
+    assert first.engine.fetch("latest").step == 2

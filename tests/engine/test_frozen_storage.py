@@ -1,0 +1,73 @@
+"""Snapshots of a fine-tuning get to storage however training ends, not only when it ends well."""
+
+import pytest
+from small_training import Starter
+from tuning import TIMEOUT_S, Tuning, change_unseen, keeper_gone, keeper_of
+
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap.levels import open_store
+
+
+@pytest.fixture
+def job():
+    starter = Starter()
+    yield starter
+    starter.clean_up()
+
+
+def start(job, url):
+    """Between two snapshots on storage many are in memory only."""
+    levels = (PersistentLevel(str(url), every_n_steps=1000),)
+    tuning = Tuning(SnapshotConfig(job_id=job.job_id, levels=levels, memory=MemoryLevel(linger_s=1)), width=512)
+    job.trainings.append(tuning)
+    assert tuning.engine.wait_ready(TIMEOUT_S)
+    return tuning
+
+
+def stored(url):
+    return sorted(entry.step for entry in open_store(str(url)).inventory().entries)
+
+
+def test_a_training_that_fails_leaves_its_newest_snapshot_on_storage(job, tmp_path):
+    tuning = start(job, tmp_path)
+    last = 0
+    for _ in range(6):
+        last = tuning.run_until_captured(last + 1)
+    keeper = keeper_of(tuning)
+
+    tuning.engine.abandon()
+    keeper_gone(keeper)
+
+    assert stored(tmp_path)[-1] == last
+    fresh = start(job, tmp_path)
+    assert fresh.engine.restore("latest").step == last
+    assert fresh.facts() == tuning.held[last]
+
+
+def test_a_change_that_no_sample_covers_is_found_when_training_fails_and_is_not_stored(job, tmp_path, caplog):
+    tuning = start(job, tmp_path)
+    compared = tuning.run_until_captured(1)
+    assert tuning.engine.flush(TIMEOUT_S)
+    change_unseen(tuning)
+    tuning.run_until_captured(tuning.run_until_captured(compared + 1) + 1)
+    keeper = keeper_of(tuning)
+
+    tuning.engine.abandon()
+    keeper_gone(keeper)
+
+    assert stored(tmp_path) == [compared]
+    assert [record for record in caplog.records if "need no gradient were changed" in record.message]
+
+
+def test_a_snapshot_that_is_named_after_the_fact_is_stored_while_training_goes_on(job, tmp_path):
+    tuning = start(job, tmp_path)
+    first = tuning.run_until_captured(1)
+    assert tuning.engine.wait(first, until="durable", timeout_s=TIMEOUT_S)
+    last = tuning.run_until_captured(first + 1)
+
+    assert tuning.engine.keep("warm") == last
+    keeper = keeper_of(tuning)
+    tuning.engine.abandon()
+    keeper_gone(keeper)
+
+    assert start(job, tmp_path).engine.fetch("warm").step == last

@@ -1,0 +1,232 @@
+"""Going back by choice begins a new run: nothing is lost on either side, and what is reported is true."""
+
+import logging
+import os
+import signal
+
+import pytest
+from small_training import TIMEOUT_S, Training
+from support.waiting import until
+
+from lazysnap import PersistentLevel, SnapshotConfig, latest_path
+from lazysnap.errors import ConfigError, SnapshotNotFound
+from lazysnap.levels import open_store
+from lazysnap.resolver import candidates
+
+
+def steps_at(path):
+    """Per run, the newest first: the steps of its complete snapshots, the greatest first."""
+    runs = {}
+    for plan in candidates([open_store(str(path)).inventory()]):
+        runs.setdefault(plan.run_id, []).append(plan.step)
+    return list(runs.values())
+
+
+def train(training, first, last):
+    """One step at a time, so that storage has each of them."""
+    for step in range(first, last + 1):
+        training.run(step, step)
+        assert training.engine.wait(step, timeout_s=TIMEOUT_S)
+
+
+def start_with_a_named_step(job, path):
+    """Step 4 is called x, and 5 to 8 follow; storage keeps two and x."""
+    training = job.start(path)
+    train(training, 1, 4)
+    training.engine.keep("x")
+    train(training, 5, 8)
+    assert training.engine.flush(TIMEOUT_S)
+    assert steps_at(path) == [[8, 7, 4]]
+    return training
+
+
+@pytest.mark.parametrize("ends", ["same process", "closed", "crashed"])
+def test_the_branch_is_neither_deleted_for_nor_overshadowed_by_what_was_left_behind(job, tmp_path, caplog, ends):
+    training = start_with_a_named_step(job, tmp_path)
+    if ends == "closed":
+        assert training.engine.close()
+    elif ends == "crashed":
+        job.crash(training)
+    if ends != "same process":
+        training = job.start(tmp_path, ready=False)
+
+    snapshot = training.engine.restore("x")
+
+    assert snapshot.step == 4
+    assert f"begins at step 4 of run {snapshot.run_id[:8]}" in caplog.text
+    assert f'restore("run:{snapshot.run_id[:8]}' in caplog.text
+    assert training.engine.wait_ready(TIMEOUT_S)
+    train(training, 5, 5)
+    assert training.engine.statistics().last_durable_step == {str(tmp_path): 5}
+    assert steps_at(tmp_path) == [[5], [8, 7, 4]]
+    train(training, 6, 7)
+    assert training.engine.close()
+    assert steps_at(tmp_path) == [[7, 6], [8, 7, 4]]
+    assert f"/step-00000007-{other_run(tmp_path)}-" in latest_path(tmp_path)
+
+    last = job.start(tmp_path, ready=False).engine
+    assert last.restore("latest").step == 7
+    # Named in both runs or in one: the newest run that has it is meant.
+    assert last.fetch("x").step == 4
+    assert last.fetch(8).run_id == snapshot.run_id
+
+
+def other_run(path):
+    return candidates([open_store(str(path)).inventory()])[0].run_id
+
+
+def test_until_the_branch_has_a_snapshot_latest_is_what_it_was_and_the_branch_point_stays(job, tmp_path):
+    """The trainer dies right after it went back; what memory held beyond storage is not lost either."""
+    training = start_with_a_named_step(job, tmp_path)
+    old = training.facts()
+    job.crash(training)
+    second = job.start(tmp_path, ready=False)
+    assert second.engine.restore("x").step == 4
+    assert second.engine.wait_ready(TIMEOUT_S)
+    job.crash(second)
+
+    third = job.start(tmp_path, ready=False)
+
+    assert third.engine.restore("latest").step == 8
+    assert third.facts() == old
+    assert third.engine.fetch("x").step == 4
+
+
+def test_memory_of_what_was_left_behind_outlasts_the_way_back_but_not_the_branch(job):
+    """Without storage: the newest capture is the restart point until the branch has one, and never afterwards."""
+    training = job.start()
+    training.run(1, 6)
+    assert training.engine.wait(6, until="captured", timeout_s=TIMEOUT_S)
+    [back] = {entry.step for entry in training.engine._client.inventory(TIMEOUT_S).entries} - {6}
+
+    assert training.engine.restore(back).step == back
+    job.crash(training)
+    second = job.start(ready=False)
+    assert second.engine.fetch("latest").step == 6
+    assert second.engine.restore(back).step == back
+    assert second.engine.wait_ready(TIMEOUT_S)
+    second.run(2, 2)
+    job.crash(second)
+
+    assert job.start(ready=False).engine.restore("latest").step == 2
+
+
+def test_a_late_capture_of_the_run_that_was_left_deletes_no_branch_point(job, tmp_path):
+    """Storage was away when step 2 was captured, and takes it after the training went back to step 1."""
+    path, away = tmp_path / "level", tmp_path / "away"
+    level = PersistentLevel(str(path), every_n_steps=1, keep_last=1)
+
+    def start():
+        training = Training(SnapshotConfig(levels=(level,), job_id=job.job_id, memory=job.config().memory))
+        job.trainings.append(training)
+        return training
+
+    training = start()
+    assert training.engine.wait_ready(TIMEOUT_S)
+    train(training, 1, 1)
+    path.rename(away)
+    path.write_text("not a directory")
+    training.run(2, 2)
+    assert not training.engine.flush(TIMEOUT_S)
+    job.crash(training)
+    path.unlink()
+    away.rename(path)
+    second = start()
+
+    assert second.engine.restore(1).new_run is not None
+    assert second.engine.flush(TIMEOUT_S)
+
+    assert steps_at(path) == [[2, 1]]
+    assert second.engine.wait_ready(TIMEOUT_S)
+    train(second, 2, 3)
+    assert second.engine.close()
+    assert steps_at(path) == [[3], [2, 1]]
+
+
+def test_a_name_given_on_the_branch_just_before_the_keeper_dies_is_not_taken_for_one_that_is_stored(job, tmp_path):
+    """Step 5 of the branch is not durable because step 8 of the run that was left is."""
+    training = start_with_a_named_step(job, tmp_path)
+    engine = training.engine
+    engine.restore("x")
+    assert engine.statistics().last_durable_step == {}
+    keeper = engine._client._connection.peer_pid
+    os.kill(keeper, signal.SIGSTOP)
+    training.run(5, 5)
+    assert training.began[-1]
+    assert engine.keep("y") == 5
+    os.kill(keeper, signal.SIGKILL)
+    until(lambda: engine.statistics().keepers_lost == 1)
+    assert engine.wait_ready(TIMEOUT_S)
+
+    train(training, 6, 9)
+
+    assert engine.close()
+    assert steps_at(tmp_path) == [[9, 8, 5], [8, 7, 4]]
+    assert job.start(tmp_path, ready=False).engine.fetch("y").step == 5
+
+
+def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
+    training = start_with_a_named_step(job, tmp_path)
+    assert training.engine.close()
+    other = job.start(tmp_path)
+    train(other, 1, 2)
+    assert other.engine.close()
+    third = job.start(tmp_path, ready=False).engine
+    new, old = (plan.run_id for plan in candidates([open_store(str(tmp_path)).inventory()]) if plan.step in (2, 8))
+
+    assert third.fetch("latest").step == 2
+    assert third.fetch(f"run:{old}").step == 8
+    assert third.fetch(f"run:{old.upper()}@4").step == 4
+    assert third.fetch(f"run:{new}").new_run is None
+    with pytest.raises(SnapshotNotFound, match=f"no whole snapshot of run {old} of step 3; the runs there.*step 8"):
+        third.fetch(f"run:{old}@3")
+    unknown = next(digit for digit in "0123456789abcdef" if digit not in (new[0], old[0]))
+    with pytest.raises(
+        SnapshotNotFound, match=rf"no run begins with '{unknown}'; .*{new[:8]}[0-9a-f]* \(newest step 2\), {old[:8]}"
+    ):
+        third.fetch(f"run:{unknown}")
+    for odd in ("run:", "run:wxyz", "run:1f3a@", "run:1f3a@x", "run:1f3a@-1", "run:@3", "run:" + "1" * 17):
+        with pytest.raises(ConfigError, match="the first digits of a run id"):
+            third.fetch(odd)
+    with pytest.raises(ConfigError):
+        third.keep(f"run:{old}")
+
+
+def test_a_fresh_start_in_a_used_directory_names_what_it_leaves_once(job, tmp_path, caplog):
+    training = start_with_a_named_step(job, tmp_path)
+    assert training.engine.close()
+    [old] = {plan.run_id for plan in candidates([open_store(str(tmp_path)).inventory()])}
+
+    fresh = job.start(tmp_path)
+    step = 0
+    while "starts fresh" not in caplog.text:
+        step += 1
+        assert step < 5000
+        train(fresh, step, step)
+    train(fresh, step + 1, step + 3)
+
+    [line] = [record for record in caplog.records if "starts fresh" in record.getMessage()]
+    assert line.levelno == logging.WARNING
+    assert f"{tmp_path} holds run {old[:8]}" in line.getMessage()
+    assert "whose newest snapshot is step 8" in line.getMessage()
+    assert f'restore("run:{old[:8]}' in line.getMessage()
+    assert f'ckpt_path="run:{old[:8]}' in line.getMessage()
+    assert fresh.engine.close()
+    back = job.start(tmp_path, ready=False).engine
+    assert back.restore(f"run:{old}").step == 8
+
+
+def test_nothing_is_named_where_nothing_is_left(job, tmp_path, caplog):
+    """Not in an empty directory, and not where the run goes on."""
+    first = job.start(tmp_path)
+    assert first.engine.restore() is None
+    train(first, 1, 3)
+    assert first.engine.close()
+    second = job.start(tmp_path, ready=False)
+    second.engine.restore()
+    assert second.engine.wait_ready(TIMEOUT_S)
+    train(second, 4, 6)
+    assert second.engine.close()
+
+    assert "starts fresh, as run" not in caplog.text
+    assert steps_at(tmp_path) == [[6, 5]]

@@ -1,0 +1,42 @@
+"""The lines that tell how a run starts and ends: they say no more than is known."""
+
+from collections import Counter
+
+import pytest
+
+from lazysnap import PersistentLevel, SnapshotConfig
+from lazysnap.engine import report
+from lazysnap.engine.opening import Sizes, opening_line
+from lazysnap.engine.probe import check_levels
+from lazysnap.engine.snapshot import Absence
+from lazysnap.engine.statistics import Statistics
+from lazysnap.errors import LevelUnavailable
+
+
+def test_a_start_that_could_not_look_everywhere_does_not_say_that_there_is_nothing():
+    assert "there is no snapshot in memory or at /a" in report.fresh(Absence(("/a",)))
+    told = report.fresh(Absence(("/a",), is_partial=True))
+    assert "there is no snapshot" not in told
+    assert "not all of that could be read" in told
+
+
+def test_memory_that_is_not_held_is_not_told_as_held():
+    sizes = Sizes(state_bytes=100, frozen_bytes=0, slots=3, slot_bytes=200, available_bytes=50)
+    assert "100 bytes, 3 slots = " in opening_line(SnapshotConfig(), sizes, 1)
+    assert "no memory: it would take 3 slots = " in opening_line(SnapshotConfig(), sizes, 1, is_protected=False)
+
+
+def test_steps_that_training_wrote_itself_were_due_too():
+    statistics = Statistics(skipped=Counter({"no memory": 54}))
+    for _ in range(6):
+        statistics.direct.add(0.1)
+    statistics.last_whole_step = 51
+    told = report.summary(statistics, report.End(report.Ending.CLOSED, (), 1800))
+    assert told[0].startswith("captured 0 of 60 due steps, 6 written by training itself, past memory, 54 left out")
+
+
+def test_a_level_that_is_required_and_fails_does_not_say_that_training_goes_on(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LevelUnavailable, match="Not a directory") as caught:
+        check_levels([PersistentLevel(tmp_path / "file" / "run")])
+    assert "training goes on" not in str(caught.value)

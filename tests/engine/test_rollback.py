@@ -1,0 +1,390 @@
+"""Rollback in place: the state goes back, the process and the keeper go on."""
+
+import math
+import os
+import signal
+
+import numpy
+import pytest
+import torch
+from small_training import TIMEOUT_S
+from support.waiting import until
+
+from lazysnap import LossSpike, LossWatch, NonFinite, ResumableLoader
+from lazysnap.errors import ConfigError, RollbackFailed, SnapshotNotFound
+from lazysnap.levels import open_store
+from lazysnap.resolver import candidates
+
+
+def batches_of(count, bad=()):
+    """A fixed list of batches; each of the ``bad`` ones makes the loss NaN."""
+    drawn = [torch.randn(8, 6, generator=torch.Generator().manual_seed(100 + index)) for index in range(count)]
+    return [batch * float("nan") if index in bad else batch for index, batch in enumerate(drawn)]
+
+
+def learn(training, batch):
+    """One step on a batch; the loss."""
+    loss = (training.model(batch) - batch).square().mean()
+    training.optimizer.zero_grad()
+    loss.backward()
+    training.optimizer.step()
+    training.scheduler.step()
+    training.counters["seen"] += len(batch)
+    return loss
+
+
+def run_watched(training, batches, policy):
+    """The loop of ``LossWatch``'s docstring; the step it came to."""
+    watch = LossWatch(policy, training.engine)
+    for batch in batches:
+        loss = learn(training, batch)
+        if not watch.see(loss):
+            training.engine.boundary()
+    training.engine.gate()
+    return training.engine.step
+
+
+def captured(training, first, last):
+    """Train, each step whole in memory. With a level and a name that is not stored yet, a step may be left out."""
+    for step in range(first, last + 1):
+        training.run(step, step)
+        assert training.engine.wait(step, until="captured", timeout_s=TIMEOUT_S)
+
+
+def test_a_run_with_a_nan_batch_ends_with_the_weights_of_a_run_that_never_saw_it(job, capsys):
+    batches = batches_of(51, bad=[25])
+    plain = job.start()
+    assert run_watched(plain, batches[:25] + batches[26:], NonFinite()) == 50
+    wanted = plain.facts()
+    plain.engine.close(drain=False)
+
+    training = job.start()
+    keeper = training.engine._client._connection.peer_pid
+    assert run_watched(training, batches, NonFinite()) == 50
+
+    assert training.facts() == wanted
+    statistics = training.engine.statistics()
+    assert (statistics.rollbacks, statistics.keepers_lost, statistics.replans) == (1, 0, 0)
+    assert training.engine._client._connection.peer_pid == keeper
+
+
+def test_the_user_sees_one_line_per_rollback(job, caplog):
+    training = job.start()
+    with caplog.at_level("INFO", "lazysnap"):
+        run_watched(training, batches_of(6, bad=[3]), NonFinite())
+    [line] = [record.getMessage() for record in caplog.records if "rolled back" in record.getMessage()]
+    assert "rolled back from step 4 to step 3 (the loss is nan): restored from memory in " in line
+    assert "the batches since step 3 are skipped" in line
+
+
+def test_what_is_in_the_place_of_a_boundary_is_undone_and_steps_count_from_there(job):
+    training = job.start()
+    training.run(1, 3)
+    before = training.facts()
+    training.run(4, 4)
+    training.train()
+
+    done = training.engine.rollback()
+    assert (done.step, done.from_step, done.level, training.engine.step) == (4, 5, "memory", 4)
+    done = training.engine.rollback(steps=2)
+    assert (done.step, done.from_step, training.engine.step) == (3, 5, 3)
+    assert training.facts() == before
+
+
+def test_gradients_of_the_bad_step_are_cleared(job):
+    training = job.start()
+    training.run(1, 2)
+    (training.model(torch.randn(8, 6)) * float("nan")).sum().backward()
+    training.engine.rollback()
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+
+
+def test_latest_means_the_way_back_from_the_moment_rollback_returns(job, tmp_path):
+    """Newer snapshots of the run that was left, in memory and on storage, are not offered any more."""
+    training = job.start(tmp_path)
+    captured(training, 1, 5)
+    wanted = training.facts()
+    captured(training, 6, 6)
+    assert training.engine.flush(TIMEOUT_S)
+    old = training.engine._recorder.meta.run_id
+
+    assert training.engine.rollback(steps=2).step == 5
+    job.crash(training)
+
+    second = job.start(tmp_path, ready=False)
+    snapshot = second.engine.restore("latest")
+    assert (snapshot.step, snapshot.level, snapshot.run_id == old) == (5, "memory", False)
+    assert second.facts() == wanted
+
+
+def test_storage_gets_the_state_that_was_gone_back_to(job, tmp_path):
+    """Also where the level takes few steps: without trainer and keeper the bad branch would be the newest."""
+    training = job.start(tmp_path)
+    captured(training, 1, 6)
+    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine.rollback(steps=2).step == 5
+    assert training.engine.flush(TIMEOUT_S)
+    newest = candidates([open_store(str(tmp_path)).inventory()])[0]
+    assert (newest.step, newest.run_id) == (5, training.engine._recorder.meta.run_id)
+
+
+def test_without_a_newer_capture_the_run_goes_on(job, tmp_path):
+    """A rollback to the last boundary leaves no run behind on storage."""
+    training = job.start(tmp_path)
+    run = training.engine._recorder.meta.run_id
+    run_watched(training, batches_of(8, bad=[2, 5]), NonFinite())
+    assert training.engine.flush(TIMEOUT_S)
+    assert {plan.run_id for plan in candidates([open_store(str(tmp_path)).inventory()])} == {run}
+
+
+def test_what_is_not_in_memory_comes_from_storage(job, tmp_path):
+    training = job.start(tmp_path)
+    captured(training, 1, 2)
+    training.engine.keep("early")
+    wanted = training.facts()
+    for step in range(3, 9):  # storage holds no slot when the next one is chosen
+        training.run(step, step)
+        assert training.engine.flush(TIMEOUT_S)
+
+    done = training.engine.rollback(steps=7)
+
+    assert (done.step, done.level) == (2, str(tmp_path))
+    assert training.engine.statistics().last_whole_step == 2
+    assert training.facts() == wanted
+
+
+def test_where_memory_was_lost_storage_serves(job, tmp_path):
+    """The keeper and its slots are gone: it was killed, and the trainer's own mappings were dropped with it."""
+    training = job.start(tmp_path)
+    captured(training, 1, 4)
+    assert training.engine.flush(TIMEOUT_S)
+    wanted = training.facts()
+    client = training.engine._client
+    for slot in client.slots():
+        slot.discard()
+    training.train()
+
+    done = training.engine.rollback()
+
+    assert (done.step, done.level) == (4, str(tmp_path))
+    assert training.facts() == wanted
+
+
+def test_a_keeper_that_dies_takes_no_way_back_along(job):
+    training = job.start()
+    captured(training, 1, 3)
+    wanted = training.facts()
+    os.kill(training.engine._client._connection.peer_pid, signal.SIGKILL)
+    until(lambda: training.engine.statistics().keepers_lost == 1)
+    training.train()
+    assert training.engine.rollback().step == 3
+    assert training.facts() == wanted
+
+
+def test_nothing_to_go_back_to_is_said_and_nothing_is_changed(job):
+    training = job.start()
+    captured(training, 1, 1)
+    wanted = training.facts().keys() and torch.get_rng_state()
+    with pytest.raises(SnapshotNotFound, match=r"no usable snapshot that is 2 steps older than step 2, .* in memory"):
+        training.engine.rollback(steps=2)
+    with pytest.raises(SnapshotNotFound, match="99 steps older than step 2") as error:
+        training.engine.rollback(steps=99)
+    assert "wait_ready" not in str(error.value)
+    assert "-" not in str(error.value)
+    assert torch.equal(torch.get_rng_state(), wanted)
+    captured(training, 2, 2)
+
+
+@pytest.mark.parametrize("settings", [{"steps": 0}, {"steps": True}, {"data": "again"}])
+def test_wrong_arguments_are_refused(job, settings):
+    training = job.start(ready=False)
+    with pytest.raises(ConfigError, match="rollback"):
+        training.engine.rollback(**settings)
+
+
+def test_a_snapshot_with_nan_in_its_weights_is_passed_over(job):
+    """The loss of step 3 was finite, its gradients were not: the snapshot after it is no way back."""
+    training = job.start()
+    captured(training, 1, 2)
+    wanted = training.facts()
+    with torch.no_grad():
+        training.model[0].weight[0, 0] = float("nan")
+    captured(training, 3, 3)
+    assert training.engine.rollback().step == 2
+    assert training.facts() == wanted
+
+
+def test_a_snapshot_of_the_run_before_is_no_way_back_beyond_the_branch(job, tmp_path):
+    """After going back to step 4 and training to 6 again, steps 5 and 6 are those of the new run."""
+    training = job.start(tmp_path)
+    captured(training, 1, 4)
+    training.engine.keep("four")
+    assert training.engine.flush(TIMEOUT_S)  # else storage may hold two of the three slots, and step 6 is left out
+    captured(training, 5, 6)
+    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine.rollback(steps=3).step == 4
+    training.train()
+    captured(training, 5, 5)
+    wanted = training.facts()
+    captured(training, 6, 6)
+    assert training.engine.rollback(steps=2).step == 5
+    assert training.facts() == wanted
+    assert training.engine.rollback(steps=2).step == 4
+
+
+class Loader:
+    """A position in the data."""
+
+    is_data_position = True
+
+    def __init__(self):
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_a_damaged_slot_is_passed_over(job, tmp_path):
+    """The keeper knows the checksums of what it stored: a flipped bit in memory is found before anything is loaded."""
+    training = job.start(tmp_path)
+    captured(training, 1, 2)
+    wanted = training.facts()
+    captured(training, 3, 3)
+    assert training.engine.flush(TIMEOUT_S)
+    [slot] = [slot for slot in training.engine._client.slots() if slot.status().step == 3]
+    slot.image[slot.status().image_bytes - 5] ^= 1
+    assert training.engine.rollback().step == 2
+    assert training.facts() == wanted
+
+
+def test_an_optimizer_that_cannot_be_filled_in_place_gets_memory_of_its_own(job):
+    """Its hooks want ``load_state_dict``, which takes tensors as they are: never those in the slot."""
+    training = job.start()
+    training.optimizer.register_load_state_dict_post_hook(lambda optimizer: None)
+    captured(training, 1, 2)
+    wanted = training.facts()
+    training.train()
+    assert training.engine.rollback().step == 2
+    held = [value for state in training.optimizer.state.values() for value in state.values()]
+    assert all(value.untyped_storage().resizable() for value in held)
+    assert training.facts() == wanted
+
+
+@pytest.mark.parametrize(("data", "number"), [("skip", 3), ("repeat", 2)])
+def test_a_resumable_loader_goes_on_or_repeats(job, data, number):
+    loader = ResumableLoader(torch.utils.data.DataLoader(list(range(8)), batch_size=None))
+    training = job.start(extra={"loader": loader})
+    batches = iter(loader)
+    for step in (1, 2):
+        next(batches)
+        training.run(step, step)
+    assert next(batches) == 2
+    training.engine.rollback(data=data)
+    if data == "repeat":
+        batches = iter(loader)
+    assert next(batches) == number
+
+
+@pytest.mark.parametrize(("data", "at"), [("skip", 4), ("repeat", 3)])
+def test_loaders_go_back_only_where_the_data_is_to_be_repeated(job, data, at):
+    loader = Loader()
+    training = job.start(extra={"loader": loader})
+    for step in (1, 2, 3):
+        loader.at += 1
+        training.run(step, step)
+    loader.at += 1
+    training.engine.rollback(data=data)
+    assert loader.at == at
+    assert training.counters["seen"] == 24
+
+
+def test_a_spike_rolls_back_and_a_good_loss_after_it_does_not(job):
+    batches = batches_of(20)
+    training = job.start()
+    wanted = run_watched(training, batches[:12] + batches[13:], LossSpike(factor=3.0, window=5))
+    facts = training.facts()
+    training.engine.close(drain=False)
+    other = job.start()
+    batches[12] = batches[12] * 30
+    assert run_watched(other, batches, LossSpike(factor=3.0, window=5)) == wanted == 19
+    assert other.facts() == facts
+    assert other.engine.statistics().rollbacks == 1
+
+
+def test_spikes_are_not_judged_before_the_window_is_full(job):
+    training = job.start()
+    watch = LossWatch(LossSpike(factor=2.0, window=3), training.engine)
+    assert [watch.is_bad(loss) for loss in (1.0, 100.0, 1.0, 1.9, 2.1, 4.0, float("inf"))] == [False] * 5 + [True] * 2
+
+
+def test_it_gives_up_after_as_many_rollbacks_without_progress_as_the_policy_says(job):
+    training = job.start()
+    with pytest.raises(RollbackFailed, match="the loss is nan, after 2 rollbacks without a step beyond 3"):
+        run_watched(training, batches_of(10, bad=range(3, 10)), NonFinite(max_rollbacks=2))
+    assert training.engine.statistics().rollbacks == 2
+
+
+def test_progress_counts_anew(job):
+    training = job.start()
+    assert run_watched(training, batches_of(10, bad=[2, 3, 6, 7]), NonFinite(max_rollbacks=2)) == 6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NonFinite(steps=0),
+        lambda: NonFinite(max_rollbacks=-1),
+        lambda: NonFinite(data="maybe"),
+        lambda: LossSpike(factor=1.0),
+        lambda: LossSpike(window=0),
+        lambda: LossSpike(factor=float("nan")),
+    ],
+)
+def test_policies_that_cannot_work_are_refused(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_a_frozen_base_stays_what_it_was(job):
+    """Loading it again is no change of it: it stays stored once."""
+    base = torch.nn.Linear(800, 800)
+    for parameter in base.parameters():
+        parameter.requires_grad_(False)
+    other = job.start(extra={"base": base})
+    captured(other, 1, 3)
+    assert other.engine.statistics().frozen_bytes > 0
+    assert other.engine.rollback().step == 3
+    captured(other, 4, 4)
+    assert other.engine.rollback(steps=2).step == 3
+    captured(other, 4, 5)
+    statistics = other.engine.statistics()
+    assert (statistics.frozen_changed, statistics.torn) == (0, 0)
+    assert statistics.frozen_bytes > 0
+
+
+@pytest.mark.parametrize(("policy", "has_engine"), [(None, True), (NonFinite, True), (NonFinite(), False)])
+def test_a_watch_of_nothing_is_refused(job, policy, has_engine):
+    engine = job.start(ready=False).engine if has_engine else "x"
+    with pytest.raises(ConfigError, match=r"LossWatch\.engine must" if policy == NonFinite() else r"policy must be a "):
+        LossWatch(policy, engine)
+
+
+@pytest.mark.parametrize(
+    "loss", [None, "x", "1.0", [1.0], {"loss": 1.0}, 1 + 1j, torch.tensor(1 + 1j), torch.tensor([]), object()]
+)
+def test_what_is_no_loss_is_refused(job, loss):
+    training = job.start(ready=False)
+    with pytest.raises(ConfigError, match=r"LossWatch\.see: a loss is a number .*got "):
+        LossWatch(NonFinite(), training.engine).see(loss)
+    assert training.engine.statistics().rollbacks == 0
+
+
+def test_numbers_of_all_kinds_are_losses(job):
+    watch = LossWatch(NonFinite(), job.start(ready=False).engine)
+    good = [1, True, 1.5, torch.tensor(2), torch.ones(2), numpy.float32(1), numpy.array(1.0), numpy.int64(3)]
+    assert not any(map(watch.see, good))
+    assert not watch.is_bad(None)  # a step of Lightning may have no loss
+    assert all(map(watch.is_bad, [math.inf, numpy.float32("nan"), torch.tensor([1, -math.inf])]))

@@ -1,0 +1,169 @@
+"""A plain loop over torchdata's StatefulDataLoader, given to the engine as it is, resumes exactly at every cut."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lazysnap import SnapshotEngine
+
+LENGTH, BATCH = 22, 4
+PER_EPOCH = 6
+LAST = 15
+"""Two epochs and a half."""
+CUTS_WITH_WORKERS = (1, 3, 5, 6, 7, 12, LAST)
+"""torchdata takes seconds to start and stop workers."""
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.set_vital. is deprecated"),
+    pytest.mark.sampled("stateful loader"),
+]
+
+
+class Numbers(Dataset):
+    """Each item is its number, and augmentation from every generator that there is."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), torch.rand(()).item(), random.random(), numpy.random.rand()])
+
+
+class Stream(IterableDataset):
+    """Keeps no position: torchdata reads it again up to where it was."""
+
+    def __iter__(self):
+        for index in range(LENGTH):
+            yield torch.tensor([float(index), 0.1, 0.2, 0.3])
+
+
+def shuffled(**settings):
+    return StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=True, **settings)
+
+
+class Resumable(Stream):
+    """Keeps its position itself."""
+
+    def __init__(self):
+        self.index = 0
+
+    def __iter__(self):
+        while self.index < LENGTH:
+            self.index += 1
+            yield torch.tensor([float(self.index), random.random(), torch.rand(()).item(), 0.3])
+        self.index = 0
+
+    def state_dict(self):
+        return {"index": self.index}
+
+    def load_state_dict(self, state):
+        self.index = state["index"]
+
+
+LOADERS = {
+    "shuffled": shuffled,
+    "own generator": lambda: shuffled(generator=torch.Generator().manual_seed(torch.initial_seed())),
+    "2 workers": lambda: shuffled(num_workers=2),
+    "persistent workers": lambda: shuffled(num_workers=2, persistent_workers=True),
+    "iterable": lambda: StatefulDataLoader(Stream(), batch_size=BATCH),
+    "iterable with a position": lambda: StatefulDataLoader(Resumable(), batch_size=BATCH),
+}
+
+
+class Run:
+    """A training that draws random numbers of its own, too; every step is noted."""
+
+    def __init__(self, make, seed, config=None):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
+        self.loader = make()
+        self.unused = shuffled()
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.progress = {"epoch": 0}
+        self.trace = []
+        self.step = 0
+        parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "progress": self.progress}
+        self.engine = None
+        if config is not None:
+            self.engine = SnapshotEngine(config, {**parts, "unused": self.unused})
+
+    def train(self, last):
+        while self.step < last:
+            for batch in self.loader:
+                loss = self.model(batch).square().mean()
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.step += 1
+                weights = [parameter.detach().numpy().tobytes() for parameter in self.model.parameters()]
+                draws = [torch.rand(()).item(), random.random(), numpy.random.rand()]
+                self.trace.append([self.progress["epoch"], batch.tolist(), loss.item(), weights, draws])
+                if self.engine is not None:
+                    assert self.engine.boundary()
+                if self.step == last:
+                    return
+            self.progress["epoch"] += 1
+
+    def train_epochs(self, last):
+        """A boundary at the end of each epoch alone."""
+        while self.progress["epoch"] < last:
+            for batch in self.loader:
+                self.trace.append([batch.tolist(), torch.rand(()).item(), random.random()])
+            self.progress["epoch"] += 1
+            if self.engine is not None:
+                assert self.engine.boundary()
+
+    def restore(self):
+        self.engine.restore("latest")
+        self.step = self.engine.step
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
+def test_a_loader_that_keeps_its_position_goes_on_exactly_after_any_step(make, job):
+    whole = Run(make, seed=1)
+    whole.train(LAST)
+    assert [entry[0] for entry in whole.trace] == [0] * PER_EPOCH + [1] * PER_EPOCH + [2] * 3
+
+    done = 0
+    for cut in CUTS_WITH_WORKERS if whole.loader.num_workers else range(1, LAST + 1):
+        run = Run(make, seed=cut, config=job.config())
+        if done:
+            run.restore()
+            assert run.step == done
+        job.trainings.append(run)
+        run.train(cut)
+        assert run.trace == whole.trace[done:cut], f"steps to {cut}"
+        run.engine.abandon()
+        done = cut
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
+def test_between_two_epochs_neither_is_repeated_or_lost(make, job):
+    whole = Run(make, seed=1)
+    whole.train_epochs(3)
+    assert len(whole.trace) == 3 * PER_EPOCH
+
+    trace = []
+    for epoch in range(1, 4):
+        run = Run(make, seed=epoch, config=job.config())
+        job.trainings.append(run)
+        run.restore()
+        run.train_epochs(epoch)
+        trace += run.trace
+        run.engine.abandon()
+    assert trace == whole.trace
+
+
+def test_a_capture_draws_no_random_number_from_a_loader_that_is_not_iterated(job):
+    run = Run(shuffled, seed=1, config=job.config())
+    job.trainings.append(run)
+    before = torch.get_rng_state()
+    run.engine.boundary()
+
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,132 @@
+"""The plain loop: an engine over a path, steps that it counts itself, and a block that ends it well or as a crash."""
+
+import pytest
+from small_training import TIMEOUT_S, Training
+
+from lazysnap import PersistentLevel, SnapshotConfig
+from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.levels import open_store
+
+
+def stored(directory):
+    return sorted(entry.step for entry in open_store(str(directory)).inventory().entries)
+
+
+@pytest.fixture
+def start(job):
+    def make(*levels, **settings):
+        training = Training(job.config(*levels, **settings))
+        job.trainings.append(training)
+        return training
+
+    return make
+
+
+def train(training, last, error=None):
+    """Go on up to step ``last``, with memory for every step; then raise ``error``, if there is one."""
+    while training.engine.step < last:
+        training.train()
+        # The first boundary waits for one slot alone, and steps this short are over before there is another.
+        assert training.engine.wait_ready(TIMEOUT_S)
+        training.engine.boundary()
+    if error is not None:
+        raise error
+
+
+def test_steps_are_counted_from_what_was_restored(start, job):
+    first = start()
+    assert first.engine.step == 0
+    assert first.engine.restore("latest") is None
+    with pytest.raises(KeyboardInterrupt), first.engine:
+        train(first, 3, KeyboardInterrupt())
+    assert first.engine.step == 3
+
+    second = start()
+    second.engine.restore("latest")
+    assert second.engine.step == 3
+    assert second.engine.wait_ready(TIMEOUT_S)
+    second.train()
+    assert second.engine.boundary()
+    assert second.engine.step == 4
+    second.train()
+    second.engine.boundary(10)
+    assert second.engine.step == 10
+    second.train()
+    assert second.engine.boundary()
+    assert second.engine.wait(until="captured", timeout_s=60)
+    assert second.engine.fetch("latest").step == 11
+
+
+def test_steps_that_are_not_due_count_as_well(start):
+    training = start(every_n_steps=4)
+    train(training, 6)
+
+    assert training.engine.step == 6
+    assert training.engine.fetch("latest").step == 5
+
+
+def test_at_the_end_of_the_block_the_last_step_is_stored(start, tmp_path):
+    training = start(tmp_path)
+    with training.engine as engine:
+        assert engine is training.engine
+        engine.restore("latest")
+        train(training, 5)
+
+    assert stored(tmp_path)[-1] == 5
+    assert training.engine.close()  # says what it said at the end of the block
+
+
+@pytest.mark.parametrize("is_restored_within", [False, True])
+def test_in_the_block_memory_is_made_ready_as_soon_as_it_is_settled_how_training_starts(start, is_restored_within):
+    training = start()
+    if not is_restored_within:
+        training.engine.restore("latest")
+        assert not training.engine._client._slots._is_wanted
+    with training.engine as engine:
+        if is_restored_within:
+            assert not engine._client._slots._is_wanted
+            engine.restore("latest")
+        assert engine._client._slots._is_wanted
+        train(training, 2)
+
+
+ENDINGS = [(RuntimeError("no"), False), (KeyboardInterrupt(), False), (SystemExit(3), False), (SystemExit(0), True)]
+
+
+@pytest.mark.parametrize(("error", "is_clean"), [*ENDINGS, (SystemExit(), True), (SystemExit("no"), False)])
+def test_after_an_exception_memory_stays_for_the_next_start(start, tmp_path, error, is_clean):
+    training = start(tmp_path)
+    with pytest.raises(type(error)), training.engine:
+        train(training, 3, error)
+
+    facts = training.facts()
+    again = start(tmp_path)
+    snapshot = again.engine.restore("latest")
+    assert snapshot.step == 3
+    assert snapshot.level == (str(tmp_path) if is_clean else "memory")
+    assert again.facts() == facts
+
+
+def test_what_the_first_boundary_refuses_leaves_the_block(start):
+    training = start()
+    training.counters["odd"] = object()
+
+    with pytest.raises(UnsupportedState), training.engine:
+        train(training, 1)
+
+
+@pytest.mark.parametrize("kind", [str, lambda path: path])
+def test_a_path_is_a_config_with_one_level(job, tmp_path, kind):
+    training = Training(kind(tmp_path))
+    job.trainings.append(training)
+
+    assert training.engine.config == SnapshotConfig(levels=(PersistentLevel(str(tmp_path)),))
+    with training.engine:
+        train(training, 2)
+    assert stored(tmp_path)[-1] == 2
+
+
+@pytest.mark.parametrize("wrong", [None, 3, (PersistentLevel("/a"),)])
+def test_what_is_neither_config_nor_path_is_refused(wrong):
+    with pytest.raises(ConfigError, match="path or URL"):
+        Training(wrong)

@@ -1,0 +1,129 @@
+"""A reader of snapshots, written from docs/format.md alone: it uses nothing of lazysnap and nothing of torch.
+
+    python tests/format_reader.py LEVEL
+
+Local directories only. Tensors are numpy arrays; bfloat16, 8-bit floats and logical dtypes that numpy does not know
+stay as raw numbers of their size.
+"""
+
+import base64
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+STEP = re.compile(r"step-(\d{8,})-([0-9a-f]{16})-([0-9a-f]{16})")
+SHARD = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.json")
+DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": "u2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1"}
+DTYPES |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?", "C64": "c8"}
+DTYPES |= dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), "u1")
+FORM = re.compile(rb'\{"digest":"xxh3-128:([0-9a-f]{32})","manifest":(.*)\}\n', re.DOTALL)
+
+
+def manifest_of(path: Path) -> dict:
+    found = FORM.fullmatch(path.read_bytes())
+    assert found, f"{path}: not the form of a manifest"
+    digest, body = found.groups()
+    assert xxhash.xxh3_128_hexdigest(body) == digest.decode(), f"{path}: its digest differs"
+    manifest = json.loads(body.decode("utf-8", "surrogatepass"))
+    assert (manifest["format"], manifest["version"]) == ("lazysnap", 1)
+    return manifest
+
+
+def shard_of(manifest_path: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """Manifest and tensors of one shard, each block compared with its checksum."""
+    manifest = manifest_of(manifest_path)
+    facts, data = manifest["shard"], (manifest_path.parent / manifest["shard"]["file"]).read_bytes()
+    size = facts["checksum"]["block_bytes"]
+    blocks = [xxhash.xxh3_128_hexdigest(data[at : at + size]) for at in range(0, len(data), size)]
+    assert len(data) == facts["size_bytes"], f"{manifest_path}: another size"
+    assert blocks == facts["checksum"]["blocks"], f"{manifest_path}: another block"
+    start = 8 + int.from_bytes(data[:8], "little")
+    tensors = {}
+    for name, entry in json.loads(data[8:start].decode("utf-8", "surrogatepass")).items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            array = np.frombuffer(data[start + begin : start + end], np.dtype(DTYPES[entry["dtype"]]).newbyteorder("<"))
+            logical = manifest["tensors"].get(name, {}).get("dtype")
+            array = array.reshape(entry["shape"])
+            tensors[name] = array.view("<c16")[..., 0] if logical == "complex128" else array
+    return manifest, tensors
+
+
+class Snapshot:
+    """One complete snapshot."""
+
+    def __init__(self, directory: Path, world_size: int) -> None:
+        names = [f"rank-{rank:05}-of-{world_size:05}.json" for rank in range(world_size)]
+        self.shards = [shard_of(directory / name) for name in names]
+        for number, (manifest, tensors) in enumerate(self.shards):
+            assert manifest["rank"] == number
+            if "frozen" in manifest:
+                path = directory.parent / f"frozen-{manifest['frozen']['digest']}" / "rank-00000-of-00001.json"
+                image, immutable = shard_of(path)
+                assert image["shard"]["checksum"]["whole"] == manifest["frozen"]["digest"]
+                tensors.update(immutable)
+                manifest["aliases"].update(image["aliases"])
+
+    def tensor(self, name: str, rank: int = 0) -> np.ndarray:
+        """Of one rank: its own tensor, or the whole of which ranks hold boxes."""
+        order = [rank, *(other for other in range(len(self.shards)) if other != rank)]
+        whole = None
+        for other in order:
+            manifest, tensors = self.shards[other]
+            stored = manifest["aliases"].get(name, name)
+            facts = manifest["tensors"].get(stored, {})
+            if stored not in tensors or (other != rank and "scope" not in facts):
+                continue
+            if "scope" not in facts:
+                return tensors[stored]
+            whole = np.zeros(facts["global_shape"], tensors[stored].dtype) if whole is None else whole
+            box = zip(facts["offsets"], tensors[stored].shape, strict=True)
+            whole[tuple(slice(at, at + size) for at, size in box)] = tensors[stored]
+        assert whole is not None, f"no shard has {name}"
+        return whole
+
+    def state(self, rank: int = 0) -> object:
+        """The training state of one rank."""
+        return self._decoded(self.shards[rank][0]["state"], rank)
+
+    def _decoded(self, value: object, rank: int) -> object:
+        if isinstance(value, list):
+            return [self._decoded(item, rank) for item in value]
+        if not isinstance(value, dict):
+            return value
+        kind = value.get("$")
+        if kind is None:
+            return {key: self._decoded(item, rank) for key, item in value.items()}
+        if kind == "tensor":
+            return self.tensor(value["v"], rank)
+        if kind in ("tuple", "torch.Size"):
+            return tuple(self._decoded(item, rank) for item in value["v"])
+        if kind in ("dict", "OrderedDict", "defaultdict", "Counter"):
+            return {self._decoded(key, rank): self._decoded(item, rank) for key, item in value["v"]}
+        if kind in ("int", "float"):
+            return {"int": int, "float": float}[kind](value["v"])
+        if kind == "bytes":
+            return base64.b64decode(value["v"])
+        return value  # the other kinds of the page: left as they stand
+
+
+def newest(level: Path) -> Snapshot | None:
+    """The newest complete snapshot: of the greatest run, then step, then start."""
+    keys = []
+    for directory in level.iterdir():
+        if found := STEP.fullmatch(directory.name):
+            keys.append((found[2], int(found[1]), found[3], directory))
+    for *_, directory in sorted(keys, reverse=True):
+        names = [found for path in directory.iterdir() if (found := SHARD.fullmatch(path.name))]
+        for size in {int(found[2]) for found in names}:
+            if {int(found[1]) for found in names if int(found[2]) == size} == set(range(size)):
+                return Snapshot(directory, size)
+    return None
+
+
+if __name__ == "__main__":
+    print(newest(Path(sys.argv[1])).state())

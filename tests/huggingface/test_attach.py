@@ -1,0 +1,20 @@
+"""One function gives snapshots to an object of a framework that somebody else made."""
+
+import accelerate
+import pytest
+
+import lazysnap
+from lazysnap.errors import ConfigError
+
+
+def test_an_accelerator_is_attached_to_in_place(tmp_path):
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert lazysnap.attach(accelerator, tmp_path) is accelerator
+    assert lazysnap.attach(accelerator) is accelerator
+    assert isinstance(accelerator, accelerate.Accelerator)
+    assert accelerator.statistics() is None
+
+
+def test_anything_else_is_refused():
+    with pytest.raises(ConfigError, match="got int"):
+        lazysnap.attach(3)

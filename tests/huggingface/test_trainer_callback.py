@@ -1,0 +1,198 @@
+"""What ``LazyTrainerCallback`` and ``attach_trainer`` promise beside exact restarts."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hf_training import Recorded, Recorder, digest, gpt2, make_trainer
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
+
+import lazysnap
+from lazysnap.errors import ConfigError
+from lazysnap.integrations.transformers import attach_trainer
+
+
+@pytest.fixture
+def new_trainer(tmp_path):
+    """Makes trainers in one directory; the same model each time."""
+
+    def make(*callbacks, case="base", **changes):
+        set_seed(7)
+        return make_trainer(case, tmp_path, Recorder(tmp_path / "record"), [*callbacks], **changes)
+
+    return make
+
+
+class Fail(TrainerCallback):
+    """Ends the training by an exception, when the capture before is whole."""
+
+    def __init__(self, lazy, step):
+        self.lazy, self.step = lazy, step
+
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        if state.global_step == self.step:
+            assert self.lazy.engine.wait(self.step, until="captured", timeout_s=60)
+            raise ZeroDivisionError
+
+
+class Logs(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **_):
+        self.seen.append(dict(logs))
+
+
+def final(trainer):
+    return digest([trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict()])
+
+
+def test_attach_trainer_gives_the_same_to_a_trainer_that_was_made_already(new_trainer, caplog):
+    whole = new_trainer()
+    whole.train()
+    first = new_trainer()
+    callback = attach_trainer(first)
+    first.add_callback(Fail(callback, 8))
+    with pytest.raises(ZeroDivisionError):
+        first.train(resume_from_checkpoint="latest")
+    second = new_trainer()
+    attach_trainer(second)
+    with caplog.at_level("INFO", "lazysnap"):
+        second.train("latest")
+    assert "resumed step 8" in caplog.text
+    assert final(second) == final(whole)
+
+
+def test_attaching_twice_is_attaching_once(new_trainer):
+    trainer = new_trainer()
+    assert attach_trainer(trainer) is attach_trainer(trainer)
+    with pytest.raises(ConfigError, match="already"):
+        attach_trainer(trainer, "elsewhere")
+
+
+def test_a_callback_that_is_added_too_late_says_what_to_do(new_trainer):
+    trainer = new_trainer()
+    trainer.add_callback(lazysnap.LazyTrainerCallback())
+    with pytest.raises(ConfigError, match=r"lazysnap\.attach\(trainer\)"):
+        trainer.train()
+
+
+def test_a_callback_belongs_to_one_trainer(new_trainer):
+    callback = lazysnap.LazyTrainerCallback()
+    new_trainer(callback)
+    with pytest.raises(ConfigError, match="another Trainer"):
+        new_trainer(callback)
+
+
+def test_after_a_training_the_methods_of_the_trainer_are_its_own_again(new_trainer):
+    trainer = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=3)
+    trainer.train()
+    assert {name for name, value in vars(trainer).items() if hasattr(value, "__wrapped__")} == {"train"}
+    assert not hasattr(sys.modules["transformers.trainer"].skip_first_batches, "__wrapped__")
+
+
+def test_loggers_get_what_snapshots_cost_and_the_history_does_not(new_trainer):
+    logs = Logs()
+    trainer = new_trainer(lazysnap.LazyTrainerCallback(), logs)
+    result = trainer.train()
+    names = {"lazysnap/stall_ms", "lazysnap/skipped", "lazysnap/torn", "lazysnap/copy_gb_per_s"}
+    assert names | {"lazysnap/lag_steps/memory"} <= logs.seen[-1].keys()
+    assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("lazysnap")]
+    assert not [name for name in result.metrics if name.startswith("lazysnap")]
+
+
+def test_a_training_that_reached_its_limit_in_mid_epoch_goes_on_exactly_when_it_is_raised(new_trainer):
+    constant = {"lr_scheduler_type": "constant"}
+    whole = new_trainer(max_steps=14, **constant)
+    whole.train()
+    new_trainer(lazysnap.LazyTrainerCallback(), max_steps=8, **constant).train()
+    longer = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=14, **constant)
+    longer.train(resume_from_checkpoint="latest")
+    assert final(longer) == final(whole)
+
+
+def test_a_training_that_ended_with_an_epoch_goes_on_exactly_when_its_limit_is_raised(new_trainer):
+    constant = {"lr_scheduler_type": "constant"}
+    whole = new_trainer(num_train_epochs=2, **constant)
+    whole.train()
+    new_trainer(lazysnap.LazyTrainerCallback(), num_train_epochs=1, **constant).train()
+    longer = new_trainer(lazysnap.LazyTrainerCallback(), num_train_epochs=2, **constant)
+    longer.train(resume_from_checkpoint="latest")
+    assert final(longer) == final(whole)
+
+
+def test_a_training_that_stopped_early_stays_stopped(new_trainer, caplog):
+    first = new_trainer(lazysnap.LazyTrainerCallback(), case="stopped")
+    first.train()
+    assert first.state.global_step < first.state.max_steps
+    again = new_trainer(lazysnap.LazyTrainerCallback(), case="stopped")
+    with caplog.at_level("WARNING", "lazysnap"):
+        again.train(resume_from_checkpoint="latest")
+    assert "stopped early" in caplog.text
+    assert again.state.global_step == first.state.global_step
+
+
+def test_checkpoints_of_transformers_are_resumed_as_ever(new_trainer, caplog):
+    new_trainer(lazysnap.LazyTrainerCallback(), max_steps=8, save_strategy="steps", save_steps=4).train()
+    trainer = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=10)
+    with caplog.at_level("INFO", "lazysnap"):
+        output = trainer.train(resume_from_checkpoint=True)
+    assert output.global_step == 10
+    assert "starting a new run from the checkpoint" in caplog.text
+
+
+def test_the_frozen_base_of_adapters_is_stored_once(new_trainer, monkeypatch):
+    sizes = {"n_positions": 32, "n_embd": 384, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(vocab_size=54, bos_token_id=1, eos_token_id=2, **sizes)
+    monkeypatch.setattr("hf_training.gpt2", lambda: GPT2LMHeadModel(config))
+    callback = lazysnap.LazyTrainerCallback()
+    trainer = new_trainer(callback, case="lora", max_steps=4)
+    base = sum(tensor.nbytes for tensor in trainer.model.parameters() if not tensor.requires_grad)
+    trainer.train()
+    statistics = callback.statistics()
+    assert statistics.frozen_bytes > 0.9 * base
+    assert statistics.shard_bytes < 0.2 * base
+    again = new_trainer(lazysnap.LazyTrainerCallback(), case="lora", max_steps=4)
+    torch.nn.init.zeros_(next(again.model.parameters()))
+    again.train(resume_from_checkpoint="latest")
+    assert final(again) == final(trainer)
+
+
+def test_what_cannot_be_captured_is_refused_by_name(new_trainer):
+    trainer = new_trainer(lazysnap.LazyTrainerCallback(), auto_find_batch_size=True)
+    with pytest.raises(ConfigError, match="auto_find_batch_size"):
+        trainer.train()
+
+
+def test_a_training_loop_of_its_own_is_refused(tmp_path):
+    class Own(Recorded):
+        def _inner_training_loop(self, *args, **kwargs):
+            pass
+
+    trainer = Own(model=gpt2(), args=TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    with pytest.raises(ConfigError, match="Own has a training loop of its own"):
+        attach_trainer(trainer)
+
+
+PROGRAM = """
+import sys
+sys.modules["transformers"] = None
+import lazysnap
+try:
+    lazysnap.LazyTrainerCallback
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_without_transformers_it_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
+    assert "ModuleNotFoundError" in done.stdout
+    assert 'run `pip install "lazysnap[transformers]"`' in done.stdout
+
+
+def test_attach_finds_a_trainer_by_its_class(new_trainer):
+    trainer = new_trainer()
+    assert lazysnap.attach(trainer) is trainer
+    assert any(isinstance(item, lazysnap.LazyTrainerCallback) for item in trainer.callback_handler.callbacks)

@@ -1,0 +1,155 @@
+"""A ``Trainer`` killed in the middle of a step goes on bit for bit as if nothing had happened.
+
+Compared with a training without lazysnap that nothing interrupts: batches, losses, random numbers before and after each
+step, logs, learning rates, evaluations, stock checkpoints, weights, optimizer, and all state at the end.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hf_training import CASES
+
+PROGRAM = str(Path(__file__).parent / "hf_training.py")
+NEVER = 1000
+STEPS = {
+    "base": range(1, 15),
+    "accumulation": (1, 2, 3, 5, 7),
+    "smoothing": (4, 6),
+    "grouped": (1, 6, 9),
+    "best": (1, 2, 5, 6, 9, 14),
+    "epochs": (5, 6, 12, 14),
+    "stopped": (3, 5),
+    "eval_on_start": (2, 3, 6),
+    "stock_saves": (2, 3, 7, 14),
+    "lora": (3, 6, 11),
+    "workers": (2, 6, 11),
+    "max_steps": (5, 12, 14),
+    "stream": (4, 6, 13),
+    "stream_accumulation": (1, 2, 4),
+    "tokens": (3, 7),
+    "bf16": (4, 9),
+    "not_skipping": (4, 6),
+}
+
+
+class Trainings:
+    """Runs the program, and reads what it recorded."""
+
+    def __init__(self, zygote, directory):
+        self.zygote, self.directory = zygote, directory
+        self.references = {}
+
+    def run(self, case, directory, name, *step, status=0):
+        directory.mkdir(parents=True, exist_ok=True)
+        output = directory / f"{name}.output"
+        ended = self.zygote.run([PROGRAM, case, str(directory), name, *map(str, step)], {}, output)
+        assert ended == status, output.read_text()[-6000:]
+        lines = (directory / name).read_text().replace(str(directory), "…").splitlines()
+        return [json.loads(line) for line in lines], output.read_text()
+
+    def reference(self, case):
+        if case not in self.references:
+            self.references[case], _ = self.run(case, self.directory / case, "stock")
+        return self.references[case]
+
+
+@pytest.fixture(scope="session")
+def trainings(hf_zygote, tmp_path_factory):
+    return Trainings(hf_zygote, tmp_path_factory.mktemp("references"))
+
+
+def from_step(record, step):
+    """What happened from the first batch on that was trained behind ``step``."""
+    return record[next(index for index, event in enumerate(record) if event[:2] == ["batch", step]) :]
+
+
+def check_cuts(trainings, case, deaths, directory):
+    """Die at each of ``deaths`` in turn: a step that is captured then, and words on where in the next one."""
+    whole, captured = trainings.reference(case), None
+    for number, death in enumerate([*deaths, None]):
+        how = {"status": -signal.SIGKILL if death else 0}
+        record, output = trainings.run(case, directory, f"start{number}", *(death[1] if death else ()), **how)
+        if captured is not None:
+            assert f"resumed step {captured} of run" in output, output
+            assert "from memory" in output
+            first = next(event for event in record if event[0] == "batch")
+            assert first[1] == captured
+            got, wanted = from_step(record, captured), from_step(whole, captured)
+            assert got == (wanted[: len(got)] if death else wanted), f"resumed behind step {captured}"
+        captured = death and death[0]
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_killed_in_steps_of_a_training_of_any_kind_it_goes_on_exactly(trainings, case, tmp_path):
+    """In the base case in every step of two and a half epochs."""
+    check_cuts(trainings, case, [(step, [step]) for step in STEPS[case]], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "where"),
+    [
+        ("base", 6, "epoch"),
+        ("accumulation", 4, "epoch"),
+        ("best", 4, "evaluation"),
+        ("best", 8, "save"),
+        ("epochs", 6, "evaluation"),
+        ("epochs", 12, "save"),
+        ("epochs", 15, "evaluation"),
+    ],
+)
+def test_killed_between_two_steps_it_does_the_whole_end_of_the_step_again(trainings, case, step, where, tmp_path):
+    check_cuts(trainings, case, [(step - 1, [step, where])], tmp_path)
+
+
+def test_every_kind_of_training_is_cut():
+    assert set(STEPS) | {"two_ranks"} == set(CASES)
+
+
+@pytest.mark.parametrize("case", ["base", "best"])
+def test_a_finished_training_that_is_started_again_trains_nothing_and_ends_the_same(trainings, case, tmp_path):
+    whole = trainings.reference(case)
+    trainings.run(case, tmp_path, "first", NEVER)
+    again, output = trainings.run(case, tmp_path, "again")
+    assert "nothing is left to train" in output
+    assert not [event for event in again if event[0] in ("batch", "evaluated", "saved")]
+    assert again[-1] == whole[-1]
+
+
+def test_killed_in_the_first_step_it_starts_fresh(trainings, tmp_path):
+    trainings.run("base", tmp_path, "killed", 0, status=-signal.SIGKILL)
+    _, output = trainings.run("base", tmp_path, "resumed")
+    assert "starting fresh" in output
+
+
+def torchrun(directory, name, *step, status=0):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM]
+    command += ["two_ranks", str(directory), name, *map(str, step)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout[-6000:]
+    ranks = [directory / f"{name}.{rank}" for rank in range(2)]
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in ranks], done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_go_on_exactly_when_one_of_them_was_killed(tmp_path):
+    (tmp_path / "out").mkdir()
+    whole, _ = torchrun(tmp_path, "stock")
+    torchrun(tmp_path, "killed", 5, status=1)
+    resumed, output = torchrun(tmp_path, "resumed")
+    assert "resumed step 5 of run" in output
+    assert [from_step(record, 5) for record in resumed] == [from_step(record, 5) for record in whole]

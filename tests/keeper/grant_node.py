@@ -1,0 +1,144 @@
+"""One node as a process: slots in its memory, node files in a directory, grants over links; driven by lines on stdin.
+
+grant_node.py <node> <nodes> <port of node 0> <directory> <length of the certificate>   (then: certificate and key)
+capture 10      all ranks begin a step, and hold it whole
+wish 10         it must be stored
+die             the trainers are dead, memory stays
+"""
+
+import os
+import pathlib
+import random
+import sys
+import threading
+
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper.certificate import Certificate
+from lazysnap.keeper.coordinator import GrantLoop
+from lazysnap.keeper.granted import Held, NodeGrants, NodeLevel, RankView, SlotView, held
+from lazysnap.keeper.grants import Coordinator, LevelGrants
+from lazysnap.keeper.links import Deadlines, Hello, Links
+from lazysnap.keeper.retention import NodeFile, Retention
+
+NUM_RANKS = 2
+QUICK = Deadlines(connect_s=5, send_s=2, alive_s=0.2, silence_s=2, shortest_pause_s=0.02, longest_pause_s=0.2)
+
+
+def say(*words):
+    """One line, whole, from any thread."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+class Node:
+    """What a keeper is to ``GrantLoop``."""
+
+    num_kept = 1
+
+    def __init__(self, node, num_nodes, directory):
+        self.node, self.num_nodes, self.directory = node, num_nodes, pathlib.Path(directory)
+        self.lock, self.word, self.begun, self.is_gone = threading.RLock(), None, -1, False
+        self.slots = [{"step": None, "pin": None} for _ in range(NUM_RANKS * 3)]
+        self.retention = Retention(PersistentLevel(str(directory), every_n_steps=10), "s1", node, num_nodes)
+
+    def path(self, step):
+        return self.directory / f"step-{step}" / f"node-{self.node}"
+
+    def stored(self):
+        return {int(path.parent.name[5:]) for path in self.directory.glob(f"step-*/node-{self.node}")}
+
+    def capture(self, step):
+        with self.lock:
+            self.begun = step
+            for rank in range(NUM_RANKS):
+                own = self.slots[3 * rank : 3 * rank + 3]
+                newest = max((slot["step"] for slot in own if slot["step"] is not None), default=None)
+                free = [
+                    slot for slot in own if slot["pin"] is None and (slot["step"] is None or slot["step"] != newest)
+                ]
+                slot = min(free, key=lambda slot: -1 if slot["step"] is None else slot["step"])
+                slot.update(step=step, pin=step if self.word == step else None)
+
+    def views(self):
+        with self.lock:
+            ranks = [self.slots[3 * rank : 3 * rank + 3] for rank in range(NUM_RANKS)]
+            return [
+                RankView(
+                    self.begun,
+                    self.is_gone,
+                    tuple(SlotView(slot["step"], True, slot["pin"]) for slot in own if slot["step"] is not None),
+                )
+                for own in ranks
+            ]
+
+    def settle(self, word):
+        with self.lock:
+            self.word = word
+            for slot in self.slots:
+                slot["pin"] = slot["pin"] if slot["pin"] == word else None
+
+    def pin(self, ranks, step):
+        with self.lock:
+            for rank in ranks:
+                for slot in self.slots[3 * rank : 3 * rank + 3]:
+                    slot["pin"] = step if slot["step"] == step else slot["pin"]
+
+    def begin(self, write):
+        threading.Thread(target=self._write, args=(write,), daemon=True).start()
+
+    def _write(self, write):
+        if held(write.step, self.views()) is not Held.WHOLE:
+            self.loop.missed(write)
+        elif self.loop.is_wanted(write):
+            self.path(write.step).parent.mkdir(parents=True, exist_ok=True)
+            self.path(write.step).write_text(f"step {write.step} of node {self.node}")
+            self.loop.committed(write)
+            self.loop.verified(write)
+
+    def learned(self, levels):
+        complete = sorted(key.step for key in levels[0].complete)
+        say("complete", *complete)
+        listing = [NodeFile(step, "s1", self.node, self.num_nodes) for step in self.stored()]
+        for file in self.retention.expired(listing, levels[0]):
+            self.path(file.step).unlink()
+            self.loop.deleted(0, file.step)
+
+    def store_alone(self, steps):
+        for step in steps:
+            self.path(step).parent.mkdir(parents=True, exist_ok=True)
+            self.path(step).write_text(f"step {step} of node {self.node}")
+        say("alone", *steps)
+
+
+def main():
+    number, num_nodes, port, directory, length = (*map(int, sys.argv[1:4]), sys.argv[4], int(sys.argv[5]))
+    cert, key = sys.stdin.buffer.read(length), sys.stdin.buffer.read(int(sys.stdin.buffer.readline()))
+    node = Node(number, num_nodes, directory)
+    coordinator = None
+    if number == 0:
+        levels = (LevelGrants(node.retention.settings),)
+        coordinator = Coordinator(random.getrandbits(60), "s1", num_nodes, levels)
+    grants = NodeGrants(number, "s1", (NodeLevel(node.stored()),))
+    node.loop = GrantLoop(grants, node, coordinator, alone_s=0.5)
+    links = Links(Certificate(cert, key), Hello("job", "s1", number), node.loop, QUICK)
+    node.loop.start(links)
+    if number == 0:
+        say("port", links.listen("127.0.0.1", port)[1])
+    else:
+        links.connect(0, "127.0.0.1", port)
+        say("port", port)
+    for line in sys.stdin.buffer:
+        command, *rest = line.decode().split()
+        if command == "capture":
+            node.capture(int(rest[0]))
+            say("captured", rest[0])
+        elif command == "wish":
+            node.loop.wish(int(rest[0]))
+        elif command == "die":
+            node.is_gone = True
+        node.loop.look()
+    node.loop.close()
+    links.close()
+
+
+if __name__ == "__main__":
+    main()

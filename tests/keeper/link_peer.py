@@ -1,0 +1,32 @@
+"""A keeper's end of a link, as a process: node 1 connects to node 0 and answers each order with a report."""
+
+import sys
+import threading
+
+from lazysnap.keeper.certificate import Certificate
+from lazysnap.keeper.grant_messages import Epoch, Report
+from lazysnap.keeper.links import Hello, Links
+
+
+class Answering:
+    def link_is_up(self, node):
+        self.links.send(node, Report(1, Epoch(), ()))
+
+    def link_is_down(self, node):
+        pass
+
+    def received(self, node, message):
+        self.links.send(node, Report(1, message.epoch, ()))
+
+
+def main():
+    cert_length, port = int(sys.argv[1]), int(sys.argv[2])
+    pems = sys.stdin.buffer.read()
+    handler = Answering()
+    handler.links = Links(Certificate(pems[:cert_length], pems[cert_length:]), Hello("job", "s1", 1), handler)
+    handler.links.connect(0, "127.0.0.1", port)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Slots as a trainer maps them, without a keeper."""
+
+import gc
+import os
+import threading
+import weakref
+
+from support.waiting import until
+
+from lazysnap.arena import Slot
+from lazysnap.keeper.client_slots import MappedSlots
+
+
+def handed_over():
+    """A descriptor of a slot, as a keeper sends it."""
+    made = Slot.create(4096, 4096)
+    fd = os.dup(made.fd)
+    made.close()
+    return fd
+
+
+def test_a_slot_that_is_returned_while_it_is_populated_goes(monkeypatch):
+    entered, may_go_on = threading.Event(), threading.Event()
+    original = Slot.populate
+
+    def populate(slot, **settings):
+        entered.set()
+        assert may_go_on.wait(30)
+        original(slot, **settings)
+
+    monkeypatch.setattr(Slot, "populate", populate)
+    slots = MappedSlots(threading.Condition())
+    slots.want()
+    slots.map(0, handed_over())
+    assert entered.wait(30)
+    gone = weakref.ref(slots.get(0))
+    populating = next(thread for thread in threading.enumerate() if thread.name == "lazysnap-populate")
+    slots.remove(slots.get(0))
+    may_go_on.set()
+    populating.join(30)
+
+    assert slots.ready() == ()
+    assert until(lambda: gc.collect() >= 0 and gone() is None)
+
+
+def test_a_slot_that_is_populated_between_two_keepers_is_ready():
+    slots = MappedSlots(threading.Condition())
+    fd = handed_over()
+    slots.map(0, fd)
+    slots.orphan_all()
+    slots.want()
+    assert slots.readopt(3, os.fstat(fd).st_ino)
+    assert until(slots.ready)
+
+    (slot,) = slots.take_all()
+    slot.close()

@@ -1,0 +1,418 @@
+"""What the coordinator and the nodes decide: in simulated jobs with faults, and in single decisions."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from support import grant_simulation as simulation
+
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper.grant_messages import Epoch, SnapshotKey
+from lazysnap.keeper.granted import Held, NodeGrants, NodeLevel, RankView, SlotView, held, to_store_alone
+from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
+from lazysnap.keeper.retention import NodeFile, Retention, still_to_copy
+
+
+def play_many(scenario, seeds, **settings):
+    """How many seeds broke each promise, and what was seen in all of them."""
+    broken, seen, complete = Counter(), Counter(), 0
+    for seed in seeds:
+        world, _ = simulation.play(scenario, seed, **settings)
+        broken.update(promise for promise, times in world.broken.items() if times)
+        seen.update(world.seen)
+        complete += sum(len(published) for published in world.published)
+    return broken, seen, complete
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("num_levels", [1, 2])
+@pytest.mark.parametrize("scenario", simulation.SCENARIOS)
+def test_no_fault_breaks_a_promise(scenario, num_levels, block):
+    """No trainer waits for storage, nothing complete is lost or invented, nothing is left behind."""
+    broken, _, complete = play_many(scenario, range(5 * block, 5 * block + 5), num_levels=num_levels)
+
+    assert broken == {}
+    assert complete > 0
+
+
+@pytest.mark.parametrize("scenario", ["calm", "slow"])
+def test_nearly_every_granted_step_becomes_complete(scenario):
+    _, seen, complete = play_many(scenario, range(12))
+
+    assert complete >= 0.9 * seen["grants"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "scenario", "promise", "seeds"),
+    [
+        ("epoch", "two", simulation.NOT_STORED, [11]),
+        ("all", "coordinator", simulation.NOT_COMPLETE, range(3)),
+        ("clean", "node", simulation.LEFT_BEHIND, range(2, 5)),
+        ("list", "node", simulation.LEFT_BEHIND, range(3)),
+    ],
+)
+def test_a_rule_that_is_left_out_breaks_a_promise(rule, scenario, promise, seeds):
+    assert play_many(scenario, seeds)[0][promise] == 0
+    assert play_many(scenario, seeds, without=[rule])[0][promise] > 0
+
+
+def test_without_a_small_write_that_works_a_hanging_level_is_granted_in_vain():
+    with_rule, without = (play_many("hangs", range(12), without=rules)[1] for rules in ([], ["probe"]))
+
+    assert without["files in vain"] > 2 * with_rule["files in vain"]
+
+
+# Single decisions
+
+START = "s1"
+
+
+class Cluster:
+    """Nodes of one rank, and messages that arrive at once; levels work and slots hold what the test says."""
+
+    def __init__(self, *levels, num_nodes=2):
+        self.settings = levels or (PersistentLevel("/0", every_n_steps=10),)
+        grants = tuple(LevelGrants(settings) for settings in self.settings)
+        self.coordinator = Coordinator(7, START, num_nodes, grants)
+        self.nodes = [NodeGrants(node, START, tuple(NodeLevel() for _ in self.settings)) for node in range(num_nodes)]
+        self.writes, self.ranks = {}, [RankView(-1, False, ()) for _ in range(num_nodes)]
+        self.tell()
+
+    def train(self, begun, *, held_back=1, is_gone=False):
+        """All ranks began that step, and hold it and ``held_back`` captures before, every 5 steps."""
+        steps = [step for step in range(begun - 5 * held_back, begun + 1, 5) if step >= 0]
+        for node in range(len(self.nodes)):
+            slots = tuple(SlotView(step, True, self.nodes[node].word) for step in steps)
+            self.ranks[node] = RankView(begun, is_gone, slots)
+        self.report()
+
+    def report(self):
+        for node, rank in zip(self.nodes, self.ranks, strict=True):
+            self._look(node)
+            self.coordinator.receive(node.report([rank]))
+        rank = self.ranks[0]
+        if self.coordinator.decide(Own(rank.begun, frozenset(slot.step for slot in rank.slots))):
+            self.tell()
+
+    def tell(self):
+        for node in self.nodes:
+            node.receive(self.coordinator.order())
+        self.report()
+
+    def _look(self, node):
+        for write in node.look([self.ranks[node.node]]).writes:
+            self.writes[node.node, write.level] = write
+
+    def finish(self, level=0, *, nodes=None):
+        """The write of each node is committed and read back."""
+        for number in range(len(self.nodes)) if nodes is None else nodes:
+            write = self.writes.pop((number, level))
+            self.nodes[number].committed(write)
+            self.nodes[number].verified(write)
+        self.report()
+
+    def fail(self, level, node):
+        self.nodes[node].failed(self.writes.pop((node, level)))
+        self.report()
+
+    def granted(self):
+        return [level.grant if level.is_under_way else None for level in self.coordinator.levels]
+
+    def complete(self, level=0):
+        return sorted(key.step for key in self.nodes[-1].levels[level].complete)
+
+
+def test_a_step_is_complete_when_all_nodes_have_reported_it_and_not_before():
+    cluster = Cluster()
+    cluster.train(3)
+    assert cluster.granted() == [10]
+    cluster.train(10)
+
+    cluster.finish(nodes=[0])
+    assert (cluster.complete(), cluster.granted()) == ([], [10])
+    cluster.finish(nodes=[1])
+
+    assert (cluster.complete(), cluster.granted()) == ([10], [20])
+
+
+def test_a_grant_lies_ahead_of_ranks_that_are_one_step_further():
+    cluster = Cluster(PersistentLevel("/0", every_n_steps=1))
+    assert cluster.granted() == [2]  # the others may have begun step 1
+    cluster.ranks[1] = RankView(4, False, (SlotView(4, True), SlotView(3, True)))
+    cluster.report()
+    cluster.train(40)
+    cluster.report()
+
+    assert cluster.granted()[0] >= 42
+
+
+def test_one_node_gets_the_newest_step_whenever_its_level_is_idle():
+    cluster = Cluster(PersistentLevel("/0", every_n_steps=5), num_nodes=1)
+    cluster.train(5)
+    stored = []
+    for step in range(10, 200, 5):
+        cluster.train(step)
+        if step % 4 == 0 and cluster.writes:  # a write takes some captures
+            cluster.finish()
+            stored = cluster.complete()
+
+    assert len(stored) == 9
+    assert all(later - earlier <= 25 for earlier, later in itertools.pairwise(stored))
+
+
+def test_a_missed_step_is_granted_with_a_margin_and_no_clock_cancels():
+    cluster = Cluster()
+    cluster.train(3)
+    cluster.ranks = [RankView(15, False, (SlotView(15, True), SlotView(5, True)))] * 2
+    cluster.report()
+
+    assert cluster.coordinator.levels[0].margin == 1
+    assert cluster.coordinator.levels[0].cancelled == {10}
+    assert cluster.granted() == [20]
+
+
+def test_a_node_pins_a_step_that_was_begun_before_the_order_came():
+    node = NodeGrants(0, START, (NodeLevel(),))
+    levels = (LevelGrants(PersistentLevel("/0"), grant=10),)
+    coordinator = Coordinator(7, START, 1, levels, is_open=True)
+    node.receive(coordinator.order())
+    begun = RankView(15, False, (SlotView(10, True), SlotView(15, False)))
+
+    look = node.look([begun])
+
+    assert look.pin == (0,)
+    assert [write.step for write in look.writes] == [10]
+    # Its trainer had chosen the slot just before: the pin is gone, and nothing is committed.
+    assert held(10, [RankView(20, False, (SlotView(20, False), SlotView(15, True)))]) is Held.LOST
+    assert held(10, [RankView(15, False, (SlotView(10, False, 10), SlotView(15, True)))]) is Held.COPYING
+    assert held(10, [RankView(15, True, (SlotView(10, False, 10), SlotView(15, True)))]) is Held.LOST
+
+
+def test_a_failed_write_gives_its_pins_back_and_can_never_commit():
+    cluster = Cluster()
+    cluster.train(10)
+    cluster.train(20)
+    write = cluster.writes[0, 0]
+
+    cluster.fail(0, node=0)
+
+    assert cluster.nodes[0].word is None
+    assert not cluster.nodes[0].is_wanted(write)
+    assert cluster.granted() == [None]
+    cluster.nodes[0].probed(0)
+    cluster.report()
+    assert cluster.granted() == [30]
+
+
+def test_a_file_that_is_read_back_after_its_step_was_cancelled_does_not_count():
+    cluster = Cluster()
+    cluster.train(10)
+    cluster.train(20)
+    write = cluster.writes[1, 0]
+    cluster.nodes[1].committed(write)
+    cluster.fail(0, node=0)
+
+    assert not cluster.nodes[1].verified(write)
+    assert cluster.nodes[1].levels[0].stored == set()
+
+
+def two_levels(**slower):
+    return PersistentLevel("/0", every_n_steps=10), PersistentLevel("/1", **{"every_n_steps": 20, **slower})
+
+
+def test_a_slower_level_copies_the_newest_step_that_is_complete_above():
+    cluster = Cluster(*two_levels())
+    cluster.train(5)
+    for step in (10, 20, 30):
+        cluster.train(step)
+        cluster.finish(0)
+
+    assert cluster.granted() == [40, 10]
+    assert cluster.coordinator.levels[1].source == 0
+    cluster.finish(1)
+    assert cluster.granted() == [40, 30]
+    cluster.finish(1)
+    assert cluster.granted() == [40, None]
+
+
+def test_a_slower_level_reads_the_slots_only_while_the_level_above_has_failed():
+    cluster = Cluster(*two_levels())
+    cluster.train(5)
+    cluster.train(10)
+    assert cluster.granted() == [10, None]
+
+    cluster.fail(0, node=1)
+    assert cluster.granted() == [None, 20]
+    assert cluster.coordinator.levels[1].source is None
+    cluster.nodes[1].probed(0)
+    cluster.report()
+
+    # One step alone is pinned: a level that is back takes the one that the other reads.
+    assert cluster.granted() == [20, 20]
+    cluster.train(20)
+    cluster.finish(0)
+    assert cluster.granted() == [None, 20]
+    cluster.finish(1)
+    assert cluster.granted() == [30, None]
+    cluster.train(30)
+    cluster.train(40)
+    cluster.finish(0)
+    assert cluster.coordinator.levels[1].source == 0 or cluster.granted()[1] is None
+
+
+def test_a_step_that_is_kept_for_ever_is_granted_before_others_and_copied_though_it_is_not_the_newest():
+    cluster = Cluster(PersistentLevel("/0", every_n_steps=10), PersistentLevel("/1", keep_every_n_steps=35))
+    cluster.train(5)
+    cluster.train(10)
+    cluster.train(30)
+    cluster.finish(0)
+    assert cluster.granted() == [35, 10]  # 40 would be due, and the write would go past 35
+    cluster.train(35)
+    cluster.finish(0)
+    cluster.train(40)
+    cluster.finish(0)
+    cluster.finish(1)
+
+    assert cluster.complete(0) == [10, 35, 40]
+    assert cluster.granted()[1] == 35
+    protected = still_to_copy(cluster.nodes[0].levels[0], cluster.nodes[0].levels[1], cluster.settings[1], START)
+    assert protected == {35}
+
+
+def test_a_wish_is_granted_after_the_fact_while_slots_hold_the_step_and_is_lost_after_that():
+    cluster = Cluster()
+    cluster.train(10)
+    cluster.train(20)
+    for node in cluster.nodes:
+        assert node.wish(15)
+        node.wish(5)
+    cluster.finish()
+
+    assert cluster.granted() == [15]
+    cluster.finish()
+    assert cluster.nodes[0].levels[0].lost == {5}
+    assert cluster.complete() == [10, 15]
+    assert all(node.wishes == set() for node in cluster.nodes)
+    assert not cluster.nodes[0].wish(15)
+
+
+def test_a_grant_that_lies_ahead_yields_to_a_step_for_which_training_waits():
+    cluster = Cluster(*two_levels())
+    cluster.train(5)
+    assert cluster.granted()[0] == 10
+    for node in cluster.nodes:
+        node.wish(5)
+    cluster.report()
+    cluster.report()
+
+    assert cluster.granted()[0] == 5
+    assert cluster.coordinator.levels[0].margin == 0
+    cluster.finish(0)
+    assert cluster.granted()[1] == 5
+    cluster.finish(1)
+    assert all(node.wishes == set() for node in cluster.nodes)
+    assert cluster.granted()[0] == 10
+
+
+def test_when_all_trainers_are_dead_the_newest_common_step_goes_to_every_level():
+    cluster = Cluster(*two_levels(every_n_steps=1000))
+    cluster.train(5)
+    cluster.train(8, is_gone=True)  # the next grant was 10
+    cluster.ranks[1] = RankView(13, True, (SlotView(13, True), SlotView(8, True)))
+    cluster.report()
+    cluster.report()
+    assert cluster.granted() == [8, 8]
+    cluster.finish(0)
+    cluster.finish(1)
+
+    assert (cluster.complete(0), cluster.complete(1), cluster.granted()) == ([8], [8], [None, None])
+
+
+def test_nothing_is_granted_while_some_nodes_train_and_others_are_dead():
+    cluster = Cluster()
+    cluster.train(5)
+    cluster.ranks[1] = RankView(5, True, (SlotView(5, True),))
+    cluster.report()
+    assert cluster.nodes[1].levels[0].grant is None  # the step it waited for will not come
+    cluster.report()
+    assert cluster.granted() == [None]
+
+    cluster.train(6)
+    assert cluster.granted() == [10]
+
+
+def test_without_a_coordinator_a_node_stores_what_all_its_ranks_hold_whole():
+    ranks = [
+        RankView(30, True, (SlotView(30, True), SlotView(20, True), SlotView(10, True))),
+        RankView(30, True, (SlotView(30, False), SlotView(20, True), SlotView(10, True))),
+    ]
+
+    assert to_store_alone(ranks, num_kept=2) == [20, 10]
+    assert to_store_alone(ranks, num_kept=1) == [20]
+
+
+def test_a_new_coordinator_takes_up_what_is_under_way_and_counts_what_all_nodes_have():
+    cluster = Cluster()
+    cluster.train(10)
+    cluster.finish()
+    cluster.train(20)
+    cluster.finish(nodes=[0])
+    old = cluster.coordinator
+    cluster.coordinator = Coordinator(9, START, 2, (LevelGrants(cluster.settings[0]),))
+    assert cluster.coordinator.epoch > old.epoch
+
+    cluster.tell()
+
+    assert cluster.coordinator.levels[0].complete == {10}
+    assert cluster.granted() == [20]
+    assert cluster.nodes[0].receive(old.order())  # answered with the greater epoch, and not obeyed
+    assert cluster.nodes[0].epoch == cluster.coordinator.epoch
+    assert old.receive(cluster.nodes[0].report([cluster.ranks[0]]))
+    assert old.outbid()
+    assert old.epoch > cluster.coordinator.epoch
+    cluster.finish(nodes=[1])
+    assert cluster.complete() == [10, 20]
+
+
+def test_two_coordinators_never_have_one_epoch():
+    first, second = (Coordinator(owner, START, 1, ()) for owner in (1, 2))
+
+    assert first.epoch < second.epoch
+    assert Epoch(2, 1) > second.epoch
+
+
+# Retention
+
+KEY = [SnapshotKey(step, START) for step in range(100)]
+
+
+def expired(steps, *, complete, keep_last=2, protected=(), start=START, **level):
+    retention = Retention(PersistentLevel("/0", keep_last=keep_last, keep_every_n_steps=50), "s1", 0, 2)
+    state = NodeLevel(complete={KEY[step] for step in complete}, **level)
+    files = [NodeFile(step, start, 0, 2) for step in steps]
+    return [file.step for file in retention.expired(files, state, protected)]
+
+
+def test_complete_steps_go_when_enough_newer_ones_are_complete_and_incomplete_ones_when_one_is():
+    assert expired([10, 20, 30, 31], complete=[10, 20]) == []
+    assert expired([10, 20, 25, 30, 31], complete=[10, 20, 30]) == [10, 25]
+    assert expired([10, 20], complete=[]) == []
+    assert expired([10, 20, 30], complete=[10, 20, 30], protected=[10]) == []
+    assert expired([50, 60, 70, 80], complete=[50, 60, 70, 80]) == [60]
+
+
+def test_a_cancelled_step_goes_unless_it_is_granted_again():
+    assert expired([10, 20], complete=[10], cancelled=frozenset({20})) == [20]
+    assert expired([10, 20], complete=[10], cancelled=frozenset({20}), grant=20) == []
+    assert expired([10], complete=[10], cancelled=frozenset({10})) == []
+
+
+def test_files_of_earlier_starts_are_shared_out_and_those_of_other_nodes_left_alone():
+    retention = Retention(PersistentLevel("/0", keep_last=1), "s2", 1, 2)
+    state = NodeLevel(complete={SnapshotKey(30, "s2")})
+    files = [NodeFile(10, "s1", node, 5) for node in range(5)] + [NodeFile(10, "s2", node, 2) for node in range(2)]
+
+    mine = retention.expired(files, state)
+
+    assert mine == [NodeFile(10, "s1", 1, 5), NodeFile(10, "s1", 3, 5), NodeFile(10, "s2", 1, 2)]

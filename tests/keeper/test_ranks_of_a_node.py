@@ -1,0 +1,154 @@
+"""Several trainers and the one keeper of their node: nothing of a rank is lost for another one's death."""
+
+import os
+import pathlib
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.waiting import until
+
+RANKS = 3
+
+
+def ranks(job, count=RANKS, **settings):
+    """Connected trainers with slots, all started at the same time."""
+    started = [job.start(rank=(rank, count), **settings) for rank in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda trainer: trainer.connect(), started))
+        assert list(pool.map(lambda trainer: trainer.reserve(count=3), started)) == [3] * count
+    return started
+
+
+def processes(job):
+    """All that are a keeper of this job, or are about to be."""
+    word = job.identity.arguments[-1].encode()
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found += [int(path.parent.name)] if word in words else []
+    return found
+
+
+def slots_of(pid):
+    """Shared memory that a process maps: one name in /proc for each slot."""
+    lines = pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "lazysnap-slot" in line}
+
+
+def steps(trainer):
+    """Of the captures that the keeper holds for it; ``None`` if there is no keeper just now."""
+    found = trainer.inventory()
+    return [step for step, *_ in found] if isinstance(found, list) else None
+
+
+def test_ranks_that_start_together_have_one_keeper_and_each_its_own_memory(job):
+    trainers = ranks(job)
+    for number, trainer in enumerate(trainers):
+        trainer.capture(step=10 + number)
+
+    assert until(lambda: processes(job) == [job.keeper_pid()])
+    assert [steps(trainer) for trainer in trainers] == [[10], [11], [12]]
+    assert len(slots_of(job.keeper_pid())) == 3 * RANKS
+
+
+def test_a_killed_keeper_gets_a_successor_that_has_the_memory_of_all_ranks(job):
+    trainers = ranks(job)
+    for number, trainer in enumerate(trainers):
+        trainer.capture(step=10 + number)
+    keeper = job.keeper_pid()
+    os.kill(keeper, signal.SIGKILL)
+
+    assert until(lambda: job.keeper_pid() not in (None, keeper))
+    for number, trainer in enumerate(trainers):
+        assert until(lambda trainer=trainer, number=number: steps(trainer) == [10 + number])
+    assert until(lambda: processes(job) == [job.keeper_pid()])
+    for trainer in trainers:
+        trainer.kill()
+    assert steps(job.trainer(rank=(1, RANKS), reserve=0)) == [11]
+
+
+def test_what_a_dead_rank_left_stays_while_another_one_trains_and_lingers_from_then_on(job):
+    first, second, third = ranks(job, linger_s=1.0)
+    for trainer in (first, second, third):
+        trainer.capture(step=1)
+    second.kill()
+    third.kill()
+    killed = time.monotonic()
+    step = 1
+    while time.monotonic() < killed + 3.0:  # thrice as long as it would linger alone
+        first.capture(step=(step := step + 1))
+
+    assert steps(job.trainer(rank=(1, RANKS), reserve=0)) == [1]
+    job.trainers[-1].kill()
+    first.kill()
+    assert until(job.is_gone)
+    assert until(lambda: processes(job) == [])
+
+
+def test_a_rank_that_says_goodbye_takes_its_memory_along_and_no_other(job):
+    level = job.level(every_n_steps=100)
+    first, second, _ = ranks(job, levels=[level])
+    for trainer in (first, second):
+        trainer.capture(step=5)
+    keeper = job.keeper_pid()
+    assert second.goodbye()
+
+    assert until(lambda: len(slots_of(keeper)) == 3 * (RANKS - 1))
+    assert job.keeper_pid() == keeper
+    assert steps(first) == [5]
+    again = job.trainer(rank=(1, RANKS))
+    assert steps(again) == []
+    assert again.capture(step=6)
+    for trainer in (first, again, job.trainers[2]):
+        assert trainer.goodbye()
+    assert until(job.is_gone)
+
+
+def test_a_second_trainer_of_one_rank_is_refused_and_those_of_others_are_not(job):
+    first, *_ = ranks(job)
+
+    refused = job.start(rank=(0, RANKS)).connect()
+
+    assert refused["error"] == "JobBusy"
+    assert f"process {first.process.pid}" in refused["text"]
+    assert job.trainer(rank=(RANKS, RANKS + 1)).capture(step=1)
+
+
+@pytest.mark.parametrize("victims", [(0,), (0, 1), (0, 1, 2)])
+def test_a_keeper_and_trainers_that_die_together_leave_the_others_what_they_had(job, victims):
+    trainers = ranks(job)
+    for trainer in trainers:
+        trainer.capture(step=7)
+    keeper = job.keeper_pid()
+    for pid in (keeper, *(trainers[number].process.pid for number in victims)):
+        os.kill(pid, signal.SIGKILL)
+    for number in victims:
+        trainers[number].kill()
+
+    for number, trainer in enumerate(trainers):
+        if number not in victims:
+            assert until(lambda trainer=trainer: steps(trainer) == [7])
+            trainer.kill()
+    for trainer in trainers:
+        trainer.close()
+    if len(victims) == RANKS:
+        assert until(job.is_gone)
+
+
+def test_sigterm_makes_the_newest_capture_of_every_rank_durable(job):
+    level = job.level(every_n_steps=100)
+    trainers = ranks(job, levels=[level])
+    for trainer in trainers:
+        trainer.capture(step=3)
+    for trainer in trainers:
+        trainer.kill()
+    os.kill(job.keeper_pid(), signal.SIGTERM)
+
+    assert until(job.is_gone)
+    names = [path.name for path in pathlib.Path(level["url"]).glob("step-00000003-*/*.json")]
+    assert sorted(names) == [f"rank-0000{rank}-of-0000{RANKS}.json" for rank in range(RANKS)]

@@ -1,0 +1,110 @@
+"""``lazysnap stop``, and what lists of processes show of a keeper."""
+
+import json
+import pathlib
+
+import pytest
+from keeper_jobs import Job
+
+from lazysnap.cli import main
+from lazysnap.levels import open_store
+
+
+def stop(capsys, job, *more):
+    capsys.readouterr()
+    code = main(["stop", job, "--json", *more])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_lingering_keeper_stores_its_newest_capture_and_ends(job, capsys):
+    level = job.level(every_n_steps=1000)
+    first = job.trainer(levels=[level])
+    for step in (1, 2, 3):
+        first.capture(step=step)
+    keeper = job.keeper_pid()
+    first.kill()
+
+    code, said = stop(capsys, job.job_id)
+
+    assert code == 0
+    assert said["ended"] == [{"pid": keeper}]
+    assert job.is_gone()
+    assert max(entry.step for entry in open_store(level["url"]).inventory().entries) == 3
+
+
+def test_the_keeper_of_a_training_that_runs_stays(job, capsys):
+    trainer = job.trainer()
+    keeper = job.keeper_pid()
+
+    code, said = stop(capsys, job.job_id)
+
+    assert code == 1
+    [staying] = said["staying"]
+    assert staying["pid"] == keeper
+    assert str(trainer.process.pid) in staying["reason"]
+    assert job.keeper_pid() == keeper
+    assert trainer.capture(step=1)
+
+
+def test_what_cannot_be_stored_keeps_the_keeper_until_force(job, capsys):
+    """The level is a file: nothing can be written there."""
+    level = job.level()
+    pathlib.Path(level["url"]).write_text("in the way")
+    first = job.trainer(levels=[level])
+    first.capture(step=7)
+    keeper = job.keeper_pid()
+    first.kill()
+
+    code, said = stop(capsys, job.job_id)
+
+    assert code == 1
+    [staying] = said["staying"]
+    assert "step 7" in staying["reason"]
+    assert "--force" in staying["reason"]
+    assert job.keeper_pid() == keeper
+    assert [step for step, *_ in job.trainer(reserve=0, levels=[level]).inventory()] == [7]
+    job.trainers[-1].kill()
+
+    code, said = stop(capsys, job.job_id, "--force")
+
+    assert (code, job.is_gone()) == (0, True)
+
+
+def test_no_keeper_is_said_to_be_none(job, capsys):
+    assert main(["stop", job.job_id]) == 0
+    assert "no keeper of job" in capsys.readouterr().out
+
+
+def test_lists_of_processes_show_job_and_node_but_no_password(make_job):
+    job = make_job("s3://user:opensesame@bucket")
+    job.trainer()
+    keeper = job.keeper_pid()
+
+    words = pathlib.Path(f"/proc/{keeper}/cmdline").read_text().split("\0")
+
+    name = job.job_id.replace("opensesame", "***")
+    facts = [f"--job={name}", f"--node={job.identity.node}"]
+    assert words[words.index(facts[0]) :][: len(facts)] == facts
+    assert pathlib.Path(f"/proc/{keeper}/comm").read_text().strip() == "lazysnap-keeper"
+
+
+@pytest.mark.parametrize("how", ["path", "relative"])
+def test_a_job_is_named_by_the_path_of_its_first_level(make_job, capsys, tmp_path, monkeypatch, how):
+    job = make_job("level")
+    trainer = job.trainer()
+    trainer.capture(step=1)
+    trainer.kill()
+    monkeypatch.chdir(tmp_path)
+
+    code, said = stop(capsys, str(tmp_path / "level") if how == "path" else "level")
+
+    assert code == 0, said
+    assert job.is_gone()
+
+
+def test_a_job_whose_name_begins_with_a_dash_has_a_keeper(tmp_path):
+    job = Job("-a", tmp_path)
+    try:
+        assert job.trainer().capture(step=1)
+    finally:
+        job.close()

@@ -1,0 +1,99 @@
+"""A fit that is started again with another program: what cannot go on is refused, what changed is named once."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from test_callback import DieAt, make_trainer, raising
+from torch.utils.data import DataLoader, TensorDataset
+
+from lazysnap import LazySnapshotCallback
+from lazysnap.errors import StateMismatch
+
+WORDS = "configured otherwise"
+
+
+class Model(pl.LightningModule):
+    def __init__(self, kind="AdamW", lr=0.01, dropout=0.5, sizes=(4, 4), name="first", schedule=True):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(4, 1)
+        self.drop = torch.nn.Dropout(dropout)
+
+    def training_step(self, batch, batch_idx):
+        return self.drop(self.layer(batch[0])).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = getattr(torch.optim, self.hparams.kind)(self.parameters(), lr=self.hparams.lr)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fit(directory, model, *callbacks, items=16, batch=4, **settings):
+    pl.seed_everything(1, verbose=False)
+    lazy = LazySnapshotCallback()
+    trainer = make_trainer(directory, lazy, *callbacks, **{"max_epochs": 3, **settings})
+    data = TensorDataset(torch.randn(items, 4, generator=torch.Generator().manual_seed(2)))
+    trainer.fit(model, DataLoader(data, batch, shuffle=True), ckpt_path="latest")
+    return trainer
+
+
+@pytest.fixture
+def cut(tmp_path):
+    """The directory of a fit that failed in its second epoch, with every step captured."""
+
+    class Ready(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            lazy = next(item for item in trainer.callbacks if isinstance(item, LazySnapshotCallback))
+            assert lazy.engine.wait_ready(60)
+
+    with pytest.raises(RuntimeError, match="cut"):
+        fit(tmp_path, Model(), Ready(), DieAt(6, raising(RuntimeError("cut"))))
+    return tmp_path
+
+
+def said(caplog, words):
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+def test_another_optimizer_is_refused_by_its_class(cut):
+    with pytest.raises(
+        StateMismatch, match=r"optimizer_states\.0: the snapshot is of .*AdamW.*live optimizer is .*SGD"
+    ):
+        fit(cut, Model(kind="SGD"))
+
+    assert fit(cut, Model()).global_step == 12
+
+
+def test_changed_data_and_hyperparameters_are_named_in_one_warning(cut, caplog):
+    changed = Model(lr=0.02, dropout=0.1, sizes=(8, 4), name="second")
+
+    fit(cut, changed, items=24, batch=8)
+
+    [text] = said(caplog, WORDS)
+    assert "optimizer_states.0.lr is 0.02, in the snapshot 0.01 (as in the snapshot from here on" in text
+    assert (
+        "train_loader.dataset_length is 24, in the snapshot 16; train_loader.batch_size is 8, in the snapshot 4" in text
+    )
+    assert "hparams.dropout is 0.1, in the snapshot 0.5; hparams.sizes is [8, 4], in the snapshot [4, 4]" in text
+    assert "second" not in text
+    assert changed.optimizers().param_groups[0]["initial_lr"] == 0.01
+
+
+def test_what_did_not_change_gives_no_warning_and_a_finished_fit_says_that_it_is_over(cut, caplog):
+    trainer = fit(cut, Model())
+    assert trainer.global_step == 12
+    assert said(caplog, WORDS) == said(caplog, "had ended") == []
+
+    fit(cut, Model())
+    [text] = said(caplog, "had ended")
+    assert "max_epochs=3, at step 12" in text
+    assert "raise that limit" in text
+
+    caplog.clear()
+    fit(cut, Model(), max_epochs=None, max_steps=12)
+    [text] = said(caplog, "had ended")
+    assert "max_steps=12" in text
+
+    caplog.clear()
+    assert fit(cut, Model(), max_epochs=4).global_step == 16
+    assert said(caplog, "had ended") == said(caplog, WORDS) == []

@@ -1,0 +1,141 @@
+"""Figures of snapshots in the trainer's own loggers, and the end in its own progress bar."""
+
+import csv
+import random
+import re
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger
+from test_callback import DieAt, Plain, finish, fit, loaders, make_trainer, raising
+
+from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig
+
+PREFIX = "lazysnap/"
+EVERY = 4
+
+
+class Broken(Logger):
+    """Takes what the training logs, and no figures."""
+
+    name = "broken"
+    version = "0"
+    calls = 0
+
+    def log_metrics(self, metrics, step=None):
+        if any(name.startswith(PREFIX) for name in metrics):
+            self.calls += 1
+            raise OSError("the disk is full")
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+class Drawing(Broken):
+    """Draws random numbers."""
+
+    def log_metrics(self, metrics, step=None):
+        torch.rand(3)
+        random.random()
+
+
+def csv_logger(directory):
+    return CSVLogger(directory, name="", version="csv")
+
+
+def rows(directory):
+    """What the file has, row by row, without empty cells."""
+    with (directory / "csv" / "metrics.csv").open() as file:
+        return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def figures(directory):
+    """By step."""
+    found = [row for row in rows(directory) if any(name.startswith(PREFIX) for name in row)]
+    return {int(row.pop("step")): {name: float(value) for name, value in row.items()} for row in found}
+
+
+def others(directory):
+    """What the training logged itself."""
+    return [row for row in rows(directory) if not any(name.startswith(PREFIX) for name in row)]
+
+
+def test_a_csv_file_has_the_figures_of_snapshots_every_few_steps_beside_what_the_training_logs(tmp_path):
+    fit(tmp_path / "with", logger=csv_logger(tmp_path / "with"), log_every_n_steps=EVERY)
+    trainer = make_trainer(tmp_path / "none", logger=csv_logger(tmp_path / "none"), log_every_n_steps=EVERY)
+    torch.manual_seed(1)
+    found = figures(tmp_path / "with")
+
+    assert list(found) == [4, 8, 12]
+    for values in found.values():
+        assert set(values) >= {f"{PREFIX}{name}" for name in ("stall_ms", "copy_gb_per_s", "skipped", "torn")}
+        assert values[f"{PREFIX}lag_steps/memory"] in (1, 2)
+        assert values[f"{PREFIX}lag_s/memory"] > 0
+        assert values[f"{PREFIX}lag_steps/storage_0"] >= 1
+        assert values[f"{PREFIX}torn"] == 0
+    plain(trainer)
+    assert [row["step"] for row in others(tmp_path / "with")] == [row["step"] for row in others(tmp_path / "none")]
+    assert others(tmp_path / "with") == others(tmp_path / "none")
+
+
+def plain(trainer):
+    """The same training without snapshots."""
+    import lightning.pytorch as pl
+
+    pl.seed_everything(1, verbose=False)
+    trainer.fit(Plain(), *loaders())
+
+
+def test_a_logger_that_takes_none_is_named_once_and_the_others_have_them(tmp_path, caplog):
+    broken = Broken()
+    trainer, _ = fit(tmp_path, logger=[broken, csv_logger(tmp_path)], log_every_n_steps=EVERY)
+
+    assert trainer.global_step == 12
+    assert broken.calls == 1
+    assert list(figures(tmp_path)) == [4, 8, 12]
+    told = [record for record in caplog.records if "takes no figures" in record.getMessage()]
+    assert [record.getMessage() for record in told] == [
+        "Broken takes no figures of snapshots: OSError: the disk is full"
+    ]
+
+
+@pytest.mark.parametrize("step", [4, 5, 8])
+def test_what_a_logger_draws_belongs_to_the_step_that_is_captured(tmp_path, step):
+    settings = {"logger": Drawing(), "log_every_n_steps": EVERY}
+    whole = finish(*fit(tmp_path / "whole", **settings))
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path / "cut", DieAt(step, raising(ZeroDivisionError())), **settings)
+
+    assert finish(*fit(tmp_path / "cut", seed=99, **settings)) == whole
+
+
+class Wide(Plain):
+    """A few MB, which a slow level takes seconds for."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("wide", torch.zeros(1_000_000))
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_the_trainers_own_bar_shows_how_the_last_snapshot_is_stored(tmp_path, capsys, bar):
+    level = PersistentLevel(str(tmp_path / "slow"), every_n_steps=1000, max_bytes_per_s=1_200_000)
+    lazy = LazySnapshotCallback(config=SnapshotConfig(levels=(level,)))
+    made = []
+
+    class Own(bar):
+        def init_train_tqdm(self):
+            made.append(super().init_train_tqdm())
+            return made[-1]
+
+    own = Own() if bar is TQDMProgressBar else bar(console_kwargs={"force_terminal": True, "width": 120})
+    settings = {"enable_progress_bar": True, "max_steps": 2, "limit_val_batches": 0}
+    make_trainer(tmp_path, lazy, own, **settings).fit(Wide(), loaders()[0])
+
+    shown = [line for line in re.split("[\r\n]", capsys.readouterr().out) if "saving the last snapshot" in line]
+    assert re.search(r"(4\.\d+)(/4\.\d+ MB|M/4\.\d+M)", shown[-1]), shown
+    if bar is TQDMProgressBar:
+        assert len(made) == 2
+        assert made[-1].n == made[-1].total
+        assert made[-1].unit == "B"

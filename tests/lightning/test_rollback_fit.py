@@ -1,0 +1,184 @@
+"""A fit that meets a bad batch goes back in place, and ends as one that never saw it."""
+
+import pickle
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import BATCH_SIZE, Memory, Net, Numbers, digest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer, WeightAveraging
+from test_callback import DieAt, Ready, make_trainer, raising
+from torch.utils.data import DataLoader, Dataset
+
+from lazysnap import LazySnapshotCallback, LossSpike, NonFinite
+from lazysnap.errors import ConfigError, RollbackFailed
+
+pytestmark = pytest.mark.filterwarnings("ignore:Encountered `nan` values in tensor:UserWarning")  # torchmetrics
+
+
+class Batches(Dataset):
+    """Whole batches in a fixed order; those in ``bad`` are multiplied by ``factor``."""
+
+    def __init__(self, numbers, bad=(), factor=float("nan")):
+        samples = Numbers(200, noisy=False).data.view(-1, BATCH_SIZE, 3)
+        self.items = [
+            (torch.arange(BATCH_SIZE), samples[n] * factor if n in bad else samples[n].clone()) for n in numbers
+        ]
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+class Stepping(Net):
+    """A schedule by step; the last layer draws dropout."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ByEpoch(Net):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Manual(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def fit(directory, batches, *callbacks, policy=None, model=None, seed=1, ckpt_path="latest", **settings):
+    pl.seed_everything(seed, verbose=False)
+    lazy = LazySnapshotCallback(rollback_on=policy or NonFinite())
+    every = {"max_epochs": 1, "limit_val_batches": 0, **settings}
+    trainer = make_trainer(directory, lazy, Ready(lazy), *callbacks, **every)
+    model = (model or Stepping)()
+    trainer.fit(model, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+    return trainer, model, lazy
+
+
+def finish(trainer, model, lazy):
+    state = [model.state_dict(), model.hidden, [one.state_dict() for one in trainer.optimizers]]
+    schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    averages = [
+        one._average_model.state_dict() for one in trainer.callbacks if getattr(one, "_average_model", None) is not None
+    ]
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return digest([state, averages]), repr(schedules), metrics, trainer.global_step, torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize("model", [Stepping, ByEpoch, Manual])
+def test_a_nan_batch_in_the_middle_of_50_steps_leaves_no_trace(tmp_path, model):
+    never = finish(*fit(tmp_path / "never", Batches([n for n in range(50) if n != 24]), model=model))
+    trainer, module, lazy = fit(tmp_path / "seen", Batches(range(50), bad=[24]), model=model)
+    assert finish(trainer, module, lazy) == never
+    assert never[3] == 49
+    assert lazy.statistics().rollbacks == 1
+    assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == 50
+
+
+def test_averaged_weights_checkpoints_and_loggers_know_nothing_of_the_bad_step(tmp_path):
+    def callbacks(directory):
+        kept = ModelCheckpoint(directory / "ckpt", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+        return WeightAveraging(), kept, Timer(duration="00:01:00:00")
+
+    trace, wanted = [], []
+    one, other = Batches([n for n in range(20) if n not in (7, 12)]), Batches(range(20), bad=[7, 12])
+    settings = {"enable_checkpointing": True, "log_every_n_steps": 1}
+    never = finish(
+        *fit(tmp_path / "a", one, *callbacks(tmp_path / "a"), logger=Memory(wanted), **settings),
+    )
+    assert finish(*fit(tmp_path / "b", other, *callbacks(tmp_path / "b"), logger=Memory(trace), **settings)) == never
+    names = [sorted(path.name for path in (tmp_path / place / "ckpt").iterdir()) for place in "ab"]
+    assert names[0] == names[1]
+    assert names[0]
+    assert list(dict.fromkeys(trace)) == wanted
+
+
+@pytest.mark.parametrize("bad", [[8], [9], [11], [8, 10]])
+def test_with_accumulation_the_whole_window_is_dropped(tmp_path, bad):
+    never = finish(*fit(tmp_path / "a", Batches([*range(8), *range(12, 20)]), accumulate_grad_batches=4))
+    seen = finish(*fit(tmp_path / "b", Batches(range(20), bad=bad), accumulate_grad_batches=4))
+    assert seen == never
+    assert never[3] == 4
+
+
+def test_a_spike_is_undone(tmp_path):
+    policy = LossSpike(factor=4.0, window=5)
+    never = finish(*fit(tmp_path / "a", Batches([n for n in range(20) if n != 10]), policy=policy))
+    assert finish(*fit(tmp_path / "b", Batches(range(20), bad=[10], factor=30.0), policy=policy)) == never
+
+
+@pytest.mark.parametrize("bad", [0, 5])
+@pytest.mark.parametrize("model", [Stepping, ByEpoch])
+def test_at_either_end_of_an_epoch_the_schedules_stay_right(tmp_path, bad, model):
+    """Batch ``bad`` of the second epoch of 6 is bad: its first, or its last."""
+
+    class Sometimes(Batches):
+        spoilt = False
+
+        def __getitem__(self, index):
+            number, batch = super().__getitem__(index)
+            is_bad = self.spoilt and index == bad
+            return number, batch * float("nan") if is_bad else batch
+
+    class Spoil(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            data.spoilt = trainer.current_epoch == 1
+
+    data = Sometimes(range(6))
+    trainer, module, lazy = fit(tmp_path, data, Spoil(), max_epochs=3, model=model)
+    assert trainer.global_step == 17
+    assert lazy.statistics().rollbacks == 1
+    assert trainer.current_epoch == 3
+    [config] = trainer.lr_scheduler_configs
+    wanted = 1e-2 * (0.98**17 if model is Stepping else 0.5**3)
+    assert config.scheduler.get_last_lr() == [pytest.approx(wanted)]
+    assert module.layers[0].weight.isfinite().all()
+
+
+def test_it_gives_up_after_the_rollbacks_that_the_policy_allows_and_latest_goes_on(tmp_path):
+    with pytest.raises(RollbackFailed, match="after 2 rollbacks without a step beyond 5"):
+        fit(tmp_path, Batches(range(20), bad=range(5, 20)), policy=NonFinite(max_rollbacks=2))
+    trainer, *_ = fit(tmp_path, Batches(range(20)), seed=99)
+    assert trainer.global_step == 20
+
+
+def test_a_fit_that_ended_after_a_rollback_goes_on_where_it_was(tmp_path):
+    """The exception comes some steps after the rollback; the restart ends as the run that never saw the batch."""
+    never = finish(*fit(tmp_path / "a", Batches([n for n in range(20) if n != 8])))
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path / "b", Batches(range(20), bad=[8]), DieAt(11, raising(ZeroDivisionError())))
+    assert finish(*fit(tmp_path / "b", Batches(range(20), bad=[8]), seed=99)) == never
+
+
+def test_one_line_tells_of_it(tmp_path, caplog):
+    with caplog.at_level("INFO", "lazysnap"):
+        fit(tmp_path, Batches(range(8), bad=[4]))
+    [line] = [record.getMessage() for record in caplog.records if "rolled back" in record.getMessage()]
+    assert "rolled back from step 5 to step 4 (the loss is nan): restored from memory in" in line
+
+
+@pytest.mark.parametrize("policy", [NonFinite(data="repeat"), "nan", 3])
+def test_what_cannot_work_is_refused_when_the_callback_is_made(policy):
+    with pytest.raises(ConfigError, match="LazySnapshotCallback"):
+        LazySnapshotCallback(rollback_on=policy)
+
+
+def test_the_policy_travels_with_the_callback():
+    callback = pickle.loads(pickle.dumps(LazySnapshotCallback(rollback_on=LossSpike(window=7))))
+    assert callback._arguments.rollback_on == LossSpike(window=7)

@@ -1,0 +1,39 @@
+"""Exact resumes with whatever Lightning is installed. `make smoke` runs this with the oldest one that is supported.
+
+Uses only what every supported version has; more cases are in test_exact_resume.py, for the newest.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import KINDS, Shuffled, run, run_real
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_resumed_after_any_step_it_ends_as_uninterrupted(kind, tmp_path):
+    plain = run(kind(), tmp_path, snapshots=False)
+    whole = run(kind(), tmp_path)
+    assert whole.trace == plain.trace
+    for kept in whole.kept[:-1]:
+        resumed = run(kind(), tmp_path, choice=kept)
+        assert resumed.trace == whole.trace[kept.trace_length :], f"cut after step {kept.step}"
+        assert resumed.final == whole.final, f"cut after step {kept.step}"
+
+
+def test_resumed_from_memory_it_ends_as_uninterrupted(tmp_path):
+    whole = run(Shuffled(), tmp_path, snapshots=False)
+    with pytest.raises(ZeroDivisionError):
+        run_real(Shuffled(), tmp_path, seed=1, die_at=8)
+    resumed = run_real(Shuffled(), tmp_path, seed=99)
+    assert 0 < len(resumed.trace) < len(whole.trace)
+    assert resumed.trace == whole.trace[-len(resumed.trace) :]
+
+
+def test_the_same_with_pytorch_lightning(tmp_path):
+    script = Path(__file__).with_name("other_package.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout.split() == ["same", "alone"], done.stderr

@@ -1,0 +1,97 @@
+"""One rank of a small DDP training that rolls back: ``rollback_rank.py SETTINGS_JSON``.
+
+Settings: rank, world, meeting, root, journal; ``bad``: by batch, the rank whose loss is NaN there; ``never``:
+batches that are not there; ``back``: after the last step the ranks go back so many steps; ``kind``: ddp or fsdp.
+"""
+
+import datetime
+import json
+import os
+import random
+import sys
+
+import torch
+import torch.distributed as dist
+from support.bits import digest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lazysnap import LossWatch, MemoryLevel, NonFinite, PersistentLevel, SnapshotConfig, SnapshotEngine
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    rank, world = settings["rank"], settings["world"]
+    torch.set_num_threads(1)
+    journal = os.open(settings["journal"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(*words: object) -> None:
+        os.write(journal, (" ".join(map(str, [rank, *words])) + "\n").encode())
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{settings['meeting']}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 48), torch.nn.Dropout(0.3), torch.nn.Linear(48, 12))
+    if settings["kind"] == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    levels = (PersistentLevel(settings["root"] + "/level", every_n_steps=1),) if settings.get("storage") else ()
+    config = SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=30.0))
+    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
+    torch.manual_seed(1000 + rank)
+    random.seed(rank)
+    snapshot = engine.restore("latest")
+    step = snapshot.step if snapshot else 0
+    write("resumed", step, digest([list(model.parameters()), list(optimizer.state.values())]))
+    if settings.get("look"):
+        engine.abandon()
+        os._exit(0)
+    assert engine.wait_ready(timeout_s=30)
+    watch = LossWatch(NonFinite(), engine)
+    for number in range(step, settings["batches"]):
+        if number in settings["never"]:
+            continue
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        batch = torch.randn(8, 12, generator=generator)
+        if settings["bad"].get(str(number)) == rank:
+            batch *= float("nan")
+        loss = (model(batch) - batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if watch.see(loss):
+            step = watch.last.step
+            write("back", step, watch.last.level)
+            continue
+        step += 1
+        engine.boundary(step)
+        engine.gate()
+        write("trained", step, digest([list(model.parameters()), list(optimizer.state.values())]))
+    if settings.get("back"):
+        step = engine.rollback(steps=settings["back"]).step
+        write("back", step, digest([list(model.parameters()), list(optimizer.state.values())]))
+        engine.abandon()
+        sys.stdout.flush()
+        os._exit(9)
+    write(
+        "ended",
+        step,
+        digest([list(model.parameters()), list(optimizer.state.values())]),
+        torch.rand(()).item(),
+        random.random(),
+    )
+    write("closed", engine.close())
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

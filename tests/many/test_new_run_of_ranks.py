@@ -1,0 +1,73 @@
+"""Several ranks that go back by choice begin one new run, the same on all, and lose nothing of what they leave."""
+
+from lazysnap.levels import open_store
+from lazysnap.resolver import candidates
+
+
+def stored(job):
+    """Per run, the newest first: the steps of its complete snapshots."""
+    runs = {}
+    for plan in candidates([open_store(job.levels[0]["url"]).inventory()]):
+        runs.setdefault(plan.run_id, []).append(plan.step)
+    return runs
+
+
+def make(make_job, tmp_path):
+    level = {"url": str(tmp_path / "level"), "every_n_steps": 1, "keep_last": 2, "keep_every_n_steps": 4}
+    return make_job(levels=[level])
+
+
+def test_all_ranks_begin_one_run_whose_snapshots_stay_and_count(make_job, tmp_path):
+    job = make(make_job, tmp_path)
+    assert set(job.run("ddp", 2)) == {0}, job.output()
+    [(old, steps)] = stored(job).items()
+    assert steps == [8, 7, 4]
+
+    assert set(job.run("ddp", 2, which=4, steps=9, stop_at=5, wait_durable=True, wait_s=60)) == {9}, job.output()
+
+    assert job.resumed() == 4
+    assert [line[3] for line in job.events("durable")] == ["True", "True"]
+    assert list(stored(job).values()) == [[5], [8, 7, 4]], job.output()
+    assert job.output().count(f"begins at step 4 of run {old[:8]}") == 1
+    stopped = job.stopped()
+    assert set(job.run("ddp", 2, steps=7)) == {0}, job.output()
+    assert job.resumed() == 5
+    assert {origin[2] for origin in job.origins()} == stopped
+    assert [line[2] for line in job.events("closed")] == ["True", "True"]
+    assert list(stored(job).values()) == [[7, 6], [8, 7, 4]], job.output()
+    assert set(job.run("ddp", 2, which=f"run:{old}", look=True)) == {0}, job.output()
+    assert job.resumed() == 8
+
+
+def test_what_memory_holds_of_the_run_that_was_left_outlasts_the_way_back(make_job):
+    """Nothing is on storage. Until the new run has a snapshot, "latest" is what it was; from then on it is the new."""
+    job = make_job(levels=[])
+    assert set(job.run("ddp", 2, stop_at=8)) == {9}, job.output()
+    [last] = job.stopped()
+    assert set(job.run("ddp", 2, which=6, look=True)) == {0}, job.output()
+    assert job.resumed() == 6
+    assert set(job.run("ddp", 2, look=True)) == {0}, job.output()
+    assert job.origins() == [["8", "memory", last]] * 2, job.output()
+
+
+def test_the_first_snapshot_of_the_new_run_in_memory_is_the_latest(make_job):
+    job = make_job(levels=[])
+    assert set(job.run("ddp", 2, stop_at=8)) == {9}, job.output()
+    assert set(job.run("ddp", 2, which=6, stop_at=7)) == {9}, job.output()
+    assert job.resumed() == 6
+    assert set(job.run("ddp", 2, look=True)) == {0}, job.output()
+    assert job.resumed() == 7
+
+
+def test_a_fresh_start_of_several_ranks_names_what_it_leaves_on_one_of_them(make_job, tmp_path):
+    job = make(make_job, tmp_path)
+    assert set(job.run("ddp", 2)) == {0}, job.output()
+    [old] = stored(job)
+
+    heard = {"0": {"until_heard": "starts fresh"}}
+    assert set(job.run("ddp", 2, fresh=True, steps=3, by_rank=heard)) == {0}, job.output()
+
+    assert job.output().count("starts fresh") == 1
+    assert f"holds run {old[:8]}" in job.output()
+    assert "whose newest snapshot is step 8" in job.output()
+    assert list(stored(job).values()) == [[3, 2], [8, 7, 4]], job.output()

@@ -1,0 +1,65 @@
+"""Ranks roll back together: a loss that is bad on one of them is bad on all, and all get the same step."""
+
+import json
+import pathlib
+import uuid
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+
+
+class Ranks:
+    """Starts both ranks in a directory; what they wrote down."""
+
+    def __init__(self, zygote, place):
+        self.zygote, self.place, self.lines = zygote, place, []
+        self.place.mkdir()
+
+    def run(self, **settings):
+        journal = self.place / uuid.uuid4().hex
+        common = {"world": 2, "meeting": f"{journal}-meeting", "root": str(self.place), "journal": str(journal)}
+        common |= {"kind": "ddp", "batches": 8, "never": [], "bad": {}, **settings}
+        started = [
+            self.zygote.start(
+                [str(HERE / "rollback_rank.py"), json.dumps({**common, "rank": rank})],
+                {"LAZYSNAP_JOB_ID": str(self.place)},
+                self.place / f"output.{rank}",
+            )
+            for rank in range(2)
+        ]
+        codes = {child.get() for child in started}
+        self.lines = [line.split() for line in journal.read_text().splitlines()]
+        return codes
+
+    def output(self):
+        return "".join((self.place / f"output.{rank}").read_text()[-3000:] for rank in range(2))
+
+    def all(self, word):
+        """What every rank wrote after ``word``."""
+        return [line[2:] for line in sorted(self.lines) if line[1] == word]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_loss_that_is_bad_on_one_rank_takes_all_back_and_leaves_no_trace(zygote, tmp_path, kind):
+    never, seen = Ranks(zygote, tmp_path / "never"), Ranks(zygote, tmp_path / "seen")
+    assert never.run(kind=kind, never=[3, 6]) == {0}, never.output()
+    assert seen.run(kind=kind, bad={"3": 1, "6": 0}) == {0}, seen.output()
+
+    assert seen.all("back") == [["3", "memory"], ["5", "memory"]] * 2
+    assert seen.all("ended") == never.all("ended")
+    assert seen.output().count("rolled back from step 4 to step 3 (the loss of another rank is bad)") == 1
+    assert [line[0] for line in seen.all("closed")] == ["True", "True"]
+
+
+@pytest.mark.parametrize("storage", [False, True])
+def test_after_going_back_over_captured_steps_latest_is_the_same_on_all_ranks(zygote, tmp_path, storage):
+    ranks = Ranks(zygote, tmp_path / "job")
+    assert ranks.run(batches=6, back=2, storage=storage) == {9}, ranks.output()
+    wanted = [line[1] for line in ranks.all("trained") if line[0] == "5"]
+    assert ranks.all("back") == [["5", digest] for digest in wanted]
+
+    assert ranks.run(look=True, storage=storage) == {0}, ranks.output()
+    assert ranks.all("resumed") == [["5", digest] for digest in wanted]
+    assert ranks.run(storage=storage) == {0}, ranks.output()
+    assert [line[0] for line in ranks.all("ended")] == ["8", "8"]

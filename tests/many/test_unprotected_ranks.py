@@ -1,0 +1,53 @@
+"""One rank of several has no memory for captures: what all store is complete all the same, and counts as durable."""
+
+import pathlib
+
+import pytest
+
+from lazysnap.levels import open_store
+
+NO_MEMORY = {"max_bytes": 1 << 16}
+
+
+@pytest.mark.parametrize("lacking", [("1",), ("0", "1")], ids=["one", "all"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_without_memory_store_their_part_of_every_snapshot(make_job, end_keepers, kind, lacking):
+    job = make_job(levels=None)
+    by_rank = {rank: NO_MEMORY for rank in lacking}
+
+    codes = job.run(kind, 2, by_rank=by_rank, steps=8, stop_at=6, wait_durable=True, wait_s=60)
+
+    assert codes == [9, 9], job.output()
+    assert [line[-1] for line in job.events("durable")] == ["True", "True"], job.output()
+    stopped, own = job.stopped(), job.own("stopped")
+    end_keepers(job)
+
+    assert job.run(kind, 2, by_rank=by_rank, steps=8) == [0, 0], job.output()
+
+    assert job.resumed() == 6
+    assert {line[2] for line in job.origins()} == stopped
+    assert job.own("resumed") == own
+    # With the last step durable on all of them.
+    assert [line[-1] for line in job.events("closed")] == ["True", "True"], job.output()
+    url = job.levels[0]["url"]
+    entries = open_store(url).inventory().entries
+    assert {entry.rank for entry in entries if entry.step == 8} == {0, 1}
+    # Retention goes by what all have, as ever.
+    assert len({entry.step for entry in entries}) <= 2 + 3
+    assert all("NOT protected in memory" in output(job, rank) for rank in lacking)
+
+
+def output(job, rank):
+    return (pathlib.Path(job.place) / f"output.{rank}").read_text()
+
+
+def test_all_ranks_end_together_where_one_lacks_what_is_required(make_job):
+    job = make_job()
+
+    codes = job.run("ddp", 2, by_rank={"1": NO_MEMORY}, require="memory", spare=True)
+
+    assert codes == [1, 1], job.output()
+    for rank in (0, 1):
+        text = output(job, rank)
+        assert "MemoryBoundExceeded: rank 1: " in text
+        assert "max_bytes" in text

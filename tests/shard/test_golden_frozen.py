@@ -1,0 +1,63 @@
+"""A shard and immutable tensors beside it: what was written stays readable, and is still what is written."""
+
+import golden
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lazysnap.errors import ShardCorrupt
+from lazysnap.shard.manifest import Manifest
+
+
+def test_the_golden_snapshot_is_read_back_value_by_value_from_both_files():
+    with golden.opened(golden.FROZEN_FOLDER) as [shard, base]:
+        state = golden.assembled(shard, base).state(shard.meta, lambda name: None)
+
+    assert state["step"] == 7
+    for name, tensor in golden.Base().state_dict().items():
+        assert state["model"][name].dtype is tensor.dtype
+        assert torch.equal(state["model"][name], tensor), name
+
+
+def test_the_same_state_gives_the_golden_bytes():
+    found = {
+        str(path.relative_to(golden.FROZEN_FOLDER)): path.read_bytes()
+        for path in golden.FROZEN_FOLDER.rglob("*")
+        if path.is_file()
+    }
+
+    assert golden.make_frozen() == found
+
+
+def test_any_safetensors_tool_opens_both_files():
+    (base,) = golden.FROZEN_FOLDER.glob("frozen-*/*.safetensors")
+    (shard,) = golden.FROZEN_FOLDER.glob("step-*/*.safetensors")
+
+    assert sorted(load_file(base)) == ["model.tied", "model.wide"]
+    assert sorted(load_file(shard)) == ["model.adapter"]
+
+
+def test_the_manifest_of_the_shard_refers_to_the_immutable_tensors():
+    (base,) = golden.FROZEN_FOLDER.glob("frozen-*/*.json")
+    (shard,) = golden.FROZEN_FOLDER.glob("step-*/*.json")
+
+    meta = Manifest.decode(shard.read_bytes(), "golden").meta
+    assert meta.parameters == {"optimizer": ["adapter"]}
+    reference = meta.frozen
+    assert base.parent.name == f"frozen-{reference.digest}"
+    assert reference.size_bytes == next(base.parent.glob("*.safetensors")).stat().st_size
+
+
+def test_a_tensor_in_both_files_is_refused():
+    with golden.opened(golden.FROZEN_FOLDER) as [shard, base]:
+        golden.assembled(shard, base)
+        with pytest.raises(ShardCorrupt, match=r"tensor 'model\.(tied|wide)' is in another image"):
+            golden.assembled(shard, base, base)
+
+
+def test_a_tensor_in_neither_file_is_refused():
+    with golden.opened(golden.FROZEN_FOLDER) as [shard, _]:
+        alone = golden.assembled(shard)
+        assert list(alone.missing)
+        with pytest.raises(ShardCorrupt, match=r"no shard has the tensor 'model\.(tied|weight|wide)'"):
+            alone.state(shard.meta, lambda name: None)

@@ -1,0 +1,187 @@
+"""An optimizer gets the state of another kind of optimizer never, and of the same kind always."""
+
+import logging
+
+import pytest
+import torch
+
+from lazysnap.errors import StateMismatch
+from lazysnap.state.objects import ObjectState
+
+
+def made(kind, step=True, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), **options)
+    if step:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return ObjectState({"model": model, "optimizer": optimizer}), model, optimizer
+
+
+def saved(kind, **options):
+    source, _, _ = made(kind, **options)
+    state = source.collect()
+    state["model"] = {name: tensor.clone() for name, tensor in state["model"].items()}
+    return state
+
+
+class AdamW(torch.optim.Optimizer):
+    """Of another package, and with a state of its own."""
+
+    def __init__(self, parameters, lr=1e-3, decay_steps=5):
+        super().__init__(parameters, {"lr": lr, "decay_steps": decay_steps})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("rows", torch.zeros(1)).add_(group["decay_steps"])
+
+
+class Wrapped(AdamW):
+    pass
+
+
+Wrapped.__name__ = "AdamW"
+Moved = type("AdamW", (AdamW,), {"__module__": "moved.elsewhere"})
+# What a wrapper such as Horovod's makes of a class.
+Distributed = type("SGD", (torch.optim.SGD,), {"__module__": "horovod.torch.optimizer"})
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "options"),
+    [
+        (torch.optim.AdamW, torch.optim.SGD, {}),
+        (torch.optim.SGD, torch.optim.AdamW, {}),
+        (torch.optim.Adam, torch.optim.AdamW, {}),
+        (torch.optim.AdamW, AdamW, {}),
+        (AdamW, torch.optim.AdamW, {}),
+        (torch.optim.SGD, torch.optim.RMSprop, {"lr": 0.1}),
+    ],
+)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_another_class_is_refused_and_nothing_is_loaded(there, here, options, stepped):
+    source, model, optimizer = made(here, step=stepped, **options)
+    state = saved(there)
+    state["model"]["weight"] += 1
+    before = model.weight.clone(), [group["lr"] for group in optimizer.param_groups], len(optimizer.state)
+
+    with pytest.raises(StateMismatch, match=rf"optimizer: .*{there.__name__}.*{here.__name__}.*Nothing") as caught:
+        source.load(state)
+
+    assert "engine.fetch" in str(caught.value)
+    assert (model.weight.equal(before[0]), [group["lr"] for group in optimizer.param_groups]) == (True, before[1])
+    assert len(optimizer.state) == before[2]
+
+
+@pytest.mark.parametrize("there", [torch.optim.AdamW, torch.optim.SGD, AdamW])
+@pytest.mark.parametrize("here", [torch.optim.AdamW, torch.optim.SGD, AdamW])
+def test_a_snapshot_that_does_not_tell_the_class_is_compared_by_keys(there, here):
+    state = saved(there)
+    del state["lazysnap"]
+    source, _, _ = made(here)
+    if there is here:
+        source.load(state)
+    else:
+        with pytest.raises(StateMismatch, match=f"optimizer: the live {here.__name__} needs"):
+            source.load(state)
+
+
+def test_other_state_of_a_class_by_that_name_is_refused():
+    state = saved(AdamW)
+    for one in state["optimizer"]["state"].values():
+        one["columns"] = one.pop("rows")
+    source, _, _ = made(AdamW)
+
+    with pytest.raises(StateMismatch, match="holds rows for its parameters, the snapshot columns"):
+        source.load(state)
+
+
+@pytest.mark.parametrize(
+    ("there", "of_there", "here", "of_here"),
+    [
+        (torch.optim.AdamW, {}, torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}, torch.optim.AdamW, {"fused": False}),
+        (torch.optim.AdamW, {}, torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.AdamW, {}, torch.optim.AdamW, {"betas": (0.8, 0.9), "lr": 5e-4}),
+        (torch.optim.SGD, {}, torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {"momentum": 0.9}, Distributed, {}),
+        (Distributed, {}, torch.optim.SGD, {}),
+        (AdamW, {}, Moved, {}),
+        (AdamW, {}, Wrapped, {}),
+    ],
+)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_the_same_class_is_taken_however_it_is_configured_wrapped_or_imported(there, of_there, here, of_here, stepped):
+    source, _, optimizer = made(here, step=stepped, **of_here)
+
+    source.load(saved(there, **of_there))
+
+    optimizer.step()
+
+
+def test_a_switch_that_torch_added_since_may_be_missing():
+    state = saved(torch.optim.AdamW)
+    for group in state["optimizer"]["param_groups"]:
+        del group["foreach"], group["decoupled_weight_decay"]
+    source, _, _ = made(torch.optim.AdamW)
+
+    source.load(state)
+
+
+def test_the_second_of_two_optimizers_is_compared_too():
+    def two(kind):
+        first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        return ObjectState(
+            {
+                "a": first,
+                "b": second,
+                "of a": torch.optim.SGD(first.parameters()),
+                "of.b": kind(second.parameters()),
+            }
+        )
+
+    with pytest.raises(StateMismatch, match=r"of\.b: the snapshot is of .*Adagrad, .*SGD"):
+        two(torch.optim.SGD).load(two(torch.optim.Adagrad).collect())
+
+
+def test_a_changed_hyperparameter_is_named_with_both_values_at_every_restart(caplog):
+    source, _, optimizer = made(torch.optim.AdamW, step=False, lr=5e-4, weight_decay=0.1, betas=(0.9, 0.95))
+    with caplog.at_level(logging.WARNING):
+        source.load(saved(torch.optim.AdamW, lr=1e-3))
+
+    [record] = caplog.records
+    text = record.getMessage()
+    assert "optimizer.lr is 0.0005, in the snapshot 0.001;" in text
+    assert "optimizer.weight_decay is 0.1, in the snapshot 0.01 (" in text
+    assert "optimizer.betas is [0.9, 0.95], in the snapshot [0.9, 0.999]" in text
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+    caplog.clear()
+    again, _, _ = made(torch.optim.AdamW, step=False, lr=5e-4)
+    with caplog.at_level(logging.WARNING):
+        again.load(source.collect())
+    assert "optimizer.lr is 0.0005, in the snapshot 0.001" in caplog.records[0].getMessage()
+
+
+def test_what_a_schedule_changes_is_no_changed_hyperparameter(caplog):
+    def training(scheduler):
+        source, _, optimizer = made(torch.optim.SGD, momentum=0.9, lr=0.1)
+        if scheduler is None:
+            return source, lambda: optimizer.param_groups[0].update(lr=optimizer.param_groups[0]["lr"] / 2)
+        schedule = scheduler(optimizer)
+        return ObjectState({"optimizer": optimizer, "schedule": schedule}), lambda: (optimizer.step(), schedule.step())
+
+    schedules = [
+        None,
+        lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=9),
+    ]
+    with caplog.at_level(logging.WARNING, logger="lazysnap"):
+        for scheduler in schedules:
+            source, step = training(scheduler)
+            for _ in range(3):
+                step()
+            training(scheduler)[0].load(source.collect())
+
+    assert caplog.records == []

@@ -1,0 +1,453 @@
+"""Nodes, ranks, slots, levels and links in simulated time, around the real decisions of ``keeper.grants``.
+
+Everything is drawn from a seed. What breaks an invariant is counted in ``World.broken``. A name in ``World.without``
+leaves a rule out, by what the simulation does around the product's code: so a test can show what the rule is for.
+"""
+
+import heapq
+import random
+from collections import Counter
+
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper.grant_messages import SnapshotKey
+from lazysnap.keeper.granted import Held, NodeGrants, NodeLevel, RankView, SlotView, held, to_store_alone
+from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
+from lazysnap.keeper.retention import NodeFile, Retention, still_to_copy
+
+WAITED = "1: a trainer waited for a slot"
+LOST_FILE = "2: the newest complete snapshot lost a file"
+NOT_COMPLETE = "2: published as complete, but a file is missing"
+NOT_COMMON = "5: no common whole step in memory"
+NOT_STORED = "5: the newest common step was never stored"
+LEFT_BEHIND = "3: files left behind"
+KEPT_LOST = "2: files of a kept snapshot are missing"
+UNANSWERED = "a wish was never answered"
+
+
+class World:
+    """Time, and files that outlive a start of the job."""
+
+    def __init__(self, seed, num_levels=1, without=()):
+        self.random, self.now, self.events, self.count = random.Random(seed), 0.0, [], 0
+        self.num_levels, self.without = num_levels, frozenset(without)
+        self.files = [set() for _ in range(num_levels)]
+        self.published = [{} for _ in range(num_levels)]
+        self.broken, self.seen = Counter(), Counter()
+
+    def at(self, delay, call, *args):
+        self.count += 1
+        heapq.heappush(self.events, (self.now + delay, self.count, call, args))
+
+    def run(self, until):
+        while self.events and self.events[0][0] <= until:
+            self.now, _, call, args = heapq.heappop(self.events)
+            call(*args)
+
+    def stall(self):
+        """Between two stores of one process."""
+        return self.random.choice((1e-5, 1e-5, 1e-5, 0.06 * self.random.random()))
+
+    def delete(self, level, file):
+        self.files[level].discard(file)
+        self.seen["files in vain"] += file.key not in self.published[level]
+        self.broken[LOST_FILE] += bool(self.published[level]) and max(self.published[level]) == file.key
+
+    def publish(self, level, key, num_nodes):
+        is_newest = not any(other > key for other in self.published[level])  # an older one may be gone, by right
+        files = {NodeFile(key.step, key.start, node, num_nodes) for node in range(num_nodes)}
+        self.broken[NOT_COMPLETE] += is_newest and not files <= self.files[level]
+        self.published[level].setdefault(key, self.now)
+
+
+class Slot:
+    def __init__(self):
+        self.step, self.is_whole, self.pin = -1, False, None
+
+
+class Rank:
+    def __init__(self, node, num_slots):
+        self.node, self.slots = node, [Slot() for _ in range(num_slots)]
+        self.begun, self.step, self.sent, self.is_copied, self.is_gone = -1, 0, 0, True, False
+
+    def view(self):
+        slots = tuple(SlotView(slot.step, slot.is_whole, slot.pin) for slot in self.slots if slot.step >= 0)
+        return RankView(self.begun, self.is_gone, slots)
+
+    def whole(self):
+        return {slot.step for slot in self.slots if slot.is_whole}
+
+
+class Job:
+    """One start: trainers that look at nothing but memory and gradients, and the keepers behind them."""
+
+    def __init__(self, world, start, num_nodes, steps, faults):
+        r, self.world, self.start, self.num_nodes, self.faults = world.random, world, start, num_nodes, faults
+        self.first, self.last = steps
+        self.every, self.tick = r.choice((1, 1, 2, 5)), r.choice((0.02, 0.2, 1.0))
+        due, self.num_kept = self.every * r.choice((1, 2, 10)), 2 if self.every == 1 else 1
+        kept = None if world.num_levels == 1 else 20 * self.every
+        self.settings = [PersistentLevel(f"/{i}", every_n_steps=due, keep_last=r.choice((1, 2))) for i in range(1)]
+        self.settings += [
+            PersistentLevel(f"/{i}", every_n_steps=2 * due, keep_last=r.choice((1, 2)), keep_every_n_steps=kept)
+            for i in range(1, world.num_levels)
+        ]
+        speed, num_ranks = r.choice((0.2, 3, 15)) * self.tick, r.choice((1, 2))
+        self.ranks = [Rank(node, self.num_kept + 2) for node in range(num_nodes) for _ in range(num_ranks)]
+        slow = [10 if "slow" in faults and node == num_nodes - 1 else 1 for node in range(num_nodes)]
+        self.speed = [speed * r.uniform(1, 2) * factor for factor in slow]
+        self.deadline, self.down, self.hung = 8 * max(self.speed), set(), [0.0] * num_nodes
+        self.cut, self.out = [0] * num_nodes, [0.0] * num_nodes
+        self.gradients, self.common = Counter(), None
+        self.keepers = [SimKeeper(self, node) for node in range(num_nodes)]
+        self.coordinators = [SimCoordinator(self)]
+        for rank in self.ranks:
+            self._after(0, self._boundary, rank, self.first)
+
+    # Training
+
+    def _after(self, delay, call, rank, *args):
+        self.world.at(delay, lambda: None if rank.is_gone else call(rank, *args))
+
+    def _boundary(self, rank, step):
+        rank.step, rank.is_copied = step, step % self.every != 0
+        if not rank.is_copied:
+            self._choose(rank, step)
+        self._after(self.tick * self.world.random.uniform(0.3, 1), self._send_gradient, rank, step + 1)
+
+    def _choose(self, rank, step):
+        kept = sorted(rank.whole())[-self.num_kept :]
+        free = [slot for slot in rank.slots if slot.pin is None and not (slot.is_whole and slot.step in kept)]
+        if free:
+            self._after(self.world.stall(), self._begin, rank, min(free, key=lambda slot: slot.step), step)
+        else:
+            self.world.broken[WAITED] += 1
+            self._after(0.05, self._choose, rank, step)
+
+    def _begin(self, rank, slot, step):
+        keeper = self.keepers[rank.node]
+        # The step that was begun is stored before the granted step is read.
+        slot.step, slot.is_whole, slot.pin, rank.begun = step, False, None, step
+        if keeper.word == step:
+            self._after(self.world.stall(), self._pin, rank, slot, step)
+        self._after(self.tick * self.world.random.uniform(0.05, 1.2), self._end, rank, slot)
+        keeper.look()
+
+    def _pin(self, rank, slot, step):
+        keeper = self.keepers[rank.node]
+        slot.pin = step if "reread" in self.world.without or keeper.word == step else None
+
+    def _end(self, rank, slot):
+        slot.is_whole = rank.is_copied = True
+        self._go_on(rank)
+
+    def _send_gradient(self, rank, step):
+        self.gradients[step], rank.sent = self.gradients[step] + 1, step
+        if self.gradients[step] == len(self.ranks):
+            for other in self.ranks:
+                self._go_on(other)
+
+    def _go_on(self, rank):
+        """The gate, then the optimizer step."""
+        if rank.is_copied and rank.sent == rank.step + 1 and self.gradients[rank.sent] == len(self.ranks):
+            rank.sent, rank.is_gone = 0, rank.step >= self.last
+            self._after(self.tick * self.world.random.uniform(0, 0.2), self._boundary, rank, rank.step + 1)
+            if all(rank.is_gone for rank in self.ranks):
+                self.kill()
+
+    def kill(self):
+        """All trainers are gone: the newest step that they have in common must reach every level."""
+        self.common = max(set.intersection(*(rank.whole() for rank in self.ranks)), default=None)
+        is_begun = min(rank.begun for rank in self.ranks) > self.first + self.every
+        self.world.broken[NOT_COMMON] += self.common is None and is_begun
+        for rank in self.ranks:
+            rank.is_gone = True
+        for keeper in self.keepers:
+            for call in (keeper.look, keeper.say):
+                self.world.at(self.world.random.uniform(0.1, 3), call)
+
+    # Links and deaths
+
+    def send(self, coordinator, node, call, *args):
+        """Links keep the order, and lose what is on the way when they break."""
+        r, key, cut = self.world.random, (node, call), self.cut[node]
+        self.world.seen["messages"] += node != 0
+        delay = r.uniform(1e-4, 0.05) if r.random() < 0.99 else r.uniform(0.05, 2)
+        due = coordinator.due[key] = max(self.world.now + delay, coordinator.due.get(key, 0) + 1e-6)
+        if self.world.now < self.out[node]:
+            return
+        target = coordinator.receive if call == "report" else lambda *args: self.keepers[node].receive(*args)
+        is_up = lambda: cut == self.cut[node] and node not in self.down  # noqa: E731
+        self.world.at(due - self.world.now, lambda: target(*args) if is_up() else None)
+
+    def break_link(self, node):
+        self.cut[node], self.out[node] = self.cut[node] + 1, self.world.now + self.world.random.uniform(0.01, 5)
+        self.world.at(self.out[node] - self.world.now, self._link_is_back, node)
+
+    def _link_is_back(self, node):
+        self.keepers[node].say()
+        for coordinator in self.coordinators:
+            coordinator.tell(node)
+
+    def replace_keeper(self, node):
+        """Its trainers start another, which adopts the slots."""
+        if all(rank.is_gone for rank in self.ranks if rank.node == node):
+            return
+        self.keepers[node].is_dead, self.keepers[node] = True, SimKeeper(self, node)
+        for other in range(self.num_nodes) if node == 0 else (node,):
+            self.break_link(other)
+        if node == 0:
+            for coordinator in self.coordinators:
+                coordinator.is_active = False
+            self.coordinators = [SimCoordinator(self)]
+
+    def add_second_coordinator(self, lasts):
+        self.coordinators.append(SimCoordinator(self))
+        self.world.at(lasts, self._heal, *self.world.random.sample(self.coordinators[-2:], 2))
+
+    def _heal(self, stays, goes):
+        if {stays, goes} <= set(self.coordinators):
+            for coordinator in self.coordinators:
+                coordinator.is_active = coordinator is stays
+            self.coordinators = [stays]
+            for node in range(self.num_nodes):
+                self._link_is_back(node)
+
+    def lose_node(self, node):
+        """Its memory is gone. The others linger; without a coordinator they store what they hold."""
+        self.down.add(node)
+        self.world.at(3, self.kill)
+        for keeper in self.keepers[1:] if node == 0 else ():
+            self.world.at(20 + self.world.random.uniform(0, 10), keeper.store_alone)
+
+
+class SimKeeper:
+    def __init__(self, job, node):
+        self.job, self.world, self.node, self.is_dead, self.word = job, job.world, node, False, None
+        self.ranks = [rank for rank in job.ranks if rank.node == node]
+        self.wished = []
+        self.mine = [set() for _ in job.settings]
+        levels = [NodeLevel({f.step for f in files if self._is_own(f)}) for files in self.world.files]
+        self.grants = NodeGrants(node, job.start, tuple(levels))
+        self.retention = [Retention(settings, job.start, node, job.num_nodes) for settings in job.settings]
+
+    def _file(self, step):
+        return NodeFile(step, self.job.start, self.node, self.job.num_nodes)
+
+    def _is_own(self, file):
+        return file == self._file(file.step)
+
+    def views(self):
+        return [rank.view() for rank in self.ranks]
+
+    def say(self):
+        report = self.grants.report(self.views())
+        for coordinator in () if self.is_dead else self.job.coordinators:
+            self.job.send(coordinator, self.node, "report", report)
+
+    def wish(self):
+        step = self.ranks[0].begun
+        if not self.is_dead and step >= 0:
+            self.world.seen["wishes"] += 1
+            self.wished.append(step)
+            if self.grants.wish(step):
+                self.say()
+
+    def receive(self, order):
+        if self.is_dead:
+            return
+        if "epoch" in self.world.without:
+            self.grants.epoch = min(self.grants.epoch, order.epoch)
+        is_news = self.grants.receive(order)
+        self._settle()
+        if order.epoch == self.grants.epoch and not order.is_hello:
+            self.retain()
+        if is_news:
+            self.say()
+        self.look()
+
+    def _settle(self):
+        """First the word, then the pins; a trainer does it the other way round."""
+        self.word = self.grants.word
+        for slot in (slot for rank in self.ranks for slot in rank.slots if slot.pin != self.word):
+            slot.pin = None
+
+    def look(self):
+        if self.is_dead:
+            return
+        look = self.grants.look(self.views())
+        for number in look.pin:
+            for slot in self.ranks[number].slots:
+                slot.pin = self.grants.word if slot.step == self.grants.word else slot.pin
+        for write in look.writes:
+            self._write(write)
+        self._settle()
+        if look.is_news:
+            self.say()
+
+    def _write(self, write):
+        r, job = self.world.random, self.job
+        took = job.speed[self.node] * r.uniform(0.7, 1.3) * (1 if r.random() < 0.95 else 2) * (1 + 4 * write.level)
+        if "hangs" in job.faults and write.level == 0 and r.random() < 0.05:
+            job.hung[self.node] = self.world.now + 5 * job.deadline
+            if r.random() < 0.5:  # in the commit itself: the file comes although the write was given up
+                self.world.at(5 * job.deadline, self.world.files[0].add, self._file(write.step))
+        is_broken = write.level == 0 and self.world.now < job.hung[self.node]
+        is_broken = is_broken or ("fails" in job.faults and r.random() < 0.1)
+        self.world.at(job.deadline if is_broken else took, self._written, write, is_broken)
+
+    def _written(self, write, is_broken):
+        if self.is_dead or self.node in self.job.down or not self.grants.is_wanted(write):
+            return
+        state = held(write.step, self.views()) if write.source is None else Held.WHOLE
+        if write.source is not None and self._file(write.step) not in self.world.files[write.source]:
+            state = Held.LOST
+        if is_broken:
+            self.grants.failed(write)
+            pause = 0 if "probe" in self.world.without else max(self.job.hung[self.node] - self.world.now, 1)
+            self.world.at(pause, self._probed, write.level) if pause else self.grants.probed(write.level)
+        elif state is Held.COPYING:
+            self.world.at(0.02, self._written, write, is_broken)
+            return
+        elif state is Held.LOST:
+            self.grants.missed(write)
+        else:
+            self.grants.committed(write)
+            for files in (self.world.files[write.level], self.mine[write.level]):
+                files.add(self._file(write.step))
+            self.world.at(self.world.random.uniform(0, 0.1), self._verified, write)
+        self._settle()
+        if state is Held.LOST or is_broken:
+            self.say()
+
+    def _verified(self, write):
+        if not self.is_dead and self.grants.verified(write):
+            self.say()
+
+    def _probed(self, level):
+        if self.grants.probed(level):
+            self.say()
+
+    def store_alone(self):
+        steps = to_store_alone(self.views(), self.job.num_kept)
+        self.world.files[0] |= {self._file(step) for step in steps}
+
+    def retain(self):
+        for number, (retention, level) in enumerate(zip(self.retention, self.grants.levels, strict=True)):
+            listing = self.mine[number] & self.world.files[number] if "list" in self.world.without else None
+            listing = sorted(self.world.files[number] if listing is None else listing)
+            protected = set()
+            for slower, settings in list(zip(self.grants.levels, self.job.settings, strict=True))[number + 1 :]:
+                protected |= still_to_copy(level, slower, settings, self.job.start)
+            for file in retention.expired(listing, level, protected):
+                if "clean" in self.world.without and file.key not in level.complete:
+                    kept = sorted(level.complete)[-retention.settings.keep_last :]
+                    if file.step not in level.cancelled and not (kept and file.key < kept[0]):
+                        continue
+                self.world.delete(number, file)
+                if self._is_own(file):
+                    self.grants.deleted(number, file.step)
+
+
+class SimCoordinator:
+    def __init__(self, job):
+        self.job, self.world, self.is_active, self.due = job, job.world, True, {}
+        levels = [
+            LevelGrants(settings, frozenset(key for key in published if key.start < job.start))
+            for settings, published in zip(job.settings, self.world.published, strict=True)
+        ]
+        self.coordinator = Coordinator(self.world.random.getrandbits(40), job.start, job.num_nodes, tuple(levels))
+        self.tell_all()
+
+    def tell(self, node):
+        if self.is_active:
+            self.job.send(self, node, "order", self.coordinator.order())
+
+    def tell_all(self):
+        for node in range(self.job.num_nodes):
+            self.tell(node)
+
+    def receive(self, report):
+        if not self.is_active:
+            return
+        coordinator = self.coordinator
+        if "epoch" in self.world.without:
+            report = type(report)(report.node, coordinator.epoch, report.levels, report.wishes, report.left)
+        if coordinator.receive(report):
+            self.world.at(coordinator.pause_s(self.world.random.random()), self._outbid)
+        coordinator.num_nodes = len(coordinator.reports) or 1 if "all" in self.world.without else self.job.num_nodes
+        before = [(set(level.complete), level.grant) for level in coordinator.levels]
+        ranks = [rank for rank in self.job.ranks if rank.node == 0]
+        steps = set.intersection(*({slot.step for slot in rank.slots} for rank in ranks))
+        is_told = coordinator.decide(Own(max(rank.begun for rank in ranks), frozenset(steps)))
+        coordinator.num_nodes = self.job.num_nodes
+        for number, (level, (complete, grant)) in enumerate(zip(coordinator.levels, before, strict=True)):
+            for step in sorted(level.complete - complete):
+                self.world.publish(number, SnapshotKey(step, self.job.start), self.job.num_nodes)
+            self.world.seen["grants"] += level.grant is not None and level.grant != grant
+        if is_told:
+            self.tell_all()
+
+    def _outbid(self):
+        if self.is_active and self.coordinator.outbid():
+            self.tell_all()
+
+
+FAULTS = ("slow", "fails", "hangs", "keepers", "coordinator", "links", "two")
+SCENARIOS = {
+    "calm": set(),
+    **{fault: {fault} for fault in FAULTS},
+    "two": {"two", "fails", "hangs"},
+    "killed": {"killed"},
+    "node": {"node"},
+    "all": {*FAULTS, "killed"},
+}
+
+
+def play(scenario, seed, *, num_levels=1, without=()):
+    """One run from its first step to after the linger time of its keepers; the world, and the job."""
+    world, faults = World(f"{scenario}{seed}", num_levels, without), SCENARIOS[scenario]
+    r = world.random
+    job = last = Job(world, "1", r.choice((2, 3, 5)), (0, r.randrange(60, 150)), faults)
+    time = job.last * job.tick
+    for _ in range(6):
+        node = r.randrange(1, job.num_nodes)
+        acts = {
+            "keepers": (job.replace_keeper, node),
+            "coordinator": (job.replace_keeper, 0),
+            "links": (job.break_link, node),
+            "two": (job.add_second_coordinator, r.uniform(0, time / 3)),
+        }
+        for name, (call, arg) in acts.items():
+            if name in faults and (scenario != "all" or r.random() < 0.4):
+                world.at(r.uniform(0, time), call, arg)
+        if num_levels > 1:
+            world.at(r.uniform(0, time), lambda node: job.keepers[node].wish(), node)
+    if "killed" in faults:
+        world.at(r.uniform(0, time), job.kill)
+    if "node" in faults:  # the job starts again on other nodes, maybe while keepers of the first start still write
+        world.run(r.uniform(0.1, 1) * time)
+        job.lose_node(r.randrange(job.num_nodes))
+        world.run(world.now + r.choice((1, 5, 40)))
+        first = max((key.step for key in world.published[0]), default=0)
+        last = Job(world, "2", r.choice((2, 3, 5)), (first, job.last + 60), {"fails"})
+    world.run(1e7)
+    for keeper in last.keepers:
+        keeper.retain()  # as with a next snapshot
+        world.broken[UNANSWERED] += bool(keeper.grants.wishes)
+    for number, settings in enumerate(last.settings):
+        _check_files(world, number, settings, {"1": job.num_nodes, last.start: last.num_nodes})
+        newest = None if last.common is None else SnapshotKey(last.common, last.start)
+        world.broken[NOT_STORED] += newest is not None and newest not in world.published[number]
+    return world, job
+
+
+def _check_files(world, number, settings, num_nodes):
+    files, published = world.files[number], world.published[number]
+    kept = sorted(published)[-settings.keep_last :]
+    every = settings.keep_every_n_steps
+    left = [file for file in files if file.key not in kept and (every is None or file.step % every)]
+    world.broken[LEFT_BEHIND] += len(left)
+    wanted = {
+        NodeFile(key.step, key.start, i, num_nodes[key.start]) for key in kept for i in range(num_nodes[key.start])
+    }
+    world.broken[KEPT_LOST] += len(wanted - files)

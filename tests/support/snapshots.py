@@ -1,0 +1,146 @@
+"""Snapshots made of plain bytes, without torch, and what of them can be read back."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import FormatError, LevelError
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.pace import Pace
+from lazysnap.levels.source import MemorySource, PacedSource
+from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.resolver import Entry
+from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference
+from lazysnap.shard.names import SnapshotName
+from support.place import PAGE, pattern
+
+RUN, OTHER = "0" * 16, "f" * 16
+"""Two runs; the other one was started later."""
+START = "1" * 16
+SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
+
+
+def _seed(step: int, run_id: str, rank: int) -> int:
+    return int(run_id, 16) * 1_000_003 + step * 1009 + rank
+
+
+@functools.lru_cache(maxsize=8)
+def _image(seed: int, elements: int) -> tuple[memoryview, int]:
+    layout = Layout.plan([TensorSpec("weight", "U8", (elements,))])
+    room = map_anonymous(-(-layout.size_bytes // PAGE) * PAGE)
+    room[: len(layout.header)] = layout.header
+    room[len(layout.header) : layout.size_bytes] = pattern(elements, seed)
+    return room, layout.size_bytes
+
+
+def directory(step: int, run_id: str = RUN, start: str = START) -> str:
+    """The name of a snapshot's directory."""
+    return SnapshotName(run_id, step, start).directory
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a snapshot: a single tensor ``weight`` whose bytes follow from the fields here."""
+
+    step: int
+    run_id: str = RUN
+    elements: int = 5000
+    rank: int = 0
+    world_size: int = 1
+    frozen: FrozenReference | None = None
+    start: str = START
+    seed: int | None = None
+    """Of the bytes; else they follow from run, step and rank."""
+
+    @property
+    def image(self) -> memoryview:
+        """The bytes of the shard."""
+        room, size = _image(self._seed, self.elements)
+        return room[:size]
+
+    @property
+    def _seed(self) -> int:
+        return _seed(self.step, self.run_id, self.rank) if self.seed is None else self.seed
+
+    @property
+    def digest(self) -> str:
+        """``Checksums.whole`` of the image."""
+        return Checksums.of(self.image).whole
+
+    @property
+    def meta(self) -> CaptureMeta:
+        """What the manifest says; ``state`` tells the fields, so that a reader can make the same image."""
+        state = {"elements": self.elements}
+        where = (self.run_id, self.start, self.step, self.rank, self.world_size)
+        return CaptureMeta(*where, captured_ns=3, state=state, frozen=self.frozen)
+
+    def source(self) -> MemorySource:
+        """What it is written from."""
+        room, size = _image(self._seed, self.elements)
+        return MemorySource(room, size)
+
+    def write(self, store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> Entry:
+        """Write and commit it."""
+        return store.write_entry(self.meta, PacedSource(self.source(), Pace(None), beat))[0]
+
+    def write_later(self, store: SnapshotStore) -> Callable[[], Entry]:
+        """What writes it."""
+        return lambda: self.write(store)
+
+
+def read_whole(store: SnapshotStore, entry: Entry, beat: Callable[[], None] = lambda: None) -> None:
+    """Read an entry as a restore does, and compare every byte with what was written.
+
+    Raises: FormatError, FileNotFoundError, LevelError: what is allowed of a snapshot that is damaged or gone.
+    AssertionError: bytes were given out that are not those that were written.
+    """
+    manifest = store.read_manifest(entry)
+    out = map_anonymous(manifest.size_bytes)
+    store.read_image(entry, manifest, out, beat)
+    meta = manifest.meta
+    was = Snapshot(meta.step, meta.run_id, meta.state["elements"], meta.rank, meta.world_size, meta.frozen, meta.start)
+    assert (meta.step, meta.run_id, meta.rank) == (entry.step, entry.run_id, entry.rank)
+    assert out == was.image, f"{entry.location} was read without complaint, and is not what was written"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a restart would find at a place."""
+
+    whole: tuple[Entry, ...]
+    """Read back, every byte."""
+    problems: tuple[str, ...]
+    """What was said of the rest."""
+
+    def steps(self, run_id: str = RUN) -> list[int]:
+        """Of the whole ones."""
+        return sorted(entry.step for entry in self.whole if entry.run_id == run_id)
+
+
+def look(store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> Findings:
+    """Read back everything that the inventory offers. Raises: AssertionError, LevelError."""
+    inventory = store.inventory()
+    whole, problems = [], list(inventory.problems)
+    for entry in inventory.entries:
+        try:
+            read_whole(store, entry, beat)
+        except (FormatError, FileNotFoundError, LevelError) as error:
+            problems.append(f"{entry.location}: {error}")
+        else:
+            whole.append(entry)
+    return Findings(tuple(whole), tuple(problems))
+
+
+def overwrite(storage: Storage, path: str, data: bytes) -> None:
+    """What damages an object without anyone's help."""
+    storage.delete(path)
+    storage.put(path, data)
+
+
+def level(keep_last: int, keep_every_n_steps: int | None = None) -> PersistentLevel:
+    """Settings of a level; where it is does not matter here."""
+    return PersistentLevel("/any", keep_last=keep_last, keep_every_n_steps=keep_every_n_steps, verify=True)

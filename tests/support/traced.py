@@ -1,0 +1,55 @@
+"""Parts of trainings that write down what they do: data with random augmentation, a network, the digest of a state."""
+
+import random
+
+import numpy
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset, IterableDataset
+
+LENGTH = 27
+
+
+class Augmented(Dataset):
+    """Each sample knows its number, with random noise of all three generators."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        noise = torch.rand(4) + random.random() + numpy.random.rand()
+        return index, torch.full((4,), float(index)) / LENGTH + 0.1 * noise
+
+
+class Stream(IterableDataset):
+    """The same samples without noise and without a length."""
+
+    def __iter__(self):
+        yield from ((number, torch.full((4,), number / LENGTH)) for number in range(LENGTH))
+
+
+def network():
+    """Buffers that change in forward, and random numbers there."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 4)
+    )
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def draws():
+    """The next number of each generator."""
+    return [torch.rand(2).tolist(), random.random(), float(numpy.random.rand())]
+
+
+def digest(value):
+    """Every bit of a nest of tensors and plain values, for JSON. Of DTensors collective."""
+    if isinstance(value, torch.Tensor):
+        return (value.full_tensor() if isinstance(value, DTensor) else value).numpy().tobytes().hex()
+    if isinstance(value, dict):
+        return {str(key): digest(item) for key, item in value.items()}
+    return [digest(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,23 @@
+"""Waiting for what other threads and processes do."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+TIMEOUT_S = 60.0
+"""Long enough for a busy machine: nothing waits for it that works."""
+
+
+def until(
+    condition: Callable[[], T],
+    tell: Callable[[], str] = lambda: "it did not happen in time",
+    *,
+    timeout_s: float = TIMEOUT_S,
+) -> T:
+    """What ``condition`` returns as soon as that is true. Raises: AssertionError, with what ``tell`` returns."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, tell()
+        time.sleep(0.005)
+    return value

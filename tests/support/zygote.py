@@ -1,0 +1,197 @@
+"""Starts programs by forking a process that has imported torch and a framework: a tenth of a second each, not five.
+
+As a program it is that process; its arguments are the modules to import. It reads one JSON object per line (``id``,
+``args``, ``env``, ``output``) and answers with one line when the child runs (``id``, ``pid``) and one when it has ended
+(``id``, ``status``). The fault points of lazysnap are armed anew in each child, by the environment that it is given.
+"""
+
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import pathlib
+import queue
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+
+IMPORTED = (
+    "accelerate",
+    "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "lightning.pytorch",
+    "lazysnap.dcp",
+    "lazysnap.engine.engine",
+    "lazysnap.integrations.accelerate",
+    "lazysnap.integrations.lightning",
+)
+TIMEOUT_S = 120.0
+
+
+class Child:
+    """A program that was started."""
+
+    def __init__(self) -> None:
+        self._pids: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._statuses: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def hear(self, answer: dict) -> None:
+        (self._pids if "pid" in answer else self._statuses).put(answer.get("pid", answer.get("status")))
+
+    def get(self, timeout: float = TIMEOUT_S) -> int:
+        """Its exit status, once; negative if a signal ended it. Raises: queue.Empty."""
+        return self._statuses.get(timeout=timeout)
+
+    def is_over(self) -> bool:
+        """Whether it has ended, and nobody has asked for its status yet."""
+        return not self._statuses.empty()
+
+    def kill(self, timeout_s: float = TIMEOUT_S) -> None:
+        """SIGKILL, as soon as it runs; once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pids.get(timeout=timeout_s), signal.SIGKILL)
+
+
+class Zygote:
+    """The process that is forked, seen by the tests. Thread-safe."""
+
+    def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *imported],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._children: dict[int, Child] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, daemon=True).start()
+        # No deadline of a test is to pass while torch is imported on a busy machine.
+        self.run([os.devnull], {}, pathlib.Path(os.devnull), timeout_s=240)
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            self._children[answer["id"]].hear(answer)
+
+    def start(self, args: Sequence[str], env: Mapping[str, str], output: pathlib.Path | str) -> Child:
+        """Run the script ``args[0]`` with its arguments; what it says goes to the file ``output``."""
+        with self._lock:
+            number = next(self._numbers)
+            child = self._children[number] = Child()
+            request = {"id": number, "args": list(args), "env": dict(env), "output": str(output)}
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        return child
+
+    def run(
+        self,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        output: pathlib.Path | str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> int:
+        """The same, and wait for its end; the exit status."""
+        child = self.start(args, env, output)
+        try:
+            return child.get(timeout_s)
+        except queue.Empty:
+            child.kill()
+            raise
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        # The end of its input may not reach it: what was forked meanwhile holds the pipe, too.
+        self._process.kill()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+def _warm_up() -> None:
+    """The first step of an optimizer imports half of torch: here, once."""
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state_dict()
+
+
+def _run(request: dict) -> None:
+    """The child."""
+    os.setsid()
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.environ.update(request["env"])
+    importlib.reload(sys.modules["lazysnap.faults"])
+    sys.argv = request["args"]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _fork(request: dict) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _run(request)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  the rim of the child
+        sys.excepthook(*sys.exc_info())
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve() -> None:
+    def answer(**facts: int) -> None:
+        os.write(1, json.dumps(facts).encode() + b"\n")
+
+    running: dict[int, int] = {}
+    buffer = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.02 if running else None)
+        if readable:
+            data = os.read(0, 1 << 16)
+            if not data:
+                return
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                pid = _fork(request)
+                running[pid] = request["id"]
+                answer(id=request["id"], pid=pid)
+        while running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            answer(id=running.pop(pid), status=os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in sys.argv[1:]:
+            importlib.import_module(module)
+        _warm_up()
+    _serve()

@@ -1,0 +1,70 @@
+"""The lines that every user sees."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lazysnap.console import say
+
+
+def unconfigure(monkeypatch):
+    """As in a program that never configured logging."""
+    logger = logging.getLogger("lazysnap")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [one for one in logger.handlers if type(one).__name__ == "_Console"])
+
+
+def test_without_logging_they_go_to_stderr(monkeypatch, capsys):
+    unconfigure(monkeypatch)
+    say("a line")
+
+    assert capsys.readouterr().err == "lazysnap: a line\n"
+
+
+PROGRAM = """
+import logging
+import lazysnap
+from lazysnap.console import say
+say("a run starts")
+logging.getLogger("lazysnap.engine").warning("step %d passed over", 3)
+logging.getLogger("lazysnap.engine").info("nothing")
+logging.basicConfig(format="LOG %(message)s")
+logging.getLogger("lazysnap.engine").warning("once")
+say("below the level")
+"""
+
+
+def test_without_logging_every_line_says_whose_it_is_and_with_logging_the_program_decides():
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert ran.stderr.splitlines() == ["lazysnap: a run starts", "lazysnap: step 3 passed over", "LOG once"]
+
+
+@pytest.mark.parametrize("how", ["its reader ended", "closed"])
+def test_a_terminal_that_is_gone_ends_no_training(monkeypatch, how):
+    unconfigure(monkeypatch)
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "wb", buffering=0)
+    if how == "closed":
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", Text(stream))
+
+    say("a line")
+
+    stream.close()
+
+
+class Text:
+    """A text stream without a buffer: what cannot be written is not tried again when it goes."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        self.stream.write(text.encode())
+
+    def flush(self):
+        self.stream.flush()
