@@ -14,8 +14,7 @@ from typing import Any
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
-from lazysnap.shard.names import SnapshotName, manifest_name, shard_name
-from lazysnap.shard.stem import parse_file_name
+from lazysnap.shard.names import ShardName, SnapshotName, parse_file_name
 from lazysnap.topology import places, share
 
 RUN, START = "00000000000000ab", "00000000000000cd"
@@ -131,7 +130,7 @@ def manifest_of(meta: CaptureMeta, header_bytes: int, size_bytes: int) -> Manife
     """With a checksum for every block."""
     blocks = ("0" * 32,) * -(-size_bytes // BLOCK_BYTES)
     return Manifest(
-        meta, shard_name(meta.rank, meta.world_size), header_bytes, Checksums(size_bytes, BLOCK_BYTES, blocks), 1
+        meta, ShardName(meta.rank, meta.world_size).shard, header_bytes, Checksums(size_bytes, BLOCK_BYTES, blocks), 1
     )
 
 
@@ -164,8 +163,8 @@ class ImaginedStorage:
                 return [SnapshotName(RUN, step, START).directory for step in self.steps]
             if prefix.startswith("keep-"):
                 return []
-            made = (manifest_name, shard_name)
-            names = (name(rank, self.ranks) for rank in range(self.ranks) for name in made)
+            pairs = (ShardName(rank, self.ranks) for rank in range(self.ranks))
+            names = (name for pair in pairs for name in (pair.manifest, pair.shard))
             return sorted(name for name in names if name.startswith(prefix) and f"{path}/{name}" not in self._gone)
 
     def _manifest(self, path: str) -> Manifest:

@@ -22,12 +22,12 @@ from lazysnap.engine.restart import Restart
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels.belongings import Belongings, Told
+from lazysnap.levels.blocks import MemoryBlocks
 from lazysnap.levels.retention import Share
 from lazysnap.levels.shards import entry_of
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, RestartPlan
 from lazysnap.shard.layout import Layout
-from lazysnap.snapshots.blocks import MemoryBlocks
 from lazysnap.snapshots.reader import OpenShard
 from lazysnap.state.codec import tensor_names
 from lazysnap.state.objects import ObjectState

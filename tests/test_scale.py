@@ -15,10 +15,10 @@ from lazysnap.engine.part import complete, nearest_first
 from lazysnap.engine.restart import Restart, fetch
 from lazysnap.engine.world import World
 from lazysnap.errors import ShardCorrupt
+from lazysnap.levels.blocks import MemoryBlocks
 from lazysnap.resolver import Entry
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
-from lazysnap.snapshots.blocks import MemoryBlocks
 from lazysnap.snapshots.reader import OpenShard
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

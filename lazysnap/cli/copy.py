@@ -11,14 +11,13 @@ from rich.filesize import decimal
 from lazysnap.cli.output import BAD, OK, Output
 from lazysnap.cli.places import open_existing, open_place
 from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, ShardCorrupt, SnapshotNotFound
-from lazysnap.levels.shards import ShardPlace
+from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_shard
+from lazysnap.levels.shards import ShardPlace, read_committed
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.names import keep_file_name
-from lazysnap.snapshots.blocks import FileBlocks, VerifiedSource
 from lazysnap.snapshots.catalogue import LATEST, Catalogue
-from lazysnap.snapshots.reader import verify_shard
 
 Beat = Callable[[int], None]
 
@@ -173,7 +172,9 @@ class _Work:
     def _is_sound(self, entry: Entry | FrozenEntry, manifest: Manifest, beat: Beat) -> bool:
         """Whether exactly the bytes that ``manifest`` describes are at the target."""
         try:
-            found = verify_shard(self._target.place(entry), beat)
+            place = self._target.place(entry)
+            found = read_committed(place)
+            read_shard(place, found, beat=beat)
         except (FormatError, FileNotFoundError):
             return False
         if found.checksums.block_bytes != manifest.checksums.block_bytes:

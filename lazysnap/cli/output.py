@@ -27,7 +27,6 @@ from rich.table import Table
 from rich.text import Text
 
 from lazysnap.levels.redaction import Redaction
-from lazysnap.shard.manifest import Manifest
 
 OK, BAD, FAILED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: good; something bad was found; could not look, or used wrongly; Ctrl-C."""
@@ -49,19 +48,6 @@ def when(time_ns: int) -> str:
         return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
         return f"{time_ns} ns"
-
-
-def beats(manifest: Manifest, advance: Callable[[int], None]) -> Callable[[], None]:
-    """For a store that reads a shard: a function to call after every block, which advances a bar by its bytes."""
-    left = manifest.size_bytes
-
-    def beat() -> None:
-        nonlocal left
-        done = min(manifest.checksums.block_bytes, left)
-        left -= done
-        advance(done)
-
-    return beat
 
 
 class Output:

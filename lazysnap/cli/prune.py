@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import BAD, OK, Output, beats
+from lazysnap.cli.output import BAD, OK, Output
 from lazysnap.cli.places import open_existing
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, FormatError, ShardCorrupt, SnapshotNotFound
+from lazysnap.levels.blocks import read_shard
 from lazysnap.levels.leftovers import is_settled, leftovers, lone_names
 from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.store import SnapshotStore
@@ -166,7 +167,7 @@ class _Planner:
                 total = sum(manifest.size_bytes for _, manifest in shards)
                 with self._output.bar(f"reading back step {step}", total) as advance:
                     for entry, manifest in shards:
-                        self._store.verify_entry(entry, beats(manifest, advance))
+                        read_shard(self._store.place(entry), manifest, beat=advance)
             except (FormatError, FileNotFoundError) as error:
                 self.problems.append(f"step {step} does not count, and nothing is deleted for it: {error}")
                 continue
@@ -182,7 +183,7 @@ class _Planner:
                 self._image_problems[key] = ""
                 with self._output.bar("reading back immutable tensors", manifest.size_bytes) as advance:
                     try:
-                        self._store.verify_entry(image, beats(manifest, advance))
+                        read_shard(self._store.place(image), manifest, beat=advance)
                     except (FormatError, FileNotFoundError) as error:
                         self._image_problems[key] = str(error)
         for key in sorted(wanted & self._image_problems.keys()):

@@ -11,12 +11,12 @@ from rich.filesize import decimal
 from lazysnap.cli.output import BAD, OK, Output
 from lazysnap.cli.places import open_existing
 from lazysnap.errors import FormatError, SnapshotNotFound
+from lazysnap.levels.blocks import read_shard
 from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import Manifest
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
-from lazysnap.snapshots.reader import verify_shard
 
 GOOD, INCOMPLETE, DAMAGED = "good", "incomplete", "bad"
 
@@ -72,10 +72,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return OK if is_ok else BAD
 
 
-def _problem(place: ShardPlace, advance: Callable[[int], None]) -> str | None:
+def _problem(place: ShardPlace, manifest: Manifest, advance: Callable[[int], None]) -> str | None:
     """What is wrong with one shard, ``None`` if nothing is. Raises: LevelError; FileNotFoundError, if it is gone."""
     try:
-        verify_shard(place, advance)
+        read_shard(place, manifest, beat=advance)
     except FormatError as error:
         return str(error)
     return None
@@ -87,7 +87,7 @@ def _check_image(
     fields: dict[str, Any] = {"location": image.location, "digest": image.digest}
     verdict = Verdict(fields, manifest.size_bytes)
     try:
-        problem = _problem(store.place(image), advance)
+        problem = _problem(store.place(image), manifest, advance)
     except FileNotFoundError:
         problem = f"{store.url}/{image.location}: deleted while it was read"
     if problem is not None:
@@ -109,9 +109,9 @@ def _check(
         "names": found.names,
     }
     verdict = Verdict(fields, found.size_bytes, GOOD if found.is_complete else INCOMPLETE)
-    for entry, _ in found.shards:
+    for entry, manifest in found.shards:
         try:
-            problem = _problem(store.place(entry), advance)
+            problem = _problem(store.place(entry), manifest, advance)
         except FileNotFoundError:
             verdict.state = "gone"  # a running job's retention took it meanwhile
             return verdict

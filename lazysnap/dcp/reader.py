@@ -7,6 +7,7 @@ at different moments can still agree on one snapshot before the first byte is re
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from lazysnap.dcp.agreement import Identity, agree, identity_of, noted
 from lazysnap.dcp.keys import Leaf, StateKeys
 from lazysnap.dcp.planner import load_value
 from lazysnap.errors import ConfigError, SnapshotNotFound, StateMismatch
 from lazysnap.levels import open_store
+from lazysnap.resolver import SnapshotKey
 from lazysnap.shard.names import is_keep_name
 from lazysnap.snapshots.catalogue import LATEST, Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_best, read
@@ -142,19 +143,20 @@ class SnapshotReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Say which snapshot this rank has found."""
         assert self._open is not None
-        return noted(plan, identity_of(self._open.snapshot.plan))
+        return _with_key(plan, self._open.snapshot.plan.key)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Ranks that looked at different moments agree on the oldest of what they found."""
-        return agree(plans)
+        """All ranks read the oldest snapshot that one of them found: others may not see a newer one yet."""
+        oldest = min(map(_key_of, plans))
+        return [_with_key(plan, oldest) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Fill what ``plan`` asks for. Blocks.
 
         Raises: ShardCorrupt, naming shard and block; LevelError; StateMismatch. What was to be filled is garbage then.
         """
-        agreed = Identity.of(plan)
-        if self._open is None or identity_of(self._open.snapshot.plan) != agreed:
+        agreed = _key_of(plan)
+        if self._open is None or self._open.snapshot.plan.key != agreed:
             self._find(agreed)
         assert self._open is not None
         assert self._keys is not None
@@ -170,12 +172,12 @@ class SnapshotReader(StorageReader):
 
     # ---------------------------------------------------------------- how
 
-    def _find(self, agreed: Identity | None) -> None:
+    def _find(self, agreed: SnapshotKey | None) -> None:
         """Open the best snapshot that can be opened, or the one that the ranks agreed on."""
         catalogue = Catalogue(self._store)
         step = agreed.step if agreed is not None else self._which if isinstance(self._which, int) else None
         name = self._which if isinstance(self._which, str) and self._which != LATEST and agreed is None else None
-        plans = (plan for plan in catalogue.plans(step=step, name=name) if agreed in (None, identity_of(plan)))
+        plans = (plan for plan in catalogue.plans(step=step, name=name) if agreed in (None, plan.key))
 
         def use(snapshot: OpenSnapshot) -> tuple[SnapshotTensors, KeyMap]:
             opened = SnapshotTensors(snapshot, _own_rank(snapshot.plan.world_size))
@@ -234,6 +236,22 @@ class SnapshotReader(StorageReader):
         if casts:
             # As DCP does with its own files; nobody else would say so.
             logger.warning("%d tensors have another dtype here and were cast, among them %s", len(casts), min(casts))
+
+
+def _with_key(plan: LoadPlan, key: SnapshotKey) -> LoadPlan:
+    """``plan`` with the snapshot that it is for: DCP sends it to the coordinator and back."""
+    data: Any = key
+    return replace(plan, storage_data=data)
+
+
+def _key_of(plan: LoadPlan) -> SnapshotKey:
+    """The snapshot that ``plan`` is for. Raises: ConfigError, if a planner dropped it."""
+    if not isinstance(plan.storage_data, SnapshotKey):
+        raise ConfigError(
+            f"the planner dropped LoadPlan.storage_data (it holds {plan.storage_data!r:.50}); keep it: without it "
+            "ranks could read different snapshots"
+        )
+    return plan.storage_data
 
 
 def _tensor_names(encoded: Any) -> Iterator[str]:

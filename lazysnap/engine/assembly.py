@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.plan import view_of
 from lazysnap.errors import ShardCorrupt
+from lazysnap.levels.blocks import Wanted
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.pieces import Cover, Extent, Piece, distinct, volume
-from lazysnap.snapshots.blocks import Wanted
 from lazysnap.snapshots.reader import OpenShard, read
 from lazysnap.snapshots.tensors import Boxes, Facts, Whole
 from lazysnap.state.codec import decode, tensor_names

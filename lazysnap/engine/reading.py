@@ -9,10 +9,10 @@ from typing import TypeVar
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.blocks import Wanted
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
-from lazysnap.snapshots.blocks import Wanted
 from lazysnap.snapshots.reader import OpenShard, open_shard, read
 
 _Beat = Callable[[], None]

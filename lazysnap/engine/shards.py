@@ -9,12 +9,12 @@ from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.snapshot import MEMORY
 from lazysnap.errors import LazySnapError, ShardCorrupt
 from lazysnap.keeper.events import MemoryHoldings
+from lazysnap.levels.blocks import Blocks, MemoryBlocks, Wanted
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
-from lazysnap.snapshots.blocks import Blocks, MemoryBlocks, Wanted
 from lazysnap.snapshots.reader import OpenShard, read
 
 Failure = Callable[[Exception], Exception]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from lazysnap.errors import ShardCorrupt, UnsupportedState
+from lazysnap.levels.blocks import Wanted
 from lazysnap.levels.files import pwrite_all
 from lazysnap.shard.layout import Layout
-from lazysnap.snapshots.blocks import Wanted
 from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored, read
 
 

@@ -15,8 +15,7 @@ from lazysnap.levels.shards import ShardPlace
 from lazysnap.policy import expired, is_wanted, kept, meeting_points
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import Manifest
-from lazysnap.shard.names import SnapshotName, keep_file_name, parse_keep_file_name
-from lazysnap.shard.stem import parse_file_name
+from lazysnap.shard.names import SnapshotName, keep_file_name, parse_file_name, parse_keep_file_name
 
 if TYPE_CHECKING:
     from lazysnap.levels.store import SnapshotStore

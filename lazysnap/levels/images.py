@@ -8,8 +8,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from lazysnap.errors import FormatError, ShardCorrupt
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.shards import ShardPlace, read_blocks
+from lazysnap.levels.blocks import read_shard
+from lazysnap.levels.shards import ShardPlace
 from lazysnap.shard.checksum import digest as digest_of
 from lazysnap.shard.manifest import Manifest
 
@@ -41,7 +41,7 @@ class Images:
             return known[1]
         text = ""
         try:
-            read_blocks(place, _checked(place, digest), lambda offset, length: map_anonymous(length), beat)
+            read_shard(place, _checked(place, digest), beat=lambda count: beat() if beat else None)
         except (FormatError, FileNotFoundError) as error:
             text = str(error) if isinstance(error, FormatError) else f"{place.where}: is gone"
         for one in Purpose if text else (purpose,):

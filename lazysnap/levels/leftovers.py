@@ -16,14 +16,19 @@ from typing import TYPE_CHECKING
 from lazysnap.levels.files import TEMP_MARK
 from lazysnap.levels.names import is_given_by_a_run
 from lazysnap.levels.storage import Storage
-from lazysnap.shard.names import is_directory_of_ours, parse_frozen_directory_name, parse_keep_file_name
-from lazysnap.shard.stem import Stem, parse_file_name
+from lazysnap.shard.names import (
+    ShardName,
+    is_directory_of_ours,
+    parse_file_name,
+    parse_frozen_directory_name,
+    parse_keep_file_name,
+)
 
 if TYPE_CHECKING:
     from lazysnap.levels.retention import Share
 
 _TEMPORARY = re.compile(r"\.(.+)" + re.escape(TEMP_MARK) + r"[0-9]{1,10}-[0-9a-f]{8}")
-_NAMES_STEM = Stem(0, 1)
+_RANK_0 = ShardName(0, 1)
 """Whose share the temporary files of names are."""
 
 
@@ -43,7 +48,7 @@ def is_shard_path(path: str) -> bool:
     return is_directory_of_ours(directory) and parsed is not None and parsed[1] == "safetensors"
 
 
-def _owner_of(name: str) -> Stem | None:
+def _owner_of(name: str) -> ShardName | None:
     """Whose temporary file this is; ``None`` for any other name."""
     match = _TEMPORARY.fullmatch(name)
     if match is None:
@@ -51,7 +56,7 @@ def _owner_of(name: str) -> Stem | None:
     parsed = parse_file_name(match[1])
     if parsed is not None:
         return parsed[0]
-    return _NAMES_STEM if parse_keep_file_name(match[1]) is not None else None
+    return _RANK_0 if parse_keep_file_name(match[1]) is not None else None
 
 
 def leftovers(storage: Storage, directory: str, share: "Share | None") -> Iterator[Leftover]:
@@ -64,8 +69,8 @@ def leftovers(storage: Storage, directory: str, share: "Share | None") -> Iterat
     names = storage.list(directory)
     is_frozen = parse_frozen_directory_name(directory) is not None
 
-    def is_ours(stem: Stem) -> bool:
-        return share is None or is_frozen or share.has(stem)
+    def is_ours(shard: ShardName) -> bool:
+        return share is None or is_frozen or share.has(shard)
 
     for name in names:
         parsed, owner, path = parse_file_name(name), _owner_of(name), f"{directory}/{name}"

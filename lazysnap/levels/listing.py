@@ -9,8 +9,7 @@ from typing import Any
 
 from lazysnap.errors import LevelError
 from lazysnap.levels.storage import Storage
-from lazysnap.shard.names import is_directory_of_ours, parse_keep_file_name
-from lazysnap.shard.stem import Stem, parse_file_name
+from lazysnap.shard.names import ShardName, is_directory_of_ours, parse_file_name, parse_keep_file_name
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Directory:
         part, parts = share or (0, 1)
         for count, first, last in self.ranges:
             for rank in range(first + (part - first) % parts, last + 1, parts):
-                yield Stem(rank, count).manifest
+                yield ShardName(rank, count).manifest
 
 
 @dataclass(frozen=True)

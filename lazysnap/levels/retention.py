@@ -15,8 +15,7 @@ from lazysnap.levels.leftovers import is_empty_and_settled, leftovers, lone_name
 from lazysnap.levels.storage import Storage
 from lazysnap.policy import expired
 from lazysnap.resolver import Entry, Inventory, SnapshotKey, is_complete, snapshots
-from lazysnap.shard.names import is_directory_of_ours
-from lazysnap.shard.stem import Stem
+from lazysnap.shard.names import ShardName, is_directory_of_ours
 
 if TYPE_CHECKING:
     from lazysnap.levels.store import SnapshotStore
@@ -39,7 +38,7 @@ class Share:
         """The share of one rank."""
         return cls(frozenset((rank,)), world_size)
 
-    def has(self, stem: Stem) -> bool:
+    def has(self, stem: ShardName) -> bool:
         """Whether the files of this name fall to it."""
         return stem.rank % self.world_size in self.ranks
 

@@ -15,12 +15,11 @@ from lazysnap.levels.workers import Workers
 from lazysnap.resolver import Entry, FrozenEntry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.manifest import CaptureMeta, Manifest
-from lazysnap.shard.names import SnapshotName, parse_frozen_directory_name
-from lazysnap.shard.stem import Stem
+from lazysnap.shard.names import ShardName, SnapshotName, parse_frozen_directory_name
 
 logger = logging.getLogger(__name__)
 
-FROZEN_STEM = Stem(0, 1)
+FROZEN_NAME = ShardName(0, 1)
 """Of every image of immutable tensors."""
 
 
@@ -30,17 +29,17 @@ class ShardPlace:
 
     storage: Storage
     directory: str
-    stem: Stem
+    name: ShardName
 
     @property
     def shard_path(self) -> str:
         """The shard's path in the storage."""
-        return f"{self.directory}/{self.stem.shard}"
+        return f"{self.directory}/{self.name.shard}"
 
     @property
     def manifest_path(self) -> str:
         """The manifest's path in the storage."""
-        return f"{self.directory}/{self.stem.manifest}"
+        return f"{self.directory}/{self.name.manifest}"
 
     @property
     def paths(self) -> tuple[str, str]:
@@ -89,7 +88,7 @@ class ShardPlace:
 
 def place_of(storage: Storage, entry: Entry | FrozenEntry) -> ShardPlace:
     """Where the files of an entry are."""
-    stem = FROZEN_STEM if isinstance(entry, FrozenEntry) else Stem(entry.rank, entry.world_size)
+    stem = FROZEN_NAME if isinstance(entry, FrozenEntry) else ShardName(entry.rank, entry.world_size)
     return ShardPlace(storage, entry.location, stem)
 
 
@@ -107,7 +106,7 @@ def check_place(manifest: Manifest, place: ShardPlace) -> None:
     if frozen is not None:
         if manifest.checksums.whole != frozen:
             raise ShardCorrupt(f"{where}: holds {manifest.checksums.whole}, its name says otherwise")
-    elif meta.name != SnapshotName.parse(place.directory) or manifest.file != place.stem.shard:
+    elif meta.name != SnapshotName.parse(place.directory) or manifest.file != place.name.shard:
         raise ShardCorrupt(f"{where}: holds {meta.name.directory} in {manifest.file}, its name says otherwise")
 
 
@@ -163,7 +162,7 @@ def write_shard(
             faults.point("level.store.publish_shard")
             writer.publish()
             is_published = True
-            manifest = Manifest(meta, place.stem.shard, header_bytes, checksums, time.time_ns())
+            manifest = Manifest(meta, place.name.shard, header_bytes, checksums, time.time_ns())
             faults.point("level.store.commit")
             beat()  # whoever was given up while that hung commits nothing
             place.storage.put(place.manifest_path, manifest.encode())
@@ -219,34 +218,3 @@ def _write_blocks(place: ShardPlace, writer: Writer, source: BlockSource) -> tup
 
     blocks = Workers[str](place.storage.parallel_writes, "lazysnap-write").run(tasks())
     return Checksums(size, BLOCK_BYTES, tuple(blocks)), header_bytes
-
-
-def read_blocks(
-    place: ShardPlace,
-    manifest: Manifest,
-    room: Callable[[int, int], memoryview],
-    beat: Callable[[], None] | None = None,
-) -> None:
-    """Read a whole shard, each block into ``room(offset, length)``, and compare it with its checksum.
-
-    While it is read, retention leaves it alone.
-    Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable.
-    """
-    checksums = manifest.checksums
-    size = place.storage.size(place.shard_path)
-    if size != checksums.size_bytes:
-        raise ShardCorrupt(f"{place.where}: {size} bytes, the manifest says {checksums.size_bytes}")
-
-    def one(index: int, offset: int, length: int) -> None:
-        if beat is not None:
-            beat()
-        block = room(offset, length)
-        reader.read_into(offset, block)
-        checksums.verify_block(index, block, place.where)
-
-    def tasks() -> Iterator[Callable[[], None]]:
-        for index, span in enumerate(block_ranges(size, checksums.block_bytes)):
-            yield lambda index=index, span=span: one(index, *span)  # type: ignore[misc]
-
-    with place.storage.lease(place.shard_path), contextlib.closing(place.storage.reader(place.shard_path)) as reader:
-        Workers[None](place.storage.parallel_reads, "lazysnap-read").run(tasks())

@@ -28,19 +28,18 @@ from lazysnap.errors import (
     LevelUnavailable,
     ShardCorrupt,
 )
+from lazysnap.levels.blocks import read_shard
 from lazysnap.levels.images import Images
 from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.names import is_given_by_a_run
 from lazysnap.levels.retention import Share, retain, sweep
 from lazysnap.levels.shards import (
-    FROZEN_STEM,
+    FROZEN_NAME,
     ShardPlace,
     check_place,
     entry_of,
     place_of,
-    read_blocks,
     write_shard,
 )
 from lazysnap.levels.source import BlockSource
@@ -48,13 +47,14 @@ from lazysnap.levels.storage import Storage, level_error
 from lazysnap.resolver import Entry, FrozenEntry, Inventory
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.names import (
+    ShardName,
     SnapshotName,
     frozen_directory_name,
     is_keep_name,
     keep_file_name,
+    parse_file_name,
     parse_frozen_directory_name,
 )
-from lazysnap.shard.stem import Stem, parse_file_name
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class SnapshotStore:
         Raises: LevelError, and nothing of the shard is left or visible; CaptureAborted likewise; ShardCorrupt, if what
         was read has not the ``expected`` digest (``Checksums.whole``).
         """
-        place = ShardPlace(self.storage, meta.name.directory, Stem(meta.rank, meta.world_size))
+        place = ShardPlace(self.storage, meta.name.directory, ShardName(meta.rank, meta.world_size))
         with self._naming(f"writing step {meta.step}"):
             manifest = self._committed(place, meta, beat)
             if manifest is None:
@@ -146,7 +146,7 @@ class SnapshotStore:
         Blocks; ``beat`` is called meanwhile. Raises: ShardCorrupt, if what was read has not that digest; LevelError;
         CaptureAborted.
         """
-        place = ShardPlace(self.storage, frozen_directory_name(digest), FROZEN_STEM)
+        place = ShardPlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         with self._naming(f"writing the immutable tensors {digest}"):
             if not self._images.is_whole(place, digest, beat):
                 manifest = write_shard(place, meta, source, expected=digest, beat=beat)
@@ -156,13 +156,13 @@ class SnapshotStore:
 
     def has_frozen(self, digest: str, beat: Callable[[], None] | None = None) -> bool:
         """Whether an image of immutable tensors is committed and whole. Blocks: the first time reads it."""
-        place = ShardPlace(self.storage, frozen_directory_name(digest), FROZEN_STEM)
+        place = ShardPlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         return self._images.is_whole(place, digest, beat)
 
     def check_frozen(self, entry: Entry, beat: Callable[[], None] | None = None) -> None:
         """Read back the immutable tensors of a snapshot, if any, once. Raises: ShardCorrupt, FileNotFoundError."""
         if entry.frozen is not None:
-            place = ShardPlace(self.storage, frozen_directory_name(entry.frozen), FROZEN_STEM)
+            place = ShardPlace(self.storage, frozen_directory_name(entry.frozen), FROZEN_NAME)
             self._images.check(place, entry.frozen, beat)
 
     @contextlib.contextmanager
@@ -218,7 +218,7 @@ class SnapshotStore:
                     known.pop(path, None)  # a run may write millions
         return Inventory(self.url, tuple(entries), tuple(images), tuple(problems))
 
-    def _look_at(self, directory: str, stem: Stem) -> Entry:
+    def _look_at(self, directory: str, stem: ShardName) -> Entry:
         """Check one manifest, and that its shard is there. Manifests that did not change are not read again.
 
         Raises: FormatError, LevelError, FileNotFoundError.
@@ -268,16 +268,13 @@ class SnapshotStore:
         """
         if len(out) != manifest.size_bytes:
             raise ShardCorrupt(f"{self.url}/{entry.location}: {manifest.size_bytes} bytes into {len(out)}")
-        read_blocks(self.place(entry), manifest, lambda offset, length: out[offset : offset + length], beat)
+        read_shard(self.place(entry), manifest, out=out, beat=lambda count: beat() if beat else None)
 
     def verify_entry(self, entry: Entry | FrozenEntry, beat: Callable[[], None] | None = None) -> Manifest:
         """Read every byte of a shard and compare; its manifest. Raises: as ``read_image``."""
         place = self.place(entry)
         manifest = place.read_manifest()
-        read_blocks(place, manifest, lambda offset, length: map_anonymous(length), beat)
-        head = map_anonymous(manifest.header_bytes)
-        self.storage.read_into(place.shard_path, 0, head)
-        manifest.layout(head, place.where)
+        read_shard(place, manifest, beat=lambda count: beat() if beat else None)
         self._sound[place.manifest_path] = manifest.created_ns, None
         return manifest
 

@@ -5,13 +5,11 @@ They are part of the format (docs/format.md): a writer keeps to them, a reader r
 
 import json
 from collections.abc import Callable
-from typing import Any
-
-from lazysnap.shard.nesting import with_stack
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 MAX_RANKS = 1 << 20
-"""Ranks of a snapshot; also nodes."""
-"""Ranks in one file."""
+"""Ranks of a snapshot, and ranks in one file."""
 MAX_COUNT = (1 << 63) - 1
 """Steps, bytes, nanoseconds."""
 MAX_HEADER_BYTES = 100_000_000
@@ -30,6 +28,10 @@ MAX_HEADER_NESTING = 3
 MAX_SMALL_OBJECT_BYTES = 4096
 """Names, claims and leases."""
 
+MAX_STATE_DEPTH = 100
+"""Containers inside each other in the training state, the state itself included."""
+
+Result = TypeVar("Result")
 Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 
 
@@ -58,3 +60,16 @@ def _children(value: Any) -> list[Any]:
     if type(value) is dict:
         return [child for child in value.values() if type(child) in (dict, list)]
     return [child for child in value if type(child) in (dict, list)] if type(value) is list else []
+
+
+def with_stack(work: Callable[[], Result]) -> Result:
+    """Return ``work()``. If the caller left too little of Python's stack, run it again in a new thread.
+
+    ``work`` must allow to be run twice. Raises: what it raises; RecursionError, only if both runs raise it.
+    """
+    try:
+        return work()
+    except RecursionError:
+        pass
+    with ThreadPoolExecutor(1, "lazysnap-stack") as thread:
+        return thread.submit(work).result()

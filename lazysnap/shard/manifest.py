@@ -24,7 +24,7 @@ from lazysnap.shard.limits import (
     MAX_TENSORS,
     load_json,
 )
-from lazysnap.shard.names import SnapshotName, is_id, shard_name
+from lazysnap.shard.names import ShardName, SnapshotName, is_id
 
 FORMAT = "lazysnap"
 FORMAT_VERSION = 1
@@ -207,7 +207,7 @@ class Manifest:
         meta = CaptureMeta.from_fields(fields, where)
         if not isinstance(shard, dict) or set(shard) != {"file", "size_bytes", "header_bytes", "checksum"}:
             raise ShardCorrupt(f"{where}: bad shard entry {shard!r:.200}")
-        if shard["file"] != shard_name(meta.rank, meta.world_size):
+        if shard["file"] != ShardName(meta.rank, meta.world_size).shard:
             raise ShardCorrupt(f"{where}: unexpected shard name {shard['file']!r:.100}")
         _check_count("header_bytes", shard["header_bytes"], where)
         most = min(_count(shard, "size_bytes", where), 8 + MAX_HEADER_BYTES)

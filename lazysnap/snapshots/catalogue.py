@@ -14,7 +14,7 @@ from lazysnap.config import checked_url
 from lazysnap.errors import FormatError, LevelError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.listing import Directory, list_directory
-from lazysnap.levels.shards import FROZEN_STEM, ShardPlace, entry_of, read_committed
+from lazysnap.levels.shards import FROZEN_NAME, ShardPlace, entry_of, read_committed
 from lazysnap.levels.workers import Workers
 from lazysnap.resolver import (
     Entry,
@@ -28,8 +28,13 @@ from lazysnap.resolver import (
 )
 from lazysnap.runs import run_of, runs_in, short_ids
 from lazysnap.shard.manifest import Manifest
-from lazysnap.shard.names import SnapshotName, frozen_directory_name, manifest_name, parse_frozen_directory_name
-from lazysnap.shard.stem import parse_file_name
+from lazysnap.shard.names import (
+    ShardName,
+    SnapshotName,
+    frozen_directory_name,
+    parse_file_name,
+    parse_frozen_directory_name,
+)
 
 LATEST = "latest"
 _THREADS = 8
@@ -325,10 +330,10 @@ class Catalogue:
         store, found = self.store, []
         there = frozenset(self._names)
         digests = [digest for digest in sorted(wanted) if frozen_directory_name(digest) in there]
-        self._read([(frozen_directory_name(digest), FROZEN_STEM.manifest) for digest in digests])
+        self._read([(frozen_directory_name(digest), FROZEN_NAME.manifest) for digest in digests])
         for digest in digests:
             name = frozen_directory_name(digest)
-            manifest = self._manifests[_path(name, FROZEN_STEM.manifest)]
+            manifest = self._manifests[_path(name, FROZEN_NAME.manifest)]
             if manifest is not None:
                 found.append((FrozenEntry(store.url, store.speed, digest, name), manifest))
         return found
@@ -345,7 +350,7 @@ class Catalogue:
         for key, held_entries in sorted(snapshots(entries).items()):
             missing = sorted(set(range(key.world_size)) - {entry.rank for entry in held_entries})
             if missing:
-                shown = ", ".join(manifest_name(rank, key.world_size) for rank in missing[:5])
+                shown = ", ".join(ShardName(rank, key.world_size).manifest for rank in missing[:5])
                 self.incomplete.append(
                     f"{self.store.url}: step {step} is not complete: {len(missing)} of {key.world_size} ranks have no "
                     f"valid manifest, among them {shown}"

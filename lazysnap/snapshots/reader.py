@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lazysnap.errors import FormatError, ShardCorrupt
+from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.shards import ShardPlace, read_committed
+from lazysnap.levels.shards import ShardPlace
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.pieces import Extent, extent_of
-from lazysnap.snapshots.blocks import Blocks, FileBlocks, Wanted, fill
 from lazysnap.snapshots.catalogue import Catalogue, in_parallel
 
 Result = TypeVar("Result")
@@ -152,18 +152,6 @@ def open_shard(place: ShardPlace, manifest: Manifest, *, verify: bool) -> OpenSh
         blocks.close()
         raise
     return OpenShard(manifest.meta.rank, manifest.meta, layout, blocks, None if verify else header)
-
-
-def verify_shard(place: ShardPlace, beat: Callable[[int], None]) -> Manifest:
-    """Read every byte of a committed shard and compare it; returns its manifest. ``beat`` is told the bytes.
-
-    Blocks. Raises: ShardCorrupt, naming file and block; FileNotFoundError, if nothing is committed; LevelError.
-    """
-    manifest = read_committed(place)
-    with place.storage.lease(place.shard_path):
-        shard = open_shard(place, manifest, verify=True)
-        fill({shard.blocks: [Wanted(0, manifest.size_bytes, lambda at, data: None)]}, beat=beat)
-    return manifest
 
 
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:

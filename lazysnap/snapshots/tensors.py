@@ -12,10 +12,10 @@ import torch
 
 from lazysnap.capture.dtypes import DTYPES, logical_facts
 from lazysnap.errors import ShardCorrupt, StateError
+from lazysnap.levels.blocks import Wanted
+from lazysnap.shard.limits import with_stack
 from lazysnap.shard.manifest import CaptureMeta
-from lazysnap.shard.nesting import with_stack
 from lazysnap.shard.pieces import Extent, Piece, overlaps, tiles
-from lazysnap.snapshots.blocks import Wanted
 from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored, read
 from lazysnap.snapshots.spans import Span, spans
 from lazysnap.state.codec import TAG, decode, tensor_names

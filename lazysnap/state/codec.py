@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lazysnap.errors import ShardCorrupt, UnsupportedState
-from lazysnap.shard.nesting import MAX_STATE_DEPTH, with_stack
+from lazysnap.shard.limits import MAX_STATE_DEPTH, with_stack
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.shard.nesting import with_stack
+from lazysnap.shard.limits import with_stack
 from lazysnap.state.codec import TAG, encode
 from lazysnap.state.walk import LENIENT_KEYS, Walk, walk
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.shard.nesting import MAX_STATE_DEPTH, with_stack
+from lazysnap.shard.limits import MAX_STATE_DEPTH, with_stack
 
 _TAG = "__scalar__"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lazysnap.errors import UnsupportedState
-from lazysnap.shard.nesting import with_stack
+from lazysnap.shard.limits import with_stack
 from lazysnap.state.codec import encode
 
 LENIENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_name", "datamodule_hparams_name")

@@ -15,7 +15,7 @@ from lazysnap.levels.source import MemorySource
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest
-from lazysnap.shard.names import SnapshotName, manifest_name, shard_name
+from lazysnap.shard.names import ShardName, SnapshotName
 from lazysnap.state.sharding import held_part
 from lazysnap.state.walk import walk
 from lazysnap.topology import share
@@ -85,9 +85,9 @@ def write(snapshot: Snapshot, rank: int, boxes: dict, state, aliases=None, froze
         return store.write(meta, MemorySource(room, layout.size_bytes))
     image = room[: layout.size_bytes]
     checksums = Checksums.of(image, snapshot.block_bytes)
-    manifest = Manifest(meta, shard_name(rank, snapshot.world), len(layout.header), checksums, time.time_ns())
+    manifest = Manifest(meta, ShardName(rank, snapshot.world).shard, len(layout.header), checksums, time.time_ns())
     store.storage.put(f"{snapshot.directory}/{manifest.file}", bytes(image))
-    store.storage.put(f"{snapshot.directory}/{manifest_name(rank, snapshot.world)}", manifest.encode())
+    store.storage.put(f"{snapshot.directory}/{ShardName(rank, snapshot.world).manifest}", manifest.encode())
     return manifest
 
 

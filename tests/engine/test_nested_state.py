@@ -10,7 +10,7 @@ from small_training import TIMEOUT_S, Starter
 from lazysnap import register_type
 from lazysnap.cli import main
 from lazysnap.errors import UnsupportedState
-from lazysnap.shard.nesting import MAX_STATE_DEPTH
+from lazysnap.shard.limits import MAX_STATE_DEPTH
 from lazysnap.state import codec
 
 ABOVE = 2

@@ -11,12 +11,12 @@ from support.names import directory_of
 
 from lazysnap.levels import open_store
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.shard.names import manifest_name, shard_name
+from lazysnap.shard.names import ShardName
 
 TWO_BLOCKS = 17 << 20
 CACHES_S = 60
 """A client may believe for so long what it has seen of another one's files."""
-SHARD, MANIFEST = shard_name(0, 1), manifest_name(0, 1)
+SHARD, MANIFEST = ShardName(0, 1).shard, ShardName(0, 1).manifest
 
 
 def restorable(path: pathlib.Path) -> list[int]:

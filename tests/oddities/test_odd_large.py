@@ -18,14 +18,14 @@ from lazysnap.engine.assembly import Assembly
 from lazysnap.engine.fitting import check_fits
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels import open_store
+from lazysnap.levels.blocks import FileBlocks, MemoryBlocks, VerifiedSource
 from lazysnap.levels.files import open_direct, pwrite_all
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta, Manifest
-from lazysnap.shard.names import manifest_name, shard_name
-from lazysnap.snapshots.blocks import FileBlocks, MemoryBlocks, VerifiedSource
+from lazysnap.shard.names import ShardName
 from lazysnap.snapshots.reader import OpenShard
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
@@ -108,7 +108,7 @@ def snapshot(large, slot, tmp_path_factory):
     size = large.plan.layout.size_bytes
     place = root / directory_of(1)
     place.mkdir()
-    path = place / shard_name(0, 1)
+    path = place / ShardName(0, 1).shard
     path.touch()
     os.truncate(path, size)
     ends = (0, (4 * GIB) // BLOCK_BYTES * BLOCK_BYTES)
@@ -131,12 +131,12 @@ def snapshot(large, slot, tmp_path_factory):
     os.truncate(path, size)
     manifest = Manifest(
         large.meta(),
-        shard_name(0, 1),
+        ShardName(0, 1).shard,
         len(large.plan.layout.header),
         Checksums(size, BLOCK_BYTES, tuple(blocks)),
         created_ns=1,
     )
-    (place / manifest_name(0, 1)).write_bytes(manifest.encode())
+    (place / ShardName(0, 1).manifest).write_bytes(manifest.encode())
     assert path.stat().st_blocks * 512 < GIB, "the test would fill the disk"
     yield root
     shutil.rmtree(root)

@@ -15,7 +15,7 @@ from lazysnap.levels import open_store
 from lazysnap.levels.local import PAGE
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest
-from lazysnap.shard.names import SnapshotName, frozen_directory_name, manifest_name, shard_name
+from lazysnap.shard.names import ShardName, SnapshotName, frozen_directory_name
 from lazysnap.snapshots.reader import OpenShard
 from lazysnap.state.codec import tensor_names
 from lazysnap.state.objects import ObjectState
@@ -71,16 +71,16 @@ def make() -> tuple[bytes, bytes]:
         packages={"lazysnap": "0.1.0"},
     )
     checksums = Checksums.of(memoryview(image), BLOCK_BYTES)
-    manifest = Manifest(meta, shard_name(0, 1), len(plan.layout.header), checksums, 1_700_000_002_000_000_000)
+    manifest = Manifest(meta, ShardName(0, 1).shard, len(plan.layout.header), checksums, 1_700_000_002_000_000_000)
     return bytes(image), manifest.encode()
 
 
 def shard_path() -> pathlib.Path:
-    return FOLDER / directory_name(1000) / shard_name(0, 1)
+    return FOLDER / directory_name(1000) / ShardName(0, 1).shard
 
 
 def manifest_path() -> pathlib.Path:
-    return FOLDER / directory_name(1000) / manifest_name(0, 1)
+    return FOLDER / directory_name(1000) / ShardName(0, 1).manifest
 
 
 # ---------------------------------------------------------------- immutable tensors in a file of their own
@@ -144,9 +144,9 @@ def make_frozen() -> dict[str, bytes]:
     ):
         header_bytes = 8 + int.from_bytes(data[:8], "little")
         checksums = Checksums.of(memoryview(data))
-        manifest = Manifest(one, shard_name(0, 1), header_bytes, checksums, 1_700_000_002_000_000_000)
-        files[f"{folder}/{shard_name(0, 1)}"] = bytes(data)
-        files[f"{folder}/{manifest_name(0, 1)}"] = manifest.encode()
+        manifest = Manifest(one, ShardName(0, 1).shard, header_bytes, checksums, 1_700_000_002_000_000_000)
+        files[f"{folder}/{ShardName(0, 1).shard}"] = bytes(data)
+        files[f"{folder}/{ShardName(0, 1).manifest}"] = manifest.encode()
     return files
 
 

@@ -9,8 +9,7 @@ from lazysnap.errors import FormatError, FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import FORMAT_VERSION, CaptureMeta, Manifest
-from lazysnap.shard.names import SnapshotName, shard_name
-from lazysnap.shard.stem import parse_file_name
+from lazysnap.shard.names import ShardName, SnapshotName, parse_file_name
 
 GOOD = "step-00000001-0123456789abcdef-fedcba9876543210"
 
@@ -90,7 +89,7 @@ def test_a_layout_that_cannot_be_is_refused(specs):
 def manifest_bytes(**changes: object) -> bytes:
     """A manifest with some keys replaced (or removed, by ``...``) and a right digest."""
     meta = CaptureMeta("0" * 16, START, 2, 0, 1, 3, state={"x": 1})
-    good = Manifest(meta, shard_name(0, 1), 8, Checksums.of(memoryview(b"12345678")), 9).encode()
+    good = Manifest(meta, ShardName(0, 1).shard, 8, Checksums.of(memoryview(b"12345678")), 9).encode()
     fields = json.loads(good)["manifest"]
     for name, value in changes.items():
         target = fields

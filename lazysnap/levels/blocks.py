@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.storage import Reader
@@ -188,6 +189,32 @@ class VerifiedSource:
 
     def finish(self) -> None:
         """Every block was compared when it was read."""
+
+
+def read_shard(
+    place: ShardPlace,
+    manifest: Manifest,
+    *,
+    out: memoryview | None = None,
+    beat: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Read a whole committed shard, compare every block with its checksum, and copy it into ``out`` if that is given.
+
+    Blocks; ``beat`` receives the bytes of each block, and may raise. Retention leaves the shard alone meanwhile.
+    Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelError.
+    """
+    size = place.storage.size(place.shard_path)
+    if size != manifest.size_bytes:
+        raise ShardCorrupt(f"{place.where}: {size} bytes, the manifest says {manifest.size_bytes}")
+
+    def put(at: int, data: memoryview) -> None:
+        if out is not None:
+            out[at : at + len(data)] = data
+
+    blocks = FileBlocks(place, manifest)
+    with place.storage.lease(place.shard_path), contextlib.closing(blocks):
+        manifest.layout(blocks.header(manifest.header_bytes), place.where)
+        fill({blocks: [Wanted(0, size, put)]}, beat=beat)
 
 
 def fill(

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from lazysnap.errors import ShardCorrupt
+from lazysnap.levels.blocks import MemoryBlocks, VerifiedSource, Wanted, fill
 from lazysnap.shard.checksum import Checksums
-from lazysnap.snapshots.blocks import MemoryBlocks, VerifiedSource, Wanted, fill
 
 BLOCK = 64
 IMAGE = random.Random(7).randbytes(10 * BLOCK + 17)
