@@ -1,6 +1,6 @@
 """Checksums per block of the shard file, so that a partial read verifies just the blocks it touches.
 
-xxh3-128 runs at about twice the rate of memcpy; CRC32C costs more and protects less (docs/architecture.md).
+xxh3-128 runs at about twice the rate of memcpy; CRC32C costs more and protects less.
 """
 
 from collections.abc import Callable, Iterator
