@@ -1,66 +1,179 @@
-"""Immutable tensors: parameters that require no gradient and that no optimizer holds, stored once per run.
+"""Frozen tensors: parameters that need no gradient and that no optimizer holds. They are captured and stored once.
 
-They make an image of their own, called by the checksum of its bytes. That they do not change is checked: every
-boundary compares pointers, versions and a sample of their bytes, the end of training all of them.
+They stand in a file of their own, which is called by the digest of its bytes. At every boundary their pointers,
+versions and some of their words are compared; when training closes, the digest of all bytes.
 """
 
 import ctypes
+import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
 from lazysnap.capture.reader import SLICE_BYTES, pieces_of
 from lazysnap.capture.samples import DeviceSamples, HostSamples, samples_of
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 
 LEAST_BYTES = 1 << 20
-"""Less than this is not worth an image of its own."""
+"""Less than this is not worth a file of its own."""
+PIECES = "lazysnap.pieces"
+"""In the metadata of the header: where each tensor lies in the whole one, so that equal bytes of different pieces are
+different files."""
 
-Identity = tuple[int, int, str, torch.Size, torch.dtype, tuple[int, ...]]
+Memory = tuple[int, int, str, torch.Size, torch.dtype, tuple[int, ...]]
+Parameters = Mapping[str, Sequence[torch.nn.Parameter]]
+"""By name in the state: the live parameters with that memory."""
 
 
-@dataclass(frozen=True)
-class ImageDigest:
-    """What a pass over all bytes of an image found."""
+def frozen_parameters(
+    named: Iterable[tuple[str, torch.Tensor]],
+    source: StateSource,
+    changed: Collection[str] = (),
+    least_bytes: int = LEAST_BYTES,
+) -> Parameters:
+    """The frozen ones among the tensors of a state; none, if together they have fewer than ``least_bytes``.
 
-    checksums: Checksums
-    tensors: dict[str, str]
-    """A checksum for each tensor, by name."""
+    What shares memory with anything else of the state, or with what an optimizer holds, is not frozen; nor is what
+    stands under a name in ``changed``.
+    """
+    held = [item for optimizer in source.optimizers() for group in optimizer.param_groups for item in group["params"]]
+    held_ids = {id(item) for item in held}
+    candidates: dict[Memory, list[torch.nn.Parameter]] = defaultdict(list)
+    for parameter in source.frozen_tensors():
+        if not parameter.requires_grad and id(parameter) not in held_ids and _is_eligible(parameter):
+            candidates[_memory(parameter)].append(parameter)
+    if not candidates:
+        return {}
+    found: dict[Memory, list[str]] = defaultdict(list)
+    others = [*held, *source.lazy_tensors()]
+    for name, tensor in named:
+        if name not in changed and not _is_odd(tensor) and _memory(tensor) in candidates:
+            found[_memory(tensor)].append(name)
+        else:
+            others.append(tensor)
+    busy = {_storage(tensor) for tensor in others if not _is_odd(tensor)}
+    chosen = {memory: names for memory, names in found.items() if _storage(candidates[memory][0]) not in busy}
+    if sum(memory[1] for memory in chosen) < least_bytes:
+        return {}
+    return {name: candidates[memory] for memory, names in chosen.items() for name in names}
 
-    @property
-    def whole(self) -> str:
-        """The checksum that names the image."""
-        return self.checksums.whole
+
+def _is_eligible(parameter: torch.nn.Parameter) -> bool:
+    local = local_of(parameter)
+    return (
+        not _is_odd(parameter)
+        and not (isinstance(parameter, DTensor) and any(kind.is_partial() for kind in parameter.placements))
+        and local.device.type in ("cpu", "cuda")
+        and not local.is_inference()
+        and is_storable(local.dtype)
+        and not is_converted(local)
+        and not local.is_conj()
+        and not local.is_neg()
+        and local.is_contiguous()
+        and local.nbytes > 0
+    )
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether its memory is of another kind: sparse, quantized, none."""
+    local = local_of(tensor)
+    plain = type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided
+    return not plain or local.device.type == "meta"
+
+
+def _memory(tensor: torch.Tensor) -> Memory:
+    local = local_of(tensor)
+    return local.data_ptr(), local.nbytes, str(local.device), local.shape, local.dtype, local.stride()
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, str]:
+    local = local_of(tensor)
+    return local.untyped_storage().data_ptr(), str(local.device)
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenSet:
-    """Immutable tensors, and how they were when they were chosen."""
+    """The frozen tensors that this rank captures, and how they were when they were chosen."""
 
-    names: tuple[str, ...]
-    """In the order of the image; tied tensors by one name."""
     aliases: dict[str, str]
-    """Further names of the same tensors."""
+    """Further names of tied tensors."""
     layout: Layout
-    logical: dict[str, dict[str, str]]
+    logical: dict[str, dict[str, Any]]
+    """By name what the manifest says of a tensor besides; as ``CapturePlan.logical``."""
     tensors: tuple[torch.Tensor, ...]
-    """As they stand in the image. Aliases of the parameters: they keep the memory, whatever becomes of those."""
+    """As they stand in the file, and in its order. They keep the memory, whatever becomes of the parameters."""
     parameters: tuple[tuple[int, torch.nn.Parameter], ...]
-    """The live parameters, each with the index of its name."""
-    identities: tuple[Identity, ...]
+    """The live parameters, each with the index of its tensor."""
+    _places: tuple[Memory, ...] = field(repr=False)
     _facts: list[tuple[int, int]] = field(repr=False)
     _samples: Sequence[HostSamples | DeviceSamples] = field(repr=False)
     _ready: tuple[torch.cuda.Event, ...] = field(repr=False)
 
+    @classmethod
+    def of(
+        cls,
+        parameters: Parameters,
+        captured: Iterable[tuple[str, torch.Tensor]],
+        tied: Mapping[str, str] | None = None,
+        facts: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> "FrozenSet | None":
+        """Those of the ``captured`` tensors, plain ones, that are among ``parameters``; ``None`` without any.
+
+        ``tied``: further names of captured ones. ``facts``: what the manifest says of those that are pieces.
+        """
+        same: dict[object, list[str]] = defaultdict(list)
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in captured:
+            if name in parameters and tensor.numel():
+                same[_memory(tensor)].append(name)
+                found[name] = tensor
+        if not found:
+            return None
+        aliases = {name: min(names) for names in same.values() for name in names if name != min(names)}
+        aliases.update({name: aliases.get(one, one) for name, one in (tied or {}).items() if one in found})
+        # By name, so that every start of a run gives the same bytes.
+        stored = {name: stored_form(found[name].detach()) for name in sorted(found) if name not in aliases}
+        logical: dict[str, dict[str, Any]] = {name: dict((facts or {}).get(name, {})) for name in stored}
+        pieces = json.dumps({name: logical[name] for name in stored if logical[name]})
+        for name in stored:
+            if (dtype := logical_name(found[name].dtype)) is not None:
+                logical[name]["dtype"] = dtype
+        specs = [TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in stored.items()]
+        layout = Layout.plan(specs, aliases | ({PIECES: pieces} if pieces != "{}" else {}))
+        names = [spec.name for spec in layout.specs]
+        live = tuple((index, one) for index, name in enumerate(names) for one in parameters[name])
+        devices = {tensor.device for tensor in stored.values() if tensor.device.type == "cuda"}
+        return cls(
+            aliases=aliases,
+            layout=layout,
+            logical={name: said for name, said in logical.items() if said},
+            tensors=tuple(stored[name] for name in names),
+            parameters=live,
+            _places=tuple(_memory(found[name]) for name in names),
+            _facts=_facts_of(live),
+            _samples=samples_of([(name, stored[name]) for name in names]),
+            # What wrote them runs before this on the compute stream.
+            _ready=tuple(torch.cuda.current_stream(device).record_event() for device in sorted(devices, key=str)),
+        )
+
+    @cached_property
+    def names(self) -> list[str]:
+        """In the order of the file; tied tensors by one name."""
+        return [spec.name for spec in self.layout.specs]
+
     @property
     def size_bytes(self) -> int:
-        """Bytes of the image."""
+        """Bytes of the file."""
         return self.layout.size_bytes
 
     def all_names(self) -> set[str]:
@@ -69,11 +182,13 @@ class FrozenSet:
 
     def is_like(self, other: "FrozenSet") -> bool:
         """Whether both are the same names of the same memory."""
-        return (self.names, self.aliases, self.identities) == (other.names, other.aliases, other.identities)
+        return (self.layout, self.logical, self._places) == (other.layout, other.logical, other._places)
+
+    # ---------------------------------------------------------------- watching
 
     def changed(self) -> list[str]:
         """Names of those that are certainly not as they were. Hot: once per boundary."""
-        facts = _facts_of(parameter for _, parameter in self.parameters)
+        facts = _facts_of(self.parameters)
         if facts != self._facts:
             found = zip(self.parameters, facts, self._facts, strict=True)
             return sorted({self.names[index] for (index, _), now, then in found if now != then})
@@ -82,192 +197,61 @@ class FrozenSet:
 
     def accept(self) -> None:
         """The values that they had were loaded into them again. ``changed`` still compares samples of them."""
-        self._facts[:] = _facts_of(parameter for _, parameter in self.parameters)
+        self._facts[:] = _facts_of(self.parameters)
 
-    def left(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
+    def trained(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
         """Names of those that an optimizer got hold of, or that need a gradient by now. Hot: once per boundary."""
-        held = _held_ids(optimizers)
-        return sorted(
-            {
-                self.names[index]
-                for index, parameter in self.parameters
-                if id(parameter) in held or parameter.requires_grad
-            }
-        )
+        held = {id(item) for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]}
+        found = {index for index, parameter in self.parameters if id(parameter) in held or parameter.requires_grad}
+        return [self.names[index] for index in sorted(found)]
 
-    def digest(self, beat: Callable[[], None]) -> ImageDigest:
-        """Checksums of the image that the live tensors make now. Blocks; reads all bytes; copies none on a CPU.
+    # ---------------------------------------------------------------- the bytes of the file
 
-        ``beat`` is called for every piece, and may raise to end it.
-        """
-        whole = _Blocks()
-        whole.feed(memoryview(self.layout.header))
-        found = {}
-        for name, tensor in zip(self.names, self.tensors, strict=True):
-            own = xxhash.xxh3_128()
-            for piece in self._pieces(tensor):
-                beat()
-                # The second one finds it in the processor's cache.
-                whole.feed(piece)
-                own.update(piece)
-            found[name] = own.hexdigest()
-        return ImageDigest(whole.checksums(), found)
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes that the live tensors make now. Blocks; copies none on a CPU."""
+        yield memoryview(self.layout.header)
+        for tensor in self.tensors:
+            yield from pieces_of(tensor, self._ready)
 
-    def copy_into(self, image: memoryview, beat: Callable[[], None]) -> None:
-        """Write header and tensors to where they belong. Blocks. ``beat``: as for ``digest``."""
-        image[: len(self.layout.header)] = self.layout.header
-        for (spec, offset), tensor in zip(map(self.layout.find, self.names), self.tensors, strict=True):
-            position = offset
-            for piece in self._pieces(tensor):
-                beat()
-                target = (ctypes.c_ubyte * len(piece)).from_buffer(image, position)
+    def copied_into(self, room: memoryview) -> Iterator[memoryview]:
+        """The same while they are copied to ``room``: each piece as it stands there. Blocks."""
+        at = 0
+        for piece in self.pieces():
+            if piece.readonly:
+                room[at : at + len(piece)] = piece
+            else:  # in C, without the lock of the interpreter
+                target = (ctypes.c_ubyte * len(piece)).from_buffer(room, at)
                 ctypes.memmove(target, (ctypes.c_ubyte * len(piece)).from_buffer(piece), len(piece))
-                position += len(piece)
-            assert position == offset + spec.nbytes
-
-    def _pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        return pieces_of(tensor, self._ready)
+            yield room[at : at + len(piece)]
+            at += len(piece)
 
 
-def digest_of(image: memoryview, layout: Layout, beat: Callable[[], None]) -> ImageDigest:
-    """The same of an image that is in memory in one piece. Blocks."""
-    whole = _Blocks()
-    whole.feed(image[: len(layout.header)])
-    found = {}
-    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-        own = xxhash.xxh3_128()
-        for start in range(offset, offset + spec.nbytes, SLICE_BYTES):
-            beat()
-            piece = image[start : min(start + SLICE_BYTES, offset + spec.nbytes)]
-            whole.feed(piece)
-            own.update(piece)
-        found[spec.name] = own.hexdigest()
-    return ImageDigest(whole.checksums(), found)
+def slices_of(room: memoryview) -> Iterator[memoryview]:
+    """A file in memory, in pieces."""
+    return (room[start : start + SLICE_BYTES] for start in range(0, len(room), SLICE_BYTES))
 
 
-class _Blocks:
-    """Checksums per block of an image that arrives in pieces."""
+def digest_of(pieces: Iterable[memoryview], beat: Callable[[], None]) -> str:
+    """The digest that names a file with these bytes (``Checksums.whole``). Blocks.
 
-    def __init__(self) -> None:
-        self._size = 0
-        self._blocks: list[str] = []
-        self._open = xxhash.xxh3_128()
-
-    def feed(self, piece: memoryview) -> None:
-        while len(piece):
-            room = BLOCK_BYTES - self._size % BLOCK_BYTES
-            part, piece = piece[:room], piece[room:]
-            self._open.update(part)
-            self._size += len(part)
-            if self._size % BLOCK_BYTES == 0:
-                self._close()
-
-    def _close(self) -> None:
-        self._blocks.append(self._open.hexdigest())
-        self._open = xxhash.xxh3_128()
-
-    def checksums(self) -> Checksums:
-        if self._size % BLOCK_BYTES:
-            self._close()
-        return Checksums(self._size, BLOCK_BYTES, tuple(self._blocks))
-
-
-def _facts_of(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[int, int]]:
-    return [(parameter.data_ptr(), parameter._version) for parameter in parameters]
-
-
-def _held_ids(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    return {id(item) for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]}
-
-
-def _identity(tensor: torch.Tensor) -> Identity:
-    return tensor.data_ptr(), tensor.nbytes, str(tensor.device), tensor.shape, tensor.dtype, tensor.stride()
-
-
-def _storage(tensor: torch.Tensor) -> tuple[int, str]:
-    return tensor.untyped_storage().data_ptr(), str(tensor.device)
-
-
-def _is_eligible(parameter: torch.nn.Parameter) -> bool:
-    return (
-        # Subclasses (quantized, sharded) have memory of their own kind.
-        type(parameter) is torch.nn.Parameter
-        and parameter.layout is torch.strided
-        and parameter.device.type in ("cpu", "cuda")
-        and not parameter.is_inference()
-        and is_storable(parameter.dtype)
-        and not is_converted(parameter)
-        and not parameter.is_conj()
-        and not parameter.is_neg()
-        and parameter.is_contiguous()
-        and parameter.nbytes > 0
-    )
-
-
-def choose_frozen(
-    named: Iterable[tuple[str, torch.Tensor]],
-    source: StateSource,
-    banned: Collection[str] = (),
-    least_bytes: int = LEAST_BYTES,
-) -> FrozenSet | None:
-    """The immutable ones among the tensors of a state, ``None`` if they are fewer than ``least_bytes``.
-
-    What shares memory with anything else of the state, or with what an optimizer holds, is not immutable; nor is what
-    stands under a ``banned`` name.
+    ``beat`` is called for every piece, and may raise to end it.
     """
-    optimizers = source.optimizers()
-    held = _held_ids(optimizers)
-    candidates: dict[Identity, list[torch.nn.Parameter]] = defaultdict(list)
-    for parameter in source.frozen_tensors():
-        if not parameter.requires_grad and id(parameter) not in held and _is_eligible(parameter):
-            candidates[_identity(parameter)].append(parameter)
-    if not candidates:
-        return None
-    others = [item for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]]
-    others += source.lazy_tensors()
-    found: dict[Identity, list[str]] = defaultdict(list)
-    for name, tensor in named:
-        if name not in banned and not _is_odd(tensor) and _identity(tensor) in candidates:
-            found[_identity(tensor)].append(name)
-        else:
-            others.append(tensor)
-    busy = {_storage(tensor) for tensor in others if not _is_odd(tensor)}
-    chosen = {
-        min(names): (identity, sorted(names), candidates[identity])
-        for identity, names in found.items()
-        if _storage(candidates[identity][0]) not in busy
-    }
-    if sum(identity[1] for identity, _, _ in chosen.values()) < least_bytes:
-        return None
-    return _make(chosen)
+    blocks: list[str] = []
+    size, block = 0, xxhash.xxh3_128()
+    for piece in pieces:
+        beat()
+        while len(piece):
+            part, piece = piece[: BLOCK_BYTES - size % BLOCK_BYTES], piece[BLOCK_BYTES - size % BLOCK_BYTES :]
+            block.update(part)
+            size += len(part)
+            if size % BLOCK_BYTES == 0:
+                blocks.append(block.hexdigest())
+                block = xxhash.xxh3_128()
+    if size % BLOCK_BYTES:
+        blocks.append(block.hexdigest())
+    return Checksums(size, BLOCK_BYTES, tuple(blocks)).whole
 
 
-def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether its memory is of another kind: sparse, sharded, quantized, none."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return not plain or tensor.device.type == "meta"
-
-
-def _make(chosen: dict[str, tuple[Identity, list[str], list[torch.nn.Parameter]]]) -> FrozenSet:
-    # By name, so that every start of a run gives the same bytes.
-    stored = {name: stored_form(chosen[name][2][0].detach()) for name in sorted(chosen)}
-    aliases = {other: name for name in stored for other in chosen[name][1][1:]}
-    specs = [TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in stored.items()]
-    layout = Layout.plan(specs, aliases)
-    names = tuple(spec.name for spec in layout.specs)
-    parameters = tuple((index, parameter) for index, name in enumerate(names) for parameter in chosen[name][2])
-    kept = ((name, logical_name(chosen[name][0][4])) for name in names)
-    devices = {tensor.device for tensor in stored.values() if tensor.device.type == "cuda"}
-    return FrozenSet(
-        names=names,
-        aliases=aliases,
-        layout=layout,
-        logical={name: {"dtype": dtype} for name, dtype in kept if dtype is not None},
-        tensors=tuple(stored[name] for name in names),
-        parameters=parameters,
-        identities=tuple(chosen[name][0] for name in names),
-        _facts=_facts_of(parameter for _, parameter in parameters),
-        _samples=samples_of([(name, stored[name]) for name in names]),
-        # What wrote them runs before this on the compute stream.
-        _ready=tuple(torch.cuda.current_stream(device).record_event() for device in sorted(devices, key=str)),
-    )
+def _facts_of(parameters: Iterable[tuple[int, torch.nn.Parameter]]) -> list[tuple[int, int]]:
+    locals_ = [local_of(parameter) for _, parameter in parameters]
+    return [(local.data_ptr(), local._version) for local in locals_]

@@ -642,17 +642,14 @@ class SnapshotEngine:
         """
         self._check_open("flush")
         self.gate()
-        deadline = time.monotonic() + timeout_s
-        self._verify(timeout_s)
-        left_s = max(0.0, deadline - time.monotonic())
-        done = self._durability.flush(self._recorder.newest_whole(), left_s, progress)
+        done = self._durability.flush(self._recorder.newest_whole(), timeout_s, progress)
         self._hear()
         is_captured = self._last_due is None or self._statistics.last_whole_step is not None
         return done and is_captured and not self._recorder.has_lost_last
 
-    def _verify(self, timeout_s: float) -> None:
+    def _compare_frozen(self, timeout_s: float) -> None:
         with self._lock:
-            self._recorder.frozen.verify(timeout_s)
+            self._recorder.frozen.compare(timeout_s)
 
     def statistics(self) -> Statistics:
         """Counters and timings so far; updated in place."""
@@ -676,7 +673,7 @@ class SnapshotEngine:
         durable, over, captured = False, False, True
         try:
             self.gate()
-            self._verify(self.config.drain_timeout_s)
+            self._compare_frozen(self.config.drain_timeout_s)
             over = self._world.is_alone or self._world.ends()
             durable = not drain or self._end(progress, is_common=over)
             captured = not drain or self._has_captured_last()
@@ -748,11 +745,11 @@ class SnapshotEngine:
     def abandon(self) -> None:
         """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart.
 
-        Blocks: until the immutable tensors are compared byte by byte, at most ``flush_budget_s``.
+        Blocks: until the frozen tensors are compared byte by byte, at most ``flush_budget_s``.
         """
         if not self._closed:
             self.gate()
-            self._verify(self.config.flush_budget_s)
+            self._compare_frozen(self.config.flush_budget_s)
             self._leave()
             self._client.abandon()
             self._tell_end(report.Ending.LINGERING)

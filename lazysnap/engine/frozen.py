@@ -1,28 +1,32 @@
-"""Immutable tensors over the time of a training: chosen, captured once, watched, and let go when they change."""
+"""Frozen tensors over a training: chosen, captured once, compared, and captured as all others once they changed."""
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
 from lazysnap import faults
-from lazysnap.arena import Slot
-from lazysnap.capture.frozen import FrozenSet, choose_frozen
+from lazysnap.arena import Slot, SlotPhase, Word
+from lazysnap.capture.frozen import FrozenSet, Parameters, digest_of, frozen_parameters, slices_of
 from lazysnap.engine.events import EventLog
-from lazysnap.engine.freezing import Freezing, frozen_meta
 from lazysnap.engine.meta import MetaWriter
-from lazysnap.errors import CaptureAborted
+from lazysnap.errors import CaptureAborted, LazySnapError, MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.shard.manifest import FrozenReference
 from lazysnap.state.source import StateSource
-from lazysnap.state.walk import Walk
 
 logger = logging.getLogger("lazysnap.engine")
 
-_MOST_LOSSES = 8
-"""A program that so often changes what it called immutable gets none of it stored apart any more."""
+_MOST_CHANGES = 8
+"""A program that changes frozen tensors so often gets none of them stored apart any more."""
+_MOST_COPIES = 3
+"""Copies that may differ from what was to be copied, because somebody wrote meanwhile."""
+_ASK_AGAIN_S = 0.02
+_REFUSED_AGAIN_S = 5.0
 _STOP_S = 2.0
 _UNKNOWN = "0" * 32
 
@@ -34,12 +38,7 @@ class FrozenTensors:
     """
 
     def __init__(
-        self,
-        source: StateSource,
-        client: KeeperClient,
-        log: EventLog,
-        meta: MetaWriter,
-        lost: Callable[[int], None],
+        self, source: StateSource, client: KeeperClient, log: EventLog, meta: MetaWriter, lost: Callable[[int], None]
     ) -> None:
         self._source = source
         self._client = client
@@ -47,180 +46,162 @@ class FrozenTensors:
         self._meta = meta
         self._lost = lost
         self._set: FrozenSet | None = None
-        self._freezing: Freezing | None = None
-        self._banned: set[str] = set()
-        self._known: dict[str, str] = {}
-        """Checksums of tensors that were whole in the keeper's memory once; what differs from them changed."""
-        self._is_known = False
-        self._losses = 0
-        self._suspects: set[str] = set()
-        self._is_used = False
-        """Whether a capture refers to the set."""
-        self._uncompared: dict[int, Slot] = {}
-        """Captures that refer to the set, by sequence number, since all bytes were last compared."""
+        self._copy: _Copy | None = None
+        self.changed: set[str] = set()
+        """Names of tensors that were frozen and were found changed: captured at every boundary from then on."""
+        self._changes = 0
+        self._is_set_up = False
+        """Whether a boundary was passed. Before, a model is set up: weights are loaded, moved to a device."""
+        self._captures: dict[Slot, int] = {}
+        """The sequence number of the capture in each slot that refers to the set."""
 
     # ---------------------------------------------------------------- which, and where they are
+
+    def choose(self, named: Iterable[tuple[str, torch.Tensor]]) -> Parameters:
+        """The frozen ones among the tensors of the state."""
+        return {} if self._changes >= _MOST_CHANGES else frozen_parameters(named, self._source, self.changed)
 
     def prepare(self) -> None:
         """Begin before the first boundary, if there is nothing yet. Does not block."""
         if self._set is None:
-            self._replace(self._choose(self._source.expected().items()))
+            named = self._source.expected().items()
+            self._replace(FrozenSet.of(self.choose(named), named))
 
-    def settle(self, walked: Walk) -> FrozenSet | None:
-        """The set for a new plan: the same one, if the state says the same."""
-        chosen = self._choose(zip(walked.names, walked.tensors, strict=True))
+    def settle(
+        self,
+        parameters: Parameters,
+        captured: Iterable[tuple[str, torch.Tensor]],
+        tied: Mapping[str, str] | None = None,
+        facts: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> FrozenSet | None:
+        """The set for a new plan (see ``FrozenSet.of``): the same one, if the state says the same."""
+        chosen = FrozenSet.of(parameters, captured, tied, facts)
         if chosen is None or self._set is None or not chosen.is_like(self._set):
             self._replace(chosen)
         return self._set
 
-    def _choose(self, named: Iterable[tuple[str, torch.Tensor]]) -> FrozenSet | None:
-        if self._losses >= _MOST_LOSSES:
-            return None
-        return choose_frozen(named, self._source, self._banned)
-
     def _replace(self, frozen: FrozenSet | None) -> None:
-        if self._freezing is not None:
-            self._freezing.cancel()
-        self._set, self._freezing, self._is_used = frozen, None, False
-        self._uncompared.clear()
+        if self._copy is not None:
+            self._copy.cancel()
+        self._set, self._copy = frozen, None
+        self._captures.clear()
         self._log.statistics.frozen_bytes = 0
         if frozen is not None:
-            self._freeze(frozen)
+            self._begin_copy(frozen)
 
-    def _freeze(self, frozen: FrozenSet) -> None:
-        meta = frozen_meta(frozen, self._meta.run_id, self._meta.start, time.time_ns())
-        known = {name: self._known[name] for name in frozen.names if name in self._known}
-        self._freezing, self._is_known = Freezing(frozen, self._client, meta, known), False
-
-    def is_whole(self) -> bool:
-        """Whether captures may refer to the set (or there is none): it is whole in a live keeper's memory. Hot."""
-        frozen, freezing = self._set, self._freezing
-        if frozen is None or freezing is None:
-            return True
-        if freezing.is_running or freezing.changed or freezing.error:
-            return False
-        if not freezing.holds():
-            self._freeze(frozen)  # the keeper died, and its successor did not get it
-            return False
-        if not self._is_known and freezing.digest is not None:
-            self._known.update(freezing.digest.tensors)
-            self._log.statistics.frozen_bytes = frozen.size_bytes
-            self._is_known = True
-        return True
-
-    @property
-    def refusal(self) -> str:
-        """Why there is no memory for the set; empty if there is, or it is not known yet. Hot."""
-        return "" if self._freezing is None else self._freezing.refusal
-
-    def is_awaited(self) -> bool:
-        """Whether waiting helps: it is being captured, and no boundary has to look at it first."""
-        freezing = self._freezing
-        return not self.is_whole() and not (freezing is None or freezing.changed or freezing.error)
+    def _begin_copy(self, frozen: FrozenSet) -> None:
+        self._copy = _Copy(frozen, self._client, frozen_meta(frozen, self._meta))
 
     @property
     def names(self) -> set[str]:
         """Every name of the set."""
         return set() if self._set is None else self._set.all_names()
 
+    @property
+    def refusal(self) -> str:
+        """Why there is no memory for the set; empty if there is, or it is not known yet. Hot."""
+        return "" if self._copy is None else self._copy.refusal
+
+    def is_whole(self) -> bool:
+        """Whether captures may refer to the set (or there is none): it is whole in a live keeper's memory. Hot."""
+        if self._set is None or self._copy is None:
+            return True
+        if not self._copy.digest:
+            return False
+        if not self._copy.is_held():
+            self._begin_copy(self._set)  # the keeper died, and its successor did not get it
+            return False
+        self._log.statistics.frozen_bytes = self._set.size_bytes
+        return True
+
+    def is_awaited(self) -> bool:
+        """Whether waiting helps: it is being captured."""
+        return not self.is_whole() and self._copy is not None and not self._copy.error
+
     def reference(self) -> FrozenReference | None:
         """What the next capture refers to; with a digest of noughts as long as it is not known."""
-        if self._set is None:
+        if self._set is None or self._copy is None:
             return None
-        digest = self._freezing.digest if self._freezing is not None else None
-        return FrozenReference(_UNKNOWN if digest is None else digest.whole, self._set.size_bytes)
+        return FrozenReference(self._copy.digest or _UNKNOWN, self._set.size_bytes)
 
-    # ---------------------------------------------------------------- watching
+    def began(self, slot: Slot, sequence: int) -> None:
+        """A capture that refers to the set began."""
+        self._captures[slot] = sequence
+
+    # ---------------------------------------------------------------- comparing
 
     def look(self) -> bool:
-        """Whether all is as it was; else the set is gone, and the plan has to be made anew. Hot."""
-        frozen, freezing = self._set, self._freezing
-        if frozen is None or freezing is None:
+        """Whether all is as it was; else the set is gone, and the plan has to be made anew. Hot: once per boundary."""
+        frozen, copy = self._set, self._copy
+        is_set_up, self._is_set_up = self._is_set_up, True
+        if frozen is None or copy is None:
             return True
-        left = frozen.left(self._source.optimizers())
-        changed = sorted({*frozen.changed(), *freezing.changed} - set(left))
+        trained = frozen.trained(self._source.optimizers())
+        changed = sorted({*frozen.changed()} - {*trained})
         if changed:
-            self._lose(changed)
-        elif left:
-            self._leave(left)
-        elif freezing.error:
-            self._log.note_once("frozen", "immutable tensors are part of every snapshot: %s", freezing.error)
-            self._losses = _MOST_LOSSES
-            self._replace(None)
-        else:
+            if is_set_up:
+                self._note_changed(changed)
+            self._drop_captures()
+        elif copy.error:
+            self._log.note_once("frozen", "frozen tensors are part of every snapshot: %s", copy.error)
+            self._changes = _MOST_CHANGES
+        elif not trained:
             return True
+        self._replace(None)
         return False
 
     def is_as_it_was(self) -> bool:
         """As ``look``, but nothing follows from it."""
         frozen = self._set
-        return frozen is None or not (frozen.left(self._source.optimizers()) or frozen.changed())
+        return frozen is None or not (frozen.trained(self._source.optimizers()) or frozen.changed())
 
-    def _lose(self, changed: list[str]) -> None:
-        """Something wrote to tensors that are not to be trained: they are never believed immutable again."""
-        self._losses += 1
-        # Before the first capture that is how a model is set up: weights are loaded, moved to a device. Once.
-        offenders = [name for name in changed if self._is_used or name in self._suspects]
-        self._suspects.update(changed)
-        for name in changed:
-            self._known.pop(name, None)
-        for sequence in [sequence for sequence, slot in self._uncompared.items() if slot.drop(sequence)]:
+    def _note_changed(self, changed: list[str]) -> None:
+        self._changes += 1
+        self.changed.update(changed)
+        self._log.statistics.frozen_changed += len(changed)
+        self._log.note_once(
+            "frozen",
+            "%d tensors that need no gradient were changed all the same (%s, …): they are part of every snapshot from "
+            "now on. Snapshots in memory that took them for frozen are dropped; those on storage hold the values that "
+            "the tensors had first",
+            len(changed),
+            changed[0],
+        )
+
+    def _drop_captures(self) -> None:
+        for sequence in [sequence for slot, sequence in self._captures.items() if slot.drop(sequence)]:
             self._log.statistics.torn += 1
             self._lost(sequence)
-        if offenders:
-            self._banned.update(offenders)
-            self._log.statistics.frozen_changed += len(offenders)
-            self._log.note_once(
-                "frozen",
-                "%d tensors that need no gradient were changed all the same (%s, …): they are part of every snapshot "
-                "from now on. Snapshots in memory since they were last compared byte by byte are dropped; those on "
-                "storage hold the values that the tensors had first",
-                len(offenders),
-                offenders[0],
-            )
-        self._replace(None)
+        self._captures.clear()
 
-    def _leave(self, names: list[str]) -> None:
-        """An optimizer holds them from now on, or they need a gradient: what was captured before stays right."""
-        for name in names:
-            self._known.pop(name, None)
-        self._replace(None)
-
-    # ---------------------------------------------------------------- captures that refer to the set
-
-    def began(self, slot: Slot, sequence: int) -> None:
-        """A capture that refers to the set began."""
-        self._is_used = True
-        self._uncompared = {known: held for known, held in self._uncompared.items() if held is not slot}
-        self._uncompared[sequence] = slot
-
-    def verify(self, timeout_s: float) -> None:
-        """Compare all bytes with those that were captured: training closes, or waits for storage.
+    def compare(self, timeout_s: float) -> None:
+        """Compare all bytes with those that were captured: training closes.
 
         Blocks: at most ``timeout_s``. Captures count as right if the comparison fails or takes longer: pointers,
         versions and samples were as they had to be at each boundary.
         """
-        if self._set is None or not self._uncompared:
+        frozen, copy = self._set, self._copy
+        if frozen is None or copy is None or not self._captures or frozen.trained(self._source.optimizers()):
             return
-        comparison = _Comparison(self._set)
+        comparison = _Comparison(frozen)
         comparison.start()
         comparison.join(timeout_s)
         comparison.cancelled.set()
-        if comparison.found is None:
+        if not comparison.digest:
             self._log.note_once(
                 "comparison",
-                "the immutable tensors were not compared byte by byte: %s; snapshots rely on the samples of each step",
+                "the frozen tensors were not compared byte by byte: %s; snapshots rely on the samples of each step",
                 comparison.error or f"it took longer than {timeout_s:g} s",
             )
-            return
-        differing = {name for name, checksum in comparison.found.items() if self._known[name] != checksum}
-        changed = sorted(differing - {*self._set.left(self._source.optimizers())})
-        if changed:
-            self._lose(changed)
-        else:
-            self._uncompared.clear()
+        elif comparison.digest != copy.digest:
+            self._log.note_once(
+                "frozen",
+                "tensors that need no gradient were changed all the same, in a way that no boundary noticed: snapshots "
+                "in memory are dropped; those on storage hold the values that the tensors had first",
+            )
+            self._drop_captures()
 
-    # ---------------------------------------------------------------- ending
+    # ---------------------------------------------------------------- loading, ending
 
     def reloaded(self) -> None:
         """The values that the live tensors had were loaded into them again."""
@@ -229,15 +210,93 @@ class FrozenTensors:
 
     def reset(self) -> None:
         """Other values were loaded into the live tensors."""
-        self._known.clear()
+        self._is_set_up = False
         self._replace(None)
 
     def close(self) -> None:
         """Let the thread end. Blocks: at most some seconds."""
-        if self._freezing is not None:
-            self._freezing.cancel(_STOP_S)
-        self._set = self._freezing = None
-        self._uncompared.clear()
+        if self._copy is not None:
+            self._copy.cancel(_STOP_S)
+        self._set = self._copy = None
+        self._captures.clear()
+
+
+class _Copy:
+    """Brings a set into the keeper's memory, in a thread beside training. It ends whole, or with an ``error``."""
+
+    def __init__(self, frozen: FrozenSet, client: KeeperClient, meta: bytes) -> None:
+        self._frozen = frozen
+        self._client = client
+        self._meta = meta
+        self._slot: Slot | None = None
+        self._ended = threading.Event()
+        self._cancelled = threading.Event()
+        self.digest = ""
+        """Once it is whole."""
+        self.error = ""
+        self.refusal = ""
+        """Why the keeper has no memory for it, as long as that is so."""
+        threading.Thread(target=self._run, name="lazysnap-frozen", daemon=True).start()
+
+    def is_held(self) -> bool:
+        """Whether a live keeper holds what was copied."""
+        slot = self._slot
+        is_there = slot is not None and self._client.frozen_slot(self.digest) is slot
+        return is_there and slot is not None and slot.status().phase is SlotPhase.WHOLE
+
+    def cancel(self, timeout_s: float = 0.0) -> None:
+        """Let it end. Blocks: at most ``timeout_s``, until the thread lets go of slot and tensors."""
+        self._cancelled.set()
+        self._ended.wait(timeout_s)
+
+    def _beat(self) -> None:
+        if self._cancelled.is_set():
+            raise CaptureAborted("cancelled")
+
+    def _run(self) -> None:
+        try:
+            if not any(self._copied(digest_of(self._frozen.pieces(), self._beat)) for _ in range(_MOST_COPIES)):
+                raise CaptureAborted("they change while they are copied")
+        except Exception as error:  # noqa: BLE001  the rim of the thread: they become part of every capture
+            self.error = str(error) if isinstance(error, LazySnapError) else f"{type(error).__name__}: {error}"
+        finally:
+            self._ended.set()
+
+    def _copied(self, digest: str) -> bool:
+        """Whether the keeper holds the bytes of that digest; else the tensors have others by now."""
+        slot = self._provided(digest)
+        room = slot.image[: self._frozen.size_bytes]
+        # An earlier process may have filled it: memory is believed no more than a disk.
+        if slot.status().phase is not SlotPhase.WHOLE or digest_of(slices_of(room), self._beat) != digest:
+            slot.discard()
+            slot.populate()
+            sequence = slot.word(Word.SEQUENCE) + 1
+            slot.begin(0, sequence=sequence, image_bytes=len(room), meta=self._meta, pin=False)
+            faults.point("engine.frozen.begun")
+            if digest_of(self._frozen.copied_into(room), self._beat) != digest:
+                slot.discard()
+                return False
+            faults.point("engine.frozen.copied")
+            slot.commit()
+            faults.point("engine.frozen.committed")
+            self._client.frozen_whole(digest)
+        self._slot, self.digest = slot, digest
+        return True
+
+    def _provided(self, digest: str) -> Slot:
+        """The slot that the keeper has for that digest. Blocks: until there is one."""
+        while True:
+            self._beat()
+            try:
+                slot = self._client.ask_frozen(digest, len(self._meta), self._frozen.size_bytes)
+            except MemoryBoundExceeded as error:
+                self.refusal = str(error)
+                self._cancelled.wait(_REFUSED_AGAIN_S)
+                continue
+            if slot is not None:
+                self.refusal = ""
+                return slot
+            self._cancelled.wait(_ASK_AGAIN_S)  # no keeper yet, or it died over the question
 
 
 class _Comparison(threading.Thread):
@@ -247,17 +306,34 @@ class _Comparison(threading.Thread):
         super().__init__(name="lazysnap-compare", daemon=True)
         self._frozen = frozen
         self.cancelled = threading.Event()
-        self.found: dict[str, str] | None = None
-        """A checksum for each tensor, by name, once it ended well."""
+        self.digest = ""
+        """Once it ended well."""
         self.error = ""
 
     def run(self) -> None:
         try:
             faults.point("engine.frozen.compare")
-            self.found = self._frozen.digest(self._beat).tensors
+            self.digest = digest_of(self._frozen.pieces(), self._beat)
         except Exception as error:  # noqa: BLE001  the rim of the thread
             self.error = f"{type(error).__name__}: {error}"
 
     def _beat(self) -> None:
         if self.cancelled.is_set():
             raise CaptureAborted("cancelled")
+
+
+def frozen_meta(frozen: FrozenSet, writer: MetaWriter) -> bytes:
+    """What is written beside a file of frozen tensors, with the keys of ``CaptureMeta``."""
+    fields = {
+        "run_id": writer.run_id,
+        "start": writer.start,
+        "step": 0,
+        "rank": 0,
+        "world_size": 1,
+        "captured_ns": time.time_ns(),
+        "tensors": frozen.logical,
+        "aliases": frozen.aliases,
+        "state": None,
+        "packages": {},
+    }
+    return json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")

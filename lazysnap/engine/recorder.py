@@ -381,7 +381,8 @@ class Recorder:
             self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
         check_walk(everything)
         self.meta.parameters = names_of_parameters(self._source, everything, self._log)
-        plan = self._plan = self._made(walked, self.frozen.settle(walked))
+        named = list(zip(walked.names, walked.tensors, strict=True))
+        plan = self._plan = self._made(walked, self.frozen.settle(self.frozen.choose(named), named))
         return plan
 
     def _made(self, walked: Walk, frozen: FrozenSet | None) -> CapturePlan:

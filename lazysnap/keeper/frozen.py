@@ -1,7 +1,6 @@
-"""The keeper's images of immutable tensors: a slot each, called by the checksum of its bytes, apart from the captures.
+"""The keeper's slots of frozen tensors, by the digest of their bytes, apart from those for captures.
 
-A slot is whole when its words say so: the trainer compares the checksum of what stands in it before it writes the last
-word.
+A slot is whole when its words say so: the trainer compares the digest of what it copied before it writes the last word.
 """
 
 import os
@@ -23,16 +22,15 @@ class FrozenPool:
         self._dropped = dropped
         self._lock = threading.Lock()
         self._slots: dict[str, Slot] = {}
-        self._references: weakref.WeakKeyDictionary[Slot, tuple[int, str | None]] = weakref.WeakKeyDictionary()
 
     def get(self, digest: str) -> Slot | None:
-        """The whole image of that digest."""
+        """The whole slot of that digest."""
         with self._lock:
             slot = self._slots.get(digest)
         return slot if slot is not None and _is_whole(slot) else None
 
     def items(self) -> list[tuple[str, Slot]]:
-        """Every image, whole or not, with its digest."""
+        """Every slot, whole or not, with its digest."""
         with self._lock:
             return list(self._slots.items())
 
@@ -54,15 +52,14 @@ class FrozenPool:
             slot = self._slots.pop(digest, None)
             if slot is not None:
                 self._slots[digest] = slot
-        if slot is not None:
-            return slot
+                return slot
         needed = Slot.bytes_for(meta, image)
         if free_bytes is not None and needed > free_bytes:
             raise MemoryBoundExceeded(
-                f"the immutable tensors need {needed} bytes, MemoryLevel.max_bytes leaves {max(0, free_bytes)} beside "
+                f"the frozen tensors need {needed} bytes, MemoryLevel.max_bytes leaves {max(0, free_bytes)} beside "
                 "the slots for snapshots; raise it"
             )
-        check_room(needed, "the immutable tensors")
+        check_room(needed, "the frozen tensors")
         faults.point("keeper.frozen.make")
         slot = Slot.create(meta, image)
         try:
@@ -70,7 +67,7 @@ class FrozenPool:
         except OSError as error:
             slot.close()
             raise MemoryBoundExceeded(
-                f"the machine refused {needed} bytes for the immutable tensors: {os.strerror(error.errno or 0)}"
+                f"the machine refused {needed} bytes for the frozen tensors: {os.strerror(error.errno or 0)}"
             ) from error
         slot.set_word(Word.READY, 1)
         return self.adopt(digest, slot)
@@ -79,53 +76,28 @@ class FrozenPool:
         """Take over a slot that a trainer kept when an earlier keeper died; the one that serves for that digest."""
         with self._lock:
             known = self._slots.get(digest)
-            if known is not None and (_is_whole(known) or _inode(known) == _inode(slot)):
+            if known is not None and (_is_whole(known) or os.path.sameopenfile(known.fd, slot.fd)):
                 slot.close()
                 return known
             self._slots[digest] = slot
         return slot
 
-    def sweep(self, captures: Iterable[Slot], *, is_attached: bool) -> None:
-        """Let go of images that no capture refers to, but for the newest; without a trainer also of half ones."""
-        items = self.items()
-        if not is_attached:
-            for digest, slot in items:
-                if not _is_whole(slot):
-                    self._drop(digest, even_newest=True)
-        if len(items) < 2:
+    def sweep(self, captures: Iterable[Slot]) -> None:
+        """Let go of slots that no capture refers to, but for the newest."""
+        digests = [digest for digest, _ in self.items()]
+        if len(digests) < 2:
             return
         try:
-            referred = {self._reference(slot) for slot in captures}
+            referred = {_reference(slot) for slot in captures}
         except FormatError:
             return  # a capture begins right now: next time
-        for digest, _ in items[:-1]:
+        for digest in digests[:-1]:
             if digest not in referred:
                 self._drop(digest)
 
-    def _reference(self, slot: Slot) -> str | None:
-        """The digest that the capture in ``slot`` refers to. Raises: FormatError, if it cannot be told now."""
-        status = slot.status()
-        if status.phase not in (SlotPhase.WHOLE, SlotPhase.CAPTURING):
-            return None
-        sequence, digest = self._references.get(slot, (0, None))
-        if sequence != status.sequence:
-            frozen = CaptureMeta.from_bytes(slot.read_meta()).frozen
-            digest = None if frozen is None else frozen.digest
-            if slot.status().sequence != status.sequence:
-                raise FormatError("another capture began meanwhile")
-            self._references[slot] = (status.sequence, digest)
-        return digest
-
-    def close(self) -> None:
-        """Let all images go."""
+    def _drop(self, digest: str) -> None:
         with self._lock:
-            slots, self._slots = list(self._slots.values()), {}
-        for slot in slots:
-            weakref.finalize(slot, os.close, slot.fd)
-
-    def _drop(self, digest: str, *, even_newest: bool = False) -> None:
-        with self._lock:
-            if digest not in self._slots or (not even_newest and next(reversed(self._slots)) == digest):
+            if next(reversed(self._slots)) == digest:
                 return  # asked for again meanwhile
             slot = self._slots.pop(digest)
             faults.point("keeper.frozen.drop")
@@ -134,10 +106,24 @@ class FrozenPool:
         # Another thread may still read it: the memory goes with the last reference.
         weakref.finalize(slot, os.close, slot.fd)
 
+    def close(self) -> None:
+        """Let all of them go."""
+        with self._lock:
+            slots, self._slots = list(self._slots.values()), {}
+        for slot in slots:
+            weakref.finalize(slot, os.close, slot.fd)
+
 
 def _is_whole(slot: Slot) -> bool:
     return slot.status().phase is SlotPhase.WHOLE
 
 
-def _inode(slot: Slot) -> int:
-    return os.fstat(slot.fd).st_ino
+def _reference(slot: Slot) -> str | None:
+    """The digest that the capture in ``slot`` refers to. Raises: FormatError, if it cannot be told now."""
+    status = slot.status()
+    if status.phase not in (SlotPhase.WHOLE, SlotPhase.CAPTURING):
+        return None
+    frozen = CaptureMeta.from_bytes(slot.read_meta()).frozen
+    if slot.status().sequence != status.sequence:
+        raise FormatError("another capture began meanwhile")
+    return None if frozen is None else frozen.digest

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lazysnap import faults
 from lazysnap.arena import Slot, SlotStatus
 from lazysnap.errors import CaptureAborted, LazySnapError, LevelHangs
-from lazysnap.keeper.bases import Bases, Beat
+from lazysnap.keeper.frozen_writer import Beat, FrozenWriter
 from lazysnap.keeper.protocol import Durable, LevelFailed, NameFailed, Sound, Surplus
 from lazysnap.keeper.schedule import Committed
 from lazysnap.keeper.slot_source import SlotSource
@@ -75,7 +75,7 @@ class Lane:
         self._where = shown(self._level.url)
         self._share = persister.team.share
         self._pace = Pace(self._level.max_bytes_per_s)
-        self._bases = Bases(self._frozen_slot, self._pace)
+        self._frozen_writer = FrozenWriter(persister.frozen, self._pace)
         self._store: SnapshotStore | None = None
         self._start: tuple[str, str | None] | None = None
         """Run and start for which ``_store`` was opened, or looked through anew."""
@@ -214,7 +214,7 @@ class Lane:
         faults.point("keeper.persist.begin")
         source = SlotSource(work.slot, work.status, beat)
         store = self._opened(source.meta)
-        self._bases.bring(store, source.meta, beat)
+        self._frozen_writer.bring(store, source.meta, beat)
         paced = self._paced(source, work.status.sequence, beat)
         entry, manifest = store.write_entry(source.meta, paced, beat=beat)
         return Committed(work.status.sequence, entry, manifest.meta, self._index, manifest)
@@ -225,7 +225,7 @@ class Lane:
         store = self._opened(item.meta)
         origin = self._origin(item)
         path = f"{item.entry.location}/{item.manifest.file}"
-        self._bases.bring(store, item.meta, beat, origin)
+        self._frozen_writer.bring(store, item.meta, beat, origin)
         with FileSource(origin.storage, path, item.manifest.size_bytes) as source:
             paced = self._paced(source, item.sequence, beat)
             entry, manifest = store.write_entry(item.meta, paced, expected=item.manifest.checksums.whole, beat=beat)
@@ -250,9 +250,6 @@ class Lane:
             self._own = Belongings(store, level, self._share)
             self._store, self._start = store, start
         return self._store
-
-    def _frozen_slot(self, digest: str) -> Slot | None:
-        return self._persister.frozen(digest)
 
     # ---------------------------------------------------------------- what comes after
 

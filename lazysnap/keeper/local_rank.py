@@ -112,7 +112,7 @@ class LocalRank:
     def tick(self) -> None:
         """Do what is due; called about ten times a second."""
         self._memory_wake.set()
-        self._frozen.sweep(self._pool.all(), is_attached=self.is_used)
+        self._frozen.sweep(self._pool.all())
         if self._drain_request is not None:
             self._tell_progress()
             if self._is_drained(self._drain_request):

@@ -29,7 +29,6 @@ from lazysnap.errors import (
     ShardCorrupt,
 )
 from lazysnap.levels.blocks import read_shard
-from lazysnap.levels.images import Images
 from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.names import is_given_by_a_run
@@ -40,6 +39,7 @@ from lazysnap.levels.shards import (
     check_place,
     entry_of,
     place_of,
+    read_committed,
     write_shard,
 )
 from lazysnap.levels.source import BlockSource
@@ -93,7 +93,8 @@ class SnapshotStore:
         self._known: dict[str, tuple[object, int, Entry]] = {}
         # By path of the manifest: ``created_ns`` and stamp of the snapshot that was read back whole.
         self._sound: dict[str, tuple[int, object]] = {}
-        self._images = Images()
+        self._frozen_read: set[str] = set()
+        """Digests of frozen tensors that this store read back whole."""
 
     # ---------------------------------------------------------------- writing
 
@@ -141,29 +142,37 @@ class SnapshotStore:
     def write_frozen(
         self, meta: CaptureMeta, source: BlockSource, digest: str, beat: Callable[[], None] | None = None
     ) -> Manifest:
-        """Write and commit an image of immutable tensors, unless it is there already; a damaged one is replaced.
+        """Write and commit frozen tensors, unless they are there already.
 
         Blocks; ``beat`` is called meanwhile. Raises: ShardCorrupt, if what was read has not that digest; LevelError;
         CaptureAborted.
         """
         place = ShardPlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
-        with self._naming(f"writing the immutable tensors {digest}"):
-            if not self._images.is_whole(place, digest, beat):
-                manifest = write_shard(place, meta, source, expected=digest, beat=beat)
-                self._images.written(place)
-                return manifest
-            return place.read_manifest()
+        with self._naming(f"writing the frozen tensors {digest}"):
+            if self.has_frozen(digest, beat):
+                return place.read_manifest()
+            manifest = write_shard(place, meta, source, expected=digest, beat=beat)
+        if self.storage.checks_writes:
+            self._frozen_read.add(digest)
+        return manifest
 
     def has_frozen(self, digest: str, beat: Callable[[], None] | None = None) -> bool:
-        """Whether an image of immutable tensors is committed and whole. Blocks: the first time reads it."""
+        """Whether frozen tensors are committed and whole. Blocks: reads them back, later only their manifest."""
         place = ShardPlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
-        return self._images.is_whole(place, digest, beat)
+        try:
+            manifest = read_committed(place)
+            if digest not in self._frozen_read:
+                read_shard(place, manifest, beat=lambda count: beat() if beat else None)
+        except (FormatError, FileNotFoundError):
+            self._frozen_read.discard(digest)
+            return False
+        self._frozen_read.add(digest)
+        return True
 
     def check_frozen(self, entry: Entry, beat: Callable[[], None] | None = None) -> None:
-        """Read back the immutable tensors of a snapshot, if any, once. Raises: ShardCorrupt, FileNotFoundError."""
-        if entry.frozen is not None:
-            place = ShardPlace(self.storage, frozen_directory_name(entry.frozen), FROZEN_NAME)
-            self._images.check(place, entry.frozen, beat)
+        """See that what a snapshot has of frozen tensors is there. Blocks: as ``has_frozen``. Raises: ShardCorrupt."""
+        if entry.frozen is not None and not self.has_frozen(entry.frozen, beat):
+            raise ShardCorrupt(f"{self.url}: the frozen tensors {entry.frozen} are lost or damaged")
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""The stored image of the immutable tensors is damaged while a real training with a real keeper goes on."""
+"""The stored frozen tensors are damaged while a real training with a real keeper goes on."""
 
 import os
 
 import pytest
-from image_damage import DAMAGES, damage
+from frozen_damage import NOTICED, damage
 from support.waiting import until
 from test_frozen import FrozenStarter, matches
 from tuning import TIMEOUT_S
@@ -35,7 +35,7 @@ def check_whole(tuning, root):
     return [entry.step for entry in inventory.entries]
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("how", NOTICED)
 def test_later_snapshots_can_be_restored_and_older_ones_again(job, tmp_path, how):
     tuning = job.start(tmp_path)
     first = run_until_durable(tuning, 1)
@@ -81,7 +81,7 @@ def test_a_restart_from_a_slower_level_repairs_the_faster_one(job, tmp_path, how
 
 
 @pytest.mark.parametrize("point", ["level.store.publish_shard", "level.store.commit"])
-def test_a_keeper_that_is_killed_while_it_replaces_the_image_leaves_what_the_next_one_mends(
+def test_a_keeper_that_is_killed_while_it_replaces_them_leaves_what_the_next_one_mends(
     job, tmp_path, monkeypatch, point
 ):
     # The keeper of this training inherits it; of the shards that it writes the fourth is the image again.
@@ -91,7 +91,7 @@ def test_a_keeper_that_is_killed_while_it_replaces_the_image_leaves_what_the_nex
     step = run_until_durable(tuning, 1)
     step = run_until_durable(tuning, step + 1)
     pid = tuning.engine._client._connection.peer_pid
-    damage(tmp_path, "a bit of the shard is flipped")
+    damage(tmp_path, "the shard is truncated")
 
     step = tuning.run_until_captured(step + 1)
     until(lambda: tuning.engine.statistics().keepers_lost == 1)

@@ -1,4 +1,4 @@
-"""Immutable tensors on a CUDA device: the same image as from a CPU, and a change is noticed."""
+"""Frozen tensors on a CUDA device: the same bytes as from a CPU, and a change is noticed."""
 
 import unittest
 import uuid
@@ -6,7 +6,7 @@ import uuid
 import torch
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.capture.frozen import choose_frozen
+from lazysnap.capture.frozen import FrozenSet, digest_of, frozen_parameters
 from lazysnap.shard.checksum import Checksums
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
@@ -26,20 +26,25 @@ def chosen(device):
     model, optimizer = make(device)
     source = ObjectState({"model": model, "optimizer": optimizer})
     walked = walk(source.collect())
-    return model, choose_frozen(zip(walked.names, walked.tensors, strict=True), source)
+    named = list(zip(walked.names, walked.tensors, strict=True))
+    return model, FrozenSet.of(frozen_parameters(named, source), named)
+
+
+def digest(pieces):
+    return digest_of(pieces, lambda: None)
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
-class ImmutableTensorsOnDevice(unittest.TestCase):
-    def test_the_image_of_a_device_is_that_of_a_cpu(self):
+class FrozenTensorsOnDevice(unittest.TestCase):
+    def test_the_bytes_of_a_device_are_those_of_a_cpu(self):
         _, on_cpu = chosen("cpu")
         _, on_device = chosen("cuda")
-        image = memoryview(bytearray(on_device.size_bytes))
+        room = memoryview(bytearray(on_device.size_bytes))
 
-        on_device.copy_into(image, lambda: None)
+        copied = digest(on_device.copied_into(room))
 
-        assert on_device.digest(lambda: None) == on_cpu.digest(lambda: None)
-        assert Checksums.of(image) == on_cpu.digest(lambda: None).checksums
+        assert copied == digest(on_device.pieces()) == digest(on_cpu.pieces())
+        assert Checksums.of(room).whole == copied
 
     def test_a_change_behind_torchs_back_is_noticed_a_boundary_later(self):
         model, frozen = chosen("cuda")

@@ -3,7 +3,7 @@
 import pathlib
 
 import pytest
-from image_damage import SHARD, flip, image_at
+from frozen_damage import SHARD, flip, frozen_at, truncate
 from node_jobs import RUN, START, Lead, Member, frozen_slot
 from support.names import directory_of
 from support.waiting import until
@@ -63,11 +63,11 @@ def test_the_bytes_of_shards_that_are_always_read_back_damaged_go_at_once(lead):
     assert not (lead.url / directory_of(4, RUN, START)).exists()
 
 
-def test_shards_whose_image_is_always_read_back_damaged_are_offered_to_be_taken_back(lead):
+def test_shards_whose_frozen_tensors_are_always_damaged_are_offered_to_be_taken_back(lead):
     slot, reference = frozen_slot(b"a" * 7000)
     lead.frozen[reference.digest] = slot
     begin(lead, frozen=reference)
-    damage(lead, lambda _: flip(image_at(lead.url) / SHARD))
+    damage(lead, lambda _: truncate(frozen_at(lead.url) / SHARD))
 
     capture(lead, 2, 3, 4, 5, 6, 7, 8, frozen=reference)
 

@@ -1,4 +1,4 @@
-"""The keeper's images of immutable tensors: which are held, which go, within which bound."""
+"""The keeper's slots of frozen tensors: which are held, which go, within which bound."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def capture():
     capture.slot.close()
 
 
-def test_an_image_that_is_not_whole_is_not_offered(pool):
+def test_a_slot_that_is_not_whole_is_not_offered(pool):
     slot = make(pool, ONE, whole=False)
 
     assert pool.get(ONE) is None
@@ -68,7 +68,7 @@ def test_an_image_that_is_not_whole_is_not_offered(pool):
     assert pool.digests() == [ONE]
 
 
-def test_the_same_image_is_provided_once(pool):
+def test_the_same_slot_is_provided_once(pool):
     assert make(pool, ONE) is pool.provide(ONE, 100, 5000, 0)
     assert len(pool.items()) == 1
 
@@ -78,7 +78,7 @@ def test_the_bound_is_kept(pool):
 
     with pytest.raises(MemoryBoundExceeded, match=f"need {needed} bytes, MemoryLevel.max_bytes leaves {needed - 1} "):
         pool.provide(ONE, 100, 5000, needed - 1)
-    with pytest.raises(MemoryBoundExceeded, match="immutable tensors need"):
+    with pytest.raises(MemoryBoundExceeded, match="frozen tensors need"):
         pool.provide(ONE, 100, 1 << 50, None)
     assert pool.items() == []
     assert pool.provide(ONE, 100, 5000, needed).size_bytes == needed == pool.size_bytes
@@ -89,14 +89,14 @@ def test_what_a_capture_refers_to_stays_and_so_does_the_newest(pool, dropped, ca
         make(pool, digest)
     capture.begin(ONE)
 
-    pool.sweep([capture.slot], is_attached=True)
+    pool.sweep([capture.slot])
     assert dropped == [TWO]
     capture.slot.commit()
-    pool.sweep([capture.slot], is_attached=False)
+    pool.sweep([capture.slot])
     assert pool.digests() == [ONE, THREE]
 
     capture.begin(THREE)
-    pool.sweep([capture.slot], is_attached=True)
+    pool.sweep([capture.slot])
     assert dropped == [TWO, ONE]
     assert pool.digests() == [THREE]
 
@@ -107,7 +107,7 @@ def test_a_capture_that_was_discarded_holds_nothing(pool, dropped, capture):
     capture.begin(ONE)
     capture.slot.discard()
 
-    pool.sweep([capture.slot], is_attached=True)
+    pool.sweep([capture.slot])
 
     assert dropped == [ONE]
 
@@ -119,7 +119,7 @@ def test_while_a_capture_begins_nothing_goes(pool, dropped, capture):
     capture.begin(ONE)
     capture.slot.set_word(Word.META_CHECKSUM, 0)  # as between two stores of a begin
 
-    pool.sweep([capture.slot], is_attached=True)
+    pool.sweep([capture.slot])
 
     assert dropped == []
 
@@ -129,20 +129,9 @@ def test_one_that_is_asked_for_again_is_the_newest(pool, dropped):
     make(pool, TWO)
     pool.provide(ONE, 100, 5000, None)
 
-    pool.sweep([], is_attached=True)
+    pool.sweep([])
 
     assert dropped == [TWO]
-
-
-def test_half_images_go_with_their_trainer(pool, dropped):
-    make(pool, ONE)
-    make(pool, TWO, whole=False)
-    pool.sweep([], is_attached=True)
-    assert dropped == [ONE]
-
-    pool.sweep([], is_attached=False)
-
-    assert dropped == [ONE, TWO]
 
 
 def test_adopting_takes_the_same_memory_once_and_prefers_what_is_whole(pool):
@@ -161,7 +150,7 @@ def test_adopting_takes_the_same_memory_once_and_prefers_what_is_whole(pool):
     held.close()
 
 
-def test_metadata_of_a_capture_without_immutable_tensors_says_nothing_of_them(capture):
+def test_metadata_of_a_capture_without_frozen_tensors_says_nothing_of_them(capture):
     capture.begin(None)
 
     assert "frozen" not in json.loads(capture.slot.read_meta())

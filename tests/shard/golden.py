@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lazysnap.capture.frozen import choose_frozen
+from lazysnap.capture.frozen import FrozenSet, digest_of, frozen_parameters
 from lazysnap.capture.plan import make_plan, view_of
 from lazysnap.config import PersistentLevel
 from lazysnap.engine.assembly import Assembly
@@ -111,11 +111,12 @@ def make_frozen() -> dict[str, bytes]:
     """The four files as this version writes them, by path."""
     source = StateOfBase({"model": Base()})
     walked = walk(source.collect())
-    frozen = choose_frozen(zip(walked.names, walked.tensors, strict=True), source, least_bytes=1)
+    named = list(zip(walked.names, walked.tensors, strict=True))
+    frozen = FrozenSet.of(frozen_parameters(named, source, least_bytes=1), named)
     assert frozen is not None
     plan = make_plan(walked, source, frozen)
     base = bytearray(frozen.size_bytes)
-    frozen.copy_into(memoryview(base), lambda: None)
+    digest_of(frozen.copied_into(memoryview(base)), lambda: None)
     image = bytearray(-(-plan.layout.size_bytes // PAGE) * PAGE)
     image[: len(plan.layout.header)] = plan.layout.header
     for index in plan.order:

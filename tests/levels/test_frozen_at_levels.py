@@ -1,7 +1,6 @@
-"""Images of immutable tensors that are damaged at a level: found, replaced, and never relied on."""
+"""Frozen tensors that are damaged at a level: found by whoever reads them, written again where they are missing."""
 
 import contextlib
-import os
 import pathlib
 import signal
 import subprocess
@@ -9,14 +8,13 @@ import sys
 from dataclasses import replace
 
 import pytest
-from image_damage import DAMAGES, SHARD, damage, flip, image_at
+from frozen_damage import DAMAGES, NOTICED, damage, frozen_at
 from snapshots import files
 from support.snapshots import RUN, Snapshot
 
 from lazysnap import faults  # noqa: F401  its child arms it
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ShardCorrupt
-from lazysnap.levels.images import Images, Purpose
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.retention import Share
 from lazysnap.levels.store import SnapshotStore, open_store
@@ -67,9 +65,11 @@ def url(tmp_path):
     return url
 
 
-@pytest.mark.parametrize("knows", [False, True], ids=["a new process", "the process that wrote it"])
-@pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_image_is_no_image_and_is_written_again(tmp_path, how, knows):
+@pytest.mark.parametrize(
+    ("how", "knows"),
+    [*((how, False) for how in DAMAGES), *((how, True) for how in NOTICED)],
+)
+def test_what_is_found_damaged_is_not_there_and_is_written_again(tmp_path, how, knows):
     url = str(tmp_path / "level")
     store = open_store(url)
     write_base(store)
@@ -88,7 +88,7 @@ def test_a_damaged_image_is_no_image_and_is_written_again(tmp_path, how, knows):
     assert len(files(pathlib.Path(url))) == 6
 
 
-def test_an_image_is_read_once_however_many_snapshots_refer_to_it(url):
+def test_frozen_tensors_are_read_back_once_however_many_snapshots_refer_to_them(url):
     storage = CountingStorage(url)
     store = SnapshotStore(storage)
     for step in range(2, 12):
@@ -98,12 +98,7 @@ def test_an_image_is_read_once_however_many_snapshots_refer_to_it(url):
 
     for _ in range(5):
         store.retain(PersistentLevel(url, keep_last=3), RUN)
-    # Retention reads it by itself, also once.
-    assert storage.read_bytes == 2 * len(BASE.image)
-
-    os.utime(image_at(url) / SHARD)
-    assert store.has_frozen(BASE.digest)
-    assert storage.read_bytes == 3 * len(BASE.image)
+    assert storage.read_bytes == len(BASE.image)
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -111,17 +106,16 @@ def test_what_another_job_has_put_there_since_the_damage_was_seen_stays(url, how
     slow = open_store(url)
     assert slow.has_frozen(BASE.digest)
     damage(url, how)
-    assert not slow.has_frozen(BASE.digest)
     write_base(open_store(url))
-    inodes = [path.stat().st_ino for path in sorted(image_at(url).iterdir())]
+    inodes = [path.stat().st_ino for path in sorted(frozen_at(url).iterdir())]
 
     write_base(slow)
 
-    assert [path.stat().st_ino for path in sorted(image_at(url).iterdir())] == inodes
+    assert [path.stat().st_ino for path in sorted(frozen_at(url).iterdir())] == inodes
     assert restorable(url) == [1]
 
 
-def test_an_image_of_an_object_store_without_stamps_is_looked_at_by_size_and_manifest(tmp_path):
+def test_at_an_object_store_frozen_tensors_are_looked_at_by_size_and_manifest(tmp_path):
     url = f"memory://{tmp_path.name}/images"
     store = open_store(url)
     write_base(store)
@@ -149,7 +143,7 @@ def test_an_image_of_an_object_store_without_stamps_is_looked_at_by_size_and_man
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_retention_deletes_nothing_in_favour_of_a_snapshot_whose_image_is_damaged(tmp_path, how):
+def test_retention_deletes_nothing_in_favour_of_a_snapshot_whose_frozen_tensors_are_damaged(tmp_path, how):
     url = str(tmp_path / "level")
     level = PersistentLevel(url, keep_last=1)
     store = open_store(url)
@@ -169,20 +163,7 @@ def test_retention_deletes_nothing_in_favour_of_a_snapshot_whose_image_is_damage
     assert restorable(url) == [3]
 
 
-def test_damage_that_retention_finds_is_known_before_the_next_snapshot(url):
-    """Also if no stamp tells of it."""
-    images, store = Images(), open_store(url)
-    (image,) = store.inventory().frozen
-    place = store.place(image)
-    assert images.problem(place, BASE.digest, None) == ""
-    flip(image_at(url) / SHARD)
-    stamps = images._seen[place.directory, Purpose.WRITING][0]
-    assert "block 0" in images.problem(place, BASE.digest, None, Purpose.DELETING)
-    assert images._seen[place.directory, Purpose.WRITING][0] != stamps
-    assert not images.is_whole(place, BASE.digest, None)
-
-
-def test_an_older_copy_of_a_step_stays_while_the_image_of_the_newer_one_is_damaged(tmp_path):
+def test_an_older_copy_of_a_step_stays_while_the_frozen_tensors_of_the_newer_one_are_damaged(tmp_path):
     url = str(tmp_path / "level")
     store = open_store(url)
     Snapshot(1).write(store)
@@ -198,7 +179,7 @@ def test_an_older_copy_of_a_step_stays_while_the_image_of_the_newer_one_is_damag
 CHILD = """
 import os, sys
 sys.path[:0] = sys.argv[1:]
-import test_images as t
+import test_frozen_at_levels as t
 
 def replace(root):
     store = t.open_store(root)
@@ -234,7 +215,7 @@ def run_children(*cases):
 
 
 @pytest.mark.parametrize("how", ["a bit of the shard is flipped", "a bit of the manifest is flipped"])
-def test_killed_at_any_point_of_a_replacement_there_is_no_image_or_a_whole_one(tmp_path, sample, how):
+def test_killed_at_any_point_of_a_replacement_they_are_whole_or_not_there(tmp_path, sample, how):
     def prepare(name):
         store = open_store(str(tmp_path / name))
         write_base(store)

@@ -1,4 +1,4 @@
-"""What can happen to the files of an image of immutable tensors at a local level."""
+"""What can happen to the files of frozen tensors at a local level."""
 
 import pathlib
 import shutil
@@ -29,11 +29,16 @@ DAMAGES = {
 }
 
 
-def image_at(root: str | pathlib.Path) -> pathlib.Path:
-    """The directory of the only image at a level."""
+FLIPPED = "a bit of the shard is flipped"
+NOTICED = [how for how in DAMAGES if how != FLIPPED]
+"""By a process that has read them back before: it looks at the manifest and the size."""
+
+
+def frozen_at(root: str | pathlib.Path) -> pathlib.Path:
+    """The directory of the only frozen tensors at a level."""
     (found,) = pathlib.Path(root).glob("frozen-*")
     return found
 
 
 def damage(root: str | pathlib.Path, how: str) -> None:
-    DAMAGES[how](image_at(root))
+    DAMAGES[how](frozen_at(root))

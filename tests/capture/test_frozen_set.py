@@ -1,14 +1,13 @@
-"""Which tensors count as immutable, what image they make, and how a change is noticed."""
+"""Which tensors count as frozen, what file they make, and how a change is noticed."""
 
 import pytest
 import safetensors.torch
 import torch
 
-from lazysnap.capture.frozen import LEAST_BYTES, choose_frozen, digest_of
+from lazysnap.capture.frozen import LEAST_BYTES, FrozenSet, digest_of, frozen_parameters, slices_of
 from lazysnap.capture.plan import make_plan
 from lazysnap.capture.samples import DeviceSamples, places_in
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
-from lazysnap.shard.layout import Layout
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
@@ -39,7 +38,7 @@ class Case:
 
     def choose(self, **settings):
         walked = self.walk()
-        return choose_frozen(zip(walked.names, walked.tensors, strict=True), self.source, **settings)
+        return chosen_from(list(zip(walked.names, walked.tensors, strict=True)), self.source, **settings)
 
     def names(self, **settings):
         chosen = self.choose(**settings)
@@ -53,17 +52,25 @@ def nothing():
     pass
 
 
-def image_of(chosen):
-    image = memoryview(bytearray(chosen.size_bytes))
-    chosen.copy_into(image, nothing)
-    return image
+def chosen_from(named, source, **settings):
+    return FrozenSet.of(frozen_parameters(named, source, **settings), named)
 
 
-def test_parameters_that_need_no_gradient_and_no_optimizer_holds_are_immutable():
+def copy_of(chosen):
+    """Its file, and the digest that was made while it was copied."""
+    room = memoryview(bytearray(chosen.size_bytes))
+    return room, digest_of(chosen.copied_into(room), nothing)
+
+
+def digest(chosen):
+    return digest_of(chosen.pieces(), nothing)
+
+
+def test_parameters_that_need_no_gradient_and_no_optimizer_holds_are_frozen():
     assert Case().names() == ALL
 
 
-def test_what_an_optimizer_holds_is_not_immutable_even_without_a_gradient():
+def test_what_an_optimizer_holds_is_not_frozen_even_without_a_gradient():
     case = Case()
     case.optimizer.add_param_group({"params": [case.model.first.weight]})
 
@@ -79,18 +86,18 @@ def test_few_bytes_are_not_worth_it():
     assert case.names() == []
 
 
-def test_a_banned_name_stays_out():
-    assert Case().names(banned={"model.first.weight"}) == [name for name in ALL if name != "model.first.weight"]
+def test_what_was_found_changed_stays_out():
+    assert Case().names(changed={"model.first.weight"}) == [name for name in ALL if name != "model.first.weight"]
 
 
-def test_buffers_are_never_immutable():
+def test_buffers_are_never_frozen():
     model = Base()
     model.register_buffer("table", torch.zeros(WIDTH, WIDTH))
 
     assert Case(model).names() == ALL
 
 
-def test_weights_tied_to_trained_ones_or_to_buffers_are_not_immutable():
+def test_weights_tied_to_trained_ones_or_to_buffers_are_not_frozen():
     model = Base()
     model.head = torch.nn.Linear(WIDTH, WIDTH, bias=False)
     model.first.weight = torch.nn.Parameter(model.head.weight.detach(), requires_grad=False)
@@ -101,7 +108,7 @@ def test_weights_tied_to_trained_ones_or_to_buffers_are_not_immutable():
     assert Case(model).names() == ["model.first.bias", "model.second.bias", "model.third.weight"]
 
 
-def test_immutable_weights_tied_to_each_other_are_stored_once():
+def test_frozen_weights_tied_to_each_other_are_stored_once():
     model = Base()
     model.second.weight = model.first.weight
     case = Case(model, also=model)
@@ -113,48 +120,46 @@ def test_immutable_weights_tied_to_each_other_are_stored_once():
     assert chosen.aliases["model.second.weight"] == "also.first.weight"
 
 
-def test_the_image_is_a_safetensors_file_and_its_name_the_checksum_of_its_bytes(tmp_path):
+def test_the_file_is_a_safetensors_file_and_its_name_the_digest_of_its_bytes(tmp_path):
     model = Base()
     model.odd = torch.nn.Parameter(torch.randn(7, 3).to(torch.bfloat16), requires_grad=False)
     model.wide = torch.nn.Parameter(torch.complex(torch.randn(5).double(), torch.randn(5).double()), False)
     case = Case(model)
     chosen = case.choose()
 
-    image = image_of(chosen)
+    room, copied = copy_of(chosen)
 
-    (tmp_path / "x").write_bytes(image)
+    (tmp_path / "x").write_bytes(room)
     tensors = safetensors.torch.load_file(tmp_path / "x")
     assert sorted(tensors) == sorted(chosen.names)
     assert tensors["model.odd"].equal(model.odd.data)
     assert torch.view_as_complex(tensors["model.wide"]).equal(model.wide.data)
     assert chosen.logical == {"model.wide": {"dtype": "complex128"}}
-    found = chosen.digest(nothing)
-    assert found.checksums == Checksums.of(image)
-    assert found == digest_of(image, Layout.parse(image, len(image)), nothing)
+    assert digest(chosen) == copied == Checksums.of(room).whole
 
 
-def test_images_of_many_blocks_have_the_same_checksums_in_pieces_and_as_a_whole():
+def test_files_of_many_blocks_have_the_same_digest_in_pieces_and_as_a_whole():
     model = torch.nn.ParameterList(
         torch.nn.Parameter(torch.randint(0, 255, (size,), dtype=torch.uint8), requires_grad=False)
         for size in (BLOCK_BYTES - 4096, 1, BLOCK_BYTES, 3_000_001)
     )
     chosen = Case(torch.nn.ModuleList([model, torch.nn.Linear(2, 2)])).choose()
 
-    image = image_of(chosen)
+    room, copied = copy_of(chosen)
 
-    assert len(image) > 2 * BLOCK_BYTES
-    assert chosen.digest(nothing).checksums == Checksums.of(image)
-    assert digest_of(image, chosen.layout, nothing).checksums == Checksums.of(image)
+    assert len(room) > 2 * BLOCK_BYTES
+    assert digest(chosen) == copied == Checksums.of(room).whole
+    assert digest_of(slices_of(room), nothing) == copied
 
 
-def test_the_same_tensors_make_the_same_image_whatever_their_order():
+def test_the_same_tensors_make_the_same_file_whatever_their_order():
     case = Case()
     walked = list(zip(case.walk().names, case.walk().tensors, strict=True))
 
-    one, other = choose_frozen(walked, case.source), choose_frozen(reversed(walked), case.source)
+    one, other = chosen_from(walked, case.source), chosen_from(walked[::-1], case.source)
 
     assert one.is_like(other)
-    assert one.digest(nothing) == other.digest(nothing)
+    assert digest(one) == digest(other)
 
 
 def beat_that_ends():
@@ -165,7 +170,7 @@ def test_a_pass_over_the_bytes_can_be_ended():
     chosen = Case().choose()
 
     with pytest.raises(TimeoutError):
-        chosen.digest(beat_that_ends)
+        digest_of(chosen.pieces(), beat_that_ends)
 
 
 @torch.no_grad()
@@ -197,10 +202,10 @@ def test_a_change_is_noticed_by_name(change):
     assert chosen.changed() == ["model.first.bias" if change is _small else "model.first.weight"]
 
 
-def test_bytes_that_no_sample_covers_change_the_digest_of_that_tensor():
+def test_bytes_that_no_sample_covers_change_the_digest():
     case = Case()
     chosen = case.choose()
-    before = chosen.digest(nothing)
+    before = digest(chosen)
     # More places than there are samples, so one of them is not looked at.
     untouched = [0]
     for place in range(1, 200):
@@ -211,21 +216,18 @@ def test_bytes_that_no_sample_covers_change_the_digest_of_that_tensor():
         case.model.first.weight.data.view(-1)[place] -= 1
     assert chosen.changed() == []
 
-    after = chosen.digest(nothing)
-
-    assert after.whole != before.whole
-    assert [name for name in chosen.names if after.tensors[name] != before.tensors[name]] == ["model.first.weight"]
+    assert digest(chosen) != before
 
 
 def test_parameters_that_an_optimizer_got_hold_of_or_that_need_a_gradient_are_told():
     case = Case()
     chosen = case.choose()
-    assert chosen.left(case.source.optimizers()) == []
+    assert chosen.trained(case.source.optimizers()) == []
 
     case.optimizer.param_groups[0]["params"][0] = case.model.second.weight
     case.model.first.bias.requires_grad_(True)
 
-    assert chosen.left(case.source.optimizers()) == ["model.first.bias", "model.second.weight"]
+    assert sorted(chosen.trained(case.source.optimizers())) == ["model.first.bias", "model.second.weight"]
     assert chosen.changed() == []
 
 

@@ -1,7 +1,7 @@
-"""Images of immutable tensors that are damaged at a level while a keeper writes snapshots that refer to them."""
+"""Frozen tensors that are damaged at a level while a keeper writes snapshots that refer to them."""
 
 import pytest
-from image_damage import DAMAGES, SHARD, damage, flip, image_at
+from frozen_damage import DAMAGES, NOTICED, SHARD, damage, flip, frozen_at
 from support.waiting import until
 from test_levels import Rig, frozen_slot
 
@@ -33,7 +33,7 @@ def rig():
 
 
 def restorable(level):
-    """Steps whose shard and image are whole there."""
+    """Steps whose shard and frozen tensors are whole there."""
     store = open_store(level.url)
     steps = []
     for plan in candidates([store.inventory()]):
@@ -52,7 +52,7 @@ def capture(trainer, reference, *steps):
         trainer.settle()
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("how", NOTICED)
 def test_in_the_middle_of_a_run_it_is_replaced_from_memory_before_the_next_snapshot(rig, frozen, tmp_path, how):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=2)
     slot, reference = frozen
@@ -87,7 +87,7 @@ def test_over_a_restart_of_the_keeper_it_is_replaced_before_the_first_snapshot(r
     assert restorable(level) == [2, 3]
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("how", NOTICED)
 def test_at_a_slower_level_it_is_replaced_from_the_faster_one_if_memory_has_it_no_more(rig, frozen, tmp_path, how):
     fast = PersistentLevel(tmp_path / "a", every_n_steps=1)
     slow = PersistentLevel(tmp_path / "b", every_n_steps=1)
@@ -104,7 +104,7 @@ def test_at_a_slower_level_it_is_replaced_from_the_faster_one_if_memory_has_it_n
     assert restorable(slow) == [1, 2]
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("how", NOTICED)
 def test_what_cannot_be_replaced_fails_the_level_until_it_can(rig, frozen, tmp_path, how):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=5)
     slot, reference = frozen
@@ -137,7 +137,7 @@ def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig
 
     def damage(item):
         if item.entry.step == 2:
-            flip(image_at(level.url) / SHARD)
+            flip(frozen_at(level.url) / SHARD)
         return read_back(item)
 
     lane._is_sound = damage
@@ -149,7 +149,7 @@ def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig
     assert restorable(level) == [3]
 
 
-def test_two_jobs_of_one_run_share_an_image_that_is_damaged_under_them(rig, frozen, tmp_path):
+def test_two_jobs_of_one_run_share_frozen_tensors_that_are_damaged_under_them(rig, frozen, tmp_path):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=50)
     slot, reference = frozen
     jobs = [rig(level, frozen={reference.digest: slot}) for _ in range(2)]

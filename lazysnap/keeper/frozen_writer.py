@@ -1,4 +1,4 @@
-"""The immutable tensors that snapshots refer to: written at a level before the first snapshot that needs them."""
+"""Writes the frozen tensors that snapshots refer to, at a level before the first snapshot that needs them."""
 
 from collections.abc import Callable
 
@@ -15,11 +15,11 @@ from lazysnap.shard.names import frozen_directory_name
 Beat = Callable[[], None]
 
 
-class Bases:
+class FrozenWriter:
     """Of one level. What is missing there comes from memory, else from a faster level."""
 
     def __init__(self, slot_of: Callable[[str], Slot | None], pace: Pace) -> None:
-        """``slot_of`` gives the whole slot that holds the immutable tensors of a digest, if there is one."""
+        """``slot_of`` gives the whole slot of the frozen tensors of a digest, if there is one."""
         self._slot_of = slot_of
         self._pace = pace
 
@@ -29,24 +29,22 @@ class Bases:
         ``origin``: a faster level that has the snapshot. Raises: LevelError, CaptureAborted.
         """
         frozen = meta.frozen
-        if frozen is None:
-            return
-        if store.has_frozen(frozen.digest, beat):
+        if frozen is None or store.has_frozen(frozen.digest, beat):
             return
         slot = self._slot_of(frozen.digest)
         if slot is not None:
-            own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of immutable tensors")
+            own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of frozen tensors")
             held = MemorySource(slot.image, frozen.size_bytes)
             store.write_frozen(own, PacedSource(held, self._pace, beat), frozen.digest, beat)
             return
         if origin is None:
-            raise LevelUnavailable(f"the immutable tensors {frozen.digest} of step {meta.step} are gone from memory")
-        image = FrozenEntry(origin.url, origin.speed, frozen.digest, frozen_directory_name(frozen.digest))
+            raise LevelUnavailable(f"the frozen tensors {frozen.digest} of step {meta.step} are gone from memory")
+        entry = FrozenEntry(origin.url, origin.speed, frozen.digest, frozen_directory_name(frozen.digest))
         try:
-            own = origin.read_manifest(image).meta
-            source = FileSource(origin.storage, origin.place(image).shard_path, frozen.size_bytes)
+            own = origin.read_manifest(entry).meta
+            source = FileSource(origin.storage, origin.place(entry).shard_path, frozen.size_bytes)
         except (FormatError, FileNotFoundError) as error:
             where = shown(origin.url)
-            raise LevelUnavailable(f"{where}: the immutable tensors {frozen.digest} are not there any more") from error
+            raise LevelUnavailable(f"{where}: the frozen tensors {frozen.digest} are not there any more") from error
         with source:
             store.write_frozen(own, PacedSource(source, self._pace, beat), frozen.digest, beat)
