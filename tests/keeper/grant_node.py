@@ -21,7 +21,7 @@ from lazysnap.keeper.links import Deadlines, Hello, Links
 from lazysnap.keeper.retention import NodeFile, Retention
 
 NUM_RANKS = 2
-QUICK = Deadlines(connect_s=5, send_s=2, alive_s=0.2, silence_s=2, shortest_pause_s=0.02, longest_pause_s=0.2)
+QUICK = Deadlines(connect_s=20, send_s=20, alive_s=0.2, silence_s=20, shortest_pause_s=0.02, longest_pause_s=0.2)
 
 
 def say(*words):

@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from support.waiting import until
+from support.waiting import TIMEOUT_S, until
 
 from lazysnap.keeper.certificate import make_certificate
 
@@ -60,7 +60,7 @@ class Job:
     def __init__(self, directory):
         self.directory, self.pems, self.step = directory, make_certificate(), -5
         first = Process(0, 0, directory, self.pems)
-        self.port = first.lines.get(timeout=20)[1]
+        self.port = first.lines.get(timeout=TIMEOUT_S)[1]
         self.nodes = [first] + [Process(number, self.port, directory, self.pems) for number in (1, 2)]
 
     def replace(self, number):
@@ -74,7 +74,7 @@ class Job:
         for node in self.nodes:
             node.tell("capture", self.step)
         for node in self.nodes:
-            while node.lines.get(timeout=20) != ("captured", self.step):
+            while node.lines.get(timeout=TIMEOUT_S) != ("captured", self.step):
                 pass
 
     def train_until(self, condition):
@@ -84,7 +84,7 @@ class Job:
             self.train()
             return condition()
 
-        until(is_so, timeout_s=20)
+        until(is_so)
 
     def newest(self):
         return min(max(node.complete, default=-1) for node in self.nodes)

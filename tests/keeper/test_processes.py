@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 
 import pytest
 from support.waiting import until
@@ -277,7 +276,7 @@ def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
     first = job.trainer()
     first.capture(step=1)
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.settimeout(5)
+        stranger.settimeout(60)
         stranger.connect(job.identity.address)
         stranger.sendall(garbage)
         while stranger.recv(1000):  # it may be told of our version
@@ -297,7 +296,7 @@ os.setgid(65534)
 os.setuid(65534)
 sock = socket.socket(socket.AF_UNIX)
 if sys.argv[2] == "connect":
-    sock.settimeout(5)
+    sock.settimeout(60)
     sock.connect(bytes.fromhex(sys.argv[1]))
     print(sock.recv(10))
 else:
@@ -312,7 +311,7 @@ else:
         return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     with run_as_nobody("connect") as visitor:
-        assert visitor.communicate(timeout=10)[0] == "b''\n"
+        assert visitor.communicate(timeout=60)[0] == "b''\n"
     assert first.capture(step=1)
     assert [entry[0] for entry in first.inventory()] == [1]
 
@@ -323,7 +322,7 @@ else:
             assert squatter.stdout.readline() == "listening\n"
             error = job.start().connect()
         finally:
-            squatter.communicate(timeout=10)
+            squatter.communicate(timeout=60)
     assert error["error"] == "KeeperUnavailable"
     assert "user 65534" in error["text"]
 
@@ -385,7 +384,7 @@ def test_a_torn_capture_that_was_pinned_does_not_end_persistence(job):
     assert until(lambda: first.pinned() == 0)
     first.capture(step=2, pin=True)
 
-    assert first.wait_durable(step=2, timeout_s=10)
+    assert first.wait_durable(step=2, timeout_s=60)
 
 
 def test_a_failing_level_is_told_once_and_the_next_capture_is_tried_again(job):
@@ -401,7 +400,7 @@ def test_a_failing_level_is_told_once_and_the_next_capture_is_tried_again(job):
     blocker.unlink()
     first.capture(step=2, pin=True)
 
-    assert first.wait_durable(step=2, timeout_s=10)
+    assert first.wait_durable(step=2, timeout_s=60)
 
 
 def test_drain_brings_the_newest_capture_to_every_level_even_if_the_step_repeats(job):
@@ -436,12 +435,14 @@ def test_a_keeper_that_hangs_is_noticed_by_deadline_and_never_blocks_notes(job):
     keeper = job.keeper_pid()
     os.kill(keeper, signal.SIGSTOP)
     try:
-        started = time.monotonic()
         assert not first.drain(timeout_s=0.2)
         assert first.inventory()["error"] == "KeeperUnavailable"
-        for step in range(1, 50):
-            first.capture(step=step)
-        assert time.monotonic() - started < 8
+        step = 0
+        while not first.num_unsent():  # until its socket takes no more
+            assert first.capture(step=(step := step + 1))
+        for _ in range(100):
+            assert first.capture(step=(step := step + 1))
+        assert first.num_unsent() > 100
     finally:
         os.kill(keeper, signal.SIGCONT)
 

@@ -59,10 +59,6 @@ def too_large():
     return fd
 
 
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
 def copies(*fds):
     """Descriptors in this process of the same memory: other tests' threads, which open what they like, do not count."""
     inodes, count = {os.fstat(fd).st_ino for fd in fds}, 0
@@ -73,16 +69,16 @@ def copies(*fds):
 
 
 def test_all_slots_are_mapped_or_none():
-    with contextlib.closing(capture(1, 5)) as slot:
-        before = descriptors()
+    with contextlib.closing(capture(1, 5)) as slot, open(os.memfd_create("empty")) as empty:
+        before = copies(slot.fd, empty.fileno())
         [found] = Slot.attach_all([os.dup(slot.fd)])
         assert found.status() == slot.status()
         found.close()
 
         with pytest.raises(FormatError):
-            Slot.attach_all([os.dup(slot.fd), os.memfd_create("empty"), os.dup(slot.fd)])
+            Slot.attach_all([os.dup(fd) for fd in (slot.fd, empty.fileno(), slot.fd)])
 
-        assert descriptors() == before
+        assert copies(slot.fd, empty.fileno()) == before
 
 
 @pytest.mark.parametrize("told", [SlotMade(7), FrozenSlot(digest="7" * 32)], ids=["slot", "frozen"])
@@ -130,18 +126,15 @@ def test_keepers_of_others_are_looked_at_without_what_cannot_be_mapped(tmp_path)
 
 def test_descriptors_before_bytes_that_are_no_message_are_closed():
     ours, theirs = socket.socketpair()
-    before = descriptors()
     body = encode(Adopt())
     data = struct.pack("<IHH", len(body), PROTOCOL, 1) + body + struct.pack("<IHH", 1, PROTOCOL, 0) + b"{"
-    with contextlib.closing(Connection(ours)) as connection, theirs:
-        fd = os.memfd_create("sent")
-        socket.send_fds(theirs, [data], [fd])
-        os.close(fd)
+    with contextlib.closing(Connection(ours)) as connection, theirs, open(os.memfd_create("sent")) as sent:
+        socket.send_fds(theirs, [data], [sent.fileno()])
 
         with pytest.raises(KeeperUnavailable):
             connection.receive()
 
-        assert descriptors() == before
+        assert copies(sent.fileno()) == 1
 
 
 def test_a_hello_that_cannot_be_understood_makes_nobody_the_trainer(tmp_path):

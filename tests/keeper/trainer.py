@@ -145,6 +145,10 @@ class Trainer:
     def inodes(self):
         return len({os.fstat(slot.fd).st_ino for slot in self.client.slots()})
 
+    def num_unsent(self):
+        """Notes that the keeper has not taken yet."""
+        return len(self.client._notes)
+
     def adopt_run(self, run_id):
         self.run_id = run_id
         self.client.adopt_run(run_id)
