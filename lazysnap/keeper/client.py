@@ -175,6 +175,8 @@ class KeeperClient:
                 with self._changed:
                     is_over = self._is_closing()  # said while the keeper was starting
                     if not is_over:
+                        if self._run is not None:  # at once: nobody asks before it is told
+                            self._notes.append(self._run)
                         self._connection = connection
                         self.was_attached = True
                         self._events.append(KeeperReady(connection.peer_pid))
@@ -183,8 +185,7 @@ class KeeperClient:
                     self._leave(connection)
                     return
                 self.listener(KeeperReady(connection.peer_pid))
-                if self._run is not None:
-                    self._note(self._run)
+                self._send_notes()
                 if self._wanted is not None:
                     self._reserve()
                 attached_at = time.monotonic()

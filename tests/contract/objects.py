@@ -239,11 +239,15 @@ class ObjectContract(Place):
             assert all(pool.map(one, *zip(*spans, strict=True)))
 
     def test_a_reader_may_be_closed_twice(self, storage: Storage) -> None:
-        """Harmless."""
+        """It does not close another reader, which may have its descriptor by then."""
         storage.put("step-00000001/object", b"x")
         reader = storage.reader("step-00000001/object")
         reader.close()
-        reader.close()
+        with contextlib.closing(storage.reader("step-00000001/object")) as other:
+            reader.close()
+            out = map_anonymous(1)
+            other.read_into(0, out)
+        assert bytes(out) == b"x"
 
     def test_an_object_deleted_while_it_is_read_gives_its_own_bytes_or_none(self, make_storage: MakeStorage) -> None:
         """Never those of the next one of that name, half and half."""

@@ -3,10 +3,10 @@
 import os
 import signal
 import socket
-import time
 
 import pytest
 from small_training import TIMEOUT_S
+from support.waiting import until
 
 from lazysnap.arena import SlotPhase
 from lazysnap.levels import open_store
@@ -25,10 +25,17 @@ def cut(training):
     training.engine._client._connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def begin_and_cut(training, delay_s):
+def slot_of(training, step):
+    [slot] = [slot for slot in training.engine._client.slots() if slot.status().step == step]
+    return slot
+
+
+def begin_and_cut(training, share):
+    """``share``: so much of the capture has landed when the connection ends."""
     training.train()
     assert training.engine.boundary(4)
-    time.sleep(delay_s)  # where in the copy the connection ends
+    slot = slot_of(training, 4)
+    assert until(lambda: slot.status().watermark >= share * slot.status().image_bytes)
     cut(training)
 
 
@@ -36,10 +43,10 @@ def steps_at(level):
     return [entry.step for entry in open_store(str(level)).inventory().entries]
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.01])
-def test_close_is_true_only_if_the_last_capture_is_on_storage(job, tmp_path, delay_s):
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_close_is_true_only_if_the_last_capture_is_on_storage(job, tmp_path, share):
     training = large(job, tmp_path)
-    begin_and_cut(training, delay_s)
+    begin_and_cut(training, share)
 
     assert training.engine.close()
 
@@ -64,7 +71,7 @@ def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_
     training = large(job, tmp_path)
     training.train()
     assert training.engine.boundary(4)
-    [slot] = [slot for slot in training.engine._client.slots() if slot.status().step == 4]
+    slot = slot_of(training, 4)
     slot.discard()
     training.engine.gate()
 

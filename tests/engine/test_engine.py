@@ -1,7 +1,6 @@
 """What an engine promises a plain training loop."""
 
 import gc
-import time
 
 import pytest
 import torch
@@ -186,15 +185,14 @@ def test_an_unknown_value_that_appears_later_costs_that_snapshot_only(job, caplo
 
 
 @pytest.mark.parametrize("call", ["restore", "boundary"])
-def test_a_second_training_of_the_same_job_is_refused_within_seconds_and_told_nothing_else(job, caplog, call):
+def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_else(job, caplog, call):
+    """Not by a deadline, which would be that of this test."""
     job.start()
-    second = job.start(ready=False)
-    started = time.monotonic()
+    second = job.start(ready=False, keeper_timeout_s=1000, gate_timeout_s=1000)
 
     with pytest.raises(JobBusy, match=r"runs already .* end it, or give this one another directory"), second.engine:
         getattr(second.engine, call)()
 
-    assert time.monotonic() - started < second.engine.config.keeper_timeout_s
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 

@@ -107,6 +107,19 @@ def start(job, directory, every=4, **settings):
     return training
 
 
+def train_until(training, condition, step):
+    """Train on behind ``step`` until ``condition``; the last step."""
+
+    def is_so():
+        nonlocal step
+        step += 1
+        training.run(step, step)
+        return condition(training.engine.statistics())
+
+    until(is_so)
+    return step
+
+
 def stored(directory):
     return sorted(entry.step for entry in open_store(str(directory)).inventory().entries)
 
@@ -173,16 +186,8 @@ def test_captures_go_into_memory_again_when_a_keeper_can_be_started(job, tmp_pat
     with no_interpreter(tmp_path, monkeypatch):
         training = start(job, tmp_path / "level", every=1, keeper_timeout_s=1)
         training.run(1, 2)
-    step = 2
-
-    def is_protected():
-        nonlocal step
-        step += 1
-        training.run(step, step)
-        return training.engine.statistics().unprotected is None
-
-    until(is_protected)
-    facts, last = training.facts(), step
+    last = train_until(training, lambda statistics: statistics.unprotected is None, 2)
+    facts = training.facts()
     assert training.engine.wait(last, until="captured", timeout_s=TIMEOUT_S)
     assert warnings(caplog, "protected in memory again")
     job.crash(training)
@@ -199,17 +204,10 @@ def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_a_training_that_is_sto
     job.trainings.append(training)
     assert training.engine.wait_ready(TIMEOUT_S)
     training.run(1, 2)
-    step = 2
-
-    def is_stored():
-        nonlocal step
-        step += 1
-        training.run(step, step)
-        return training.engine.statistics().direct.count
 
     with no_interpreter(tmp_path, monkeypatch):
         os.kill(training.engine._client._connection.peer_pid, signal.SIGKILL)
-        until(is_stored)
+        step = train_until(training, lambda statistics: statistics.direct.count, 2)
         facts = training.facts()
         assert training.engine.flush(TIMEOUT_S)
         job.crash(training)
@@ -230,15 +228,8 @@ def test_memory_that_is_refused_at_first_is_asked_for_again(job, tmp_path, monke
     client._config = dataclasses.replace(client._config, memory=MemoryLevel(linger_s=60))
     connection = client._connection
     connection.sock.shutdown(socket.SHUT_RDWR)
-    step = 1
 
-    def is_protected():
-        nonlocal step
-        step += 1
-        training.run(step, step)
-        return training.engine.statistics().unprotected is None
-
-    until(is_protected)
+    step = train_until(training, lambda statistics: statistics.unprotected is None, 1)
 
     assert training.engine.wait(step, until="captured", timeout_s=TIMEOUT_S)
     assert training.engine.close()

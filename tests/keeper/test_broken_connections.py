@@ -1,13 +1,19 @@
 """The connection between a trainer and a keeper that both live ends: no capture is lost for that."""
 
 import contextlib
+import os
 import struct
+import threading
 
 import pytest
 from keeper_jobs import until
+from test_strange_answers import keeper_at
 
+from lazysnap.config import SnapshotConfig
+from lazysnap.keeper.client import Capture, KeeperClient
+from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.protocol import PROTOCOL, Busy, Hello, Leaving, Stop, encode
+from lazysnap.keeper.protocol import PROTOCOL, Busy, Drain, Drained, Hello, Leaving, Run, Stop, Welcome, encode
 from lazysnap.keeper.team import Team
 
 DEADLINE_S = 60
@@ -84,3 +90,31 @@ def test_a_program_of_another_version_ends_no_trainer_that_lost_its_connection(j
     body = encode(Stop())
     assert isinstance(asked(job, struct.pack("<IHH", len(body), PROTOCOL, 0) + body), Busy)
     assert job.keeper_pid() == keeper
+
+
+def test_a_keeper_knows_the_run_before_anything_is_asked(tmp_path):
+    """Else it does nothing for captures of a run that it has not heard of, and says that they are not durable."""
+    config = SnapshotConfig(job_id=str(tmp_path))
+    identity, heard, answers = JobIdentity.from_config(config), [], []
+
+    def answer(message):
+        heard.append(type(message))
+        if isinstance(message, Hello):
+            return [(Welcome(os.getpid()), ())]
+        return [(Drained(id=message.id, ok=True), ())] if isinstance(message, Drain) else []
+
+    with keeper_at(identity.address, answer):
+        client = KeeperClient(identity, config)
+        client.adopt_run("ab" * 8)
+        asking = threading.Thread(target=lambda: answers.append(client.drain(DEADLINE_S, newest=Capture(1, 1))))
+
+        def ask_at_once(_):
+            asking.start()
+            assert until(lambda: Drain in heard)
+
+        client.listener = ask_at_once
+        client.connect(DEADLINE_S)
+        assert until(lambda: answers) == [True]
+        client.abandon()
+
+    assert heard.index(Run) < heard.index(Drain)
