@@ -24,8 +24,8 @@ LACKING = 4
 def collected(chosen):
     """How many tests of the suites are chosen."""
     words = [sys.executable, "-m", "pytest", *OPTIONS.split(), "--rootdir=/tmp", "--collect-only", str(SUITE)]
-    paths = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "LAZYSNAP_TEST_EVERY": str(EVERY)}
-    done = subprocess.run([*words, "-k", chosen], capture_output=True, text=True, env={**os.environ, **paths}, check=True)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "LAZYSNAP_TEST_EVERY": str(EVERY)}
+    done = subprocess.run([*words, "-k", chosen], capture_output=True, text=True, env=env, check=True)
     (count,) = re.findall(r"^(\d+)/\d+ tests collected ", done.stdout, re.MULTILINE)
     return int(count)
 
