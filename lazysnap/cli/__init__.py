@@ -1,4 +1,4 @@
-"""The command line: ``lazysnap ls``, ``verify``, ``show``, ``prune``, ``copy``, ``export``, ``keeper``."""
+"""The command line ``lazysnap``: one module per command, imported when the command runs."""
 
 from lazysnap.cli.commands import main
 

@@ -1,4 +1,4 @@
-"""What can be asked, and who answers: the modules of this package, each imported when its command runs."""
+"""The arguments of every command, and ``main``, which runs one of them."""
 
 import argparse
 import json
@@ -7,20 +7,21 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lazysnap
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
 from lazysnap.cli.places import parse_option, parse_options, redactions
-from lazysnap.cli.plan import add_arguments
+from lazysnap.cli.plan import add_arguments as add_plan
 from lazysnap.errors import FormatError, LazySnapError
 
 logger = logging.getLogger(__name__)
 
-_URL = "path or fsspec URL of a level, e.g. runs/lazysnap or s3://bucket/run"
-_WANTED = "a step, a name given by keep, or 'latest'"
-_ONLY_RUN = "only of the run whose id begins so, as `lazysnap ls` shows it"
-_OF_RUN = "of the run whose id begins so, as `lazysnap ls` shows it; default: the newest that has it"
+_URL: dict[str, Any] = {"help": "path or fsspec URL of a level, e.g. runs/lazysnap or s3://bucket/run"}
+_WANTED: dict[str, Any] = {"metavar": "STEP|NAME|latest", "help": "a step, a name given by keep, or 'latest'"}
+_ONLY_RUN: dict[str, Any] = {"metavar": "ID", "help": "only the run with these first digits, see `lazysnap ls`"}
+_OF_RUN: dict[str, Any] = {"metavar": "ID", "help": "the run with these first digits; default: the newest that fits"}
+_OPTION: dict[str, Any] = {"metavar": "KEY=VALUE", "type": parse_option, "action": "append", "default": []}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
-    """The arguments of all commands; ``as_json``: what is wrong with them is said in JSON, too."""
+    """The arguments of all commands; ``as_json``: usage errors are printed as JSON, too."""
     kind: type[argparse.ArgumentParser] = type("_Parser", (_Parser,), {"as_json": as_json})
     root = kind(
         prog="lazysnap",
@@ -46,90 +47,80 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"lazysnap {lazysnap.__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="command")
-
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
     level = argparse.ArgumentParser(add_help=False, parents=[common])
-    level.add_argument("url", help=_URL)
-    _add_option(level, "--storage-option", "an option of the fsspec file system, next to fsspec's own configuration")
+    level.add_argument("url", **_URL)
+    level.add_argument("--storage-option", help="an option of the fsspec file system", **_OPTION)
 
     listing = commands.add_parser("ls", parents=[level], help="list the snapshots of a directory or URL")
-    listing.add_argument("--run", metavar="ID", help=_ONLY_RUN)
-
+    listing.add_argument("--run", **_ONLY_RUN)
     verify = commands.add_parser("verify", parents=[level], help="read every byte and check every checksum")
     verify.add_argument("--step", type=int, action="append", help="only this step (may be repeated)")
-    verify.add_argument("--run", metavar="ID", help=_ONLY_RUN)
-
+    verify.add_argument("--run", **_ONLY_RUN)
     show = commands.add_parser("show", parents=[level], help="what a snapshot holds, without reading its data")
-    show.add_argument("wanted", metavar="STEP|NAME|latest", help=_WANTED)
-    show.add_argument("--run", metavar="ID", help=_OF_RUN)
+    show.add_argument("wanted", **_WANTED)
+    show.add_argument("--run", **_OF_RUN)
     show.add_argument("--tensors", action="store_true", help="only the table of tensors")
     show.add_argument("--state", action="store_true", help="only the small state")
     show.add_argument("--full", action="store_true", help="shorten nothing")
+    _add_prune(commands.add_parser("prune", parents=[level], help="delete old snapshots, and what dead writers left"))
+    _add_copy(commands.add_parser("copy", parents=[common], help="copy snapshots to another level, verified"))
+    _add_export(commands.add_parser("export", parents=[level], help="write a snapshot in the format of another tool"))
+    _add_keeper(commands.add_parser("keeper", parents=[common], help="run a keeper for a job, ahead of it (a sidecar)"))
+    _add_stop(commands.add_parser("stop", parents=[common], help="end keepers that a training of this node left"))
+    add_plan(commands.add_parser("plan", parents=[common], help="memory, bytes and time that snapshots will take"))
+    return root
 
-    prune = commands.add_parser("prune", parents=[level], help="delete old snapshots, and what dead writers left")
+
+def _add_prune(prune: argparse.ArgumentParser) -> None:
     prune.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N complete snapshots of each run")
     prune.add_argument("--keep-every", type=int, metavar="N", help="and those whose step is a multiple of N")
-    prune.add_argument("--run", metavar="ID", help=_ONLY_RUN)
+    prune.add_argument("--run", **_ONLY_RUN)
     prune.add_argument("--name", help="take this name from the snapshots that have it, which ends their protection")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     prune.add_argument("--yes", action="store_true", help="do not ask")
 
-    copy = commands.add_parser("copy", parents=[common], help="copy snapshots to another level, verified")
-    copy.add_argument("url", help=_URL)
-    copy.add_argument("to", metavar="URL", help="where to")
+
+def _add_copy(copy: argparse.ArgumentParser) -> None:
+    copy.add_argument("url", **_URL)
+    copy.add_argument("to", metavar="URL", help="the level to copy to")
     which = copy.add_mutually_exclusive_group()
     which.add_argument("--all", action="store_true", help="every complete snapshot, the newest first (default)")
     which.add_argument("--latest", action="store_true", help="only the newest complete one")
     which.add_argument("--step", metavar="STEP|NAME", action="append", help="only this one (may be repeated)")
-    copy.add_argument("--run", metavar="ID", help=_ONLY_RUN)
-    _add_option(copy, "--storage-option", "an option of the fsspec file systems on both sides")
-    _add_option(copy, "--from-option", "as --storage-option, only where is read")
-    _add_option(copy, "--to-option", "as --storage-option, only where is written")
+    copy.add_argument("--run", **_ONLY_RUN)
+    copy.add_argument("--storage-option", help="an option of the fsspec file systems on both sides", **_OPTION)
+    copy.add_argument("--from-option", help="as --storage-option, only for reading", **_OPTION)
+    copy.add_argument("--to-option", help="as --storage-option, only for writing", **_OPTION)
 
-    export = commands.add_parser("export", parents=[level], help="write a snapshot in a format of others")
-    export.add_argument("wanted", metavar="STEP|NAME|latest", help=_WANTED)
+
+def _add_export(export: argparse.ArgumentParser) -> None:
+    formats = ("safetensors", "ckpt", "dcp", "accelerate")
+    export.add_argument("wanted", **_WANTED)
     export.add_argument("--to", required=True, metavar="PATH", help="FILE.safetensors, FILE.ckpt or a directory (DCP)")
-    export.add_argument(
-        "--format", choices=("safetensors", "ckpt", "dcp", "accelerate"), help="if the name does not tell it"
-    )
+    export.add_argument("--format", choices=formats, help="if the name does not tell it")
     export.add_argument("--only", metavar="NAME", help="only what is below NAME in the state, without that prefix")
-    export.add_argument("--run", metavar="ID", help=_OF_RUN)
+    export.add_argument("--run", **_OF_RUN)
     export.add_argument("--force", action="store_true", help="replace an earlier export, or an empty directory")
-    export.add_argument(
-        "--keep-types",
-        action="store_true",
-        help=".ckpt: keep types that torch.load(weights_only=True) refuses, instead of making them plain",
-    )
-
+    export.add_argument("--keep-types", action="store_true", help=".ckpt: also types that weights_only=True refuses")
     export.add_argument("--add", metavar="DIR", help="accelerate: also everything that lies in DIR")
-    export.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="accelerate: so long at most for a snapshot to come"
-    )
+    export.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="accelerate: wait for the snapshot")
     export.add_argument("--release", action="store_true", help="accelerate: then take NAME from the snapshot")
     export.add_argument("--options-from-stdin", action="store_true", help="storage options: one JSON object on stdin")
     export.add_argument("--after", type=int, metavar="FD", help=argparse.SUPPRESS)  # begin when this pipe is closed
 
-    keeper = commands.add_parser("keeper", parents=[common], help="keep a keeper for a job, ahead of it (a sidecar)")
+
+def _add_keeper(keeper: argparse.ArgumentParser) -> None:
     keeper.add_argument("url", nargs="?", help="URL of the job's first level, as in its settings")
     keeper.add_argument("--job-id", help="the job's SnapshotConfig.job_id; default: LAZYSNAP_JOB_ID, else the URL")
-    keeper.add_argument(
-        "--local-rank", type=int, default=0, help="where each rank of a node runs this: only that of 0 starts a keeper"
-    )
+    keeper.add_argument("--local-rank", type=int, default=0, help="if each rank runs this: only rank 0 starts a keeper")
 
-    stop = commands.add_parser("stop", parents=[common], help="end keepers that a training of this node left")
-    stop.add_argument(
-        "job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the path or URL of its first level"
-    )
+
+def _add_stop(stop: argparse.ArgumentParser) -> None:
+    stop.add_argument("job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the URL of its first level")
     stop.add_argument("--force", action="store_true", help="also a keeper whose newest capture cannot be stored")
-    stop.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait for so long at most (60)")
-
-    add_arguments(commands.add_parser("plan", parents=[common], help="memory, bytes and time that snapshots will take"))
-    return root
-
-
-def _add_option(command: argparse.ArgumentParser, name: str, text: str) -> None:
-    command.add_argument(name, metavar="KEY=VALUE", type=parse_option, action="append", default=[], help=text)
+    stop.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (60)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,25 +134,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.storage_option += parse_options(sys.stdin.read())
     options = [pair for name in ("storage_option", "from_option", "to_option") for pair in getattr(args, name, ())]
     urls = [url for url in (getattr(args, "url", None), getattr(args, "to", None)) if url]
-    output = Output(as_json=args.json, redactions=redactions(urls, options))
+    output = Output(args.command, as_json=args.json, redactions=redactions(urls, options))
     try:
         code: int = import_module(f"lazysnap.cli.{args.command}").run(args, output)
         return code
     except KeyboardInterrupt:
-        output.error(args.command, KeyboardInterrupt("stopped; nothing half is visible"))
+        output.error(KeyboardInterrupt("stopped; nothing half is visible"))
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the result has enough; Python would complain again at exit.
+        # The reader of the result closed the pipe; Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except FormatError as error:
-        output.error(args.command, error)
+        output.error(error)
         return BAD
     except (LazySnapError, OSError) as error:
-        output.error(args.command, error)
+        output.error(error)
         return FAILED
     except Exception as error:
         logger.debug("%s failed", args.command, exc_info=True)
         where = " and ".join(urls)
-        output.error(args.command, RuntimeError(f"{where}: {type(error).__name__}: {error}; this was not foreseen"))
+        output.error(RuntimeError(f"{where}: {type(error).__name__}: {error}; this was not foreseen"))
         return FAILED

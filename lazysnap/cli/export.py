@@ -1,5 +1,5 @@
-"""``lazysnap export``: a snapshot as safetensors weights, a checkpoint of Lightning or torch, a DCP directory, or in
-the layout of Accelerate's ``save_state``.
+"""``lazysnap export``: a snapshot as safetensors weights, a checkpoint of Lightning or torch, or a DCP or Accelerate
+directory.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import OK, Output
+from lazysnap.cli.output import Output
 from lazysnap.cli.places import open_existing, open_place
 from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
 from lazysnap.export.folder import add_files, adopt, in_place_when_whole
@@ -30,32 +30,21 @@ def run(args: argparse.Namespace, output: Output) -> int:
     kind = format_of(args.to, args.format)
     _check(args, kind)
     to = os.path.abspath(args.to)
-    # What is waited for need not have a directory yet.
+    # With --wait the level need not exist yet.
     store = (open_place if args.wait else open_existing)(args.url, args.storage_option)
     if args.add:
-        adopt(args.add)  # the training that had it written may die before the copy is made
+        adopt(args.add)  # the training that wrote it may die before the copy is made
     if args.after is not None:
-        os.read(args.after, 1)  # nothing is ever written: it ends when all that hold the other end have ended
+        os.read(args.after, 1)  # nothing is ever written: returns when all holders of the other end have exited
     catalogue, plan = _found(store, args)
     notes = _layout(catalogue, plan, args, to) if kind == ACCELERATE else _file(catalogue, plan, args, output)
     size = sum(os.path.getsize(path) for path in _files(to))
-    output.result(
-        {
-            "command": "export",
-            "ok": True,
-            "url": store.url,
-            "step": plan.step,
-            "run_id": plan.run_id,
-            "to": to,
-            "format": kind,
-            "size_bytes": size,
-            "notes": notes,
-        }
-    )
     for note in notes:
         output.say(note, "yellow")
     output.line(f"step {plan.step} of run {catalogue.runs[plan.run_id]}: {to}, {kind}, {decimal(size)}")
-    return OK
+    return output.result(
+        url=store.url, step=plan.step, run_id=plan.run_id, to=to, format=kind, size_bytes=size, notes=notes
+    )
 
 
 def _check(args: argparse.Namespace, kind: str) -> None:
@@ -73,7 +62,7 @@ def _check(args: argparse.Namespace, kind: str) -> None:
 
 
 def _found(store: SnapshotStore, args: argparse.Namespace) -> tuple[Catalogue, RestartPlan]:
-    """The snapshot that is meant, as soon as it is complete at the level. Raises: SnapshotNotFound, LevelError."""
+    """The chosen snapshot, as soon as it is complete at the level. Raises: SnapshotNotFound, LevelError."""
     deadline, pause_s = time.monotonic() + args.wait, _FIRST_PAUSE_S
     while True:
         catalogue = Catalogue(store)
@@ -92,7 +81,7 @@ def _found(store: SnapshotStore, args: argparse.Namespace) -> tuple[Catalogue, R
 
 
 def _layout(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, to: str) -> list[str]:
-    """Write the layout of Accelerate, of any number of ranks."""
+    """Write the layout of Accelerate, from any number of ranks."""
     from lazysnap.export.accelerate import OF_EVERY_RANK, read_restated, write_stock  # torch: seconds to import
     from lazysnap.snapshots.tensors import SnapshotTensors, parts_of
 
@@ -112,7 +101,7 @@ def _layout(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, t
 
 
 def _file(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, output: Output) -> list[str]:
-    """Write one of the other formats, of one rank; what the user should know."""
+    """Write one of the other formats, from one rank; returns notes for the user."""
     with replaced_when_whole(os.path.abspath(args.to), force=args.force) as temp:
         if plan.world_size != 1:
             raise ConfigError(f"step {plan.step} has {plan.world_size} ranks; only snapshots of one are exported")

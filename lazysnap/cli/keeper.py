@@ -14,10 +14,10 @@ from lazysnap.keeper.identity import JobIdentity
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """See to it that this job has a keeper on this node, one after the other, until SIGTERM or Ctrl-C.
+    """Run a keeper for this job, and start the next one when it ends, until SIGTERM or Ctrl-C.
 
-    Blocks. A keeper ends with its job, or when no trainer comes for a while; then the next one is started. It serves
-    all ranks of the node: where a launcher runs this command beside each, only that of local rank 0 does anything.
+    Blocks. A keeper ends with its job, or when no trainer comes for a while. It serves all ranks of the node: where a
+    launcher runs this command for each rank, only local rank 0 starts one.
     """
     levels = (PersistentLevel(args.url),) if args.url else ()
     if args.local_rank < 0:
@@ -43,5 +43,4 @@ def run(args: argparse.Namespace, output: Output) -> int:
         started += 1
         if keeper[0].wait() != OK:
             stop.wait(1.0)  # a trainer was faster and has started one of its own
-    output.result({"command": "keeper", "ok": True, "job_id": identity.job_id, "keepers": started})
-    return OK
+    return output.result(job_id=identity.job_id, keepers=started)

@@ -1,10 +1,11 @@
 """``lazysnap ls``: the snapshots of a level, and what is wrong there."""
 
 import argparse
+from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import OK, Output, when
+from lazysnap.cli.output import Output, fields_of, when
 from lazysnap.cli.places import levels_near, open_existing
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
@@ -14,63 +15,55 @@ def run(args: argparse.Namespace, output: Output) -> int:
     store = open_existing(args.url, args.storage_option)
     catalogue = Catalogue(store)
     seen = catalogue.contents().of_run(None if args.run is None else catalogue.run_of(args.run))
-    near = [] if _has_anything(seen) else levels_near(store)
-    uncommitted = [
-        {"location": name, "locations": [name], "step": step, "run_id": None} for name, step in seen.uncommitted
-    ]
-    frozen = [
-        {
-            "location": image.location,
-            "digest": image.digest,
-            "size_bytes": manifest.size_bytes,
-            "references": seen.references(image),
-        }
-        for image, manifest in seen.frozen
-    ]
-    output.result(
-        {
-            "command": "ls",
-            "ok": True,
-            "url": seen.url,
-            "newest_run": seen.newest_run,
-            "snapshots": sorted(
-                [*(_fields(seen, found) for found in seen.snapshots), *({**_EMPTY, **item} for item in uncommitted)],
-                key=lambda item: (item["step"], item["location"]),
-            ),
-            "frozen": frozen,
-            "problems": list(seen.inventory.problems),
-            "levels_near": near,
-        }
-    )
+    near = levels_near(store) if seen.is_empty else []
     _print(seen, near, output)
-    return OK
+    listed = [
+        *(
+            {
+                **fields_of(found),
+                "ranks": found.ranks,
+                "world_size": found.world_size,
+                "captured_ns": found.captured_ns,
+                "frozen": found.frozen,
+                "complete": found.is_complete,
+            }
+            for found in seen.snapshots
+        ),
+        *({**_NOTHING, "location": name, "step": step} for name, step in seen.uncommitted),
+    ]
+    return output.result(
+        url=seen.url,
+        newest_run=seen.newest_run,
+        snapshots=sorted(listed, key=lambda item: (item["step"], item["location"])),
+        frozen=[
+            {
+                "location": image.location,
+                "digest": image.digest,
+                "size_bytes": manifest.size_bytes,
+                "references": seen.references(image),
+            }
+            for image, manifest in seen.frozen
+        ],
+        problems=seen.inventory.problems,
+        levels_near=near,
+    )
 
 
-def _has_anything(seen: Contents) -> bool:
-    return bool(seen.snapshots or seen.uncommitted or seen.frozen)
+_NOTHING: dict[str, Any] = {
+    "run_id": None,
+    "size_bytes": 0,
+    "names": [],
+    "ranks": 0,
+    "world_size": 0,
+    "captured_ns": 0,
+    "frozen": [],
+    "complete": False,
+}
+"""Of a directory without a valid manifest."""
 
 
-_EMPTY = {"ranks": 0, "world_size": 0, "size_bytes": 0, "captured_ns": 0, "names": [], "frozen": [], "complete": False}
-
-
-def _fields(seen: Contents, found: Found) -> dict[str, object]:
-    return {
-        "location": found.locations[0],
-        "locations": found.locations,
-        "step": found.step,
-        "run_id": found.run_id,
-        "ranks": found.ranks,
-        "world_size": found.world_size,
-        "size_bytes": found.size_bytes,
-        "captured_ns": found.captured_ns,
-        "names": found.names,
-        "frozen": found.frozen,
-        "complete": found.is_complete,
-    }
-
-
-def state_of(found: Found) -> tuple[str, str]:
-    """In a word, whether a snapshot can be restored from its level alone; and the colour for it."""
+def _state_of(found: Found) -> tuple[str, str]:
+    """Whether a snapshot can be restored from this level alone, in words, and a colour for it."""
     if found.is_complete:
         return "complete", "green"
     if found.ranks < found.world_size:
@@ -78,27 +71,24 @@ def state_of(found: Found) -> tuple[str, str]:
     return "without its immutable tensors", "yellow"
 
 
-def _run(seen: Contents, run_id: str) -> str:
-    return seen.runs[run_id] + (" (newest)" if run_id == seen.newest_run else "")
-
-
 def _print(seen: Contents, near: list[str], output: Output) -> None:
-    if not _has_anything(seen):
+    if seen.is_empty:
         where = "this is a part of the level" if near == [seen.url.rpartition("/")[0]] else "there are levels below"
         output.line(f"no snapshots in {seen.url}" + (f"; {where}: {', '.join(near)}" if near else ""))
     if seen.snapshots or seen.uncommitted:
         table = output.table(seen.url, "step>", "state", "size>", "captured", "names", "run", "directory")
-        rows = [(found.step, found.location, found, state_of(found)) for found in seen.snapshots] + [
+        rows = [(found.step, found.location, found, _state_of(found)) for found in seen.snapshots] + [
             (step, name, None, ("no valid manifest", "yellow")) for name, step in seen.uncommitted
         ]
         for step, location, found, (state, style) in sorted(rows, key=lambda row: row[:2]):
+            newest = " (newest)" if found and found.run_id == seen.newest_run else ""
             table.add_row(
                 str(step),
                 output.cell(state, style),
                 decimal(found.size_bytes) if found else "",
                 when(found.captured_ns) if found else "",
                 output.cell(", ".join(found.names) if found else ""),
-                _run(seen, found.run_id) if found else "",
+                seen.runs[found.run_id] + newest if found else "",
                 output.cell(location),
             )
         output.show(table)

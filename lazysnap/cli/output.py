@@ -1,6 +1,6 @@
-"""Where a command says things: its result on stdout, as tables or as one JSON object; all else on stderr.
+"""The output of a command: its result on stdout, as tables or as one JSON object; messages on stderr.
 
-Names in a snapshot are written by whoever wrote the snapshot: they are shown as text, never as markup or as control
+Names in a snapshot are written by whoever wrote the snapshot. They are shown as text, never as markup or as control
 characters of a terminal.
 """
 
@@ -16,9 +16,7 @@ from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -27,9 +25,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lazysnap.levels.redaction import Redaction
+from lazysnap.snapshots.catalogue import Found
 
 OK, BAD, FAILED, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: good; something bad was found; could not look, or used wrongly; Ctrl-C."""
+"""Exit codes: good; something bad was found; the command failed, or was used wrongly; Ctrl-C."""
 
 _PIPE_WIDTH = 160
 
@@ -40,6 +39,22 @@ def safe(value: object) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def fields_of(found: Found) -> dict[str, Any]:
+    """A snapshot in a JSON result."""
+    return {
+        "step": found.step,
+        "run_id": found.run_id,
+        "location": found.location,
+        "size_bytes": found.size_bytes,
+        "names": found.names,
+    }
 
 
 def when(time_ns: int) -> str:
@@ -53,8 +68,9 @@ def when(time_ns: int) -> str:
 class Output:
     """What one command prints."""
 
-    def __init__(self, *, as_json: bool, redactions: Sequence[Redaction] = ()) -> None:
+    def __init__(self, command: str, *, as_json: bool, redactions: Sequence[Redaction] = ()) -> None:
         """``redactions``: what is shown as ``***`` wherever it would appear."""
+        self._command = command
         self.as_json = as_json
         self._redactions = redactions
         self._results = _console(stderr=False)
@@ -89,24 +105,24 @@ class Output:
             self._results.print(self.cell(text, style), soft_wrap=True)
 
     def say(self, text: str, style: str = "") -> None:
-        """A message: on stderr, whoever reads the result."""
+        """A message, on stderr."""
         self._messages.print(self.cell(text, style), soft_wrap=True)
 
-    def result(self, fields: Mapping[str, Any]) -> None:
-        """The whole result as one JSON object, if that was asked for."""
+    def result(self, *, ok: bool = True, **fields: Any) -> int:
+        """The whole result as one JSON object, if that was asked for; returns the exit code."""
         if self.as_json:
-            sys.stdout.write(json.dumps(self._hidden(fields)) + "\n")
+            sys.stdout.write(json.dumps(self._hidden({"command": self._command, "ok": ok, **fields})) + "\n")
+        return OK if ok else BAD
 
-    def error(self, command: str, error: BaseException) -> None:
-        """What kept a command from its result."""
+    def error(self, error: BaseException) -> None:
+        """Why the command has no result."""
         kind = type(error).__name__
-        text = f"{kind}: {error}"
         self._messages.print(Text.assemble((f"{kind}:", "red"), " ", self.cell(error)), soft_wrap=True)
-        self.result({"command": command, "ok": False, "error": text})
+        self.result(ok=False, error=f"{kind}: {error}")
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar with bytes per second while it lasts; gives the function that says how many more are done."""
+        """A progress bar of bytes, if somebody can see it; gives the function that receives how many more are done."""
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -114,21 +130,10 @@ class Output:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
-        with self._progress(*columns) as progress:
+        hidden = not self._messages.is_terminal
+        with Progress(*columns, console=self._messages, transient=True, disable=hidden) as progress:
             task = progress.add_task(safe(self.hide(what)), total=total)
             yield lambda done: progress.advance(task, done)
-
-    @contextlib.contextmanager
-    def counter(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """As ``bar``, for things that are counted."""
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        with self._progress(*columns) as progress:
-            task = progress.add_task(safe(self.hide(what)), total=total)
-            yield lambda done: progress.advance(task, done)
-
-    def _progress(self, *columns: ProgressColumn) -> Progress:
-        """Only where somebody can see it move."""
-        return Progress(*columns, console=self._messages, transient=True, disable=not self._messages.is_terminal)
 
     def _hidden(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -144,12 +149,12 @@ class _Console(Console):
     """A console that leaves the exit code to the program."""
 
     def on_broken_pipe(self) -> None:
-        """Whoever read the result has enough."""
+        """The reader of the result closed the pipe."""
         raise BrokenPipeError
 
 
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    # Into a pipe or file, lines need not fit a screen that nobody has.
+    # In a pipe or file, lines need not fit a screen.
     width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
     return _Console(stderr=stderr, width=width, highlight=False)

@@ -1,4 +1,4 @@
-"""URLs and options on the command line, and the stores that they mean."""
+"""URLs and storage options on the command line, and the stores that they open."""
 
 import argparse
 import contextlib
@@ -19,7 +19,7 @@ _MOST_LOOKED_AT = 64
 def parse_option(text: str) -> tuple[str, Any]:
     """``KEY=VALUE``; the value is JSON if it is valid JSON, else text.
 
-    Raises: argparse.ArgumentTypeError, which does not tell the value.
+    Raises: argparse.ArgumentTypeError, without the value: it may be a secret.
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -31,7 +31,7 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 
 def parse_options(text: str) -> list[tuple[str, Any]]:
-    """Options as one JSON object: a pipe shows them to nobody, arguments do. Raises: SystemExit, if it is none."""
+    """Options as one JSON object from a pipe, where no other user sees them. Raises: SystemExit, if it is none."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -42,7 +42,7 @@ def parse_options(text: str) -> list[tuple[str, Any]]:
 
 
 def redactions(urls: Iterable[str], options: Iterable[tuple[str, Any]]) -> list[Redaction]:
-    """What must not be shown: passwords in URLs, and every text and number among the values of options."""
+    """What must not be shown: passwords in URLs, and all texts and numbers in the values of options."""
     values = {"secret": [value for _, value in options]}
     return [Redaction(url, values) for url in ("", *urls)]
 
@@ -55,12 +55,12 @@ def open_place(url: str, *options: Iterable[tuple[str, Any]] | None) -> Snapshot
     try:
         return open_store(url, options=chosen or None)
     except (TypeError, AttributeError) as error:
-        # Drivers are classes of others: what they do with options that they do not know is their own.
+        # How a driver refuses an option that it does not know is its own choice.
         raise LevelUnavailable(f"{url}: the file system refuses its options {sorted(chosen)}: {error}") from error
 
 
 def open_existing(url: str, *options: Iterable[tuple[str, Any]] | None) -> SnapshotStore:
-    """As ``open_place``, for looking: a directory that is not there is more likely misspelt than empty.
+    """As ``open_place``, for reading: a directory that does not exist is more likely misspelt than empty.
 
     Raises: also LevelUnavailable, if a local directory does not exist.
     """
@@ -72,9 +72,9 @@ def open_existing(url: str, *options: Iterable[tuple[str, Any]] | None) -> Snaps
 
 
 def levels_near(store: SnapshotStore) -> list[str]:
-    """Levels that may be meant where nothing is found: in the directories of ``store``, or the one that it is part of.
+    """If nothing is found at ``store``: levels in its directories, or the level that it is part of.
 
-    Blocks: one listing per directory. Looks at the first few dozen only, and raises nothing: it is a hint.
+    Blocks: one listing per directory, of a few dozen at most. Raises nothing: the result is a hint.
     """
     parent, _, name = store.url.rpartition("/")
     if SnapshotName.parse(name) is not None:

@@ -5,15 +5,14 @@ import re
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import OK, Output
+from lazysnap.cli.output import Output
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError
 
-_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "muon": 1, "adagrad": 1, "momentum": 1, "sgd": 0, "none": 0}
-"""Tensors of the size of a parameter that each keeps for it."""
+"""Tensors that an optimizer holds per parameter, each of the parameter's size."""
 
 
 def parse_params(text: str) -> float:
@@ -27,16 +26,16 @@ def parse_params(text: str) -> float:
 
 def parse_rate(text: str) -> float:
     """``"2GB/s"``: bytes per second. Raises: argparse.ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kb|mb|gb|tb)(?:/s)?", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])b(?:/s)?", text.strip().lower())
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"expected a rate such as 2GB/s or 500MB/s, got {text!r}")
-    return float(match[1]) * _UNITS[match[2]]
+    return float(match[1]) * _SCALES[match[2]]
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
     """Those of this command."""
     plan.add_argument("--params", type=parse_params, required=True, metavar="N", help="parameters: 7b, 350m, 125000000")
-    plan.add_argument("--trainable", type=parse_params, metavar="N", help="of these trained (LoRA); default: all")
+    plan.add_argument("--trainable", type=parse_params, metavar="N", help="how many are trained (LoRA); default: all")
     plan.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
     plan.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="of the weights (fp32)")
     plan.add_argument("--state-dtype", choices=sorted(DTYPES), help="of the optimizer's state (as the weights)")
@@ -45,12 +44,12 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has all, or a part (ddp)")
     plan.add_argument("--every-n-steps", type=int, default=1, help="steps between captures in memory (1)")
     plan.add_argument("--no-level", action="store_true", help="memory only")
-    plan.add_argument("--rate", type=parse_rate, metavar="RATE", help="what storage takes from one node, e.g. 2GB/s")
+    plan.add_argument("--rate", type=parse_rate, metavar="RATE", help="bytes that storage takes from one node: 2GB/s")
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Work it out. Does not block. Raises: ConfigError."""
-    # Here, because it imports torch, which the other commands do without.
+    """Estimate. Does not block. Raises: ConfigError."""
+    # Not at the top: it imports torch, which the other commands do without.
     from lazysnap.engine.slots import kept_whole, slots_needed
 
     if args.ranks < 1 or args.nodes < 1 or args.ranks % args.nodes:
@@ -75,19 +74,6 @@ def run(args: argparse.Namespace, output: Output) -> int:
     memory = slots * per_node + frozen * ranks_per_node
     stored = captured if is_sharded else captured * args.nodes
     seconds = per_node / args.rate if args.rate else None
-    output.result(
-        {
-            "command": "plan",
-            "ok": True,
-            "captured_bytes": round(captured),
-            "frozen_bytes": round(frozen),
-            "slots_per_rank": slots,
-            "memory_per_rank_bytes": round(memory / ranks_per_node),
-            "memory_per_node_bytes": round(memory),
-            "stored_per_snapshot_bytes": round(stored),
-            "seconds_per_snapshot": seconds,
-        }
-    )
     size = decimal
     output.line(
         f"state     {size(int(captured))} captured at each step: weights {size(int(weights))}, "
@@ -106,4 +92,12 @@ def run(args: argparse.Namespace, output: Output) -> int:
         output.line(f"time      {seconds:.1f} s per snapshot at {size(int(args.rate))}/s per node: let a level's")
         output.line("          every_n_steps be at least so many seconds of training")
     output.line("These are estimates from the numbers given; buffers, and what else the state holds, come on top.")
-    return OK
+    return output.result(
+        captured_bytes=round(captured),
+        frozen_bytes=round(frozen),
+        slots_per_rank=slots,
+        memory_per_rank_bytes=round(memory / ranks_per_node),
+        memory_per_node_bytes=round(memory),
+        stored_per_snapshot_bytes=round(stored),
+        seconds_per_snapshot=seconds,
+    )

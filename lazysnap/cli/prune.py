@@ -1,14 +1,13 @@
-"""``lazysnap prune``: delete by the rules of retention, and what dead writers left. It says what, and asks."""
+"""``lazysnap prune``: delete by the rules of retention, and what dead writers left. It shows what, and asks."""
 
 import argparse
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import BAD, OK, Output
+from lazysnap.cli.output import OK, Output, fields_of
 from lazysnap.cli.places import open_existing
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, FormatError, ShardCorrupt, SnapshotNotFound
@@ -17,8 +16,8 @@ from lazysnap.levels.leftovers import is_settled, leftovers, lone_names
 from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.policy import expired
-from lazysnap.resolver import FrozenEntry
-from lazysnap.runs import run_of
+from lazysnap.resolver import Entry, FrozenEntry
+from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import is_directory_of_ours, parse_keep_file_name
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
@@ -27,25 +26,24 @@ from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 class Plan:
     """What would be done."""
 
-    going: list[Found] = field(default_factory=list)
-    staying: list[tuple[Found, str]] = field(default_factory=list)
+    delete: list[Found] = field(default_factory=list)
+    keep: list[tuple[Found, str]] = field(default_factory=list)
     """With the reason."""
-    images: list[tuple[FrozenEntry, int]] = field(default_factory=list)
-    """Immutable tensors that nothing will refer to, with their bytes."""
+    images: list[tuple[FrozenEntry, Manifest]] = field(default_factory=list)
+    """Immutable tensors to delete: nothing will refer to them."""
     unnamed: list[Found] = field(default_factory=list)
     """Snapshots that lose the name."""
     leftovers: list[str] = field(default_factory=list)
-    """Objects without a commit; they go if no living writer stands behind them."""
+    """Objects without a commit; they are deleted unless a living writer holds them."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of snapshots and immutable tensors that go."""
-        return sum(found.size_bytes for found in self.going) + sum(size for _, size in self.images)
+        """Bytes of snapshots and immutable tensors to delete."""
+        return sum(found.size_bytes for found in self.delete) + sum(one.size_bytes for _, one in self.images)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self.going or self.images or self.unnamed or self.leftovers)
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.delete or self.images or self.unnamed or self.leftovers)
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -54,160 +52,143 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise ConfigError("--json cannot ask: add --yes or --dry-run")
     if args.keep_every is not None and args.keep_last is None:
         raise ConfigError("--keep-every keeps more than --keep-last N does: give both")
+    if args.keep_last is not None and args.keep_last < 1:
+        raise ConfigError("--keep-last must be at least 1: the newest complete snapshot always stays")
     store = open_existing(args.url, args.storage_option)
-    level = None
-    if args.keep_last is not None:
-        if args.keep_last < 1:
-            raise ConfigError("--keep-last must be at least 1: the newest complete snapshot always stays")
-        level = PersistentLevel(args.url, keep_last=args.keep_last, keep_every_n_steps=args.keep_every)
-    seen = Catalogue(store).contents()
-    planner = _Planner(store, seen, args, output)
-    plan = planner.plan(level)
+    catalogue = Catalogue(store)
+    planner = _Planner(catalogue, args, output)
+    plan = planner.plan()
+    seen = planner.seen
     if args.name is not None and not plan.unnamed:
         raise SnapshotNotFound(f"{seen.url}: no snapshot is called {args.name!r}")
     _print(output, seen, plan, is_dry=args.dry_run)
-    gone: list[str] = []
-    if not args.dry_run and not plan.is_empty:
+    deleted: list[str] = []
+    if plan and not args.dry_run:
         if not args.yes and not _agreed(output):
             output.say("nothing was deleted")
             return OK
-        gone = _carry_out(store, plan, args, output)
+        deleted = _carry_out(store, plan, args.name, output)
+        output.line(f"{len(deleted)} deleted, {decimal(plan.size_bytes)} of snapshots freed", "green")
     problems = [*seen.inventory.problems, *planner.problems]
-    output.result(
-        {
-            "command": "prune",
-            "ok": not problems,
-            "url": seen.url,
-            "dry_run": args.dry_run,
-            "snapshots": [_fields(found) for found in plan.going],
-            "kept": [{**_fields(found), "because": reason} for found, reason in plan.staying],
-            "frozen": [image.location for image, _ in plan.images],
-            "unnamed": [location for found in plan.unnamed for location in found.locations],
-            "leftovers": plan.leftovers,
-            "size_bytes": plan.size_bytes,
-            "deleted": gone,
-            "problems": problems,
-        }
+    return output.result(
+        ok=not problems,
+        url=seen.url,
+        dry_run=args.dry_run,
+        snapshots=[fields_of(found) for found in plan.delete],
+        kept=[{**fields_of(found), "because": reason} for found, reason in plan.keep],
+        frozen=[image.location for image, _ in plan.images],
+        unnamed=[found.location for found in plan.unnamed],
+        leftovers=plan.leftovers,
+        size_bytes=plan.size_bytes,
+        deleted=deleted,
+        problems=problems,
     )
-    if gone:
-        output.line(f"{len(gone)} deleted, {decimal(plan.size_bytes)} of snapshots freed", "green")
-    return BAD if problems else OK
-
-
-def _fields(found: Found) -> dict[str, Any]:
-    facts = {"step": found.step, "run_id": found.run_id, "size_bytes": found.size_bytes}
-    return {**facts, "location": found.locations[0], "locations": found.locations}
 
 
 class _Planner:
-    """Decides, deletes nothing."""
+    """Decides; deletes nothing. What the kept snapshots need is read back first."""
 
-    def __init__(self, store: SnapshotStore, seen: Contents, args: argparse.Namespace, output: Output) -> None:
-        self._store = store
-        self._output = output
-        self._seen = seen
-        self._run = None if args.run is None else run_of(args.run, [seen.inventory], seen.url)
-        self._name = args.name
-        self._image_problems: dict[str, str] = {}
+    def __init__(self, catalogue: Catalogue, args: argparse.Namespace, output: Output) -> None:
+        self.seen = catalogue.contents()
         self.problems: list[str] = []
+        self._store = catalogue.store
+        self._output = output
+        self._run = None if args.run is None else catalogue.run_of(args.run)
+        self._name = args.name
+        self._level = None
+        """Its settings say what to keep; ``None``: everything."""
+        if args.keep_last is not None:
+            self._level = PersistentLevel(args.url, keep_last=args.keep_last, keep_every_n_steps=args.keep_every)
+        self._checked_images: dict[str, str] = {}
+        """By digest: what is wrong with it, empty if nothing."""
 
-    def plan(self, level: PersistentLevel | None) -> Plan:
-        """``level`` says what to keep; ``None``: all of it. Blocks: the newest snapshots are read back."""
+    def plan(self) -> Plan:
+        """Blocks. Raises: LevelError."""
         plan = Plan(leftovers=self._leftovers())
         runs: dict[str, list[Found]] = defaultdict(list)
-        for found in self._seen.snapshots:
+        for found in self.seen.snapshots:
             runs[found.run_id].append(found)
         for run_id, snapshots in runs.items():
             if self._run not in (None, run_id):
-                plan.staying += [(found, "of another run") for found in snapshots]
+                plan.keep += [(found, "of another run") for found in snapshots]
                 continue
             plan.unnamed += [found for found in snapshots if self._name in found.names]
-            self._sort_out(plan, level, snapshots)
-        going = {id(found) for found in plan.going}
-        plan.images = self._unreferenced([found for found in self._seen.snapshots if id(found) not in going])
+            self._plan_run(plan, snapshots)
+        plan.images = self._unreferenced([found for found, _ in plan.keep])
         return plan
 
-    def _sort_out(self, plan: Plan, level: PersistentLevel | None, snapshots: list[Found]) -> None:
-        steps: dict[int, list[Found]] = defaultdict(list)
+    def _plan_run(self, plan: Plan, snapshots: list[Found]) -> None:
+        complete = [found for found in snapshots if found.is_complete]
+        steps = [found.step for found in complete]
+        sound = self._sound(complete, self._level.keep_last) if self._level else []
+        old = expired(steps, self._level, sound=sound) if self._level else []
         for found in snapshots:
-            steps[found.step].append(found)
-        complete = [step for step in sorted(steps) if any(found.is_complete for found in steps[step])]
-        named = {step for step in steps if any(set(found.names) - {self._name} for found in steps[step])}
-        sound = self._sound(steps, complete, level.keep_last) if level else []
-        going = set(expired(complete, level, sound=sound, protected=named)) if level else set()
-        # As in retention: what never became complete is garbage once something newer is safe.
-        worthless = {step for step in steps if step not in complete and sound and step < max(sound)} - named
-        going |= {step for step in worthless if all(map(self._is_settled, steps[step]))}
-        for step in sorted(steps):
-            reason = self._reason(step, steps[step], complete=complete, named=named) if step not in going else None
+            reason = None
+            names = sorted(set(found.names) - {self._name})
+            if names:
+                reason = "called " + ", ".join(names)
+            elif not found.is_complete:
+                # As in retention: a snapshot that never became complete is garbage once a newer one is sound.
+                if not sound or found.step >= max(sound) or not self._is_settled(found):
+                    reason = "incomplete: changed within a day, or nothing newer is known to be sound"
+            elif found.step not in old:
+                reason = "newest complete" if found.step == steps[-1] else "to be kept"
+            reason = reason or next(filter(None, (one.why_it_stays() for one in _places(self._store, found))), None)
             if reason is None:
-                places = [place for found in steps[step] for place in _places(self._store, found)]
-                reason = next(filter(None, (place.why_it_stays() for place in places)), None)
-            if reason is None:
-                plan.going += steps[step]
+                plan.delete.append(found)
             else:
-                plan.staying += [(found, reason) for found in steps[step]]
+                plan.keep.append((found, reason))
 
-    def _reason(self, step: int, snapshots: list[Found], *, complete: list[int], named: set[int]) -> str:
-        if step in named:
-            return "called " + ", ".join(sorted({name for found in snapshots for name in found.names} - {self._name}))
-        if step not in complete:
-            return "incomplete: changed within a day, or nothing newer is known to be sound"
-        return "newest complete" if complete and step == complete[-1] else "to be kept"
-
-    def _sound(self, steps: dict[int, list[Found]], complete: list[int], count: int) -> list[int]:
-        """The newest ``count`` complete steps that read back whole: nothing is deleted in favour of damaged ones."""
+    def _sound(self, complete: list[Found], count: int) -> list[int]:
+        """The newest ``count`` steps that read back whole: nothing is deleted in favour of a damaged snapshot."""
         sound: list[int] = []
-        for step in reversed(complete):
+        for found in reversed(complete):
             if len(sound) == count:
                 break
             try:
-                self._check_images(steps[step])
-                shards = [pair for found in steps[step] for pair in found.shards]
-                total = sum(manifest.size_bytes for _, manifest in shards)
-                with self._output.bar(f"reading back step {step}", total) as advance:
-                    for entry, manifest in shards:
-                        read_shard(self._store.place(entry), manifest, beat=advance)
+                for digest in found.frozen:
+                    self._check_image(digest)
+                for entry, manifest in found.shards:
+                    self._read(f"reading back step {found.step}", entry, manifest)
             except (FormatError, FileNotFoundError) as error:
-                self.problems.append(f"step {step} does not count, and nothing is deleted for it: {error}")
-                continue
-            sound.append(step)
+                self.problems.append(f"step {found.step} does not count, and nothing is deleted for it: {error}")
+            else:
+                sound = [*sound, found.step] if found.step not in sound else sound
         return sound
 
-    def _check_images(self, snapshots: list[Found]) -> None:
-        """Read back the immutable tensors that they refer to, each image once. Raises: ShardCorrupt."""
-        wanted = {digest for found in snapshots for digest in found.frozen}
-        for image, manifest in self._seen.frozen:
-            key = image.digest
-            if key in wanted and key not in self._image_problems:
-                self._image_problems[key] = ""
-                with self._output.bar("reading back immutable tensors", manifest.size_bytes) as advance:
-                    try:
-                        read_shard(self._store.place(image), manifest, beat=advance)
-                    except (FormatError, FileNotFoundError) as error:
-                        self._image_problems[key] = str(error)
-        for key in sorted(wanted & self._image_problems.keys()):
-            if self._image_problems[key]:
-                raise ShardCorrupt(self._image_problems[key])
+    def _check_image(self, digest: str) -> None:
+        """Read immutable tensors back, each image once. Raises: ShardCorrupt."""
+        if digest not in self._checked_images:
+            self._checked_images[digest] = ""
+            try:
+                for image, manifest in (pair for pair in self.seen.frozen if pair[0].digest == digest):
+                    self._read("reading back immutable tensors", image, manifest)
+            except (FormatError, FileNotFoundError) as error:
+                self._checked_images[digest] = str(error)
+        if self._checked_images[digest]:
+            raise ShardCorrupt(self._checked_images[digest])
+
+    def _read(self, what: str, entry: Entry | FrozenEntry, manifest: Manifest) -> None:
+        with self._output.bar(what, manifest.size_bytes) as advance:
+            read_shard(self._store.place(entry), manifest, beat=advance)
 
     def _is_settled(self, found: Found) -> bool:
-        """Whether it is nobody's copy on its way: none of its files changed for a day."""
-        places = _places(self._store, found)
-        return all(is_settled(self._store.storage, path) for place in places for path in place.paths)
+        """Whether no file of it changed for a day, so that nobody is just copying the rest of it."""
+        return all(is_settled(self._store.storage, path) for one in _places(self._store, found) for path in one.paths)
 
-    def _unreferenced(self, staying: list[Found]) -> list[tuple[FrozenEntry, int]]:
-        """Immutable tensors that no snapshot will refer to, no reader or writer holds, and that did not change for a
-        day: else a snapshot that refers to them may be on its way.
+    def _unreferenced(self, kept: list[Found]) -> list[tuple[FrozenEntry, Manifest]]:
+        """Immutable tensors that no kept snapshot refers to and nobody reads, and that did not change for a day: a
+        snapshot that refers to new ones may be on its way.
         """
-        if self._seen.inventory.problems:
+        if self.seen.inventory.problems:
             return []  # a manifest that cannot be read now may refer to them
-        wanted = {digest for found in staying for digest in found.frozen}
+        wanted = {digest for found in kept for digest in found.frozen}
         images = []
-        for image, manifest in self._seen.frozen:
+        for image, manifest in self.seen.frozen:
             place = self._store.place(image)
             is_old = image.digest not in wanted and all(is_settled(self._store.storage, path) for path in place.paths)
             if is_old and not place.why_it_stays():
-                images.append((image, manifest.size_bytes))
+                images.append((image, manifest))
         return images
 
     def _leftovers(self) -> list[str]:
@@ -224,35 +205,34 @@ def _places(store: SnapshotStore, found: Found) -> list[ShardPlace]:
     return [store.place(entry) for entry, _ in found.shards]
 
 
-def _carry_out(store: SnapshotStore, plan: Plan, args: argparse.Namespace, output: Output) -> list[str]:
-    """Delete; what went. Each snapshot's manifest goes first, so that what an interruption leaves is garbage."""
-    gone: list[str] = []
+def _carry_out(store: SnapshotStore, plan: Plan, name: str, output: Output) -> list[str]:
+    """Delete; returns what was deleted. Manifests go first, so that an interruption leaves garbage, not half."""
+    deleted: list[str] = []
     for found in plan.unnamed:
-        store.release(found.run_id, args.name)
-    total = len(plan.going) + len(plan.images)
-    with output.counter("deleting", total) as advance:
-        for found in plan.going:
-            advance(1)
+        store.release(found.run_id, name)
+    with output.bar("deleting", plan.size_bytes) as advance:
+        for found in plan.delete:
+            advance(found.size_bytes)
             places = _places(store, found)
-            # Asking may have taken a while.
+            # Again, because the question to the user may have taken a while.
             if any(place.why_it_stays() for place in places) or _is_named(store, found):
                 output.say(f"{found.location} stays: somebody reads it, or gave it a name meanwhile")
                 continue
             for place in places:
                 place.delete()
-            gone += found.locations
+            deleted.append(found.location)
         wanted = {entry.frozen for entry in store.inventory().entries} if plan.images else set()
-        for image, _ in plan.images:
-            advance(1)
+        for image, manifest in plan.images:
+            advance(manifest.size_bytes)
             place = store.place(image)
             if image.digest not in wanted and not place.why_it_stays():
                 place.delete()
-                gone.append(image.location)
-    return [*gone, *store.sweep()]
+                deleted.append(image.location)
+    return [*deleted, *store.sweep()]
 
 
 def _is_named(store: SnapshotStore, found: Found) -> bool:
-    return any(parse_keep_file_name(name) for location in found.locations for name in store.storage.list(location))
+    return any(parse_keep_file_name(file) for file in store.storage.list(found.location))
 
 
 def _agreed(output: Output) -> bool:
@@ -263,28 +243,24 @@ def _agreed(output: Output) -> bool:
 
 
 def _print(output: Output, seen: Contents, plan: Plan, *, is_dry: bool) -> None:
-    rows: list[tuple[Found, str, str]] = [(found, "goes", "red") for found in plan.going]
-    rows += [(found, f"stays: {reason}", "") for found, reason in plan.staying]
+    rows = [(found, "to be deleted", "red") for found in plan.delete]
+    rows += [(found, f"stays: {reason}", "") for found, reason in plan.keep]
     if rows:
         table = output.table(seen.url, "step>", "what", "size>", "run", "directory")
         for found, what, style in sorted(rows, key=lambda row: (row[0].step, row[0].location)):
-            cells = (
-                output.cell(what, style),
-                decimal(found.size_bytes),
-                seen.runs[found.run_id],
-                output.cell(found.location),
-            )
-            table.add_row(str(found.step), *cells)
+            cells = (decimal(found.size_bytes), seen.runs[found.run_id], output.cell(found.location))
+            table.add_row(str(found.step), output.cell(what, style), *cells)
         output.show(table)
     for found in plan.unnamed:
         output.line(f"step {found.step} loses its name")
-    for image, size in plan.images:
-        output.line(f"{image.location} goes: {decimal(size)} of immutable tensors that nothing refers to", "red")
+    for image, manifest in plan.images:
+        size = decimal(manifest.size_bytes)
+        output.line(f"{image.location}, to be deleted: {size} of immutable tensors that nothing refers to", "red")
     for path in plan.leftovers:
-        output.line(f"{path} goes, if no living writer stands behind it", "red")
+        output.line(f"{path}, to be deleted unless a living writer holds it", "red")
     for problem in seen.inventory.problems:
         output.line(problem, "yellow")
-    if plan.is_empty:
+    if not plan:
         output.line("nothing to delete")
     elif is_dry:
-        output.line(f"{decimal(plan.size_bytes)} would go; this was a dry run")
+        output.line(f"{decimal(plan.size_bytes)} would be deleted; this was a dry run")

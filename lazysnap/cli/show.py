@@ -1,4 +1,4 @@
-"""``lazysnap show``: what one snapshot holds: facts, tensors, small state. Reads manifests and headers, no data."""
+"""``lazysnap show``: facts, tensors and small state of one snapshot. Reads manifests and headers, no tensors."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import OK, Output, safe, when
+from lazysnap.cli.output import Output, count_of, safe, when
 from lazysnap.cli.places import open_existing
 from lazysnap.export.weights import TAG
 from lazysnap.resolver import RestartPlan
@@ -15,40 +15,30 @@ from lazysnap.shard.names import id_time_ns
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot
 
-_TEXT = 60
-"""Characters that are shown of a value, unless all are asked for."""
-_DEPTH = 40
-"""What is nested more deeply is shown as one value."""
+_MOST_CHARACTERS = 60
+"""Of a value, without ``--full``."""
+_MOST_LEVELS = 40
+"""A value that is nested more deeply is shown as one."""
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Show. Blocks: reads manifests and the first blocks. Raises: SnapshotNotFound, ShardCorrupt, LevelError."""
     catalogue = Catalogue(open_existing(args.url, args.storage_option))
     plan = catalogue.find(args.wanted, args.run)
-    both = args.tensors == args.state
     snapshot = open_snapshot(catalogue, plan, verify=True)
     facts = _facts(catalogue, plan)
-    tensors = [row for rank in range(plan.world_size) for row in _tensors(snapshot, rank)]
-    state = snapshot.meta(0).state
-    shown: dict[str, Any] = {"command": "show", "ok": True, **facts}
-    if both or args.tensors:
-        shown["tensors"] = tensors
-    if both or args.state:
-        shown["state"] = state
-    output.result(shown)
-    if output.as_json:
-        return OK
-    if both:
+    shown: dict[str, Any] = {}
+    everything = args.tensors == args.state
+    if everything:
         _print_facts(output, facts, catalogue.runs[plan.run_id])
-    if both or args.tensors:
-        _print_tensors(output, tensors, plan.world_size > 1)
-    if both or args.state:
-        table = output.table("state" if plan.world_size == 1 else "state of rank 0", "name", "value")
-        for pair in _values(state):
-            cells = (text if args.full or len(text) <= _TEXT else f"{text[: _TEXT - 1]}…" for text in pair)
-            table.add_row(*map(output.cell, cells))
-        output.show(table)
-    return OK
+    if everything or args.tensors:
+        shown["tensors"] = [row for rank in range(plan.world_size) for row in _tensors(snapshot, rank)]
+        _print_tensors(output, shown["tensors"], plan.world_size > 1)
+    if everything or args.state:
+        shown["state"] = snapshot.meta(0).state
+        title = "state" if plan.world_size == 1 else "state of rank 0"
+        _print_state(output, title, shown["state"], None if args.full else _MOST_CHARACTERS)
+    return output.result(**facts, **shown)
 
 
 def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
@@ -95,11 +85,11 @@ def _tensors(snapshot: OpenSnapshot, rank: int) -> list[dict[str, Any]]:
 
 
 def _values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Path and value of each leaf of an encoded state, in the encoding: nothing is decoded."""
+    """Path and value of each leaf of an encoded state; nothing is decoded."""
     is_list = isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
-    if isinstance(value, dict) and value and TAG not in value and depth < _DEPTH:
+    if isinstance(value, dict) and value and TAG not in value and depth < _MOST_LEVELS:
         pairs = list(value.items())
-    elif is_list and depth < _DEPTH:
+    elif is_list and depth < _MOST_LEVELS:
         pairs = [(str(index), item) for index, item in enumerate(value)]
     else:
         is_tensor = isinstance(value, dict) and value.get(TAG) == "tensor"
@@ -112,7 +102,6 @@ def _values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, s
 def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
     table = output.table("", "", "")
     table.show_header = False
-    ranks = f"{facts['world_size']} rank{'s' * (facts['world_size'] != 1)}"
     rows = [
         ("step", str(facts["step"])),
         ("run", f"{run_name}, started {when(facts['run_started_ns'])}"),
@@ -120,7 +109,7 @@ def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
         ("names", ", ".join(facts["names"])),
         ("captured", when(facts["captured_ns"])),
         ("committed", when(facts["created_ns"])),
-        ("size", f"{decimal(facts['size_bytes'])} in {ranks}"),
+        ("size", f"{decimal(facts['size_bytes'])} in {count_of(facts['world_size'], 'rank')}"),
         *(("frozen", f"{decimal(image['size_bytes'])} in {image['location']}") for image in facts["frozen"]),
         ("checksum", ", ".join(facts["checksum"])),
         ("packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items())),
@@ -138,4 +127,12 @@ def _print_tensors(output: Output, tensors: list[dict[str, Any]], with_rank: boo
         where = f"= {row['alias_of']}" if row["alias_of"] else row["image"]
         cells = [row["name"], row["dtype"], str(row["shape"]), decimal(row["bytes"]) if row["bytes"] else "0", where]
         table.add_row(*(output.cell(safe(cell)) for cell in cells), *([str(row["rank"])] * with_rank))
+    output.show(table)
+
+
+def _print_state(output: Output, title: str, state: Any, most: int | None) -> None:
+    table = output.table(title, "name", "value")
+    for pair in _values(state):
+        cells = (text if most is None or len(text) <= most else f"{text[: most - 1]}…" for text in pair)
+        table.add_row(*map(output.cell, cells))
     output.show(table)

@@ -5,7 +5,7 @@ import os
 import select
 import time
 
-from lazysnap.cli.output import BAD, OK, Output
+from lazysnap.cli.output import Output
 from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
@@ -16,9 +16,9 @@ _ANSWER_S = 5.0
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Ask the keeper of the job on this node to leave, and wait for it.
+    """Ask the keeper of the job on this node to end, and wait for it.
 
-    Blocks: at most ``--timeout``; it stores the newest captures before it leaves, and stays if it cannot, unless
+    Blocks: at most ``--timeout``. The keeper first stores the newest captures; if it cannot, it stays, unless
     ``--force`` is given. Returns 1 if it stays.
     """
     deadline = time.monotonic() + args.timeout
@@ -37,8 +37,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             output.line(f"keeper {pid} ended")
     if not ended and not staying:
         output.line(f"no keeper of job {args.job} on this node; `pgrep -af lazysnap.keeper` lists all of them")
-    output.result({"command": "stop", "ok": not staying, "job": args.job, "ended": ended, "staying": staying})
-    return BAD if staying else OK
+    return output.result(ok=not staying, job=args.job, ended=ended, staying=staying)
 
 
 def _identities(job: str) -> list[JobIdentity]:

@@ -1,4 +1,4 @@
-"""``lazysnap verify``: every byte of every shard and of every image of immutable tensors, against its checksum."""
+"""``lazysnap verify``: every byte of every shard and of all immutable tensors, against its checksum."""
 
 import argparse
 import time
@@ -8,136 +8,107 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import BAD, OK, Output
+from lazysnap.cli.output import Output, count_of, fields_of
 from lazysnap.cli.places import open_existing
 from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels.blocks import read_shard
-from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import Manifest
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
-GOOD, INCOMPLETE, DAMAGED = "good", "incomplete", "bad"
+GOOD, INCOMPLETE, DAMAGED, GONE = "good", "incomplete", "bad", "gone"
+_STYLES = {GOOD: "green", DAMAGED: "red"}
 
 
 @dataclass
 class Verdict:
-    """What was found out about one snapshot, or one image of immutable tensors."""
+    """The result for one snapshot, or for one image of immutable tensors."""
 
     fields: dict[str, Any]
-    size_bytes: int = 0
     state: str = GOOD
     problems: list[str] = field(default_factory=list)
 
     def blame(self, problem: str) -> None:
-        """It is bad, and why."""
+        """It is damaged, and why."""
         self.state = DAMAGED
         self.problems.append(problem)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {**self.fields, "state": self.state, "size_bytes": self.size_bytes, "problems": self.problems}
+        return {**self.fields, "state": self.state, "problems": self.problems}
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Verify. Blocks: reads everything. Exit code 1 if anything is bad, or nothing is there. Raises: LevelError."""
     started = time.perf_counter()
     store = open_existing(args.url, args.storage_option)
-    run_id = None if args.run is None else Catalogue(store).run_of(args.run)
-    seen = Catalogue(store).contents(args.step).of_run(run_id)
-    problems = seen.inventory.problems
-    if args.step and not seen.snapshots and not problems:
+    catalogue = Catalogue(store)
+    seen = catalogue.contents(args.step).of_run(None if args.run is None else catalogue.run_of(args.run))
+    unreadable = seen.inventory.problems
+    if args.step and not seen.snapshots and not unreadable:
         raise SnapshotNotFound(f"{seen.url}: no snapshot of step {', '.join(map(str, args.step))}")
     total = sum(found.size_bytes for found in seen.snapshots) + sum(manifest.size_bytes for _, manifest in seen.frozen)
     with output.bar("reading", total) as advance:
-        frozen = {one.digest: _check_image(store, one, found, advance) for one, found in seen.frozen}
-        snapshots = [_check(store, found, frozen, advance) for found in seen.snapshots]
-    verdicts = [*snapshots, *frozen.values()]
-    bad = [*problems, *(problem for verdict in verdicts for problem in verdict.problems)]
-    is_ok = bool(verdicts) and not bad
-    output.result(
-        {
-            "command": "verify",
-            "ok": is_ok,
-            "url": seen.url,
-            "snapshots": [verdict.as_json() for verdict in snapshots],
-            "frozen": [verdict.as_json() for verdict in frozen.values()],
-            "problems": bad,
-            "size_bytes": total,
-            "seconds": round(time.perf_counter() - started, 3),
-        }
-    )
+        images = {image.digest: _check_image(store, image, manifest, advance) for image, manifest in seen.frozen}
+        snapshots = [_check(store, found, images, advance) for found in seen.snapshots]
+    verdicts = [*snapshots, *images.values()]
+    bad = [*unreadable, *(problem for verdict in verdicts for problem in verdict.problems)]
     _print(output, seen, snapshots, bad)
-    return OK if is_ok else BAD
-
-
-def _problem(place: ShardPlace, manifest: Manifest, advance: Callable[[int], None]) -> str | None:
-    """What is wrong with one shard, ``None`` if nothing is. Raises: LevelError; FileNotFoundError, if it is gone."""
-    try:
-        read_shard(place, manifest, beat=advance)
-    except FormatError as error:
-        return str(error)
-    return None
+    return output.result(
+        ok=bool(verdicts) and not bad,
+        url=seen.url,
+        snapshots=[verdict.to_fields() for verdict in snapshots],
+        frozen=[verdict.to_fields() for verdict in images.values()],
+        problems=bad,
+        size_bytes=total,
+        seconds=round(time.perf_counter() - started, 3),
+    )
 
 
 def _check_image(
     store: SnapshotStore, image: FrozenEntry, manifest: Manifest, advance: Callable[[int], None]
 ) -> Verdict:
-    fields: dict[str, Any] = {"location": image.location, "digest": image.digest}
-    verdict = Verdict(fields, manifest.size_bytes)
+    verdict = Verdict({"location": image.location, "digest": image.digest, "size_bytes": manifest.size_bytes})
     try:
-        problem = _problem(store.place(image), manifest, advance)
+        read_shard(store.place(image), manifest, beat=advance)
+    except FormatError as error:
+        verdict.blame(str(error))
     except FileNotFoundError:
-        problem = f"{store.url}/{image.location}: deleted while it was read"
-    if problem is not None:
-        verdict.blame(problem)
+        verdict.blame(f"{store.url}/{image.location}: deleted while it was read")
     return verdict
 
 
-def _check(
-    store: SnapshotStore,
-    found: Found,
-    frozen: dict[str, Verdict],
-    advance: Callable[[int], None],
-) -> Verdict:
-    fields = {
-        "location": found.locations[0],
-        "locations": found.locations,
-        "step": found.step,
-        "run_id": found.run_id,
-        "names": found.names,
-    }
-    verdict = Verdict(fields, found.size_bytes, GOOD if found.is_complete else INCOMPLETE)
+def _check(store: SnapshotStore, found: Found, images: dict[str, Verdict], advance: Callable[[int], None]) -> Verdict:
+    verdict = Verdict(fields_of(found), GOOD if found.is_complete else INCOMPLETE)
     for entry, manifest in found.shards:
         try:
-            problem = _problem(store.place(entry), manifest, advance)
+            read_shard(store.place(entry), manifest, beat=advance)
+        except FormatError as error:
+            verdict.blame(str(error))
         except FileNotFoundError:
-            verdict.state = "gone"  # a running job's retention took it meanwhile
+            verdict.state = GONE  # the retention of a running job deleted it meanwhile
             return verdict
-        if problem is not None:
-            verdict.blame(problem)
     for digest in found.frozen:
-        image = frozen.get(digest)
-        if image is None:
+        if digest not in images:
             verdict.blame(f"{store.url}/{found.location}: its immutable tensors {digest} are not there")
-        elif image.state != GOOD:
-            verdict.state = DAMAGED  # the image itself tells what is wrong with it
+        elif images[digest].state != GOOD:
+            verdict.state = DAMAGED  # the problem stands at the image
     return verdict
 
 
 def _print(output: Output, seen: Contents, snapshots: list[Verdict], bad: list[str]) -> None:
     if snapshots:
         table = output.table(seen.url, "step>", "state", "size>", "names", "run", "directory")
-        styles = {GOOD: "green", DAMAGED: "red"}
         for verdict in snapshots:
+            fields = verdict.fields
             table.add_row(
-                str(verdict.fields["step"]),
-                output.cell(verdict.state, styles.get(verdict.state, "yellow")),
-                decimal(verdict.size_bytes),
-                output.cell(", ".join(verdict.fields["names"])),
-                seen.runs[verdict.fields["run_id"]],
-                output.cell(", ".join(verdict.fields["locations"])),
+                str(fields["step"]),
+                output.cell(verdict.state, _STYLES.get(verdict.state, "yellow")),
+                decimal(fields["size_bytes"]),
+                output.cell(", ".join(fields["names"])),
+                seen.runs[fields["run_id"]],
+                output.cell(fields["location"]),
             )
         output.show(table)
     for problem in bad:
@@ -145,8 +116,7 @@ def _print(output: Output, seen: Contents, snapshots: list[Verdict], bad: list[s
     if not snapshots and not bad:
         output.line(f"no snapshots in {seen.url}: nothing to verify")
         return
-    counts = {state: sum(verdict.state == state for verdict in snapshots) for state in (GOOD, DAMAGED)}
-    others = len(snapshots) - sum(counts.values())
-    total = counts[GOOD]
-    text = f"{total} snapshot{'s' * (total != 1)} good, {len(bad)} problem{'s' * (len(bad) != 1)}"
+    good = sum(verdict.state == GOOD for verdict in snapshots)
+    others = sum(verdict.state in (INCOMPLETE, GONE) for verdict in snapshots)
+    text = f"{count_of(good, 'snapshot')} good, {count_of(len(bad), 'problem')}"
     output.line(text + (f", {others} incomplete or gone" if others else ""))

@@ -98,14 +98,9 @@ class Found:
         return len({entry.rank for entry, _ in self.shards})
 
     @property
-    def locations(self) -> list[str]:
-        """Its directories: one, if no other snapshot was in the way."""
-        return sorted({entry.location for entry, _ in self.shards})
-
-    @property
     def location(self) -> str:
-        """Its directories, for people."""
-        return ", ".join(self.locations)
+        """Its directory: the name holds run, step and start."""
+        return self.shards[0][0].location
 
     @property
     def names(self) -> list[str]:
@@ -141,6 +136,11 @@ class Contents:
     inventory: Inventory
     newest_run: str | None
     """Id of the run that ``latest`` means here; ``None``: nothing is complete."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of this package is here."""
+        return not (self.snapshots or self.uncommitted or self.frozen)
 
     @cached_property
     def runs(self) -> dict[str, str]:
