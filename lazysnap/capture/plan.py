@@ -282,7 +282,8 @@ def make_plan(
             logical[name] = {"dtype": kept}
         specs.append(TensorSpec(name, DTYPE_NAMES[stored.dtype], tuple(stored.shape)))
     aliases = {walk.names[i]: walk.names[primary] for i, (_, primary) in enumerate(facts) if primary != i}
-    aliases.update({name: aliases.get(primary, primary) for name, primary in (tied or {}).items()})
+    others = {name: primary for name, primary in (tied or {}).items() if primary not in apart}
+    aliases.update({name: aliases.get(primary, primary) for name, primary in others.items()})
     layout = Layout.plan(specs, aliases)
     place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
     records = []

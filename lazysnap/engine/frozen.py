@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lazysnap.engine.meta import MetaWriter
 from lazysnap.errors import CaptureAborted, LazySnapError, MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.shard.manifest import FrozenReference
+from lazysnap.state.sharding import held_part, local_of
 from lazysnap.state.source import StateSource
 
 logger = logging.getLogger("lazysnap.engine")
@@ -61,11 +62,17 @@ class FrozenTensors:
         """The frozen ones among the tensors of the state."""
         return {} if self._changes >= _MOST_CHANGES else frozen_parameters(named, self._source, self.changed)
 
-    def prepare(self) -> None:
+    def untrained(self, named: Iterable[tuple[str, torch.Tensor]]) -> Collection[str]:
+        """Names of what may become frozen: all that is not trained, however little it is."""
+        return frozen_parameters(named, self._source, least_bytes=1).keys()
+
+    def prepare(self, *, is_alone: bool) -> None:
         """Begin before the first boundary, if there is nothing yet. Does not block."""
         if self._set is None:
-            named = self._source.expected().items()
-            self._replace(FrozenSet.of(self.choose(named), named))
+            named = self._source.expected()
+            chosen = self.choose(named.items())
+            facts = {} if is_alone else {name: facts_of_shard(named[name], name) for name in chosen}
+            self._replace(FrozenSet.of(chosen, [(name, local_of(named[name])) for name in chosen], facts=facts))
 
     def settle(
         self,
@@ -320,6 +327,14 @@ class _Comparison(threading.Thread):
     def _beat(self) -> None:
         if self.cancelled.is_set():
             raise CaptureAborted("cancelled")
+
+
+def facts_of_shard(tensor: torch.Tensor, name: str) -> dict[str, Any]:
+    """What the manifest says of a DTensor's local shard; nothing of a plain tensor. As ``Partition.facts``."""
+    held = held_part(tensor, name)
+    if held is None:
+        return {}
+    return {"scope": "shard", "global_shape": list(held.global_shape), "offsets": list(held.offsets)}
 
 
 def frozen_meta(frozen: FrozenSet, writer: MetaWriter) -> bytes:

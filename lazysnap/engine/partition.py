@@ -44,9 +44,17 @@ class _Shared:
 class Partition:
     """The parts of one walk; holds as long as the names and kinds of its tensors stay."""
 
-    def __init__(self, walk: Walk, replicated: Collection[Key], rank: int, crew: Collection[int]) -> None:
+    def __init__(
+        self,
+        walk: Walk,
+        replicated: Collection[Key],
+        rank: int,
+        crew: Collection[int],
+        untrained: Collection[str] = (),
+    ) -> None:
         """``replicated``: memory that holds the same on every rank; ``crew``: those that ``rank`` shares with, itself
-        among them. Raises: UnsupportedState.
+        among them; ``untrained``: names of DTensors of which each rank captures its whole local shard, because frozen
+        tensors are stored by their content. Raises: UnsupportedState.
         """
         self._of = walk.names
         self.facts: dict[str, dict[str, Any]] = {}
@@ -65,6 +73,8 @@ class Partition:
                 parts.append(_Part(index))
             else:
                 one, ranks = _shared(index, tensor, held, crew)
+                if held is not None and name in untrained and rank in ranks:
+                    ranks = (rank,)
                 # Of a shard without bytes there is nothing to keep but where the whole tensor has none.
                 if rank in ranks and (volume(one.local.shape) or not volume(one.global_shape)):
                     shared.setdefault(ranks, []).append(one)

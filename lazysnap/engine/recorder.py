@@ -124,7 +124,7 @@ class Recorder:
     def prepare(self) -> None:
         """Ask for memory before the first boundary. Does not block."""
         if self._plan is None:
-            self.frozen.prepare()
+            self.frozen.prepare(is_alone=self._world is None)
         if self._reserved is None:
             size = bytes_of_one if self._world is None else bytes_of_share(self._replicated(), self._world.crew)
             self._reserve(estimate_image_bytes(self._source, self.frozen.names, size))
@@ -315,7 +315,9 @@ class Recorder:
             return self._plain(walked)
         if self._partition is None or not self._partition.holds_for(walked):
             check_walk(walked)
-            self._partition = self._world.settle(walked, replicated_keys(self._replicated(), self._source.optimizers()))
+            replicated = replicated_keys(self._replicated(), self._source.optimizers())
+            untrained = self.frozen.untrained(zip(walked.names, walked.tensors, strict=True))
+            self._partition = self._world.settle(walked, replicated, untrained)
             self._lazy = self._partition.lazy_keys(walked, lazy_keys(self._source))
         return self._partition.apply(walked)
 
@@ -381,8 +383,10 @@ class Recorder:
             self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
         check_walk(everything)
         self.meta.parameters = names_of_parameters(self._source, everything, self._log)
-        named = list(zip(walked.names, walked.tensors, strict=True))
-        plan = self._plan = self._made(walked, self.frozen.settle(self.frozen.choose(named), named))
+        chosen = self.frozen.choose(zip(everything.names, everything.tensors, strict=True))
+        captured, parts = list(zip(walked.names, walked.tensors, strict=True)), self._partition
+        aliases, facts = ({}, {}) if parts is None else (parts.aliases, parts.facts)
+        plan = self._plan = self._made(walked, self.frozen.settle(chosen, captured, aliases, facts))
         return plan
 
     def _made(self, walked: Walk, frozen: FrozenSet | None) -> CapturePlan:
@@ -390,7 +394,8 @@ class Recorder:
             return make_plan(walked, self._source, frozen)
         plan = make_plan(walked, self._source, frozen, self._lazy, self._partition.aliases)
         for name, facts in self._partition.facts.items():
-            plan.logical[name] = {**plan.logical.get(name, {}), **facts}
+            if frozen is None or name not in frozen.names:
+                plan.logical[name] = {**plan.logical.get(name, {}), **facts}
         return plan
 
     def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:

@@ -58,6 +58,7 @@ class World:
         self.size = dist.get_world_size() if is_many else 1
         self._group: Any = self._meet() if is_many else None
         self._shares: bool | None = None
+        self._untrained: frozenset[str] | None = None
         self._lost: WaitTimeout | None = None
         self.exchanges = 0
         """Collectives so far; a test sees to it that snapshots need none."""
@@ -162,15 +163,18 @@ class World:
             raise outcome[0]
         return list(outcome[0])
 
-    def settle(self, walked: Walk, replicated: Collection[Key]) -> Partition:
+    def settle(self, walked: Walk, replicated: Collection[Key], untrained: Collection[str]) -> Partition:
         """What this rank captures of the state. Collective at its first call, later ones are not.
 
         Where ranks of a node that should hold the same tensors do not, each of the node captures its own whole.
+        ``untrained``: see ``Partition``; of the first call, so that all ranks always cut alike.
         Raises: WaitTimeout, and at once from then on: no snapshots without a common plan.
         """
         if self._lost is not None:
             raise self._lost  # asked once: the others will not answer later either
-        partition = Partition(walked, replicated, self.rank, self.crew)
+        if self._untrained is None:
+            self._untrained = frozenset(untrained)
+        partition = Partition(walked, replicated, self.rank, self.crew, self._untrained)
         if self._shares is None:
             try:
                 told = self.exchange("the first boundary", partition.common)

@@ -46,7 +46,7 @@ class Net(torch.nn.Module):
 
     def __init__(self, *, base: bool = False, tied: bool = False) -> None:
         super().__init__()
-        self.base = torch.nn.Linear(WIDTH, 20_000).requires_grad_(False) if base else None
+        self.base = torch.nn.Linear(WIDTH, 50_000).requires_grad_(False) if base else None
         self.embed = torch.nn.Embedding(37, WIDTH)
         self.norm = torch.nn.BatchNorm1d(WIDTH)
         self.first = torch.nn.Linear(WIDTH, 4 * WIDTH)

@@ -1,33 +1,73 @@
-"""Immutable tensors with several ranks: once per run at a level, called by their content, whoever wrote them."""
+"""Frozen tensors with several ranks: once per run at a level, called by their content, whoever wrote them."""
+
+import pathlib
 
 import pytest
+import torch
+from rank import WIDTH, Net
 
+from lazysnap import load_weights
 from lazysnap.levels import open_store
+
+BASE_BYTES = 50_000 * (WIDTH + 1) * 4
+HEADERS = 4 * 4096
+
+
+def stored(job):
+    """What the level of a job holds: entries of the snapshots, sizes of their shards, bytes of frozen tensors."""
+    store = open_store(job.levels[0]["url"])
+    inventory = store.inventory()
+    assert inventory.problems == ()
+    # Each file of frozen tensors is referred to.
+    assert {entry.frozen for entry in inventory.entries} == {frozen.digest for frozen in inventory.frozen}
+    shards = max(store.read_manifest(entry).size_bytes for entry in inventory.entries)
+    return inventory, shards, sum(store.verify_entry(frozen).size_bytes for frozen in inventory.frozen)
 
 
 @pytest.mark.parametrize("place", ["memory", "storage"])
-def test_ranks_with_the_same_base_store_it_once_and_resume_bit_for_bit(job, end_keepers, place):
-    assert set(job.run("ddp", 2, base=True, stop_at=4, wait_durable=True)) == {9}, job.output()
+@pytest.mark.parametrize(
+    ("kind", "world", "files"),
+    [
+        ("ddp", 2, 1),
+        # FSDP2: the base is a DTensor; each rank's shard of it is one file, which its replicas share.
+        pytest.param("fsdp", 2, 2, marks=pytest.mark.always),
+        ("hsdp", 4, 2),
+        ("tp", 4, 2),
+    ],
+)
+def test_ranks_store_the_same_base_once_and_resume_bit_for_bit(job, end_keepers, place, kind, world, files):
+    assert set(job.run(kind, world, base=True, stop_at=4, wait_durable=True)) == {9}, job.output()
     stopped = job.stopped()
     if place == "storage":
         end_keepers(job)
-    inventory = open_store(job.levels[0]["url"]).inventory()
-    assert len(inventory.frozen) == 1
-    assert {entry.frozen for entry in inventory.entries} == {inventory.frozen[0].digest}
-    store = open_store(job.levels[0]["url"])
-    assert max(store.read_manifest(entry).size_bytes for entry in inventory.entries) < 150_000
+    inventory, largest_shard, frozen_bytes = stored(job)
+    assert len(inventory.frozen) == files
+    assert largest_shard < 150_000
+    assert BASE_BYTES <= frozen_bytes <= BASE_BYTES + files * HEADERS
 
-    assert set(job.run("ddp", 2, base=True, look=True)) == {0}, job.output()
+    assert set(job.run(kind, world, base=True, look=True)) == {0}, job.output()
 
     assert job.resumed() == 4
     assert {level == "memory" for _, level, _ in job.origins()} == {place == "memory"}
     assert {digest for *_, digest in job.origins()} == stopped
 
 
-def test_a_base_goes_with_the_world_that_changes(job):
-    assert set(job.run("ddp", 2, base=True, stop_at=4)) == {9}, job.output()
+def test_weights_of_a_sharded_base_are_read_whole(job):
+    assert set(job.run("fsdp", 2, base=True, stop_at=4, wait_durable=True)) == {9}, job.output()
+    torch.manual_seed(0)
+    wanted = Net(base=True).base
+
+    found = load_weights(pathlib.Path(job.levels[0]["url"]))
+
+    assert found["base.weight"].equal(wanted.weight)
+    assert found["base.bias"].equal(wanted.bias)
+
+
+@pytest.mark.parametrize("first", [("ddp", 2), ("fsdp", 4)])
+def test_a_base_goes_with_the_world_that_changes(job, first):
+    assert set(job.run(*first, base=True, stop_at=4)) == {9}, job.output()
     stopped = job.stopped()
 
-    for kind, world in (("ddp", 4), ("plain", 1), ("fsdp", 2)):
+    for kind, world in (("ddp", 4), ("plain", 1), ("fsdp", 2), ("hsdp", 4)):
         assert set(job.run(kind, world, base=True, look=True)) == {0}, job.output()
         assert set(map(tuple, job.origins())) == {("4", "memory", *stopped)}
