@@ -1,5 +1,6 @@
 """Frozen tensors over a training: chosen, captured once, compared, and captured as all others once they changed."""
 
+import contextlib
 import json
 import logging
 import threading
@@ -14,9 +15,9 @@ from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.capture.frozen import FrozenSet, Parameters, digest_of, frozen_parameters, slices_of
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.meta import MetaWriter
-from lazysnap.errors import CaptureAborted, LazySnapError, MemoryBoundExceeded
+from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.shard.manifest import FrozenReference
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.state.sharding import held_part, local_of
 from lazysnap.state.source import StateSource
 
@@ -26,7 +27,7 @@ _MOST_CHANGES = 8
 """A program that changes frozen tensors so often gets none of them stored apart any more."""
 _MOST_COPIES = 3
 """Copies that may differ from what was to be copied, because somebody wrote meanwhile."""
-_ASK_AGAIN_S = 0.02
+_ASK_AGAIN_S = 0.05
 _REFUSED_AGAIN_S = 5.0
 _STOP_S = 2.0
 _UNKNOWN = "0" * 32
@@ -97,7 +98,7 @@ class FrozenTensors:
             self._begin_copy(frozen)
 
     def _begin_copy(self, frozen: FrozenSet) -> None:
-        self._copy = _Copy(frozen, self._client, frozen_meta(frozen, self._meta))
+        self._copy = _Copy(frozen, self._client, self._meta)
 
     @property
     def names(self) -> set[str]:
@@ -231,10 +232,11 @@ class FrozenTensors:
 class _Copy:
     """Brings a set into the keeper's memory, in a thread beside training. It ends whole, or with an ``error``."""
 
-    def __init__(self, frozen: FrozenSet, client: KeeperClient, meta: bytes) -> None:
+    def __init__(self, frozen: FrozenSet, client: KeeperClient, writer: MetaWriter) -> None:
         self._frozen = frozen
         self._client = client
-        self._meta = meta
+        self._meta = frozen_meta(frozen, writer)
+        self._start = writer.start
         self._slot: Slot | None = None
         self._ended = threading.Event()
         self._cancelled = threading.Event()
@@ -271,39 +273,56 @@ class _Copy:
 
     def _copied(self, digest: str) -> bool:
         """Whether the keeper holds the bytes of that digest; else the tensors have others by now."""
-        slot = self._provided(digest)
-        room = slot.image[: self._frozen.size_bytes]
-        # An earlier process may have filled it: memory is believed no more than a disk.
-        if slot.status().phase is not SlotPhase.WHOLE or digest_of(slices_of(room), self._beat) != digest:
-            slot.discard()
-            slot.populate()
-            sequence = slot.word(Word.SEQUENCE) + 1
-            slot.begin(0, sequence=sequence, image_bytes=len(room), meta=self._meta, pin=False)
-            faults.point("engine.frozen.begun")
-            if digest_of(self._frozen.copied_into(room), self._beat) != digest:
-                slot.discard()
-                return False
-            faults.point("engine.frozen.copied")
-            slot.commit()
-            faults.point("engine.frozen.committed")
-            self._client.frozen_whole(digest)
-        self._slot, self.digest = slot, digest
-        return True
-
-    def _provided(self, digest: str) -> Slot:
-        """The slot that the keeper has for that digest. Blocks: until there is one."""
         while True:
             self._beat()
             try:
-                slot = self._client.ask_frozen(digest, len(self._meta), self._frozen.size_bytes)
+                slot, fills = self._client.ask_frozen(digest, len(self._meta), self._frozen.size_bytes)
             except MemoryBoundExceeded as error:
                 self.refusal = str(error)
                 self._cancelled.wait(_REFUSED_AGAIN_S)
                 continue
-            if slot is not None:
-                self.refusal = ""
-                return slot
-            self._cancelled.wait(_ASK_AGAIN_S)  # no keeper yet, or it died over the question
+            self.refusal = ""
+            if slot is not None and fills:
+                try:
+                    is_filled = self._fill(slot, digest)
+                finally:
+                    self._client.frozen_filled(digest)
+                if not is_filled:
+                    return False
+            if slot is not None and self._is_whole(slot, digest):
+                self._slot, self.digest = slot, digest
+                return True
+            self._cancelled.wait(_ASK_AGAIN_S)  # no keeper yet, or another rank of the node fills it
+
+    def _fill(self, slot: Slot, digest: str) -> bool:
+        """Whether what was copied has that digest."""
+        slot.discard()
+        slot.populate()
+        room, sequence = slot.image[: self._frozen.size_bytes], slot.word(Word.SEQUENCE) + 1
+        slot.begin(0, sequence=sequence, image_bytes=len(room), meta=self._meta, pin=False)
+        faults.point("engine.frozen.begun")
+        if digest_of(self._frozen.copied_into(room), self._beat) != digest:
+            slot.discard()
+            return False
+        faults.point("engine.frozen.copied")
+        slot.commit()
+        faults.point("engine.frozen.committed")
+        return True
+
+    def _is_whole(self, slot: Slot, digest: str) -> bool:
+        """Whether it holds them. Of an earlier start memory is believed no more than a disk; a damaged slot is let go,
+        to be filled again.
+        """
+        status = slot.status()
+        if status.phase is not SlotPhase.WHOLE:
+            return False
+        with contextlib.suppress(FormatError):
+            if CaptureMeta.from_bytes(slot.read_meta()).start == self._start:
+                return True
+            if digest_of(slices_of(slot.image[: self._frozen.size_bytes]), self._beat) == digest:
+                return True
+        slot.drop(status.sequence)
+        return False
 
 
 class _Comparison(threading.Thread):

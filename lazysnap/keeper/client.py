@@ -50,6 +50,7 @@ from lazysnap.keeper.protocol import (
     Drained,
     DrainProgress,
     FrozenDropped,
+    FrozenFilled,
     FrozenRefused,
     FrozenSlot,
     Goodbye,
@@ -461,23 +462,24 @@ class KeeperClient:
         return reply.levels if isinstance(reply, BusyLevels) else []
 
     def frozen_slot(self, digest: str) -> Slot | None:
-        """Where immutable tensors of that digest are, or go; ``None`` if no live keeper holds them."""
+        """Where frozen tensors of that digest are, or go; ``None`` if no live keeper holds them."""
         with self._changed:
             return self._frozen.get(digest)
 
-    def ask_frozen(self, digest: str, meta_bytes: int, image_bytes: int) -> Slot | None:
-        """Ask for a slot for immutable tensors; it may be there and whole. ``None``: no keeper answered.
+    def ask_frozen(self, digest: str, meta_bytes: int, image_bytes: int) -> tuple[Slot | None, bool]:
+        """Ask for a slot for frozen tensors, and whether to fill it; it may be whole, or another rank may fill it.
+        ``None``: no keeper answered.
 
         Blocks: while the keeper finds memory. Raises: MemoryBoundExceeded, if there is none.
         """
         reply = self._questions.ask(AskFrozen(digest=digest, meta=meta_bytes, image=image_bytes), _FROZEN_S)
         if isinstance(reply, FrozenRefused):
             raise MemoryBoundExceeded(reply.text)
-        return None if reply is None else self.frozen_slot(digest)
+        return (self.frozen_slot(digest), reply.fills) if isinstance(reply, FrozenSlot) else (None, False)
 
-    def frozen_whole(self, digest: str) -> None:
-        """The immutable tensors of that digest are whole in their slot. A hint: its words are the truth."""
-        self._note(Look())
+    def frozen_filled(self, digest: str) -> None:
+        """This process writes no more into the slot of that digest. Does not block."""
+        self._note(FrozenFilled(digest))
 
     def keep(self, name: str, step: int, run_id: str, sequence: int) -> None:
         """Have the capture with that sequence number kept on every level, under ``name``. Does not block."""

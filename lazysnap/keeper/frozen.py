@@ -1,4 +1,4 @@
-"""The keeper's slots of frozen tensors, by the digest of their bytes, apart from those for captures.
+"""The keeper's slots of frozen tensors, by the digest of their bytes: ranks of a node with equal ones share a slot.
 
 A slot is whole when its words say so: the trainer compares the digest of what it copied before it writes the last word.
 """
@@ -16,12 +16,18 @@ from lazysnap.shard.manifest import CaptureMeta
 
 
 class FrozenPool:
-    """Slots by digest, the newest last. Thread-safe."""
+    """Slots by digest, for all ranks of the node. Thread-safe."""
 
     def __init__(self, dropped: Callable[[str], None]) -> None:
+        """``dropped`` is told of each digest that is let go."""
         self._dropped = dropped
         self._lock = threading.Lock()
         self._slots: dict[str, Slot] = {}
+        self._wanted: dict[int, str] = {}
+        """By local rank: what its trainer asked for last."""
+        self._fillers: dict[str, int] = {}
+        """The local rank whose trainer fills the slot."""
+        self._making: dict[str, threading.Lock] = {}
 
     def get(self, digest: str) -> Slot | None:
         """The whole slot of that digest."""
@@ -43,16 +49,36 @@ class FrozenPool:
         """Memory that all of them take."""
         return sum(slot.size_bytes for _, slot in self.items())
 
-    def provide(self, digest: str, meta: int, image: int, free_bytes: int | None) -> Slot:
-        """The slot for that digest: the one that is there, or a new one of this size.
+    def provide(
+        self, local_rank: int, digest: str, sizes: tuple[int, int], free_bytes: int | None
+    ) -> tuple[Slot, bool]:
+        """The slot for that digest: the one that is there, or a new one of these sizes (metadata, tensors); and whether
+        the trainer of that rank is to fill it.
 
         Blocks: populates memory. Raises: MemoryBoundExceeded, if it takes more than ``free_bytes``, or than there is.
         """
         with self._lock:
-            slot = self._slots.pop(digest, None)
-            if slot is not None:
-                self._slots[digest] = slot
-                return slot
+            self._wanted[local_rank] = digest
+            making = self._making.setdefault(digest, threading.Lock())
+        with making:
+            slot = dict(self.items()).get(digest) or self.adopt(local_rank, digest, self._make(*sizes, free_bytes))
+        with self._lock:
+            return slot, not _is_whole(slot) and self._fillers.setdefault(digest, local_rank) == local_rank
+
+    def filled(self, local_rank: int, digest: str | None = None) -> None:
+        """The trainer of that rank writes no more into the slot of that digest; into none, without ``digest``."""
+        with self._lock:
+            mine = {known for known, filler in self._fillers.items() if filler == local_rank}
+            for known in mine if digest is None else mine & {digest}:
+                del self._fillers[known]
+
+    def forget(self, local_rank: int) -> None:
+        """That rank is gone."""
+        self.filled(local_rank)
+        with self._lock:
+            self._wanted.pop(local_rank, None)
+
+    def _make(self, meta: int, image: int, free_bytes: int | None) -> Slot:
         needed = Slot.bytes_for(meta, image)
         if free_bytes is not None and needed > free_bytes:
             raise MemoryBoundExceeded(
@@ -70,11 +96,12 @@ class FrozenPool:
                 f"the machine refused {needed} bytes for the frozen tensors: {os.strerror(error.errno or 0)}"
             ) from error
         slot.set_word(Word.READY, 1)
-        return self.adopt(digest, slot)
+        return slot
 
-    def adopt(self, digest: str, slot: Slot) -> Slot:
-        """Take over a slot that a trainer kept when an earlier keeper died; the one that serves for that digest."""
+    def adopt(self, local_rank: int, digest: str, slot: Slot) -> Slot:
+        """Take over a slot, as a trainer kept it when an earlier keeper died; the one that serves for that digest."""
         with self._lock:
+            self._wanted[local_rank] = digest
             known = self._slots.get(digest)
             if known is not None and (_is_whole(known) or os.path.sameopenfile(known.fd, slot.fd)):
                 slot.close()
@@ -83,21 +110,20 @@ class FrozenPool:
         return slot
 
     def sweep(self, captures: Iterable[Slot]) -> None:
-        """Let go of slots that no capture refers to, but for the newest."""
-        digests = [digest for digest, _ in self.items()]
-        if len(digests) < 2:
+        """Let go of slots that no capture refers to and no rank asked for last."""
+        unasked = self._slots.keys() - set(self._wanted.values())
+        if not unasked:
             return
         try:
             referred = {_reference(slot) for slot in captures}
         except FormatError:
             return  # a capture begins right now: next time
-        for digest in digests[:-1]:
-            if digest not in referred:
-                self._drop(digest)
+        for digest in unasked - referred:
+            self._drop(digest)
 
     def _drop(self, digest: str) -> None:
         with self._lock:
-            if next(reversed(self._slots)) == digest:
+            if digest in self._wanted.values():
                 return  # asked for again meanwhile
             slot = self._slots.pop(digest)
             faults.point("keeper.frozen.drop")

@@ -33,6 +33,7 @@ from lazysnap.keeper.protocol import (
     Drained,
     DrainProgress,
     FrozenDropped,
+    FrozenFilled,
     FrozenRefused,
     FrozenSlot,
     Goodbye,
@@ -70,6 +71,7 @@ class LocalRank:
         selector: selectors.BaseSelector,
         close: Callable[[Connection], None],
         last_words: Callable[[Connection], None],
+        frozen: FrozenPool,
     ) -> None:
         """``close`` ends a connection, which leads to ``lost_connection``; ``last_words`` reads what is left there."""
         self._selector = selector
@@ -83,7 +85,7 @@ class LocalRank:
         self._trainer_pid = 0
         self._pidfd = -1
         self._pool = SlotPool(self._slot_made)
-        self._frozen = FrozenPool(lambda digest: self._emit(FrozenDropped(digest)))
+        self._frozen = frozen
         self._frozen_asked: deque[tuple[Connection, AskFrozen]] = deque()
         self._levels: tuple[PersistentLevel, ...] = ()
         self._team = Team()
@@ -112,7 +114,6 @@ class LocalRank:
     def tick(self) -> None:
         """Do what is due; called about ten times a second."""
         self._memory_wake.set()
-        self._frozen.sweep(self._pool.all())
         if self._drain_request is not None:
             self._tell_progress()
             if self._is_drained(self._drain_request):
@@ -154,12 +155,20 @@ class LocalRank:
             self._close(self.trainer)
         self._unwatch()
         self.phase = Phase.GONE
+        self._frozen.forget(self._team.local_rank)
         self._memory_wake.set()
         self._free()
 
     def _free(self) -> None:
         self._pool.close()
-        self._frozen.close()
+
+    def slots(self) -> list[Slot]:
+        """Those for captures."""
+        return self._pool.all()
+
+    def tell_dropped(self, digest: str) -> None:
+        """Frozen tensors were let go."""
+        self._emit(FrozenDropped(digest))
 
     # ---------------------------------------------------------------- what a person who stops the keeper wants to know
 
@@ -273,6 +282,7 @@ class LocalRank:
     def _trainer_died(self) -> None:
         """Nothing is written into the slots any more. What is not whole is void."""
         self._unwatch()
+        self._frozen.filled(self._team.local_rank)
         self.holdings.trainer_ended()
         for slot in self._pool.all():
             if slot.status().phase is SlotPhase.CAPTURING:
@@ -307,12 +317,15 @@ class LocalRank:
                 self._adopt(fds)
             case AdoptFrozen():
                 for slot in Slot.attach_all(fds):
-                    self._frozen.adopt(message.digest, slot)
+                    self._frozen.adopt(self._team.local_rank, message.digest, slot)
                     self._hand_over(message.digest)
             case AskFrozen():
                 assert self.trainer is not None
                 self._frozen_asked.append((self.trainer, message))
                 self._memory_wake.set()
+            case FrozenFilled():
+                self._frozen.filled(self._team.local_rank, message.digest)
+                self._persister.wake()
             case Keep():
                 if not self._persister.keep(message.name, message.run_id, message.sequence):
                     logger.warning("step %s is gone: it cannot be kept as %s", message.step, message.name)
@@ -405,7 +418,7 @@ class LocalRank:
         self._free()  # what was made meanwhile
 
     def _provide_frozen(self, trainer: Connection, asked: AskFrozen) -> None:
-        """Answer with a slot for immutable tensors. Another trainer than the one that asked needs no answer."""
+        """Answer with a slot for frozen tensors. Another trainer than the one that asked needs no answer."""
         reply: Message
         fds: tuple[int, ...]
         try:
@@ -413,8 +426,9 @@ class LocalRank:
             if self._max_bytes is not None:
                 others = [slot.size_bytes for other, slot in self._frozen.items() if other != asked.digest]
                 free = self._max_bytes - sum(others) - self._capture_bytes()
-            slot = self._frozen.provide(asked.digest, asked.meta, asked.image, free)
-            reply, fds = FrozenSlot(id=asked.id, digest=asked.digest), (slot.fd,)
+            rank, sizes = self._team.local_rank, (asked.meta, asked.image)
+            slot, fills = self._frozen.provide(rank, asked.digest, sizes, free)
+            reply, fds = FrozenSlot(id=asked.id, digest=asked.digest, fills=fills), (slot.fd,)
         except Exception as error:  # noqa: BLE001  the rim of the thread; the trainer tells what it means
             reply, fds = FrozenRefused(id=asked.id, text=str(error)), ()
         try:

@@ -50,7 +50,7 @@ class Adopt(Message, frozen=True):
 
 
 class AdoptFrozen(Message, frozen=True):
-    """Comes with a slot of immutable tensors that an earlier keeper gave it."""
+    """Comes with a slot of frozen tensors that an earlier keeper gave it."""
 
     digest: str
 
@@ -84,11 +84,17 @@ class Look(Message, frozen=True):
 
 
 class AskFrozen(Question, frozen=True, kw_only=True):
-    """A slot for immutable tensors is wanted. Answered by ``FrozenSlot`` or ``FrozenRefused``."""
+    """A slot for frozen tensors is wanted. Answered by ``FrozenSlot`` or ``FrozenRefused``."""
 
     digest: str
     meta: int
     image: int
+
+
+class FrozenFilled(Message, frozen=True):
+    """The trainer writes no more into the slot of these frozen tensors. Whether they are whole, its words tell."""
+
+    digest: str
 
 
 class Keep(Message, frozen=True):
@@ -204,19 +210,21 @@ class Adopted(Message, frozen=True):
 
 
 class FrozenSlot(Answer, frozen=True, kw_only=True):
-    """Comes with a slot of immutable tensors."""
+    """Comes with a slot of frozen tensors."""
 
     digest: str
+    fills: bool = False
+    """Whether this trainer is to fill it; else another one does, or it is whole."""
 
 
 class FrozenRefused(Answer, frozen=True, kw_only=True):
-    """There is no room for immutable tensors."""
+    """There is no room for frozen tensors."""
 
     text: str
 
 
 class FrozenDropped(Message, frozen=True):
-    """Immutable tensors are gone from memory."""
+    """Frozen tensors are gone from memory."""
 
     digest: str
 

@@ -11,6 +11,7 @@ import time
 from lazysnap import faults
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable, LazySnapError
+from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.messages import Connection, OtherVersion
@@ -53,6 +54,7 @@ class Server:
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._ranks: dict[int, LocalRank] = {}
+        self._frozen = FrozenPool(self._frozen_dropped)
         self._first_until = time.monotonic() + START_GRACE_S
         """When it leaves, if no trainer came."""
         self._has_served = False
@@ -71,6 +73,7 @@ class Server:
             self._tick()
         for rank in self._ranks.values():
             rank.close()
+        self._frozen.close()
         self._listener.close()
 
     def _is_over(self) -> bool:
@@ -94,8 +97,13 @@ class Server:
             if rank.phase is Phase.GONE and not self._is_leaving:
                 del self._ranks[number]
                 rank.close()
+        self._frozen.sweep([slot for rank in self._ranks.values() for slot in rank.slots()])
         if self._asked_to_stop is not None and all(rank.is_drained() for rank in self._ranks.values()):
             self._answer_stop(self._asked_to_stop)
+
+    def _frozen_dropped(self, digest: str) -> None:
+        for rank in self._ranks.values():
+            rank.tell_dropped(digest)
 
     def _leave(self) -> None:
         self._is_leaving = True
@@ -193,7 +201,7 @@ class Server:
             connection.send(Leaving(os.getpid()))
             return
         if rank is None:
-            rank = self._ranks[number] = LocalRank(self._selector, self._close, self._last_words)
+            rank = self._ranks[number] = LocalRank(self._selector, self._close, self._last_words, self._frozen)
         self._has_served = True
         faults.set_peer(connection.peer_pid)
         rank.attach(connection, levels, memory, hello.team)

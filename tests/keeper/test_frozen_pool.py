@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.names import START
@@ -27,11 +28,20 @@ def pool(dropped):
         slot.close()
 
 
-def make(pool, digest, *, whole=True):
-    slot = pool.provide(digest, 100, 5000, None)
+def provide(pool, digest, *, rank=0, free=None):
+    """The slot, without whether to fill it."""
+    return pool.provide(rank, digest, (100, 5000), free)[0]
+
+
+def fill(slot):
+    slot.begin(0, sequence=1, image_bytes=5000, meta=b"{}", pin=False)
+    slot.commit()
+
+
+def make(pool, digest, *, rank=0, whole=True):
+    slot = provide(pool, digest, rank=rank)
     if whole:
-        slot.begin(0, sequence=1, image_bytes=5000, meta=b"{}", pin=False)
-        slot.commit()
+        fill(slot)
     return slot
 
 
@@ -69,7 +79,7 @@ def test_a_slot_that_is_not_whole_is_not_offered(pool):
 
 
 def test_the_same_slot_is_provided_once(pool):
-    assert make(pool, ONE) is pool.provide(ONE, 100, 5000, 0)
+    assert make(pool, ONE) is provide(pool, ONE, free=0)
     assert len(pool.items()) == 1
 
 
@@ -77,14 +87,14 @@ def test_the_bound_is_kept(pool):
     needed = Slot.bytes_for(100, 5000)
 
     with pytest.raises(MemoryBoundExceeded, match=f"need {needed} bytes, MemoryLevel.max_bytes leaves {needed - 1} "):
-        pool.provide(ONE, 100, 5000, needed - 1)
+        provide(pool, ONE, free=needed - 1)
     with pytest.raises(MemoryBoundExceeded, match="frozen tensors need"):
-        pool.provide(ONE, 100, 1 << 50, None)
+        pool.provide(0, ONE, (100, 1 << 50), None)
     assert pool.items() == []
-    assert pool.provide(ONE, 100, 5000, needed).size_bytes == needed == pool.size_bytes
+    assert provide(pool, ONE, free=needed).size_bytes == needed == pool.size_bytes
 
 
-def test_what_a_capture_refers_to_stays_and_so_does_the_newest(pool, dropped, capture):
+def test_what_a_capture_refers_to_stays_and_so_does_what_was_asked_for_last(pool, dropped, capture):
     for digest in (ONE, TWO, THREE):
         make(pool, digest)
     capture.begin(ONE)
@@ -124,10 +134,10 @@ def test_while_a_capture_begins_nothing_goes(pool, dropped, capture):
     assert dropped == []
 
 
-def test_one_that_is_asked_for_again_is_the_newest(pool, dropped):
+def test_one_that_is_asked_for_again_stays(pool, dropped):
     make(pool, ONE)
     make(pool, TWO)
-    pool.provide(ONE, 100, 5000, None)
+    provide(pool, ONE)
 
     pool.sweep([])
 
@@ -136,18 +146,56 @@ def test_one_that_is_asked_for_again_is_the_newest(pool, dropped):
 
 def test_adopting_takes_the_same_memory_once_and_prefers_what_is_whole(pool):
     held = make(pool, ONE, whole=False)
-    assert pool.adopt(ONE, Slot.attach(os.dup(held.fd))) is held
+    assert pool.adopt(0, ONE, Slot.attach(os.dup(held.fd))) is held
     other = Slot.create(100, 5000)
-    assert pool.adopt(ONE, other) is other
+    assert pool.adopt(0, ONE, other) is other
     other.begin(0, sequence=1, image_bytes=5000, meta=b"{}", pin=False)
     other.commit()
 
     third = Slot.create(100, 5000)
-    assert pool.adopt(ONE, third) is other
+    assert pool.adopt(0, ONE, third) is other
 
     assert pool.get(ONE) is other
     assert other.status().phase is SlotPhase.WHOLE
     held.close()
+
+
+def test_ranks_with_equal_tensors_share_a_slot_that_one_of_them_fills(pool, dropped):
+    first, fills = pool.provide(0, ONE, (100, 5000), None)
+    second, fills_too = pool.provide(1, ONE, (100, 5000), None)
+    assert second is first
+    assert (fills, fills_too) == (True, False)
+
+    pool.filled(0)  # its trainer died over it
+    assert pool.provide(1, ONE, (100, 5000), None) == (first, True)
+    fill(first)
+    pool.filled(1, ONE)
+    assert pool.provide(0, ONE, (100, 5000), None) == (first, False)
+
+    pool.forget(0)
+    pool.sweep([])
+    assert dropped == []
+    pool.forget(1)
+    pool.sweep([])
+    assert dropped == [ONE]
+
+
+def test_what_each_rank_asked_for_last_stays(pool, dropped):
+    make(pool, ONE, rank=0)
+    make(pool, TWO, rank=1)
+    make(pool, THREE, rank=1)
+
+    pool.sweep([])
+
+    assert dropped == [TWO]
+
+
+def test_ranks_that_ask_at_once_get_one_slot(pool):
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda rank: pool.provide(rank, ONE, (100, 5000), None), range(8)))
+
+    assert len({id(slot) for slot, _ in found}) == 1
+    assert sum(fills for _, fills in found) == 1
 
 
 def test_metadata_of_a_capture_without_frozen_tensors_says_nothing_of_them(capture):

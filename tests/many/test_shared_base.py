@@ -1,10 +1,12 @@
 """Frozen tensors with several ranks: once per run at a level, called by their content, whoever wrote them."""
 
+import os
 import pathlib
 
 import pytest
 import torch
 from rank import WIDTH, Net
+from rank_keepers import visits
 
 from lazysnap import load_weights
 from lazysnap.levels import open_store
@@ -38,6 +40,10 @@ def stored(job):
 def test_ranks_store_the_same_base_once_and_resume_bit_for_bit(job, end_keepers, place, kind, world, files):
     assert set(job.run(kind, world, base=True, stop_at=4, wait_durable=True)) == {9}, job.output()
     stopped = job.stopped()
+    with visits(job) as found:  # equal ones share a slot
+        held = {os.fstat(slot.fd).st_ino for visit in found.values() for slot in visit.holdings.frozen.values()}
+    assert len(found) == world
+    assert len(held) == files
     if place == "storage":
         end_keepers(job)
     inventory, largest_shard, frozen_bytes = stored(job)
