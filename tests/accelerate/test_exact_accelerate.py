@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from accelerated import CASES, STEPS_AT_MOST
-from support.cuts import merged, start
+from support.cuts import check_one_line_says_how_it_began, merged, start
 
 SCRIPT = str(Path(__file__).with_name("accelerated.py"))
 MOST_STARTS = 60
@@ -30,6 +30,7 @@ def test_killed_in_every_step_of_a_training_it_ends_bit_for_bit_as_uninterrupted
         # two, so that there is a death in every step; without a capture the next one begins anew, from the same seed.
         begun = start(zygote, arguments(cut, case, 2 if number else first, number + 1 if number > 1 else 1), cut)
         resumed, lines, text = begun.head["resumed"], begun.lines, begun.text
+        check_one_line_says_how_it_began(begun)
         assert resumed is not None or number < 2, text
         if resumed is not None:
             assert begun.head["level"] == "memory"

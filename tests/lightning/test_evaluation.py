@@ -1,12 +1,16 @@
 """Evaluating a training from outside, while it runs."""
 
+from pathlib import Path
+
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback
 from test_callback import Plain, fit, loaders, make_trainer
 
-from lazysnap import LazySnapshotCallback
+from lazysnap import LazySnapshotCallback, latest_path
 from lazysnap.errors import JobBusy
+
+MESSAGES = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
 
 class Visitor(Callback):
@@ -19,7 +23,7 @@ class Visitor(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == 3 and not self.seen:
             lazy = next(item for item in trainer.callbacks if isinstance(item, LazySnapshotCallback))
-            assert lazy.engine.wait(3, until="durable", timeout_s=20)
+            assert lazy.engine.wait(3, until="durable", timeout_s=60)
             other = make_trainer(self.directory, LazySnapshotCallback())
             metrics = other.validate(Plain(), loaders()[1], ckpt_path="latest", verbose=False)
             with pytest.raises(JobBusy):
@@ -38,3 +42,18 @@ def test_a_running_training_is_validated_from_storage_and_goes_on_undisturbed(tm
         Plain(), loaders()[1], ckpt_path="latest", verbose=False
     )
     assert last[0]["val_loss"] != visitor.seen[0]
+
+
+def test_what_lightning_says_without_the_callback_is_on_the_page_of_messages(tmp_path):
+    fit(tmp_path, max_epochs=1)
+    place = latest_path(tmp_path / "lazysnap")
+    tries = {
+        "Checkpoint file not found: latest": lambda: make_trainer(tmp_path).validate(
+            Plain(), loaders()[1], ckpt_path="latest"
+        ),
+        "Is a directory: '": lambda: Plain.load_from_checkpoint(place),
+    }
+    for said, work in tries.items():
+        with pytest.raises(OSError, match=said):
+            work()
+        assert f"| `{said}" in MESSAGES.read_text()

@@ -1,6 +1,7 @@
 """Starts of a training that writes a trace, and the trace of a run that was cut into several starts."""
 
 import json
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,14 @@ def start(zygote: Zygote, arguments: Sequence[str], directory: Path) -> Start:
     return launch(zygote, arguments, directory, {}).wait()
 
 
+def check_one_line_says_how_it_began(begun: Start) -> None:
+    """Also where no logging is configured."""
+    resumed = begun.head["resumed"]
+    said = re.findall(r"^lazysnap: (starting fresh|resumed step \d+ of run [0-9a-f]+)", begun.text, re.MULTILINE)
+    assert len(said) == 1, begun.text
+    assert said[0].startswith("starting fresh" if resumed is None else f"resumed step {resumed} of run "), begun.text
+
+
 def merged(before: list[dict], resumed: int | None, after: list[dict]) -> list[dict]:
     """The trace as one run would have written it, which went on behind ``resumed`` steps."""
     kept = list(before)
@@ -79,6 +88,7 @@ def check_every_cut(zygote: Zygote, script: str, case: str, root: Path) -> None:
         # The step before the one that it died in had passed the gate.
         resumed = {"resumed": number, "level": "memory"} if number else {"resumed": None, "level": None}
         assert begun.head == resumed, begun.text
+        check_one_line_says_how_it_began(begun)
         trace = merged(trace, begun.head["resumed"], begun.lines)
         assert trace == whole[: len(trace)], begun.text
     assert trace == whole
