@@ -40,7 +40,7 @@ from lazysnap.levels.files import (
     temp_name,
 )
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, SETTLED
+from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage
 
 __all__ = ["PAGE", "TEMP_MARK", "LocalStorage", "map_anonymous"]
 
@@ -210,12 +210,10 @@ class LocalReader:
                 os.close(handle)
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 2
-    parallel_reads = 2
-    checks_writes = False
 
     def __init__(self, root: str) -> None:
         self.url = root
@@ -224,7 +222,7 @@ class LocalStorage:
     def _path(self, path: str) -> str:
         return os.path.join(self.url, path)
 
-    def begin(self, path: str, size_bytes: int) -> LocalWriter:
+    def create(self, path: str, size_bytes: int) -> LocalWriter:
         """Start a file; ENOSPC shows here, where the file system can allocate."""
         try:
             if not self._is_root_durable:
@@ -251,7 +249,7 @@ class LocalStorage:
 
     def put(self, path: str, data: bytes) -> None:
         """Temporary file, fsync, final name, fsync of the directory."""
-        writer = self.begin(path, len(data))
+        writer = self.create(path, len(data))
         try:
             writer.write(0, memoryview(data))
             writer.publish()
@@ -281,11 +279,6 @@ class LocalStorage:
         except OSError as error:
             raise local_error(self.url, f"opening {path}", error) from error
 
-    def read_into(self, path: str, offset: int, out: memoryview) -> None:
-        """Read one range."""
-        with contextlib.closing(self.reader(path)) as reader:
-            reader.read_into(offset, out)
-
     def _stat(self, path: str) -> os.stat_result:
         try:
             return os.stat(self._path(path))
@@ -302,10 +295,6 @@ class LocalStorage:
         """Inode, size and both times."""
         facts = self._stat(path)
         return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
-
-    def abort_stale(self, path: str = "") -> list[str]:
-        """Nothing: what is not finished is a file."""
-        return []
 
     def list(self, path: str = "", prefix: str = "") -> list[str]:
         """Names in a directory, sorted; NFS's ``.nfs*`` leftovers of open files are not ours to see."""
@@ -346,11 +335,10 @@ class LocalStorage:
         except OSError as error:
             raise local_error(self.url, f"looking at {path}", error) from error
 
-    def is_settled(self, path: str) -> bool:
-        """By the later of both times: a copy may have been given the time of its original."""
+    def age_s(self, path: str) -> float:
+        """Since the later of both times: a copy may have been given the time of its original."""
         try:
-            facts = os.lstat(self._path(path))
-            return self._age_s(facts) >= SETTLED * ABANDONED_AFTER_S
+            return self._age_s(os.lstat(self._path(path)))
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -402,7 +390,7 @@ class LocalStorage:
         try:
             facts = os.fstat(handle)
             locked = locks.lock(handle) if stat.S_ISREG(facts.st_mode) else False
-            if locked is False or (locked is None and self._age_s(facts) < ABANDONED_AFTER_S):
+            if locked is False or (locked is None and self._age_s(facts) < self.abandoned_after_s):
                 return False
             # Asked under the lock: a writer lets go of it after its commit only.
             if unless is not None and self._is_there(unless):

@@ -9,11 +9,11 @@ from typing import Any
 
 from lazysnap.errors import LevelError, ShardCorrupt
 from lazysnap.levels.leftovers import is_shard_path
-from lazysnap.levels.object_storage import ObjectStorage, is_probe, probe_name
+from lazysnap.levels.probe import is_probe, probe_name
 from lazysnap.levels.s3_client import PATIENCE_S, STALL_S, S3Client
 from lazysnap.levels.s3_errors import Failure, Kind
 from lazysnap.levels.s3_upload import S3Writer, checksum_of
-from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, SETTLED
+from lazysnap.levels.storage import MAX_SMALL_BYTES, SETTLED, Storage
 from lazysnap.levels.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class S3Reader:
         """Nothing is open."""
 
 
-class S3Storage(ObjectStorage):
+class S3Storage(Storage):
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 4
@@ -77,14 +77,11 @@ class S3Storage(ObjectStorage):
         url: str,
         options: Mapping[str, Any] | None = None,
         *,
-        abandoned_after_s: float | None = None,
         patience_s: float = PATIENCE_S,
         stall_s: float = STALL_S,
     ) -> None:
         """Makes no request. Raises: LevelUnavailable."""
         self.url = url
-        self.abandoned_after_s = ABANDONED_AFTER_S if abandoned_after_s is None else abandoned_after_s
-        self._checks_writes: bool | None = None
         self.client = S3Client(url, options or {}, patience_s, stall_s)
 
     def __repr__(self) -> str:
@@ -107,17 +104,11 @@ class S3Storage(ObjectStorage):
 
     @property
     def checks_writes(self) -> bool:
-        """See ``Storage.checks_writes``; tries it out, where that is possible."""
-        if self._checks_writes is None:
-            try:
-                self._checks_writes = self.compares_checksums()
-            except LevelError:
-                return False
-        return self._checks_writes
-
-    @checks_writes.setter
-    def checks_writes(self, checks: bool) -> None:
-        self._checks_writes = checks
+        """See ``Storage.checks_writes``; False where it cannot be tried out."""
+        try:
+            return self.compares_checksums()
+        except LevelError:
+            return False
 
     def _try_checksums(self) -> bool:
         """Whether a part is refused if its checksum is that of other bytes, and taken if it is its own."""
@@ -146,7 +137,7 @@ class S3Storage(ObjectStorage):
 
     # ---------------------------------------------------------------- writing and reading
 
-    def begin(self, path: str, size_bytes: int) -> S3Writer:
+    def create(self, path: str, size_bytes: int) -> S3Writer:
         """Start an upload."""
         return S3Writer(self.client, path, size_bytes, has_checksums=self.compares_checksums())
 
@@ -166,21 +157,6 @@ class S3Storage(ObjectStorage):
         """Nothing is opened."""
         return S3Reader(self.client, path)
 
-    def read_into(self, path: str, offset: int, out: memoryview) -> None:
-        """Get one range."""
-        if len(out):
-            S3Reader(self.client, path).read_into(offset, out)
-        else:
-            self.size(path)
-
-    def exists(self, path: str) -> bool:
-        """See ``ObjectStorage``."""
-        try:
-            self.client.head(path)
-        except FileNotFoundError:
-            return False
-        return True
-
     def size(self, path: str) -> int:
         """Bytes of an object."""
         return int(self.client.head(path)["ContentLength"])
@@ -191,7 +167,7 @@ class S3Storage(ObjectStorage):
         return facts.get("ETag"), str(facts.get("LastModified")), facts["ContentLength"]
 
     def age_s(self, path: str) -> float | None:
-        """See ``ObjectStorage``; by the server's clock alone."""
+        """See ``Storage.age_s``."""
         facts = self.client.head(path)
         return _age_s(facts, facts.get("LastModified"))
 

@@ -147,7 +147,7 @@ def write_shard(
     beat = beat or (lambda: None)
     faults.point("level.store.begin")
     try:
-        writer = place.storage.begin(place.shard_path, source.size_bytes)
+        writer = place.storage.create(place.shard_path, source.size_bytes)
     except BaseException:
         place.remove_if_empty()
         raise

@@ -1,6 +1,9 @@
-"""The little that a place for snapshots must be able to do. Levels move bytes; they never re-serialize them."""
+"""What a place for snapshots must be able to do. Levels move bytes; they never re-serialize them."""
 
+import contextlib
 import errno
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -8,13 +11,13 @@ from lazysnap.errors import LevelFull, LevelUnavailable
 from lazysnap.shard.limits import MAX_MANIFEST_BYTES
 
 MAX_SMALL_BYTES = MAX_MANIFEST_BYTES
-"""Objects that are read whole (manifests) are never larger; a larger one is damaged or not ours."""
+"""The largest object that is read whole. Manifests are smaller; a larger one is damaged or not ours."""
 
 ABANDONED_AFTER_S = 3600.0
-"""Where a place cannot tell whether a writer lives: what was not touched for so long has none."""
+"""Where a place cannot tell whether a writer lives, an object that did not change for this long has none."""
 
 SETTLED = 24
-"""Times ``ABANDONED_AFTER_S``: a day. What was not touched for so long is nobody's work in progress, whoever put it."""
+"""Times ``ABANDONED_AFTER_S``: a day. After that an object is nobody's work in progress, whoever put it there."""
 
 
 class Writer(Protocol):
@@ -32,12 +35,12 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None:
-        """What was not published, or only half, is removed; harmless twice. Until then no sweep takes the object."""
+        """Remove an object that was not published whole; harmless twice. Until then no sweep takes the object."""
         ...
 
 
 class Reader(Protocol):
-    """One object that is being read; what was opened stays readable where the place allows, even if it is deleted."""
+    """One object that is being read. It stays readable, where the place allows, even if it is deleted."""
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill ``out`` from ``offset``. Blocks; thread-safe. Raises: ShardCorrupt, if the object ends before."""
@@ -48,107 +51,138 @@ class Reader(Protocol):
         ...
 
 
-class Storage(Protocol):
+class Storage(ABC):
     """A directory of objects. Paths are relative, with ``/``.
 
-    Every method blocks and raises LevelUnavailable or LevelFull; a name that is not there raises FileNotFoundError,
-    one that is no object of ours (a pipe, too large) ShardCorrupt.
+    Every place implements the abstract methods. The others have defaults for a place without locks, links and
+    directories, where only an object's age tells whether its writer is dead.
+
+    Every method blocks and raises LevelUnavailable or LevelFull. A name that does not exist raises FileNotFoundError;
+    one that is no object of ours (a pipe, too large) raises ShardCorrupt.
     """
 
     url: str
-    parallel_writes: int
+    parallel_writes = 1
     """Threads that a writer can use with profit; 1 means that blocks must come in order."""
-    parallel_reads: int
+    parallel_reads = 2
     """Threads that read blocks with profit."""
-    checks_writes: bool
-    """Whether the place itself compares a checksum of every part on arrival: reading back would prove no more."""
+    abandoned_after_s = ABANDONED_AFTER_S
 
-    def begin(self, path: str, size_bytes: int) -> Writer:
-        """Start to write an object of a size known beforehand; its directory is made."""
-        ...
+    @property
+    def checks_writes(self) -> bool:
+        """Whether the place compares a checksum of every part on arrival. Then reading back proves no more."""
+        return False
 
+    # ---------------------------------------------------------------- objects
+
+    @abstractmethod
+    def create(self, path: str, size_bytes: int) -> Writer:
+        """Start to write an object of a known size; its directory is made."""
+
+    @abstractmethod
     def put(self, path: str, data: bytes) -> None:
         """Write a small object as one act: durable and visible on return, or not there at all."""
-        ...
 
+    @abstractmethod
     def get(self, path: str) -> bytes:
         """Read a small object whole."""
-        ...
 
+    @abstractmethod
     def reader(self, path: str) -> Reader:
         """Open an object for reads of ranges."""
-        ...
 
-    def read_into(self, path: str, offset: int, out: memoryview) -> None:
-        """Fill ``out`` from ``offset``, for a single read. Raises: ShardCorrupt, if the object ends before."""
-        ...
-
+    @abstractmethod
     def size(self, path: str) -> int:
         """Bytes of an object."""
-        ...
+
+    @abstractmethod
+    def age_s(self, path: str) -> float | None:
+        """Seconds since an object changed, by the place's own clock; ``None`` if the place does not say."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Remove an object, durably; harmless if there is none. Never through a symbolic link."""
+
+    @abstractmethod
+    def list(self, path: str = "", prefix: str = "") -> list[str]:
+        """Names in a directory that begin with ``prefix``, sorted; empty if there is no such directory.
+
+        Where the place can, other names are not even looked at.
+        """
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such an object."""
+        try:
+            self.size(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read_into(self, path: str, offset: int, out: memoryview) -> None:
+        """Fill ``out`` from ``offset``, for a single read. Raises: as ``Reader.read_into``."""
+        with contextlib.closing(self.reader(path)) as reader:
+            reader.read_into(offset, out)
 
     def stamp(self, path: str) -> object:
-        """Something that changes when the object does and is cheap to ask for; ``None`` if there is no such thing."""
-        ...
+        """A value that changes when the object does and is cheap to get; ``None`` if the place has none."""
+        return None
 
-    def abort_stale(self, path: str = "") -> list[str]:
-        """Give up uploads below ``path`` that no living writer stands behind, and that no listing shows.
-
-        Returns what went; nothing where an unfinished object is a file like any other (``delete_abandoned``).
-        """
-        ...
-
-    def list(self, path: str = "", prefix: str = "") -> list[str]:
-        """Names in a directory that begin with ``prefix``, files and directories; empty if there is no such directory.
-
-        Where the place can, what begins otherwise is not even looked at.
-        """
-        ...
+    # ---------------------------------------------------------------- readers and writers that live or are dead
 
     def lease(self, path: str) -> AbstractContextManager[None]:
         """While held, retention anywhere leaves the snapshot alone whose shard or manifest ``path`` is.
 
-        Never fails for want of rights: a reader that may not write gets no protection, and reads all the same. Where a
-        place knows no locks nothing is protected.
+        Never fails for want of rights: a reader that may not write gets no protection, and reads all the same.
         """
-        ...
+        return contextlib.nullcontext()
 
     def is_leased(self, path: str) -> bool:
         """Whether a living reader holds a lease on ``path``. A lease of a reader that died ends by itself."""
-        ...
-
-    def is_link(self, path: str) -> bool:
-        """Whether ``path``, or a directory that it is in, is a symbolic link: what is behind it is not ours to delete.
-
-        False where a place has no such thing, and if nothing is there.
-        """
-        ...
+        return False
 
     def is_settled(self, path: str) -> bool:
-        """Whether nothing about an object changed for a day, by the place's own clock. In doubt it did.
-
-        Raises: FileNotFoundError, also for a directory where a place has no such thing.
-        """
-        ...
-
-    def delete(self, path: str) -> None:
-        """Remove an object, durably; harmless if it is not there. Never through a symbolic link."""
-        ...
+        """Whether an object did not change for a day. In doubt it did. Raises: FileNotFoundError."""
+        return self._is_older(path, SETTLED * self.abandoned_after_s)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
-        """Remove an uncommitted object if no living writer stands behind it, and ``unless`` is not there.
+        """Remove an uncommitted object if its writer is dead and ``unless`` does not exist; whether it was removed.
 
-        Returns whether it went. In doubt it stays.
+        In doubt it stays.
         """
-        ...
+        try:
+            if not self._is_older(path, self.abandoned_after_s):
+                return False
+        except FileNotFoundError:
+            return False
+        if unless is not None and self.exists(unless):
+            return False
+        self.delete(path)
+        return True
+
+    def _is_older(self, path: str, seconds: float) -> bool:
+        age = self.age_s(path)
+        return age is not None and age >= seconds
+
+    def abort_stale(self, path: str = "") -> Sequence[str]:
+        """Give up uploads below ``path`` that have no living writer and that no listing shows; their names."""
+        return []
+
+    # ---------------------------------------------------------------- directories and links
+
+    def is_link(self, path: str) -> bool:
+        """Whether ``path``, or a directory that it is in, is a symbolic link: its target is not ours to delete.
+
+        False if there is nothing.
+        """
+        return False
 
     def delete_directory(self, path: str) -> None:
-        """Remove an empty directory; harmless if it is not there, not empty, or no such thing exists here."""
-        ...
+        """Remove an empty directory; harmless if there is none, or if it is not empty."""
+        return
 
 
 def level_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:
-    """``error`` as one of ours, with the place and what was tried."""
+    """``error`` as one of our errors, with the place and what was tried."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return LevelFull(f"{url}: {what}: {error.strerror}; free space there or lower keep_last")
     return LevelUnavailable(f"{url}: {what}: {error}")

@@ -74,7 +74,7 @@ def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = 
         except ImportError as error:
             raise LevelUnavailable(f"{url}: needs botocore: pip install 'lazysnap[s3]'") from error
         return SnapshotStore(S3Storage(url, options), speed=speed)
-    from lazysnap.levels.remote import FsspecStorage
+    from lazysnap.levels.fsspec_storage import FsspecStorage
 
     return SnapshotStore(FsspecStorage(url, options), speed=speed)
 

@@ -5,7 +5,7 @@ import uuid
 import fsspec
 import pytest
 
-from lazysnap.levels import local, remote
+from lazysnap.levels.storage import Storage
 
 
 @pytest.fixture
@@ -42,5 +42,4 @@ def wide_terminal(monkeypatch):
 @pytest.fixture
 def a_day_later(monkeypatch):
     """Let what nobody holds count as a day old."""
-    for module in (local, remote):
-        monkeypatch.setattr(module, "ABANDONED_AFTER_S", -3600.0)
+    monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)

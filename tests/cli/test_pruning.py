@@ -164,7 +164,7 @@ def test_what_dead_writers_left_goes(make_url, capsys, a_day_later):
 def test_what_a_living_writer_writes_stays(make_url, capsys):
     url = make_url("local")
     put(url, 10)
-    writer = open_store(url).storage.begin(f"{at(20)}/{SHARD}", 4096)
+    writer = open_store(url).storage.create(f"{at(20)}/{SHARD}", 4096)
     try:
         assert run("prune", url, "--keep-last", "1", "--yes") == 0
         assert len([path for path in files(url) if path.startswith(at(20))]) == 1

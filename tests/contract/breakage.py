@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -132,13 +131,9 @@ class BreakageContract(Place):
     """Try each ``every``-th operation only, where a place is slow; which ones, differs from fault to fault."""
 
     @pytest.fixture
-    def no_patience(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Lets what nobody holds count as abandoned at once, so that a sweep can be seen to remove it.
-
-        For ``is_settled``, too, which asks for ``SETTLED`` times that age.
-        Sets ``ABANDONED_AFTER_S`` in the module of the storage's class, if it has that name; override it where not.
-        """
-        monkeypatch.setattr(sys.modules[type(storage).__module__], "ABANDONED_AFTER_S", -3600.0, raising=False)
+    def no_patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Objects without a writer count as abandoned and settled at once, so that a sweep removes them."""
+        monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)
 
     def _prepared(self, make_storage: MakeStorage, name: str, scenario: Scenario) -> SnapshotStore:
         store = SnapshotStore(make_storage(name))

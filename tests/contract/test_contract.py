@@ -13,8 +13,8 @@ from support.place import Place
 
 from contract import BreakageContract, StorageContract, StoreContract
 from lazysnap.levels import open_store
+from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.remote import FsspecStorage
 
 
 class Disk(Place):

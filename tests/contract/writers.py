@@ -40,7 +40,7 @@ class WriterContract(Place):
         """However much of it is written; then all of it is."""
         storage, other = make_storage(), make_storage()
         data = pattern(BLOCK + 1)
-        with contextlib.closing(storage.begin(SHARD, len(data))) as writer:
+        with contextlib.closing(storage.create(SHARD, len(data))) as writer:
             assert _visible(other) == []
             write_blocks(storage, writer, data)
             assert _visible(other) == []
@@ -57,7 +57,7 @@ class WriterContract(Place):
         """Nothing is left, not even a directory; and its name is free."""
         storage = make_storage()
         data = pattern(BLOCK + PAGE)
-        writer = storage.begin(SHARD, len(data))
+        writer = storage.create(SHARD, len(data))
         for block in blocks(data)[:written]:
             writer.write(*block)
         writer.close()
@@ -70,7 +70,7 @@ class WriterContract(Place):
 
     def test_closing_again_harms_nothing_that_was_published(self, storage: Storage) -> None:
         """Also if another object has the name by then."""
-        writer = storage.begin(SHARD, len(DATA))
+        writer = storage.create(SHARD, len(DATA))
         write_blocks(storage, writer, DATA)
         writer.publish()
         writer.close()
@@ -86,7 +86,7 @@ class WriterContract(Place):
         if storage.parallel_writes == 1:
             pytest.skip("this place takes blocks in order")
         data = pattern(2 * BLOCK + 100)
-        with contextlib.closing(storage.begin(SHARD, len(data))) as writer:
+        with contextlib.closing(storage.create(SHARD, len(data))) as writer:
             for block in reversed(blocks(data)):
                 writer.write(*block)
             writer.publish()
@@ -95,7 +95,7 @@ class WriterContract(Place):
     def test_memory_may_be_used_again_when_write_returns(self, storage: Storage) -> None:
         """A block is copied or sent by then."""
         data = pattern(2 * BLOCK + 100)
-        with contextlib.closing(storage.begin(SHARD, len(data))) as writer:
+        with contextlib.closing(storage.create(SHARD, len(data))) as writer:
             for offset, block in blocks(data):
                 writer.write(offset, block)
                 block[:] = bytes(len(block))
@@ -105,7 +105,7 @@ class WriterContract(Place):
     def test_memory_need_not_be_aligned(self, storage: Storage) -> None:
         """Sources differ."""
         padded = DATA + bytes(-len(DATA) % PAGE)
-        with contextlib.closing(storage.begin(SHARD, len(DATA))) as writer:
+        with contextlib.closing(storage.create(SHARD, len(DATA))) as writer:
             writer.write(0, memoryview(b"x" + padded)[1:])
             writer.publish()
         assert read_object(storage, SHARD) == DATA
@@ -114,8 +114,8 @@ class WriterContract(Place):
         """By one client; each gets its own bytes."""
         first, second = pattern(BLOCK + 5, 1), pattern(BLOCK + 5, 2)
         with (
-            contextlib.closing(storage.begin("step-00000001/a", len(first))) as one,
-            contextlib.closing(storage.begin("step-00000001/b", len(second))) as other,
+            contextlib.closing(storage.create("step-00000001/a", len(first))) as one,
+            contextlib.closing(storage.create("step-00000001/b", len(second))) as other,
         ):
             for block, another in zip(blocks(first), blocks(second), strict=True):
                 one.write(*block)
@@ -129,7 +129,7 @@ class WriterContract(Place):
         """Until the writer publishes it is the old one, then the new one; no other object is left."""
         storage, other, new = make_storage(), make_storage(), pattern(len(DATA), 7)
         write_object(storage, SHARD, DATA)
-        with contextlib.closing(storage.begin(SHARD, len(new))) as writer:
+        with contextlib.closing(storage.create(SHARD, len(new))) as writer:
             write_blocks(storage, writer, new)
             assert read_object(other, SHARD) == DATA
             writer.publish()
@@ -140,7 +140,7 @@ class WriterContract(Place):
     def test_a_writer_that_gives_up_leaves_what_is_there(self, make_storage: MakeStorage) -> None:
         """The object of another one under the same name."""
         storage = make_storage()
-        with contextlib.closing(storage.begin(SHARD, len(DATA))) as writer:
+        with contextlib.closing(storage.create(SHARD, len(DATA))) as writer:
             write_blocks(storage, writer, pattern(len(DATA), 7))
             write_object(make_storage(), SHARD, DATA)
         assert read_object(storage, SHARD) == DATA
@@ -165,7 +165,7 @@ class WriterContract(Place):
         """What it wrote is not visible, and in nobody's way."""
         code = f"""
 data = pattern({BLOCK + PAGE})
-writer = storage.begin({SHARD!r}, len(data))
+writer = storage.create({SHARD!r}, len(data))
 write_blocks(storage, writer, data)
 say("written")
 wait()
@@ -182,7 +182,7 @@ wait()
     def test_what_a_living_writer_holds_is_not_abandoned(self, make_storage: MakeStorage) -> None:
         """Until it is closed, published or not, whoever asks."""
         storage, other = make_storage(), make_storage()
-        with contextlib.closing(storage.begin(SHARD, len(DATA))) as writer:
+        with contextlib.closing(storage.create(SHARD, len(DATA))) as writer:
             write_blocks(storage, writer, DATA)
             for path in everything(other):
                 assert not path.endswith("/")
@@ -216,9 +216,9 @@ wait()
         """Not before its death; after it, where that is noticed at once. Both of the object itself and of its parts."""
         code = f"""
 data = pattern({5 * PAGE})
-half = storage.begin("step-00000002/half", len(data))
+half = storage.create("step-00000002/half", len(data))
 write_blocks(storage, half, data)
-writer = storage.begin({SHARD!r}, len(data))
+writer = storage.create({SHARD!r}, len(data))
 write_blocks(storage, writer, data)
 writer.publish()
 say("published")

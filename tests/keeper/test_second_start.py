@@ -8,10 +8,11 @@ from support.names import directory_of
 from support.waiting import until
 
 from lazysnap.keeper.protocol import Sound
-from lazysnap.levels import local, open_store
+from lazysnap.levels import open_store
 from lazysnap.levels.belongings import Told
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.source import MemorySource
+from lazysnap.levels.storage import Storage
 from lazysnap.shard.manifest import CaptureMeta
 
 FIRST, ELSEWHERE, SECOND, THIRD = (f"000000000000000{number}" for number in range(1, 5))
@@ -56,6 +57,6 @@ def test_what_was_written_elsewhere_between_two_starts_goes_and_what_is_half_wri
         "it may be a copy on its way"
     )
 
-    monkeypatch.setattr(local, "ABANDONED_AFTER_S", -3600.0)
+    monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)
     train(lead, 6, THIRD)
     assert sorted(path.parent.name for path in lead.url.rglob("*.safetensors")) == [directory_of(6, RUN, THIRD)]

@@ -1,7 +1,7 @@
 import fault_proxy
 import pytest
 
-from lazysnap.levels import local, remote
+from lazysnap.levels.storage import Storage
 
 
 @pytest.fixture
@@ -14,5 +14,4 @@ def s3_proxy(s3_server):
 @pytest.fixture
 def a_day_later(monkeypatch):
     """Let what nobody holds count as a day old."""
-    for module in (local, remote):
-        monkeypatch.setattr(module, "ABANDONED_AFTER_S", -3600.0)
+    monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)

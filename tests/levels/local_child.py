@@ -28,7 +28,7 @@ def stop() -> None:
 
 def contend(storage: LocalStorage, content: str, rounds: str) -> None:
     """Publish ``rounds`` names, all begun beforehand."""
-    writers = [storage.begin(f"{number}/shard", len(content)) for number in range(int(rounds))]
+    writers = [storage.create(f"{number}/shard", len(content)) for number in range(int(rounds))]
     for writer in writers:
         writer.write(0, memoryview(content.encode()))
     stop()
@@ -64,7 +64,7 @@ def lease_and_fork(storage: LocalStorage) -> None:
 
 def begin(storage: LocalStorage) -> None:
     """Stops before and after the publication."""
-    writer = storage.begin(NAME, 4)
+    writer = storage.create(NAME, 4)
     writer.write(0, memoryview(b"mine"))
     stop()
     try:
@@ -80,7 +80,7 @@ def put(storage: LocalStorage) -> None:
 
 
 def publish_twice(storage: LocalStorage) -> None:
-    writer = storage.begin(NAME, 4)
+    writer = storage.create(NAME, 4)
     writer.write(0, memoryview(b"mine"))
     for _ in range(2):
         try:
@@ -108,7 +108,7 @@ def snapshots(storage: LocalStorage) -> None:
 
 def blocks(storage: LocalStorage) -> None:
     """How much of a file is allocated before anything is written."""
-    writer = storage.begin(NAME, 1 << 20)
+    writer = storage.create(NAME, 1 << 20)
     (temporary,) = os.listdir(os.path.join(storage.url, "step-00000001"))
     say(os.stat(os.path.join(storage.url, "step-00000001", temporary)).st_blocks)
     writer.close()

@@ -22,6 +22,12 @@ SIZE = 18_000_000
 """Two parts."""
 
 
+def abandoned_after(seconds: float, storage):
+    """A storage for which objects and uploads without a writer are abandoned that soon."""
+    storage.abandoned_after_s = seconds
+    return storage
+
+
 def pattern(size: int, seed: int = 0) -> memoryview:
     return memoryview(random.Random(seed).randbytes(size))
 
@@ -44,7 +50,7 @@ def fill(storage, writer, data) -> None:
 
 
 def upload(storage, data, path: str = SHARD) -> None:
-    with contextlib.closing(storage.begin(path, len(data))) as writer:
+    with contextlib.closing(storage.create(path, len(data))) as writer:
         fill(storage, writer, data)
         writer.publish()
 

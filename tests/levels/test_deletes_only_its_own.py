@@ -14,10 +14,11 @@ from support.names import START, directory_of
 
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, LevelUnavailable
-from lazysnap.levels import local, open_store
+from lazysnap.levels import open_store
 from lazysnap.levels.belongings import Belongings, Told
-from lazysnap.levels.remote import FsspecStorage
+from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.retention import Share
+from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 
 SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
@@ -90,7 +91,7 @@ def test_a_storage_neither_deletes_nor_writes_through_a_link(level, linked):
             storage.delete(path)
         assert not storage.delete_abandoned(path)
     with pytest.raises(LevelUnavailable, match="symbolic link"):
-        storage.begin(f"{directory_of(4)}/rank-00000-of-00002.safetensors", 10)
+        storage.create(f"{directory_of(4)}/rank-00000-of-00002.safetensors", 10)
     with pytest.raises(LevelUnavailable, match="symbolic link"):
         storage.put(f"{directory_of(1)}/keep-best", RUN.encode())
     storage.delete_directory(directory_of(4))
@@ -199,7 +200,7 @@ def test_what_does_not_change_for_a_day_is_nobodys(level, monkeypatch):
     (level / directory_of(11)).mkdir()
     store = open_store(str(level))
     assert store.sweep() == []
-    monkeypatch.setattr(local, "ABANDONED_AFTER_S", -1.0)
+    monkeypatch.setattr(Storage, "abandoned_after_s", -1.0)
     assert store.sweep() == [f"{directory_of(9)}/{SHARD}", f"{directory_of(10)}/keep-best"]
     assert sorted(path.name for path in level.iterdir()) == [directory_of(step) for step in (1, 2, 3)]
 
@@ -227,7 +228,7 @@ def test_what_a_killed_writer_published_and_did_not_commit_goes_after_a_day(leve
     store = open_store(str(level))
     assert store.sweep() == []
     assert whole(store) == [1, 2, 3]
-    monkeypatch.setattr(local, "ABANDONED_AFTER_S", -1.0)
+    monkeypatch.setattr(Storage, "abandoned_after_s", -1.0)
     assert store.sweep() == [f"{directory_of(9)}/{SHARD}"]
     assert content(level) == before
 
@@ -268,4 +269,5 @@ def test_an_object_that_is_copied_there_stays_for_a_day_by_the_clock_of_the_plac
 
     assert SnapshotStore(FsspecStorage(url)).sweep() == []
     assert storage.get(path) == b"somebody's copy"
-    assert SnapshotStore(FsspecStorage(url, abandoned_after_s=-1.0)).sweep() == [path]
+    storage.abandoned_after_s = -1.0
+    assert SnapshotStore(storage).sweep() == [path]

@@ -45,13 +45,13 @@ def test_a_dry_run_names_every_operation(local):
     storage.delete_directory("step-00000001")
     storage.abort_stale()
 
-    names = "begin write publish size reader read_into put get stamp list lease is_leased delete"
+    names = "create write publish size reader read_into put get stamp list lease is_leased delete"
     assert plan.operations == [*names.split(), "delete_abandoned", "delete_directory", "abort_stale"]
     assert plan.happened == []
     assert everything(local) == []
 
 
-@pytest.mark.parametrize("operation", ["put", "delete", "publish", "begin"])
+@pytest.mark.parametrize("operation", ["put", "delete", "publish", "create"])
 @pytest.mark.parametrize("after", [False, True])
 def test_it_fails_before_or_after_the_operation_took_effect(local, operation, after):
     storage = FaultyStorage(local, FaultPlan(Fail(1, operation=operation, after=after)))
@@ -61,7 +61,7 @@ def test_it_fails_before_or_after_the_operation_took_effect(local, operation, af
             "put": lambda: storage.put(PATH, b"x"),
             "delete": lambda: storage.delete("step-00000001/old"),
             "publish": lambda: write_object(storage, PATH, b"x"),
-            "begin": lambda: write_object(storage, PATH, b"x"),
+            "create": lambda: write_object(storage, PATH, b"x"),
         }[operation]()
 
     names = set(local.list("step-00000001"))

@@ -10,13 +10,13 @@ import uuid
 import fsspec
 import pytest
 from drivers import DRIVERS, ObjectStore, Talkative
-from s3_work import SHARD, SIZE, blocks, download, pattern, upload
+from s3_work import SHARD, SIZE, abandoned_after, blocks, download, pattern, upload
 from support.names import directory_of
 
 from lazysnap.errors import LevelUnavailable, ShardCorrupt
 from lazysnap.levels import open_store
+from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.redaction import Redaction
-from lazysnap.levels.remote import FsspecStorage
 
 NAME = SHARD.split("/")[1]
 
@@ -56,7 +56,7 @@ def test_what_was_written_is_read_back_bit_for_bit(storage):
 
 def test_bytes_are_sent_as_they_come_and_nothing_shows_before_the_end(storage):
     data = pattern(SIZE)
-    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+    with contextlib.closing(storage.create(SHARD, SIZE)) as writer:
         for offset, block in blocks(data):
             writer.write(offset, block)
             assert hidden(storage) == []
@@ -66,7 +66,7 @@ def test_bytes_are_sent_as_they_come_and_nothing_shows_before_the_end(storage):
 
 def test_what_is_given_up_never_shows_also_when_the_driver_cleans_up_after_itself(storage):
     """A buffered file of fsspec publishes what it has when it is collected."""
-    writer = storage.begin(SHARD, SIZE)
+    writer = storage.create(SHARD, SIZE)
     writer.write(*blocks(pattern(SIZE))[0])
     writer.close()
     del writer
@@ -79,17 +79,17 @@ def test_what_is_given_up_never_shows_also_when_the_driver_cleans_up_after_itsel
 
 def test_a_driver_is_asked_to_discard_its_upload(place):
     storage = FsspecStorage(f"objects://{place}/run")
-    storage.begin(SHARD, SIZE).close()
+    storage.create(SHARD, SIZE).close()
     assert any(path.endswith(SHARD) for path in ObjectStore.discarded)
 
 
 def test_blocks_that_come_out_of_order_are_refused(storage):
-    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer, pytest.raises(ValueError, match="expected at 0"):
+    with contextlib.closing(storage.create(SHARD, SIZE)) as writer, pytest.raises(ValueError, match="expected at 0"):
         writer.write(*blocks(pattern(SIZE))[1])
 
 
 def test_what_was_not_written_whole_is_not_published(storage):
-    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+    with contextlib.closing(storage.create(SHARD, SIZE)) as writer:
         writer.write(*blocks(pattern(SIZE))[0])
         with pytest.raises(ShardCorrupt, match="were written of"):
             writer.publish()
@@ -113,7 +113,7 @@ def test_what_a_place_can_do_is_tried_out(place, protocol, shows_open_files):
 
 
 def test_where_nothing_has_an_age_nothing_is_abandoned(place):
-    storage = FsspecStorage(f"notimes://{place}/run", abandoned_after_s=0.0)
+    storage = abandoned_after(0.0, FsspecStorage(f"notimes://{place}/run"))
     storage.put(SHARD, b"x")
 
     assert not storage.delete_abandoned(SHARD)
@@ -134,7 +134,7 @@ def test_a_probe_of_a_dead_process_is_swept_when_it_is_old(place):
     storage = FsspecStorage(f"objects://{place}/run")
     storage.put(".lazysnap-probe-0123456789abcdef", b"probe")
     assert storage.abort_stale() == []
-    late = FsspecStorage(f"objects://{place}/run", abandoned_after_s=0.0)
+    late = abandoned_after(0.0, FsspecStorage(f"objects://{place}/run"))
     assert late.abort_stale(directory_of(1)) == []
     assert late.abort_stale() == [".lazysnap-probe-0123456789abcdef"]
     assert late.list() == []

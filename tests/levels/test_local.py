@@ -128,7 +128,7 @@ def test_a_rename_whose_answer_was_lost_is_recognised_as_done(storage, monkeypat
 
 
 def test_a_writer_that_fails_after_the_rename_takes_the_name_back(storage, monkeypatch):
-    writer = storage.begin(SHARD, 4)
+    writer = storage.create(SHARD, 4)
     writer.write(0, memoryview(b"mine"))
     fsync = os.fsync
 
@@ -236,7 +236,7 @@ def test_a_reader_without_any_right_reads_on_without_protection(open_to_all, chi
 
 
 def test_the_lock_of_a_writer_is_no_lease_and_no_hindrance_to_readers(storage):
-    with contextlib.closing(storage.begin(SHARD, 4)) as writer:
+    with contextlib.closing(storage.create(SHARD, 4)) as writer:
         (name,) = temporary(storage)
         with storage.lease(name):
             assert not storage.is_leased(name)

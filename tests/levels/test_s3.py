@@ -16,6 +16,7 @@ from s3_work import (
     MIB,
     SHARD,
     SIZE,
+    abandoned_after,
     blocks,
     child,
     download,
@@ -74,7 +75,7 @@ def test_an_object_of_too_many_blocks_is_sent_in_larger_parts(s3_proxy, s3_serve
     storage = through(s3_proxy, s3_server, s3_url)
     monkeypatch.setattr(s3_upload, "MAX_PARTS", 2)
     data = pattern(40_000_000)
-    with contextlib.closing(storage.begin(SHARD, len(data))) as writer:
+    with contextlib.closing(storage.create(SHARD, len(data))) as writer:
         for offset, block in reversed(blocks(data)):
             writer.write(offset, block)
         writer.publish()
@@ -93,7 +94,7 @@ def test_the_largest_objects_get_along_with_the_number_of_parts():
 
 def test_blocks_of_any_size_are_put_together(storage):
     data = pattern(12 * MIB)
-    with contextlib.closing(storage.begin(SHARD, len(data))) as writer:
+    with contextlib.closing(storage.create(SHARD, len(data))) as writer:
         for offset in range(0, len(data), 1_000_000):
             writer.write(offset, data[offset : offset + 1_000_000])
         writer.publish()
@@ -103,7 +104,7 @@ def test_blocks_of_any_size_are_put_together(storage):
 
 def test_an_object_that_lacks_a_part_is_not_published(storage):
     data = pattern(SIZE)
-    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+    with contextlib.closing(storage.create(SHARD, SIZE)) as writer:
         for offset, block in blocks(data)[:-1]:
             writer.write(offset, block)
         with pytest.raises(ShardCorrupt, match="1 parts of it were not written"):
@@ -114,7 +115,7 @@ def test_an_object_that_lacks_a_part_is_not_published(storage):
 
 
 HALF = """
-writer = storage.begin(SHARD, SIZE)
+writer = storage.create(SHARD, SIZE)
 data = pattern(SIZE)
 writer.write(*blocks(data)[0])
 say("half")
@@ -133,7 +134,7 @@ def test_what_a_killed_writer_left_is_not_offered_and_aborted_after_a_day(storag
         storage.size(SHARD)
     assert len(storage._uploads(storage.client.key(""))) == 1
     assert storage.abort_stale() == []
-    assert S3Storage(s3_url, s3_server.options(), abandoned_after_s=-1.0).abort_stale() == [SHARD]
+    assert abandoned_after(-1.0, S3Storage(s3_url, s3_server.options())).abort_stale() == [SHARD]
     assert storage._uploads(storage.client.key("")) == []
     assert storage.list(directory_of(1)) == []
     upload(storage, pattern(SIZE))
@@ -145,7 +146,7 @@ def test_uploads_of_others_below_the_prefix_are_left_alone(storage, s3_server, s
     keys = [storage.client.key(name) for name in names]
     ids = [storage.client.call("x", "create_multipart_upload", Key=key)["UploadId"] for key in keys]
 
-    for client in (storage, S3Storage(s3_url, s3_server.options(), abandoned_after_s=0.0)):
+    for client in (storage, abandoned_after(0.0, S3Storage(s3_url, s3_server.options()))):
         assert client.abort_stale() == []
     assert sorted(key for key, *_ in storage._uploads(storage.client.key(""))) == sorted(keys)
     for key, upload_id in zip(keys, ids, strict=True):
@@ -159,7 +160,7 @@ def test_an_upload_of_a_shard_is_left_alone_for_a_day(storage, s3_server, s3_url
 
     assert (found, storage.abort_stale()) == (upload_id, [])
     assert abs(age_s) < 600
-    assert S3Storage(s3_url, s3_server.options(), abandoned_after_s=-1.0).abort_stale() == [SHARD]
+    assert abandoned_after(-1.0, S3Storage(s3_url, s3_server.options())).abort_stale() == [SHARD]
 
 
 def test_a_reader_that_may_not_write_reads(storage, s3_server, s3_url):
@@ -358,7 +359,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 data = memoryview(bytearray(os.urandom(1 << 20) * 64))
 def send(size):
-    with contextlib.closing(storage.begin(f"{directory_of(1)}/{size}", size)) as writer:
+    with contextlib.closing(storage.create(f"{directory_of(1)}/{size}", size)) as writer:
         Workers[None](4, "test").run(
             (lambda o=o: writer.write(o, data[o : min(o + BLOCK_BYTES, size)])) for o in range(0, size, BLOCK_BYTES))
         writer.publish()

@@ -7,7 +7,7 @@ import threading
 import fault_proxy
 import pytest
 import seaweed
-from s3_work import MIB, SHARD, SIZE, blocks, download, operations, pattern, through, upload
+from s3_work import MIB, SHARD, SIZE, abandoned_after, blocks, download, operations, pattern, through, upload
 from support.names import directory_of
 
 from lazysnap.errors import LevelFull, LevelUnavailable
@@ -78,7 +78,7 @@ def test_an_upload_whose_start_was_answered_into_the_void_is_swept(s3_proxy, s3_
 
     assert download(storage) == DATA
     assert storage.abort_stale() == []  # nothing tells it from somebody's copy
-    later = S3Storage(s3_url, s3_server.options(), abandoned_after_s=0.0)
+    later = abandoned_after(0.0, S3Storage(s3_url, s3_server.options()))
     assert later.abort_stale() == [SHARD]
     assert download(storage) == DATA
     assert later.abort_stale() == []
@@ -121,7 +121,7 @@ def test_a_server_that_accepts_and_never_answers_is_given_up(s3_proxy, s3_server
     finally:
         stall.released.set()
         s3_proxy.clear()
-    patient = through(s3_proxy, s3_server, s3_url, abandoned_after_s=-1.0)
+    patient = abandoned_after(-1.0, through(s3_proxy, s3_server, s3_url))
     patient.abort_stale()
     for name in patient.list(directory_of(1)):
         assert patient.delete_abandoned(f"{directory_of(1)}/{name}")
@@ -157,7 +157,7 @@ def test_after_giving_up_nothing_more_is_tried_for_long(s3_proxy, s3_server, s3_
     """Cleaning up must not take the patience once more for each request."""
     storage = through(s3_proxy, s3_server, s3_url, patience_s=0.3)
     data = blocks(TWO_PARTS)
-    writer = storage.begin(SHARD, SIZE)
+    writer = storage.create(SHARD, SIZE)
     writer.write(*data[0])
     s3_proxy.rule("*", fault_proxy.answer(503, "SlowDown"))
     with pytest.raises(LevelUnavailable):
@@ -167,7 +167,7 @@ def test_after_giving_up_nothing_more_is_tried_for_long(s3_proxy, s3_server, s3_
 
     assert operations(s3_proxy) == ["abort"]
     s3_proxy.clear()
-    assert S3Storage(s3_url, s3_server.options(), abandoned_after_s=0.0).abort_stale() == [SHARD]
+    assert abandoned_after(0.0, S3Storage(s3_url, s3_server.options())).abort_stale() == [SHARD]
     assert nothing_is_left(storage)
 
 
@@ -177,7 +177,7 @@ def test_after_giving_up_nothing_more_is_tried_for_long(s3_proxy, s3_server, s3_
 def test_a_server_killed_in_mid_write_and_started_again_gets_the_rest(s3_server, s3_url):
     storage = S3Storage(s3_url, s3_server.options())
     data = blocks(TWO_PARTS)
-    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+    with contextlib.closing(storage.create(SHARD, SIZE)) as writer:
         writer.write(*data[0])
         s3_server.kill()
         # Not the other way round: the server dies with the thread that starts it.
@@ -195,7 +195,7 @@ def test_a_server_that_stays_dead_costs_this_snapshot_only(s3_server, s3_url):
     upload(storage, DATA)
     data = blocks(TWO_PARTS)
     path = SHARD.replace("1/", "2/")
-    with contextlib.closing(storage.begin(path, SIZE)) as writer:
+    with contextlib.closing(storage.create(path, SIZE)) as writer:
         writer.write(*data[0])
         s3_server.kill()
         try:
@@ -205,7 +205,7 @@ def test_a_server_that_stays_dead_costs_this_snapshot_only(s3_server, s3_url):
         finally:
             s3_server.start()
 
-    later = S3Storage(s3_url, s3_server.options(), abandoned_after_s=0.0)
+    later = abandoned_after(0.0, S3Storage(s3_url, s3_server.options()))
     assert download(later) == DATA
     with pytest.raises(FileNotFoundError):
         later.size(path)
@@ -235,7 +235,7 @@ def test_credentials_that_expire_in_the_middle_cost_this_snapshot_and_are_read_a
     storage = S3Storage(s3_url, {"endpoint_url": s3_proxy.endpoint}, patience_s=5.0)
     storage.compares_checksums()
     data = blocks(TWO_PARTS)
-    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+    with contextlib.closing(storage.create(SHARD, SIZE)) as writer:
         writer.write(*data[0])
         s3_proxy.rule(lambda request: request.access_key == seaweed.WRITER, fault_proxy.answer(400, "ExpiredToken"))
         with pytest.raises(
@@ -262,7 +262,7 @@ def test_credentials_that_were_renewed_in_time_cost_nothing(s3_proxy, s3_server,
     give(seaweed.WRITER)
     storage = S3Storage(s3_url, {"endpoint_url": s3_proxy.endpoint}, patience_s=5.0)
     data = blocks(TWO_PARTS)
-    with contextlib.closing(storage.begin(SHARD, SIZE)) as writer:
+    with contextlib.closing(storage.create(SHARD, SIZE)) as writer:
         writer.write(*data[0])
         s3_proxy.rule(
             lambda request: request.access_key == seaweed.WRITER, fault_proxy.answer(403, "InvalidAccessKeyId")
@@ -321,7 +321,7 @@ def test_a_server_that_does_not_compare_checksums_is_found_out(s3_proxy, s3_serv
 
 
 def test_a_right_that_is_lacking_does_not_stop_the_sweep(s3_proxy, s3_server, s3_url, caplog):
-    storage = through(s3_proxy, s3_server, s3_url, abandoned_after_s=0.0)
+    storage = abandoned_after(0.0, through(s3_proxy, s3_server, s3_url))
     storage.put(SHARD, b"left by the dead")
     s3_proxy.rule("uploads", fault_proxy.answer(403, "AccessDenied"))
 

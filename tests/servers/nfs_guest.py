@@ -191,7 +191,7 @@ def read_slowly(talk: Conversation, url: str, path: str, size: int) -> int:
 
 def contend(talk: Conversation, url: str, content: str, rounds: int) -> None:
     storage = _store(url).storage
-    writers = [storage.begin(f"{number}/shard", len(content)) for number in range(rounds)]
+    writers = [storage.create(f"{number}/shard", len(content)) for number in range(rounds)]
     for writer in writers:
         writer.write(0, memoryview(content.encode()))
     talk.stop("begun")
@@ -202,7 +202,7 @@ def contend(talk: Conversation, url: str, content: str, rounds: int) -> None:
 
 def publish_only(talk: Conversation, url: str, path: str, size: int) -> None:
     """Publishes a shard that is never committed; whole pages go past the client's cache."""
-    with contextlib.closing(_store(url).storage.begin(path, size)) as writer:
+    with contextlib.closing(_store(url).storage.create(path, size)) as writer:
         writer.write(0, map_anonymous(-(-size // 4096) * 4096)[:size])
         talk.stop("written")
         writer.publish()
@@ -224,7 +224,7 @@ def die_with_a_lease(talk: Conversation, url: str, path: str) -> None:
 
 
 def die_with_a_file(talk: Conversation, url: str, path: str) -> None:
-    _die(talk, lambda: _store(url).storage.begin(path, 100))
+    _die(talk, lambda: _store(url).storage.create(path, 100))
 
 
 def _die(talk: Conversation, hold) -> None:

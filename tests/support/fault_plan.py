@@ -11,7 +11,7 @@ READS = frozenset({"get", "read_into"})
 DATA_OPERATIONS = WRITES | READS
 """Those that move the bytes of objects: what ``Flip`` and ``Truncate`` act on (``Truncate`` also on ``list``)."""
 CHANGES = frozenset(
-    {"begin", "write", "publish", "put", "delete", "delete_abandoned", "delete_directory", "abort_stale"}
+    {"create", "write", "publish", "put", "delete", "delete_abandoned", "delete_directory", "abort_stale"}
 )
 """Those that change what is at the place."""
 
@@ -38,7 +38,7 @@ class Fail(Fault):
     error: int = field(default=errno.EIO, kw_only=True)
     """Number of the OSError."""
     after: bool = field(default=False, kw_only=True)
-    """After the operation took effect, as when the answer is lost. (A ``begin`` that raises is undone.)"""
+    """After the operation took effect, as when the answer is lost. (A ``create`` that raises is undone.)"""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A storage that breaks at the n-th operation, in the way that was asked for; over any other storage.
 
-Every call of the protocol is one operation with a name: ``begin write publish put get reader read_into size stamp list
+Every call of the protocol is one operation with a name: ``create write publish put get reader read_into size stamp list
 lease is_leased is_link is_settled delete delete_abandoned delete_directory abort_stale``. A dry run counts them, so
 that a test can go through all::
 
@@ -151,10 +151,6 @@ class FaultyStorage:
         """As the storage says, which may have to try it out first; never, if bytes are to be lost in silence."""
         return self.storage.checks_writes and not self.plan.is_silent
 
-    @checks_writes.setter
-    def checks_writes(self, checks: bool) -> None:
-        self.storage.checks_writes = checks
-
     def __getattr__(self, name: str) -> Callable[..., object]:
         """An operation that moves no data: it can only fail or hang."""
 
@@ -167,10 +163,10 @@ class FaultyStorage:
 
         return call
 
-    def begin(self, path: str, size_bytes: int) -> FaultyWriter:
-        operation = _Operation(self, "begin", path)
+    def create(self, path: str, size_bytes: int) -> FaultyWriter:
+        operation = _Operation(self, "create", path)
         operation.fail(after=False)
-        writer = self.storage.begin(path, size_bytes)
+        writer = self.storage.create(path, size_bytes)
         try:
             operation.fail(after=True)
         except BaseException:

@@ -83,7 +83,7 @@ def write_blocks(storage: Storage, writer: Writer, data: bytes) -> None:
 
 def write_object(storage: Storage, path: str, data: bytes) -> None:
     """Begin, write, publish, close."""
-    with contextlib.closing(storage.begin(path, len(data))) as writer:
+    with contextlib.closing(storage.create(path, len(data))) as writer:
         write_blocks(storage, writer, data)
         writer.publish()
 

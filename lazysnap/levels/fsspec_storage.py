@@ -1,7 +1,7 @@
 """Any fsspec URL as a place for snapshots: object stores and network file systems, through one thin layer.
 
-An object is streamed in order, one block at a time. Most object stores show nothing of it before it is closed; where
-that is not so, it is written under a temporary name and renamed. S3 has a module of its own (``levels.s3``).
+An object is streamed in order, one block at a time. Most object stores show it only when it is closed. Elsewhere it is
+written under a temporary name and renamed. S3 has a module of its own (``levels.s3``).
 """
 
 import contextlib
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import fsspec
+from fsspec.spec import AbstractBufferedFile
 
 from lazysnap import faults
 from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
-from lazysnap.levels.object_storage import ObjectStorage, is_probe, probe_name
+from lazysnap.levels.files import temp_name
+from lazysnap.levels.probe import is_probe, probe_name
 from lazysnap.levels.redaction import Redaction
-from lazysnap.levels.storage import ABANDONED_AFTER_S, MAX_SMALL_BYTES, level_error
-from lazysnap.levels.stream import StreamWriter, discard
+from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage, level_error
 from lazysnap.shard.checksum import BLOCK_BYTES, digest
 
 logger = logging.getLogger(__name__)
@@ -40,33 +41,22 @@ class Abilities:
 _abilities: dict[str, Abilities] = {}
 
 
-class FsspecReader:
-    """Ranges of one object."""
-
-    def __init__(self, storage: "FsspecStorage", path: str) -> None:
-        self._storage = storage
-        self._path = path
-
-    def read_into(self, offset: int, out: memoryview) -> None:
-        """Download one range."""
-        self._storage.read_into(self._path, offset, out)
-
-    def close(self) -> None:
-        """Nothing is open."""
+def discard(file: Any) -> None:
+    """Close without publishing, where the driver can."""
+    with contextlib.suppress(Exception):
+        if isinstance(file, AbstractBufferedFile):
+            file.discard()
+            file.closed = True  # else its destructor would publish the half
+        else:
+            file.close()
 
 
-class FsspecStorage(ObjectStorage):
+class FsspecStorage(Storage):
     """See ``levels.storage.Storage``."""
 
-    parallel_writes = 1
-    parallel_reads = 2
-    checks_writes = False
-
-    def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, *, abandoned_after_s: float | None = None
-    ) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        """Raises: LevelUnavailable, if there is no such driver, or it refuses an option."""
         self.url = url
-        self.abandoned_after_s = ABANDONED_AFTER_S if abandoned_after_s is None else abandoned_after_s
         self._options = dict(options or {})
         self._redaction = Redaction(url, self._options)
         self._opened: tuple[int, Any] | None = None
@@ -198,9 +188,9 @@ class FsspecStorage(ObjectStorage):
 
     # ---------------------------------------------------------------- writing and reading
 
-    def begin(self, path: str, size_bytes: int) -> StreamWriter:
+    def create(self, path: str, size_bytes: int) -> "FsspecWriter":
         """Open the file."""
-        return StreamWriter(self, path, size_bytes)
+        return FsspecWriter(self, path, size_bytes)
 
     def put(self, path: str, data: bytes) -> None:
         """Upload a small object."""
@@ -218,19 +208,19 @@ class FsspecStorage(ObjectStorage):
             raise ShardCorrupt(f"{self.url}/{path}: {size} bytes, a manifest has at most {MAX_SMALL_BYTES}")
         return bytes(self._call(f"reading {path}", "cat_file", self._path(path)))
 
-    def reader(self, path: str) -> FsspecReader:
+    def reader(self, path: str) -> "FsspecReader":
         """Nothing is opened."""
         return FsspecReader(self, path)
 
-    def read_into(self, path: str, offset: int, out: memoryview) -> None:
-        """Download one range."""
+    def read_range(self, path: str, offset: int, out: memoryview) -> None:
+        """Download one range. Raises: ShardCorrupt, if the object ends before."""
         what, end = f"reading {path} at {offset}", offset + len(out)
         try:
             data = self._call(what, "cat_file", self._path(path), start=offset, end=end)
         except LevelError:
             if self.size(path) >= end:
                 raise
-            data = b""  # some drivers fail where others bring what there is
+            data = b""  # some drivers fail where others return what there is
         if len(data) != len(out):
             raise ShardCorrupt(f"{self.url}/{path}: ends before byte {end}")
         out[:] = data
@@ -241,7 +231,7 @@ class FsspecStorage(ObjectStorage):
         return self._call(f"looking at {path}", method, self._path(path))
 
     def exists(self, path: str) -> bool:
-        """See ``ObjectStorage``."""
+        """See ``Storage.exists``."""
         return bool(self._info(path, "exists"))
 
     def size(self, path: str) -> int:
@@ -250,10 +240,6 @@ class FsspecStorage(ObjectStorage):
         if size is None:
             raise ShardCorrupt(f"{self.url}/{path}: not an object with a size")
         return int(size)
-
-    def stamp(self, path: str) -> object:
-        """None: asking costs as much as reading a manifest."""
-        return None
 
     def _age_by_our_clock(self, path: str) -> float | None:
         try:
@@ -267,7 +253,7 @@ class FsspecStorage(ObjectStorage):
         return time.time() - modified.timestamp()
 
     def age_s(self, path: str) -> float | None:
-        """See ``ObjectStorage``; by the place's clock, as far as this process wrote there."""
+        """See ``Storage.age_s``; by the place's clock, if this process wrote there."""
         age = self._age_by_our_clock(path)
         found = _abilities.get(self._place())
         return age if age is None or found is None else age + found.clock_ahead_s
@@ -320,3 +306,79 @@ class FsspecStorage(ObjectStorage):
         own = self._path(path).rstrip("/")  # some places list a directory in itself
         last = (name.rsplit("/", 1)[-1] for name in names if name and name != own)
         return sorted(name for name in last if name.startswith(prefix))
+
+
+class FsspecReader:
+    """Ranges of one object; see ``levels.storage.Reader``."""
+
+    def __init__(self, storage: FsspecStorage, path: str) -> None:
+        self._storage = storage
+        self._path = path
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Download one range."""
+        self._storage.read_range(self._path, offset, out)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class FsspecWriter:
+    """Streams one object; see ``levels.storage.Writer``. Blocks must come in order."""
+
+    def __init__(self, storage: FsspecStorage, path: str, size_bytes: int) -> None:
+        self._storage = storage
+        self._path = path
+        self._size = size_bytes
+        self._done = 0
+        self._left: set[str] = set()
+        """The temporary name, if there is one that is to be removed."""
+        self._file: Any = None
+        try:
+            self._open_name = path
+            if storage.abilities().shows_open_files:
+                directory, _, name = path.rpartition("/")
+                self._open_name = f"{directory}/{temp_name(name)}"
+                self._left.add(self._open_name)
+            self._file = storage.open_to_write(self._open_name)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Send the next block."""
+        if offset != self._done:
+            raise ValueError(f"{self._storage.url}/{self._path}: block at {offset}, expected at {self._done}")
+        block = data[: max(0, self._size - offset)]
+        self._storage.reach("write", self._path)
+        # A copy, because not every driver takes a memoryview, or sends it before it returns.
+        self._storage.call(f"writing {self._path} at {offset}", self._file.write, bytes(block))
+        self._done += len(block)
+
+    def publish(self) -> None:
+        """Close the file, rename it if it has not its name yet, and ask whether all of it arrived."""
+        storage, path = self._storage, self._path
+        if self._done != self._size:
+            raise ShardCorrupt(f"{storage.url}/{path}: {self._done} bytes were written of {self._size}")
+        storage.reach("upload", path)
+        storage.call(f"ending {path}", self._file.close)
+        if self._open_name != path:
+            storage.rename(self._open_name, path)
+            self._left.discard(self._open_name)
+        storage.reach("uploaded", path)
+        size = storage.size(path)
+        if size != self._size:
+            storage.delete(path)
+            raise LevelUnavailable(f"{storage.url}/{path}: {size} bytes arrived, {self._size} were sent")
+        self._left.clear()
+        self._file = None
+
+    def close(self) -> None:
+        """Discard what is not published; harmless twice. What may stand under the final name stays: it is whole."""
+        file, self._file = self._file, None
+        if file is not None:
+            discard(file)
+        left, self._left = self._left, set()
+        with contextlib.suppress(LevelError):  # the level is away: the next sweep gets it
+            for name in left:
+                self._storage.delete(name)
