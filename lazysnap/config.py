@@ -165,7 +165,7 @@ class SnapshotConfig:
     first snapshot, and close. The time that reading takes does not count."""
     flush_budget_s: float = 30.0
     """On SIGTERM under Lightning: seconds to make the last capture durable before going on. After any other error the
-    newest capture stays in memory, as after a crash, and only immutable tensors are compared, for at most so long."""
+    newest capture stays in memory, as after a crash, and only frozen tensors are compared, for at most so long."""
     drain_timeout_s: float = 600.0
     """At a clean end: seconds to wait until the newest capture is durable at every level."""
 

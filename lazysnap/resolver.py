@@ -22,7 +22,7 @@ class Entry:
     location: str
     """Where in the level: a directory name, or a slot's index."""
     frozen: str | None = None
-    """Digest of the immutable tensors that belong with it, which may be found at another level."""
+    """Digest of the frozen tensors that belong with it, which may be found at another level."""
     node: str | None = None
     """Which node can read it, ``None``: every one."""
     names: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class FrozenEntry:
-    """One image of immutable tensors at one level."""
+    """One file of frozen tensors at one level."""
 
     level: str
     speed: int
@@ -115,8 +115,8 @@ def snapshots(entries: Iterable[Entry]) -> dict[SnapshotKey, list[Entry]]:
 def is_complete(entries: Iterable[Entry], images: Container[str]) -> bool:
     """Whether the shards of one snapshot are all of it. The only rule: restarts, retention and commands share it.
 
-    A snapshot is complete when the shard of every rank is present, with the immutable tensors that it refers to.
-    ``images``: digests of the immutable tensors that are present.
+    A snapshot is complete when the shard of every rank is present, with the frozen tensors that it refers to.
+    ``images``: digests of the frozen tensors that are present.
     """
     usable = [entry for entry in entries if _is_usable(entry, images)]
     ranks = {entry.rank for entry in usable}

@@ -60,7 +60,7 @@ class TensorRecord:
     """Shape and dtype in the shard; others than the tensor's for dtypes that a shard has no name for."""
     stored_dtype: torch.dtype
     frozen: bool = False
-    """Stands in the image of immutable tensors, not in this one."""
+    """Stands in the file of frozen tensors, not in this one."""
 
 
 @dataclass(frozen=True)

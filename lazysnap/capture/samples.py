@@ -1,4 +1,4 @@
-"""Some bytes of every immutable tensor, compared at every boundary, past torch's book-keeping.
+"""Some bytes of every frozen tensor, compared at every boundary, past torch's book-keeping.
 
 ``tensor.data.mul_()`` moves neither version nor pointer; averages of teachers are updated just so.
 """

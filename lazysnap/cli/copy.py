@@ -87,7 +87,7 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
 
 
 def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output: Output) -> Copied:
-    """Copy what is not there yet: first the immutable tensors, then the shards, last the names."""
+    """Copy what is not there yet: first the frozen tensors, then the shards, last the names."""
     entries = [offers[0] for offers in plan.sources]
     parts: list[tuple[Entry | FrozenEntry, Manifest]] = [
         *catalogue.images(plan),

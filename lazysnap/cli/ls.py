@@ -68,7 +68,7 @@ def _state_of(found: Found) -> tuple[str, str]:
         return "complete", "green"
     if found.ranks < found.world_size:
         return f"{found.ranks} of {found.world_size} ranks", "yellow"
-    return "without its immutable tensors", "yellow"
+    return "without its frozen tensors", "yellow"
 
 
 def _print(seen: Contents, near: list[str], output: Output) -> None:
@@ -93,7 +93,7 @@ def _print(seen: Contents, near: list[str], output: Output) -> None:
             )
         output.show(table)
     if seen.frozen:
-        images = output.table("immutable tensors, stored once", "size>", "snapshots>", "directory")
+        images = output.table("frozen tensors, stored once", "size>", "snapshots>", "directory")
         for image, manifest in seen.frozen:
             images.add_row(decimal(manifest.size_bytes), str(seen.references(image)), image.location)
         output.show(images)

@@ -30,7 +30,7 @@ class Plan:
     keep: list[tuple[Found, str]] = field(default_factory=list)
     """With the reason."""
     images: list[tuple[FrozenEntry, Manifest]] = field(default_factory=list)
-    """Immutable tensors to delete: nothing will refer to them."""
+    """Frozen tensors to delete: nothing will refer to them."""
     unnamed: list[Found] = field(default_factory=list)
     """Snapshots that lose the name."""
     leftovers: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of snapshots and immutable tensors to delete."""
+        """Bytes of snapshots and frozen tensors to delete."""
         return sum(found.size_bytes for found in self.delete) + sum(one.size_bytes for _, one in self.images)
 
     def __bool__(self) -> bool:
@@ -157,12 +157,12 @@ class _Planner:
         return sound
 
     def _check_image(self, digest: str) -> None:
-        """Read immutable tensors back, each image once. Raises: ShardCorrupt."""
+        """Read frozen tensors back, each image once. Raises: ShardCorrupt."""
         if digest not in self._checked_images:
             self._checked_images[digest] = ""
             try:
                 for image, manifest in (pair for pair in self.seen.frozen if pair[0].digest == digest):
-                    self._read("reading back immutable tensors", image, manifest)
+                    self._read("reading back frozen tensors", image, manifest)
             except (FormatError, FileNotFoundError) as error:
                 self._checked_images[digest] = str(error)
         if self._checked_images[digest]:
@@ -177,7 +177,7 @@ class _Planner:
         return all(is_settled(self._store.storage, path) for one in _places(self._store, found) for path in one.paths)
 
     def _unreferenced(self, kept: list[Found]) -> list[tuple[FrozenEntry, Manifest]]:
-        """Immutable tensors that no kept snapshot refers to and nobody reads, and that did not change for a day: a
+        """Frozen tensors that no kept snapshot refers to and nobody reads, and that did not change for a day: a
         snapshot that refers to new ones may be on its way.
         """
         if self.seen.inventory.problems:
@@ -255,7 +255,7 @@ def _print(output: Output, seen: Contents, plan: Plan, *, is_dry: bool) -> None:
         output.line(f"step {found.step} loses its name")
     for image, manifest in plan.images:
         size = decimal(manifest.size_bytes)
-        output.line(f"{image.location}, to be deleted: {size} of immutable tensors that nothing refers to", "red")
+        output.line(f"{image.location}, to be deleted: {size} of frozen tensors that nothing refers to", "red")
     for path in plan.leftovers:
         output.line(f"{path}, to be deleted unless a living writer holds it", "red")
     for problem in seen.inventory.problems:

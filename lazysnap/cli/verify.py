@@ -1,4 +1,4 @@
-"""``lazysnap verify``: every byte of every shard and of all immutable tensors, against its checksum."""
+"""``lazysnap verify``: every byte of every shard and of all frozen tensors, against its checksum."""
 
 import argparse
 import time
@@ -23,7 +23,7 @@ _STYLES = {GOOD: "green", DAMAGED: "red"}
 
 @dataclass
 class Verdict:
-    """The result for one snapshot, or for one image of immutable tensors."""
+    """The result for one snapshot, or for one file of frozen tensors."""
 
     fields: dict[str, Any]
     state: str = GOOD
@@ -91,7 +91,7 @@ def _check(store: SnapshotStore, found: Found, images: dict[str, Verdict], advan
             return verdict
     for digest in found.frozen:
         if digest not in images:
-            verdict.blame(f"{store.url}/{found.location}: its immutable tensors {digest} are not there")
+            verdict.blame(f"{store.url}/{found.location}: its frozen tensors {digest} are not there")
         elif images[digest].state != GOOD:
             verdict.state = DAMAGED  # the problem stands at the image
     return verdict

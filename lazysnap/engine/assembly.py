@@ -38,7 +38,7 @@ Box = Callable[[str, Extent], tuple[Extent, Extent]]
 
 
 class Assembly:
-    """Images of one snapshot, and of the immutable tensors that they refer to, as far as they were opened."""
+    """Images of one snapshot, and of the frozen tensors that they refer to, as far as they were opened."""
 
     def __init__(
         self,

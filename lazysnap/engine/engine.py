@@ -345,7 +345,7 @@ class SnapshotEngine:
         self._recorder.prepare()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until all memory is there, immutable tensors in it; ``False`` after the deadline, or as soon as it is
+        """Block until all memory is there, frozen tensors in it; ``False`` after the deadline, or as soon as it is
         known that there is none.
 
         For tests and benchmarks: in training the first boundary waits for what it needs. After this call the next one

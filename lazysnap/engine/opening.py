@@ -14,9 +14,9 @@ class Sizes:
     """Of one rank, in bytes."""
 
     state_bytes: int
-    """One snapshot, without immutable tensors."""
+    """One snapshot, without frozen tensors."""
     frozen_bytes: int
-    """Immutable tensors, held and stored once."""
+    """Frozen tensors, held and stored once."""
     slots: int
     slot_bytes: int
     available_bytes: int

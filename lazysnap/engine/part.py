@@ -8,7 +8,7 @@ import torch
 
 from lazysnap.engine.assembly import Assembly, is_empty_part, wanted_box
 from lazysnap.engine.fitting import check_fits
-from lazysnap.engine.shards import BadImage, ShardOpener
+from lazysnap.engine.shards import BadFrozen, ShardOpener
 from lazysnap.engine.world import World
 from lazysnap.errors import LazySnapError, ShardCorrupt
 from lazysnap.resolver import Entry, RestartPlan
@@ -89,7 +89,7 @@ class PartReader:
         check_fits(dict.fromkeys(named) | assembly.facts(), expected, where)
         try:
             return Part(assembly.state(meta, target), sorted(levels), meta.parameters, meta.captured_ns)
-        except (BadShard, BadImage):
+        except (BadShard, BadFrozen):
             raise
         except LazySnapError as error:
             raise BadShard(chosen[own], error) from error
@@ -110,7 +110,7 @@ class PartReader:
         return rank, self._world.crew
 
     def _open(self, plan: RestartPlan, entry: Entry) -> list[OpenShard]:
-        """A shard, and the immutable tensors that it refers to."""
+        """A shard, and the frozen tensors that it refers to."""
         try:
             opened = self._opener.open(entry, lambda error: BadShard(entry, error))
             if opened.meta.frozen is None:

@@ -63,7 +63,7 @@ class LevelReader:
         return self._begin(f"looking at {shown(self.url)}", work)
 
     def open(self, entry: Entry | FrozenEntry, where: str, stack: contextlib.ExitStack) -> OpenShard:
-        """A shard or an image of immutable tensors, its header verified, leased until ``stack`` ends.
+        """A shard or a file of frozen tensors, its header verified, leased until ``stack`` ends.
 
         Raises: as ``begin_names``; ShardCorrupt; FileNotFoundError.
         """

@@ -83,7 +83,7 @@ class Recorder:
         """Whether there are DTensors among the tensors of these names."""
         self._plan: CapturePlan | None = None
         self._direct_plan: CapturePlan | None = None
-        """For snapshots that are written to storage at once: immutable tensors are part of each of them."""
+        """For snapshots that are written to storage at once: frozen tensors are part of each of them."""
         self._direct = direct
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
@@ -256,7 +256,7 @@ class Recorder:
         """Whether captures cannot go into the keeper's memory, so that storage is all there is. Hot."""
         protection = self._log.protection
         if self.frozen.refusal and protection.cause is None:
-            protection.lost(MemoryBoundExceeded(f"the immutable tensors do not fit: {self.frozen.refusal}"))
+            protection.lost(MemoryBoundExceeded(f"the frozen tensors do not fit: {self.frozen.refusal}"))
         if protection.cause is None:
             return False
         if protection.may_retry():
@@ -371,14 +371,14 @@ class Recorder:
         return False
 
     def _skip_frozen(self) -> bool:
-        return self.skip("immutable tensors are being captured")
+        return self.skip("frozen tensors are being captured")
 
     def _planned(self, walked: Walk, everything: Walk, *, holds: bool) -> CapturePlan:
         if self._plan is not None:
             cause = self._plan.mismatch(walked, optimizer_signature(self._source))
             if holds and cause is None:
                 return self._plan
-            cause = cause or "tensors taken for immutable are not"
+            cause = cause or "frozen tensors changed, or are trained now"
             self._log.statistics.replans += 1
             self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
         check_walk(everything)

@@ -23,7 +23,7 @@ from lazysnap.engine.collector import collector_paused
 from lazysnap.engine.names import check_name
 from lazysnap.engine.part import BadShard, Part, PartReader
 from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.shards import BadImage, ShardOpener
+from lazysnap.engine.shards import BadFrozen, ShardOpener
 from lazysnap.engine.snapshot import MEMORY, Absence, NewRun, Snapshot
 from lazysnap.engine.survey import Survey, check_levels, fields_of, inventory_of
 from lazysnap.engine.world import World
@@ -402,7 +402,7 @@ class _Search:
             chosen = self._choose(plan, own, bad)
             try:
                 part = self._parts.read(plan, chosen)
-            except BadImage as error:  # another source of it is tried, as long as there are any
+            except BadFrozen as error:  # another source of it is tried, as long as there are any
                 self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)
             except BadShard as error:
                 bad[error.entry] = error

@@ -20,8 +20,8 @@ from lazysnap.snapshots.reader import OpenShard, read
 Failure = Callable[[Exception], Exception]
 
 
-class BadImage(LazySnapError):
-    """A source of immutable tensors that turned out to be no good while it was read; it is not offered again."""
+class BadFrozen(LazySnapError):
+    """A source of frozen tensors that turned out to be no good while it was read; it is not offered again."""
 
 
 class ShardOpener:
@@ -73,13 +73,13 @@ class ShardOpener:
         return _mapped(image, meta, item.checksums, where)
 
     def open_frozen(self, wanted: FrozenReference, plan: RestartPlan, rank: int) -> OpenShard:
-        """The immutable tensors that rank ``rank`` refers to, from the fastest place that is not known as bad. Blocks.
+        """The frozen tensors that rank ``rank`` refers to, from the fastest place that is not known as bad. Blocks.
 
-        Raises: ShardCorrupt, if there is none. Reading them raises BadImage: then ask again.
+        Raises: ShardCorrupt, if there is none. Reading them raises BadFrozen: then ask again.
         """
         entries = plan.frozen.get(wanted.digest, ())
         for entry in entries:
-            where = f"immutable tensors {wanted.digest} at {shown(entry.level)}"
+            where = f"frozen tensors {wanted.digest} at {shown(entry.level)}"
             if entry in self._refused:
                 continue
             try:
@@ -91,15 +91,13 @@ class ShardOpener:
                 continue
             return replace(self._opened[entry], rank=rank)
         reasons = "; ".join(self._refused[entry] for entry in entries)
-        raise ShardCorrupt(
-            f"the immutable tensors {wanted.digest} are nowhere whole: {reasons or 'they are not there'}"
-        )
+        raise ShardCorrupt(f"the frozen tensors {wanted.digest} are nowhere whole: {reasons or 'they are not there'}")
 
-    def _refuse(self, entry: FrozenEntry, where: str, error: Exception) -> BadImage:
+    def _refuse(self, entry: FrozenEntry, where: str, error: Exception) -> BadFrozen:
         self._opened.pop(entry, None)
         self._refused[entry] = str(error)
         self._note(f"{where} passed over: {error}")
-        return BadImage(str(error))
+        return BadFrozen(str(error))
 
     def read(self, shard: OpenShard, wanted: Sequence[Wanted]) -> None:
         """Read what is wanted of a shard that was opened here, verified. Blocks. Raises: what its ``failure`` makes."""

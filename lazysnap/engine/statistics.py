@@ -40,11 +40,11 @@ class Statistics:
     """How often training went back in place."""
     bytes_captured: int = 0
     shard_bytes: int = 0
-    """Size of one snapshot of this rank, without immutable tensors."""
+    """Size of one snapshot of this rank, without frozen tensors."""
     frozen_bytes: int = 0
-    """Size of the image of immutable tensors, stored once."""
+    """Size of the file of frozen tensors, stored once."""
     frozen_changed: int = 0
-    """Tensors that had been taken for immutable and were found changed."""
+    """Frozen tensors that were found changed."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Boundaries that were due but began no capture, by reason."""
     persisted: Counter[str] = field(default_factory=Counter)

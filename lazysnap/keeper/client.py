@@ -19,7 +19,7 @@ from lazysnap.arena import Slot
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.attach import attach
-from lazysnap.keeper.client_slots import CaptureState, MappedImages, MappedSlots
+from lazysnap.keeper.client_slots import CaptureState, MappedFrozen, MappedSlots
 from lazysnap.keeper.durable import DurableSteps
 from lazysnap.keeper.events import (
     KeeperAnswers,
@@ -73,7 +73,7 @@ from lazysnap.levels import belongings
 logger = logging.getLogger(__name__)
 
 _FROZEN_S = 600.0
-"""The keeper has to find and populate memory for the immutable tensors: some seconds per 10 GB."""
+"""The keeper has to find and populate memory for the frozen tensors: some seconds per 10 GB."""
 _RECONNECT_S = 0.05
 _EARLY_S = 5.0
 """Keepers that die sooner than this after they began are replaced more and more slowly."""
@@ -107,7 +107,7 @@ class KeeperClient:
         self._closing = False
         self._fatal: Exception | None = None
         self._slots = MappedSlots(self._changed)
-        self._frozen = MappedImages()
+        self._frozen = MappedFrozen()
         self._wanted: tuple[int, int, int] | None = None
         self._least = 0
         self._progress = (0, 0)
@@ -218,9 +218,9 @@ class KeeperClient:
     def _hand_over(self, connection: Connection) -> None:
         """After a keeper's death: its successor gets the slots that this process still maps, before it even runs."""
         with self._changed:
-            orphans, images = self._slots.orphans(), self._frozen.orphans()
-        # The images first: no capture is taken up before what it refers to.
-        for digest, slot in images:
+            orphans, frozen = self._slots.orphans(), self._frozen.orphans()
+        # Frozen tensors first: no capture is taken up before what it refers to.
+        for digest, slot in frozen:
             connection.send(AdoptFrozen(digest), (slot.fd,))
         for slot in orphans:
             connection.send(Adopt(), (slot.fd,))

@@ -151,8 +151,8 @@ class MappedSlots:
         return slots
 
 
-class MappedImages:
-    """Slots of immutable tensors by digest; those that no live keeper holds are orphans. Not thread-safe."""
+class MappedFrozen:
+    """Slots of frozen tensors by digest; those that no live keeper holds are orphans. Not thread-safe."""
 
     def __init__(self) -> None:
         self._slots: dict[str, Slot] = {}
@@ -171,7 +171,7 @@ class MappedImages:
             try:
                 slot = Slot.attach(fd)
             except (FormatError, OSError) as error:
-                logger.warning("the keeper's immutable tensors cannot be mapped: %s", error)
+                logger.warning("the keeper's frozen tensors cannot be mapped: %s", error)
                 return
             self.drop(digest)
             self._slots[digest] = slot

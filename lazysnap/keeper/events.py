@@ -28,7 +28,7 @@ class MemoryEntry:
     run_id: str
     sequence: int
     frozen: str | None
-    """Digest of the immutable tensors that belong with it."""
+    """Digest of the frozen tensors that belong with it."""
     rank: int
     world_size: int
     start: str
@@ -47,7 +47,7 @@ class MemoryEntry:
 
 @dataclass(frozen=True)
 class MemoryHoldings:
-    """What the keeper holds: whole captures, and whole images of immutable tensors by their digest."""
+    """What the keeper holds: whole captures, and whole files of frozen tensors by their digest."""
 
     entries: tuple[MemoryEntry, ...] = ()
     frozen: Mapping[str, Slot] = field(default_factory=dict)

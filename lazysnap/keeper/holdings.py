@@ -15,7 +15,7 @@ from lazysnap.shard.manifest import CaptureMeta
 
 
 class Holdings:
-    """The whole captures in one keeper's slots, and the immutable tensors beside them."""
+    """The whole captures in one keeper's slots, and the frozen tensors beside them."""
 
     def __init__(self, pool: SlotPool, frozen: FrozenPool, checksums_of: Callable[[Slot], Checksums | None]) -> None:
         self._pool = pool

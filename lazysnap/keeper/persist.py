@@ -52,7 +52,7 @@ class Persister:
         frozen: Callable[[str], Slot | None] = lambda _: None,
         team: Team | None = None,
     ) -> None:
-        """``frozen`` gives the whole slot that holds the immutable tensors of a digest, if there is one."""
+        """``frozen`` gives the whole slot that holds the frozen tensors of a digest, if there is one."""
         self.levels = tuple(levels)
         self.team = team or Team()
         self.emit = emit

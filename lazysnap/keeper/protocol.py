@@ -267,7 +267,7 @@ class Held(msgspec.Struct, frozen=True):
     start: str
     sequence: int
     frozen: str | None
-    """Digest of the immutable tensors that belong with it."""
+    """Digest of the frozen tensors that belong with it."""
     rank: int
     world_size: int
     block_bytes: int
@@ -290,7 +290,7 @@ class Inventory(Answer, frozen=True, kw_only=True):
 
     entries: list[Held]
     frozen: list[str]
-    """Digests of immutable tensors."""
+    """Digests of frozen tensors."""
     end: TrainerEnd | None
     """Of the trainer before."""
     local_ranks: list[int]

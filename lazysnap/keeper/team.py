@@ -26,5 +26,5 @@ class Team:
 
     @property
     def share(self) -> Share:
-        """The files that this rank looks after; the first of a node, images of immutable tensors as well."""
+        """The files that this rank looks after; the first of a node, files of frozen tensors as well."""
         return Share(frozenset({self.rank}), self.world_size, has_images=self.local_rank == 0)

@@ -14,7 +14,7 @@ from lazysnap.shard.names import ShardName, is_directory_of_ours, parse_file_nam
 
 @dataclass(frozen=True)
 class Directory:
-    """One snapshot's directory, or that of an image of immutable tensors."""
+    """One snapshot's directory, or that of a file of frozen tensors."""
 
     name: str
     ranges: tuple[tuple[int, int, int], ...]

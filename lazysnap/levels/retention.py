@@ -31,7 +31,7 @@ class Share:
     ranks: frozenset[int]
     world_size: int
     has_images: bool = True
-    """Whether it looks after images of immutable tensors: one writer of each node does."""
+    """Whether it looks after files of frozen tensors: one writer of each node does."""
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int) -> "Share":

@@ -20,7 +20,7 @@ from lazysnap.shard.names import ShardName, SnapshotName, parse_frozen_directory
 logger = logging.getLogger(__name__)
 
 FROZEN_NAME = ShardName(0, 1)
-"""Of every image of immutable tensors."""
+"""Of every file of frozen tensors."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Layout (docs/format.md)::
     step-00001000-<run>-<start>/rank-00000-of-00001.safetensors
     step-00001000-<run>-<start>/rank-00000-of-00001.json
     step-00001000-<run>-<start>/keep-before-anneal
-    frozen-<digest>/rank-00000-of-00001.safetensors     immutable tensors, once for all snapshots at the level
+    frozen-<digest>/rank-00000-of-00001.safetensors     frozen tensors, once for all snapshots at the level
     frozen-<digest>/rank-00000-of-00001.json
 
 The name of a directory says what is in it, so no two writers ever want the same name for different bytes.
@@ -270,7 +270,7 @@ class SnapshotStore:
         out: memoryview,
         beat: Callable[[], None] | None = None,
     ) -> None:
-        """Read a shard or an image of immutable tensors into ``out`` (``manifest.size_bytes`` long).
+        """Read a shard or a file of frozen tensors into ``out`` (``manifest.size_bytes`` long).
 
         Every block is verified as it arrives, and ``beat`` called. While it is read, retention leaves it alone.
         Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable. ``out`` is garbage then.

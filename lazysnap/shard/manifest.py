@@ -46,7 +46,7 @@ def is_count(value: object) -> bool:
 
 @dataclass(frozen=True)
 class FrozenReference:
-    """The immutable tensors that a capture belongs with: an image of their own, stored once per level."""
+    """The frozen tensors that a capture belongs with: an image of their own, stored once per level."""
 
     digest: str
     """``Checksums.whole`` of that image, 32 hexadecimal digits: its content decides its name."""

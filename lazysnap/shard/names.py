@@ -64,7 +64,7 @@ class SnapshotName:
 
 
 def frozen_directory_name(digest: str) -> str:
-    """``frozen-<digest>``: where immutable tensors of that content are, of whichever run."""
+    """``frozen-<digest>``: where frozen tensors of that content are, of whichever run."""
     return f"frozen-{digest}"
 
 
@@ -75,7 +75,7 @@ def parse_frozen_directory_name(name: str) -> str | None:
 
 
 def is_directory_of_ours(name: str) -> bool:
-    """Whether a name is that of a snapshot's directory, or of immutable tensors."""
+    """Whether a name is that of a snapshot's directory, or of frozen tensors."""
     return SnapshotName.parse(name) is not None or parse_frozen_directory_name(name) is not None
 
 

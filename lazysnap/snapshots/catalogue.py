@@ -119,7 +119,7 @@ class Found:
 
     @property
     def frozen(self) -> list[str]:
-        """Digests of the immutable tensors that it refers to."""
+        """Digests of the frozen tensors that it refers to."""
         return sorted({entry.frozen for entry, _ in self.shards if entry.frozen is not None})
 
 
@@ -148,7 +148,7 @@ class Contents:
         return short_ids(runs_in([self.inventory]))
 
     def references(self, image: FrozenEntry) -> int:
-        """How many of the snapshots refer to an image of immutable tensors."""
+        """How many of the snapshots refer to a file of frozen tensors."""
         return sum(image.digest in found.frozen for found in self.snapshots)
 
     def of_run(self, run_id: str | None) -> "Contents":
@@ -251,7 +251,7 @@ class Catalogue:
         return found
 
     def images(self, plan: RestartPlan) -> list[tuple[FrozenEntry, Manifest]]:
-        """The immutable tensors that a plan refers to, each image once."""
+        """The frozen tensors that a plan refers to, each image once."""
         return self._images(plan.frozen)
 
     # ---------------------------------------------------------------- everything
@@ -326,7 +326,7 @@ class Catalogue:
         return found
 
     def _images(self, wanted: Collection[str]) -> list[tuple[FrozenEntry, Manifest]]:
-        """Those of the wanted images of immutable tensors that are committed."""
+        """Those of the wanted files of frozen tensors that are committed."""
         store, found = self.store, []
         there = frozenset(self._names)
         digests = [digest for digest in sorted(wanted) if frozen_directory_name(digest) in there]
@@ -344,7 +344,7 @@ class Catalogue:
         for entry in entries:
             if entry.frozen is not None and entry.frozen not in held:
                 self.incomplete.append(
-                    f"{entry.level}/{entry.location}: rank {entry.rank} needs the immutable tensors {entry.frozen}, "
+                    f"{entry.level}/{entry.location}: rank {entry.rank} needs the frozen tensors {entry.frozen}, "
                     "which are not there"
                 )
         for key, held_entries in sorted(snapshots(entries).items()):

@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class OpenShard:
-    """One shard, or one image of immutable tensors, of which the header was read."""
+    """One shard, or one file of frozen tensors, of which the header was read."""
 
     rank: int
-    """Of the snapshot. An image of immutable tensors may be opened for any rank."""
+    """Of the snapshot. A file of frozen tensors may be opened for any rank."""
     meta: CaptureMeta
     layout: Layout
     blocks: Blocks
@@ -93,7 +93,7 @@ class Stored:
 
 
 class OpenSnapshot:
-    """The shards of all ranks, each with the immutable tensors that it refers to."""
+    """The shards of all ranks, each with the frozen tensors that it refers to."""
 
     def __init__(
         self, plan: RestartPlan, ranks: Sequence[tuple[OpenShard, ...]], places: Sequence[ShardPlace] = ()
@@ -155,7 +155,7 @@ def open_shard(place: ShardPlace, manifest: Manifest, *, verify: bool) -> OpenSh
 
 
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
-    """Read the headers of all shards, and of the immutable tensors that they refer to; ``verify``: as ``open_shard``.
+    """Read the headers of all shards, and of the frozen tensors that they refer to; ``verify``: as ``open_shard``.
 
     ``plan``: of this catalogue. Blocks. Raises: ShardCorrupt, naming a shard that is damaged; LevelError;
     FileNotFoundError.
@@ -204,7 +204,7 @@ def _check_apart(shards: Sequence[OpenShard]) -> None:
         seen.update([*(spec.name for spec in shard.layout.specs), *shard.meta.aliases])
         twice = next((name for name, count in seen.items() if count > 1), None)
         if twice is not None:
-            raise ShardCorrupt(f"{shard.where}: tensor {twice!r} is in the shard and among the immutable tensors")
+            raise ShardCorrupt(f"{shard.where}: tensor {twice!r} is in the shard and among the frozen tensors")
 
 
 def read(

@@ -151,6 +151,6 @@ def remove(url: str, path: str) -> None:
 
 
 def frozen_directory(url: str) -> str:
-    """The one directory of immutable tensors there."""
+    """The one directory of frozen tensors there."""
     (name,) = {path.split("/")[0] for path in files(url) if path.startswith("frozen-")}
     return name

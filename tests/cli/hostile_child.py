@@ -56,7 +56,7 @@ DIRECTORIES = [
 
 
 def make(root: Path) -> None:
-    """Two whole snapshots, one with immutable tensors and a name, and half of one of two ranks."""
+    """Two whole snapshots, one with frozen tensors and a name, and half of one of two ranks."""
     state = {"model": {"base": torch.ones(3000), "w": torch.ones(50)}, "odd": {"t": (1, {2: [3]}), "s": {1, 2}}}
     put(str(root), 10, state, frozen=lambda name: "base" in name, names=("best",))
     put(str(root), 20)

@@ -31,7 +31,7 @@ def places(request, make_url):
     return [make_url(kind) for kind in request.param.split("-")]
 
 
-def test_everything_arrives_byte_for_byte_with_names_and_immutable_tensors_once(places, capsys):
+def test_everything_arrives_byte_for_byte_with_names_and_frozen_tensors_once(places, capsys):
     source, target = places
     put(source, 10, with_base(10), frozen=is_base, names=("best",))
     put(source, 20, with_base(20), frozen=is_base)
@@ -107,7 +107,7 @@ def test_a_damaged_snapshot_is_named_and_left_out_and_the_others_are_copied(plac
     assert run("verify", target) == 0
 
 
-def test_damaged_immutable_tensors_take_their_snapshots_with_them(make_url):
+def test_damaged_frozen_tensors_take_their_snapshots_with_them(make_url):
     source, target = make_url("local"), make_url("local")
     put(source, 10, with_base(10), frozen=is_base)
     change(source, f"{frozen_directory(source)}/{SHARD}", flip(0.99))

@@ -164,7 +164,7 @@ def test_only_chooses_what_is_below_a_name(make_url, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_immutable_tensors_are_exported_like_others(url, tmp_path, name):
+def test_frozen_tensors_are_exported_like_others(url, tmp_path, name):
     state = {"model": {"base.w": torch.rand(3000), "adapter.w": torch.rand(5)}}
     put(url, 10, state, frozen=lambda text: "base" in text)
     assert frozen_directory(url)

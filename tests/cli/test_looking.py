@@ -40,7 +40,7 @@ def test_ls_lists_complete_half_and_uncommitted_snapshots_as_what_they_are(url, 
     assert result["problems"] == []
 
 
-def test_ls_tells_names_immutable_tensors_and_how_many_snapshots_need_them(url, capsys):
+def test_ls_tells_names_frozen_tensors_and_how_many_snapshots_need_them(url, capsys):
     put(url, 10, with_base(10), frozen=is_base, names=("before-anneal", "best"))
     put(url, 20, with_base(20), frozen=is_base)
     put(url, 20, run_id=OTHER)
@@ -58,12 +58,12 @@ def test_ls_tells_names_immutable_tensors_and_how_many_snapshots_need_them(url, 
     assert [item["frozen"] for item in result["snapshots"] if item["run_id"] == OTHER] == [[]]
 
 
-def test_ls_says_what_lacks_its_immutable_tensors(url, capsys):
+def test_ls_says_what_lacks_its_frozen_tensors(url, capsys):
     put(url, 10, with_base(10), frozen=is_base)
     remove(url, f"{frozen_directory(url)}/{MANIFEST}")
     assert run_json(capsys, "ls", url)[1]["snapshots"][0]["complete"] is False
     run("ls", url)
-    assert "without its immutable tensors" in capsys.readouterr().out
+    assert "without its frozen tensors" in capsys.readouterr().out
 
 
 def test_ls_shows_a_table_and_the_problems_below_it(url, capsys):
@@ -125,7 +125,7 @@ def test_verify_finds_and_names_a_shard_that_is_short_or_gone(url, capsys, chang
 
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_a_snapshot_whose_immutable_tensors_are_damaged_or_gone_is_bad(url, capsys, how):
+def test_a_snapshot_whose_frozen_tensors_are_damaged_or_gone_is_bad(url, capsys, how):
     put(url, 10, with_base(10), frozen=is_base)
     put(url, 20)
     path = f"{frozen_directory(url)}/{SHARD if how == 'flipped' else MANIFEST}"
@@ -135,7 +135,7 @@ def test_a_snapshot_whose_immutable_tensors_are_damaged_or_gone_is_bad(url, caps
 
     assert (code, result["ok"]) == (1, False)
     assert {item["step"]: item["state"] for item in result["snapshots"]} == {10: "bad", 20: "good"}
-    assert any("frozen-" in problem or "immutable" in problem for problem in result["problems"])
+    assert any("frozen-" in problem or "frozen tensors" in problem for problem in result["problems"])
 
 
 def test_verify_of_one_step_reads_that_one_and_what_it_needs(url, capsys):

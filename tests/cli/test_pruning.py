@@ -116,7 +116,7 @@ def test_other_runs_are_left_alone_if_one_is_named(url):
     assert (steps(url), steps(url, OTHER)) == ([20], [20])
 
 
-def test_immutable_tensors_go_with_the_last_snapshot_that_needs_them(url, capsys, a_day_later):
+def test_frozen_tensors_go_with_the_last_snapshot_that_needs_them(url, capsys, a_day_later):
     put(url, 10, with_base(10), frozen=is_base)
     put(url, 20, with_base(20), frozen=is_base)
     put(url, 30)
@@ -129,14 +129,14 @@ def test_immutable_tensors_go_with_the_last_snapshot_that_needs_them(url, capsys
     assert not [path for path in files(url) if path.startswith("frozen-")]
 
 
-def test_immutable_tensors_that_are_new_stay_for_the_snapshot_that_will_need_them(url):
+def test_frozen_tensors_that_are_new_stay_for_the_snapshot_that_will_need_them(url):
     put(url, 10, with_base(10), frozen=is_base)
     put(url, 20)
     run("prune", url, "--keep-last", "1", "--yes")
     assert frozen_directory(url)
 
 
-def test_immutable_tensors_stay_while_a_manifest_cannot_be_read(url, a_day_later):
+def test_frozen_tensors_stay_while_a_manifest_cannot_be_read(url, a_day_later):
     put(url, 10, with_base(10), frozen=is_base)
     put(url, 20)
     change(url, f"{at(10)}/{MANIFEST}", flip(0.5))
@@ -172,13 +172,13 @@ def test_what_a_living_writer_writes_stays(make_url, capsys):
         writer.close()
 
 
-@pytest.mark.parametrize("what", ["shard", "immutable tensors"])
+@pytest.mark.parametrize("what", ["shard", "frozen tensors"])
 def test_what_somebody_reads_stays_until_it_is_read(url, capsys, what, a_day_later):
     put(url, 10, with_base(10), frozen=is_base)
     put(url, 20)
     directory = frozen_directory(url)
     storage = open_store(url).storage
-    path = f"{directory if what == 'immutable tensors' else '{at(10)}'}/{SHARD}"
+    path = f"{directory if what == 'frozen tensors' else '{at(10)}'}/{SHARD}"
     with storage.lease(path):
         if not storage.is_leased(path):
             pytest.skip("this storage knows no leases")
@@ -223,7 +223,7 @@ def test_without_anybody_to_ask_nothing_is_deleted(five, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["flipped shard", "truncated shard", "missing shard", "flipped manifest"])
-def test_nothing_is_deleted_in_favour_of_a_snapshot_whose_immutable_tensors_are_damaged(url, capsys, what):
+def test_nothing_is_deleted_in_favour_of_a_snapshot_whose_frozen_tensors_are_damaged(url, capsys, what):
     put(url, 10)
     for step in (20, 30, 40):
         put(url, step, with_base(step), frozen=is_base)
@@ -241,7 +241,7 @@ def test_nothing_is_deleted_in_favour_of_a_snapshot_whose_immutable_tensors_are_
     assert all("frozen-" in problem for problem in result["problems"])
 
 
-def test_snapshots_with_sound_immutable_tensors_are_kept_before_newer_ones_with_damaged_ones(url, capsys):
+def test_snapshots_with_sound_frozen_tensors_are_kept_before_newer_ones_with_damaged_ones(url, capsys):
     for step in (10, 20):
         put(url, step, with_base(step), frozen=is_base)
     good = frozen_directory(url)

@@ -117,7 +117,7 @@ def test_a_damaged_snapshot_is_exit_code_1(url, capsys):
     assert "block 0" in result["error"]
 
 
-def test_a_snapshot_without_its_immutable_tensors_is_not_offered(shown, capsys):
+def test_a_snapshot_without_its_frozen_tensors_is_not_offered(shown, capsys):
     remove(shown, f"{frozen_directory(shown)}/{MANIFEST}")
     assert run_json(capsys, "show", shown, "10")[0] == 2
 

@@ -87,9 +87,9 @@ def _name(store: SnapshotStore, beat: Beat) -> None:
 SCENARIOS = {
     "write": Scenario(_write),
     "write again": Scenario(_write_again),
-    "write with immutable tensors": Scenario(_write_with_base),
+    "write with frozen tensors": Scenario(_write_with_base),
     "retain": Scenario(_retain, may_go=frozenset({1})),
-    "retain immutable tensors": Scenario(_write_and_retain, _write_with_base, frozenset({1, 2})),
+    "retain frozen tensors": Scenario(_write_and_retain, _write_with_base, frozenset({1, 2})),
     "sweep": Scenario(_sweep, _leave_rests),
     "read": Scenario(_read),
     "name": Scenario(_name),
@@ -202,7 +202,7 @@ class BreakageContract(Place):
                 raise AssertionError(f"{what}: {operation}, operation {n}, {how}: {error}") from error
 
     @pytest.mark.usefixtures("no_patience")
-    @pytest.mark.parametrize("what", ["write", "write again", "write with immutable tensors", "retain", "read"])
+    @pytest.mark.parametrize("what", ["write", "write again", "write with frozen tensors", "retain", "read"])
     def test_a_hang_is_a_deadline(self, make_storage: MakeStorage, what: str) -> None:
         """At every operation; and when it comes back, what was given up leaves nothing half behind."""
         scenario = SCENARIOS[what]

@@ -8,7 +8,7 @@ import pytest
 from support.place import BLOCK, PAGE, WAIT_S, at_once, everything, in_another_process
 from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, directory, level, look, read_whole
 
-from contract.immutable import ImmutableContract
+from contract.frozen import FrozenContract
 from lazysnap.errors import CaptureAborted, FormatError, ShardCorrupt
 from lazysnap.levels.retention import Share
 from lazysnap.levels.source import MemorySource
@@ -63,7 +63,7 @@ class HookedSource(MemorySource):
             self._action()
 
 
-class StoreContract(ImmutableContract):
+class StoreContract(FrozenContract):
     """What ``SnapshotStore`` promises over a storage, as tests; see ``StorageContract``."""
 
     @pytest.mark.parametrize("elements", [0, 1, PAGE, 5000, BLOCK - PAGE, BLOCK - PAGE + 1, 2 * BLOCK + 1])

@@ -210,7 +210,7 @@ def test_ranks_that_number_their_parameters_differently_are_refused(tmp_path):
         load(tmp_path, {"w": torch.zeros(4)}, step=10)
 
 
-def test_immutable_tensors_that_are_gone_are_named(tmp_path):
+def test_frozen_tensors_that_are_gone_are_named(tmp_path):
     snapshot = Snapshot(str(tmp_path), 1)
     skeleton = {"base": {"$": "tensor", "v": "base"}}
     write(snapshot, 0, {}, skeleton, frozen={"base": torch.randn(4)})
@@ -223,7 +223,7 @@ def test_immutable_tensors_that_are_gone_are_named(tmp_path):
         path.unlink()
     folder.rmdir()
 
-    with refused("immutable tensors", "which are not there"):
+    with refused("frozen tensors", "which are not there"):
         load(tmp_path, {"base": torch.zeros(4)})
 
 

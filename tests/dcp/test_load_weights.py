@@ -141,7 +141,7 @@ def test_the_weights_of_a_run_are_those_of_its_newest_snapshot_or_of_one_step_of
         lazysnap.load_weights(url, "run:x")
 
 
-def test_a_snapshot_whose_immutable_tensors_are_not_committed_is_not_complete(tmp_path):
+def test_a_snapshot_whose_frozen_tensors_are_not_committed_is_not_complete(tmp_path):
     url, base = str(tmp_path), {"model.base": torch.ones(5)}
     state = walk({"model": {"base": base["model.base"], "w": torch.zeros(3)}})
     for step in (10, 20):
@@ -151,7 +151,7 @@ def test_a_snapshot_whose_immutable_tensors_are_not_committed_is_not_complete(tm
 
     next(tmp_path.glob("frozen-*/*.json")).unlink()
     for which in (20, f"run:{RUN}@10"):
-        with pytest.raises(SnapshotNotFound, match="needs the immutable tensors"):
+        with pytest.raises(SnapshotNotFound, match="needs the frozen tensors"):
             lazysnap.load_weights(tmp_path, which)
     for which in ("latest", f"run:{RUN}"):
         assert lazysnap.load_weights(tmp_path, which)["w"].tolist() == [1.0] * 3

@@ -162,7 +162,7 @@ def test_one_rank_may_store_apart_what_another_one_stores_as_tied(tmp_path):
     assert target["b"].equal(a)
 
 
-def test_immutable_tensors_are_read_from_their_own_image(tmp_path):
+def test_frozen_tensors_are_read_from_their_own_file(tmp_path):
     base, adapter = torch.randn(40, 8), torch.randn(8, 2)
     snapshot = Snapshot(str(tmp_path), 1)
     state = {"base": {"$": "tensor", "v": "base"}, "adapter": {"$": "tensor", "v": "adapter"}}

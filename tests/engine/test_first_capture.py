@@ -54,7 +54,7 @@ def test_memory_that_was_prepared_before_the_first_boundary_is_waited_for(job):
     assert training.began == [True]
 
 
-def test_the_first_capture_waits_for_immutable_tensors(job):
+def test_the_first_capture_waits_for_frozen_tensors(job):
     tuning = Tuning(job.config())
     job.trainings.append(tuning)
     tuning.run(1, 1)
@@ -69,13 +69,13 @@ def test_the_first_capture_waits_for_immutable_tensors(job):
     assert again.facts() == wanted
 
 
-def test_immutable_tensors_that_do_not_fit_end_the_wait(job, tmp_path):
+def test_frozen_tensors_that_do_not_fit_end_the_wait(job, tmp_path):
     tuning = Tuning(job.config(tmp_path, memory=MemoryLevel(max_bytes=4 << 20, linger_s=60)))
     job.trainings.append(tuning)
     tuning.run(1, 1)
 
     assert tuning.began == [True]
-    assert "immutable tensors do not fit" in tuning.engine.statistics().unprotected
+    assert "frozen tensors do not fit" in tuning.engine.statistics().unprotected
     assert tuning.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
 
 

@@ -1,4 +1,4 @@
-"""Immutable tensors are stored once; whoever changes them all the same gets right snapshots, too."""
+"""Frozen tensors are stored once; whoever changes them all the same gets right snapshots, too."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def job():
 
 
 def image_of(tuning):
-    """The slot of the immutable tensors."""
+    """The slot of the frozen tensors."""
     return tuning.engine._client.frozen_slot(tuning.engine._recorder.frozen.reference().digest)
 
 
@@ -204,7 +204,7 @@ def test_a_base_that_is_unfrozen_in_the_middle_is_captured_from_then_on(job):
     assert other.facts() == tuning.held[last]
 
 
-def test_immutable_weights_tied_to_each_other_come_back_tied(job):
+def test_frozen_weights_tied_to_each_other_come_back_tied(job):
     class Tied(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -222,7 +222,7 @@ def test_immutable_weights_tied_to_each_other_come_back_tied(job):
     assert tuning.engine.statistics().frozen_bytes < 3.2 * 512 * 512 * 4
 
 
-def test_immutable_weights_tied_to_trained_ones_are_part_of_every_snapshot(job):
+def test_frozen_weights_tied_to_trained_ones_are_part_of_every_snapshot(job):
     tied = torch.nn.Linear(512, 512, bias=False).requires_grad_(False)
     tuning = job.start(ready=False, extra={"tied": tied})
     tied.weight = torch.nn.Parameter(tuning.model[0].base.weight.detach(), requires_grad=False)
@@ -249,7 +249,7 @@ def test_a_damaged_image_in_memory_gives_way_to_the_one_on_storage_and_is_replac
     second = job.start(tmp_path, ready=False)
     snapshot = second.engine.restore("latest")
     assert (snapshot.step, snapshot.level) == (3, "memory")
-    assert any("immutable tensors" in problem and "memory" in problem for problem in snapshot.skipped)
+    assert any("frozen tensors" in problem and "memory" in problem for problem in snapshot.skipped)
     assert matches(tuning, snapshot)
 
     assert second.engine.wait_ready(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Deaths around the immutable tensors of a fine-tuning: a restart ends as if nothing had happened."""
+"""Deaths around the frozen tensors of a fine-tuning: a restart ends as if nothing had happened."""
 
 import os
 import pathlib

@@ -44,7 +44,7 @@ def capture(rank, step, *, whole=True, pin=False, frozen=None, start=START):
 
 
 def frozen_slot(content):
-    """Immutable tensors, and how a capture refers to them."""
+    """Frozen tensors, and how a capture refers to them."""
     layout = Layout.plan([TensorSpec("base", "U8", (len(content),))])
     image = layout.header + content
     slot = Slot.create(1 << 16, len(image))

@@ -265,7 +265,7 @@ def frozen_slot(size=500_000):
     return slot, FrozenReference(Checksums.of(memoryview(image)).whole, len(image))
 
 
-def test_immutable_tensors_are_written_once_at_every_level(rig, tmp_path):
+def test_frozen_tensors_are_written_once_at_every_level(rig, tmp_path):
     levels = [PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=1) for name in ("a", "b")]
     slot, reference = frozen_slot()
     trainer = rig(*levels, frozen={reference.digest: slot})
@@ -283,7 +283,7 @@ def test_immutable_tensors_are_written_once_at_every_level(rig, tmp_path):
         assert [entry.frozen for entry in store.inventory().entries] == [reference.digest]
 
 
-def test_immutable_tensors_that_left_memory_are_copied_from_the_faster_level(rig, tmp_path, monkeypatch):
+def test_frozen_tensors_that_left_memory_are_copied_from_the_faster_level(rig, tmp_path, monkeypatch):
     first, second = (PersistentLevel(tmp_path / name, every_n_steps=1) for name in "ab")
     slot, reference = frozen_slot()
     held = {reference.digest: slot}

@@ -308,7 +308,7 @@ def test_what_a_rank_asks_for_does_not_depend_on_how_many_there_are(tmp_path):
     assert sum(asked[2].values()) == 5
 
 
-def test_immutable_tensors_that_all_ranks_bring_at_once_are_whole(place):
+def test_frozen_tensors_that_all_ranks_bring_at_once_are_whole(place):
     base = dataclasses.replace(meta(0), run_id=RUN)
     digest = Place(place.path.parent / "other").stores[0].write(base, Image(5, 3_000_000)).checksums.whole
     barrier = threading.Barrier(4)

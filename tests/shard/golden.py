@@ -83,7 +83,7 @@ def manifest_path() -> pathlib.Path:
     return FOLDER / directory_name(1000) / ShardName(0, 1).manifest
 
 
-# ---------------------------------------------------------------- immutable tensors in a file of their own
+# ---------------------------------------------------------------- frozen tensors in a file of their own
 
 FROZEN_FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "v1-frozen"
 
@@ -153,7 +153,7 @@ def make_frozen() -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def opened(folder: pathlib.Path) -> Iterator[list[OpenShard]]:
-    """The shard of the one snapshot in a folder, and the immutable tensors beside it."""
+    """The shard of the one snapshot in a folder, and the frozen tensors beside it."""
     inventory = open_store(str(folder)).inventory()
     assert inventory.problems == ()
     reader = LevelReader(PersistentLevel(str(folder)), 1)

@@ -1,4 +1,4 @@
-"""A shard and immutable tensors beside it: what was written stays readable, and is still what is written."""
+"""A shard and frozen tensors beside it: what was written stays readable, and is still what is written."""
 
 import golden
 import pytest
@@ -37,7 +37,7 @@ def test_any_safetensors_tool_opens_both_files():
     assert sorted(load_file(shard)) == ["model.adapter"]
 
 
-def test_the_manifest_of_the_shard_refers_to_the_immutable_tensors():
+def test_the_manifest_of_the_shard_refers_to_the_frozen_tensors():
     (base,) = golden.FROZEN_FOLDER.glob("frozen-*/*.json")
     (shard,) = golden.FROZEN_FOLDER.glob("step-*/*.json")
 

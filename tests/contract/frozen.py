@@ -1,4 +1,4 @@
-"""What must hold for the immutable tensors that snapshots share: stored once per level."""
+"""What must hold for the frozen tensors that snapshots share: stored once per level."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from lazysnap.shard.manifest import FrozenReference
 
 
 def base_of(number: int = 1, run_id: str = RUN) -> Snapshot:
-    """An image of immutable tensors."""
+    """A file of frozen tensors."""
     return Snapshot(0, run_id, 7000 + number, seed=number)
 
 
@@ -27,8 +27,8 @@ def write_base(store: SnapshotStore, base: Snapshot) -> None:
     store.write_frozen(base.meta, base.source(), base.digest)
 
 
-class ImmutableContract(Place):
-    """Images of immutable tensors; see ``StoreContract``."""
+class FrozenContract(Place):
+    """Files of frozen tensors; see ``StoreContract``."""
 
     @pytest.fixture
     def make_store(self, make_storage: MakeStorage) -> Callable[[], SnapshotStore]:
@@ -40,7 +40,7 @@ class ImmutableContract(Place):
         """One of them."""
         return make_store()
 
-    def test_immutable_tensors_are_stored_once(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_frozen_tensors_are_stored_once(self, make_store: Callable[[], SnapshotStore]) -> None:
         """For all snapshots of the run that refer to them, whoever writes; and found again."""
         base = base_of()
         errors = at_once(*[lambda: write_base(make_store(), base) for _ in range(4)])
@@ -58,14 +58,14 @@ class ImmutableContract(Place):
         assert len(everything(store.storage)) == 6
         assert [list(plan.frozen) for plan in candidates([store.inventory()])] == [[base.digest]] * 2
 
-    def test_immutable_tensors_of_another_content_are_not_committed(self, store: SnapshotStore) -> None:
+    def test_frozen_tensors_of_another_content_are_not_committed(self, store: SnapshotStore) -> None:
         """Their content is their name."""
         base = base_of()
         with pytest.raises(ShardCorrupt):
             store.write_frozen(base.meta, base_of(2).source(), base.digest)
         assert everything(store.storage) == []
 
-    def test_immutable_tensors_are_shared_by_runs_and_outlive_their_snapshots(
+    def test_frozen_tensors_are_shared_by_runs_and_outlive_their_snapshots(
         self, make_store: Callable[[], SnapshotStore]
     ) -> None:
         """No writer of snapshots knows who else refers to them: ``lazysnap prune`` deletes them."""
@@ -78,7 +78,7 @@ class ImmutableContract(Place):
         assert [image.digest for image in make_store().inventory().frozen] == [base_of().digest]
         assert (look(make_store()).steps(RUN), look(make_store()).steps(OTHER)) == ([2], [1, 2])
 
-    def test_damaged_immutable_tensors_are_written_again(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_damaged_frozen_tensors_are_written_again(self, make_store: Callable[[], SnapshotStore]) -> None:
         """By the next writer that needs them."""
         store, base = make_store(), base_of()
         write_base(store, base)
@@ -87,7 +87,7 @@ class ImmutableContract(Place):
         write_base(make_store(), base)
         make_store().verify_entry(image)
 
-    def test_a_snapshot_without_its_immutable_tensors_is_no_candidate(
+    def test_a_snapshot_without_its_frozen_tensors_is_no_candidate(
         self, make_store: Callable[[], SnapshotStore]
     ) -> None:
         """Nor counted by retention: the older complete one stays."""
@@ -102,7 +102,7 @@ class ImmutableContract(Place):
         assert make_store().retain(level(1), RUN) == []
         assert 1 in look(make_store()).steps()
 
-    def test_damaged_immutable_tensors_are_found(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_damaged_frozen_tensors_are_found(self, make_store: Callable[[], SnapshotStore]) -> None:
         """Before a byte of them is believed."""
         store, base = make_store(), base_of()
         write_base(store, base)
