@@ -1,4 +1,4 @@
-"""Work at a level that may hang, run so that nobody has to wait for it longer than a deadline."""
+"""Work that may hang, run so that nobody waits for it longer than a deadline."""
 
 import threading
 import time
@@ -13,9 +13,9 @@ _CHECK_S = 0.25
 
 
 class Attempt(Generic[Result]):
-    """Runs ``work(beat)`` in a daemon thread of its own. ``beat()`` says that something moved.
+    """Runs ``work(beat)`` in a daemon thread of its own. ``beat()`` reports progress.
 
-    A thread that hangs in a dead file system cannot be ended: it is left behind. Should it come back, its next
+    A thread that hangs in a dead file system cannot be ended: it is left behind. If it resumes later, its next
     ``beat()`` raises CaptureAborted, so that it cleans up and commits nothing.
     """
 
@@ -32,29 +32,29 @@ class Attempt(Generic[Result]):
     def _run(self, work: "Callable[[Callable[[], None]], Result]") -> None:
         try:
             self._result.append(work(self.beat))
-        except BaseException as error:  # noqa: BLE001  handed to the one who waits
+        except BaseException as error:  # noqa: BLE001  raised by ``result``
             self._error = error
         finally:
             self._done.set()
 
     def beat(self) -> None:
-        """Something moved. Raises: CaptureAborted, if nobody waits for this any more."""
+        """Report progress. Raises: CaptureAborted, if the deadline has passed and nobody waits any more."""
         self._moved = time.monotonic()
         if self._given_up:
             raise CaptureAborted(f"{self.name}: came back after its deadline")
 
     @property
     def idle_s(self) -> float:
-        """Seconds since something moved."""
+        """Seconds since the last progress."""
         return time.monotonic() - self._moved
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is still at it, waited for or not."""
+        """Whether the thread still works, whether or not anybody waits."""
         return not self._done.is_set()
 
     def result(self, timeout_s: float) -> Result:
-        """What ``work`` returned or raised. Blocks: as long as it moves, and ``timeout_s`` longer.
+        """What ``work`` returned or raised. Blocks: while there is progress, and up to ``timeout_s`` without.
 
         Raises: LevelHangs.
         """

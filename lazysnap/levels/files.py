@@ -1,4 +1,4 @@
-"""File operations that say what they mean: durable names, whole reads and writes, direct I/O where there is such."""
+"""File operations: durable names, complete reads and writes, direct I/O where the file system has it."""
 
 import contextlib
 import ctypes
@@ -45,7 +45,7 @@ def _check(result: int, path: str) -> None:
 
 
 def temp_name(name: str) -> str:
-    """A hidden name for a file being written; the process is told for the human who finds it."""
+    """A hidden name for a file being written. It contains the process id, for a person who finds the file."""
     return f".{name}{TEMP_MARK}{os.getpid()}-{os.urandom(4).hex()}"
 
 
@@ -63,7 +63,7 @@ def sync_handle(directory: int) -> None:
     try:
         os.fsync(directory)
     except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:  # CIFS and some FUSE file systems have no such thing
+        if error.errno not in _NOT_SUPPORTED:  # CIFS and some FUSE file systems cannot
             raise
 
 
@@ -74,7 +74,7 @@ def make_directories(path: str) -> None:
     parent = os.path.dirname(path)
     if parent != path:
         make_directories(parent)
-    with contextlib.suppress(FileExistsError):  # made by another one meanwhile, or a file: then opening fails
+    with contextlib.suppress(FileExistsError):  # another process made it, or it is a file: then opening fails
         os.mkdir(path)
         faults.point("level.local.mkdir")
         sync_directory(parent)
@@ -83,7 +83,8 @@ def make_directories(path: str) -> None:
 def allocate(handle: int, size_bytes: int) -> None:
     """Reserve space, where the file system can. Raises: OSError(ENOSPC).
 
-    Not by ``posix_fallocate``: where the file system cannot, glibc writes into each block, over NFS the whole file.
+    Not by ``posix_fallocate``: where the file system cannot, glibc writes into each block; over NFS that is the whole
+    file.
     """
     while size_bytes:
         try:
@@ -135,7 +136,7 @@ def pwrite_all(handle: int, offset: int, data: memoryview) -> None:
 
 
 def pread_all(handle: int, offset: int, out: memoryview) -> int:
-    """Fill ``out``, or as much as there is before the end of the file; returns the number of bytes."""
+    """Fill ``out`` up to the end of the file at most; the number of bytes read."""
     done = 0
     while done < len(out):
         count = os.preadv(handle, [out[done:]], offset + done)

@@ -30,23 +30,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a place was seen to do."""
+    """How a place behaves, as tried out."""
 
     shows_open_files: bool
-    """A file can be seen under its name before it is closed."""
+    """A file is visible under its name before it is closed."""
     clock_ahead_s: float
-    """How much the place's clock is before ours."""
+    """How far the place's clock is ahead of ours."""
 
 
 _abilities: dict[str, Abilities] = {}
 
 
 def discard(file: Any) -> None:
-    """Close without publishing, where the driver can."""
+    """Close a file without publishing it, where the driver can."""
     with contextlib.suppress(Exception):
         if isinstance(file, AbstractBufferedFile):
             file.discard()
-            file.closed = True  # else its destructor would publish the half
+            file.closed = True  # else its destructor would publish what it has
         else:
             file.close()
 
@@ -69,7 +69,7 @@ class FsspecStorage(Storage):
     # ---------------------------------------------------------------- the driver
 
     def _filesystem(self) -> Any:
-        """A driver of this process alone: one that a fork inherited shares sockets and lacks threads."""
+        """The driver of this process: after a fork the inherited one shares sockets and lacks threads."""
         opened = self._opened
         if opened is not None and opened[0] == os.getpid():
             return opened[1]
@@ -84,7 +84,7 @@ class FsspecStorage(Storage):
         return filesystem
 
     def _error(self, what: str, error: BaseException) -> LevelError:
-        """``error`` as one of ours, without secrets."""
+        """``error`` as one of our errors, without secrets."""
         url, text = self._redaction.clean(self.url), self._redaction.clean(error)
         if isinstance(error, OSError) and error.errno is not None:
             text = self._redaction.clean(error.strerror or error)
@@ -109,7 +109,7 @@ class FsspecStorage(Storage):
             raise self._error(what, error) from self._redaction.cause(error)
 
     def _change(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call the driver where that something is missing, or in the way, is a failure."""
+        """Call the driver where a missing or an existing object is a failure."""
         try:
             return self._call(what, method, *arguments, **options)
         except (FileNotFoundError, FileExistsError) as error:
@@ -123,13 +123,13 @@ class FsspecStorage(Storage):
             raise self._error(f"{point} {path}", error) from error
 
     def _make_directory(self, path: str, *, is_missing: bool = False) -> None:
-        """Not where the first name of a path is a bucket, unless it is missed: some drivers would make the bucket."""
+        """Only where it is needed: some drivers would also create a bucket."""
         what, top = f"creating the directory of {path}", self._root.split("/")[0]
         if not top or (is_missing and self._call(what, "exists", top)):
             self._change(what, "makedirs", os.path.dirname(self._path(path)), exist_ok=True)
 
     def _make(self, what: str, path: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call the driver to make an object, and its directory if need be. Raises: LevelError, FileExistsError."""
+        """Call the driver to make an object, and its directory if necessary. Raises: LevelError, FileExistsError."""
         self._make_directory(path)
         try:
             return self._call(what, method, self._path(path), *arguments, **options)
@@ -148,7 +148,7 @@ class FsspecStorage(Storage):
             raise self._error(f"creating {path}", error) from self._redaction.cause(error)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a finished file its name. Some places refuse it while there is another one: that one goes first."""
+        """Give a finished file its name. Some places refuse to replace a file, so an old one is deleted first."""
         if self.exists(new):
             self.delete(new)
         self._change(f"renaming {old}", "mv", self._path(old), self._path(new))
@@ -159,7 +159,7 @@ class FsspecStorage(Storage):
         return digest(json.dumps([self.url, self._options], sort_keys=True, default=str).encode())
 
     def abilities(self) -> Abilities:
-        """Tried out once per place and process."""
+        """Tries the place out, once per process. Raises: LevelError."""
         place = self._place()
         found = _abilities.get(place)
         if found is None:
@@ -226,7 +226,7 @@ class FsspecStorage(Storage):
         out[:] = data
 
     def _info(self, path: str, method: str) -> Any:
-        """Ask anew: what a driver remembers of a listing may be old."""
+        """Ask the place: what a driver remembers of a listing may be old."""
         self._filesystem().invalidate_cache()
         return self._call(f"looking at {path}", method, self._path(path))
 
@@ -260,13 +260,13 @@ class FsspecStorage(Storage):
 
     def is_settled(self, path: str) -> bool:
         """See ``Storage.is_settled``."""
-        self.abilities()  # which knows the place's clock
+        self.abilities()  # tells the place's clock
         return super().is_settled(path)
 
     # ---------------------------------------------------------------- deleting
 
     def is_link(self, path: str) -> bool:
-        """Of the directory, as the driver says: that of ``sftp://`` knows such, for example."""
+        """Of the directory, as the driver says; ``sftp://`` has links, for example."""
         try:
             facts = self._call(f"looking at {path}", "info", self._path(path.partition("/")[0]))
         except FileNotFoundError:
@@ -291,7 +291,7 @@ class FsspecStorage(Storage):
                 return
 
     def abort_stale(self, path: str = "") -> list[str]:
-        """Nothing but probes of the dead: fsspec does not show unfinished uploads."""
+        """Removes probes of dead processes. fsspec does not show unfinished uploads."""
         return [name for name in ([] if path else self.list()) if is_probe(name) and self.delete_abandoned(name)]
 
     # The last one: it hides the type from the annotations behind it.
@@ -331,16 +331,14 @@ class FsspecWriter:
         self._path = path
         self._size = size_bytes
         self._done = 0
-        self._left: set[str] = set()
-        """The temporary name, if there is one that is to be removed."""
+        self._temp = ""
+        """The temporary name, until the object has its own."""
         self._file: Any = None
+        if storage.abilities().shows_open_files:
+            directory, _, name = path.rpartition("/")
+            self._temp = f"{directory}/{temp_name(name)}"
         try:
-            self._open_name = path
-            if storage.abilities().shows_open_files:
-                directory, _, name = path.rpartition("/")
-                self._open_name = f"{directory}/{temp_name(name)}"
-                self._left.add(self._open_name)
-            self._file = storage.open_to_write(self._open_name)
+            self._file = storage.open_to_write(self._temp or path)
         except BaseException:
             self.close()
             raise
@@ -356,29 +354,28 @@ class FsspecWriter:
         self._done += len(block)
 
     def publish(self) -> None:
-        """Close the file, rename it if it has not its name yet, and ask whether all of it arrived."""
+        """Close the file, rename it if it has a temporary name, and compare its size."""
         storage, path = self._storage, self._path
         if self._done != self._size:
             raise ShardCorrupt(f"{storage.url}/{path}: {self._done} bytes were written of {self._size}")
         storage.reach("upload", path)
         storage.call(f"ending {path}", self._file.close)
-        if self._open_name != path:
-            storage.rename(self._open_name, path)
-            self._left.discard(self._open_name)
+        if self._temp:
+            storage.rename(self._temp, path)
+            self._temp = ""
         storage.reach("uploaded", path)
         size = storage.size(path)
         if size != self._size:
             storage.delete(path)
             raise LevelUnavailable(f"{storage.url}/{path}: {size} bytes arrived, {self._size} were sent")
-        self._left.clear()
         self._file = None
 
     def close(self) -> None:
-        """Discard what is not published; harmless twice. What may stand under the final name stays: it is whole."""
+        """Discard what is not published; harmless twice. An object under the final name stays: it is complete."""
         file, self._file = self._file, None
         if file is not None:
             discard(file)
-        left, self._left = self._left, set()
-        with contextlib.suppress(LevelError):  # the level is away: the next sweep gets it
-            for name in left:
-                self._storage.delete(name)
+        temp, self._temp = self._temp, ""
+        if temp:
+            with contextlib.suppress(LevelError):  # the level is away: the next sweep removes it
+                self._storage.delete(temp)

@@ -90,11 +90,11 @@ class LocalWriter:
             try:
                 self._buffered = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:
-                continue  # somebody's sweep took the empty directory
+                continue  # a sweep removed the empty directory
             self._temp = temp
             if locks.lock(self._buffered) is not False and os.fstat(self._buffered).st_nlink:
                 return
-            self.close()  # a sweep was quicker than the lock
+            self.close()  # a sweep removed the file before it was locked
         raise OSError(errno.EBUSY, "the directory is removed again and again", self._directory)
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -240,7 +240,7 @@ class LocalStorage(Storage):
             raise local_error(self.url, f"creating {path} of {size_bytes} bytes", error) from error
 
     def _is_there(self, path: str) -> bool:
-        """Like ``lexists``, but a level that does not answer is no free name."""
+        """Like ``lexists``, but raises if the level does not answer."""
         try:
             os.lstat(self._path(path))
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""An upper bound for the rate at which a level is written."""
+"""An upper limit for the rate at which a level is written."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ _SLICE_S = 0.2
 
 
 class Pace:
-    """Lets at most ``max_bytes_per_s`` pass, averaged over the time since it was last idle; ``None``: no bound."""
+    """Lets at most ``max_bytes_per_s`` pass, averaged over the time since it was last idle; ``None``: no limit."""
 
     def __init__(self, max_bytes_per_s: int | None) -> None:
         self._rate = max_bytes_per_s
@@ -16,14 +16,14 @@ class Pace:
         self._free_at = 0.0
 
     def take(self, num_bytes: int, beat: Callable[[], None]) -> None:
-        """Wait for the turn of ``num_bytes``. Blocks; calls ``beat`` meanwhile, so that waiting is no standstill."""
+        """Wait until ``num_bytes`` may pass. Blocks; calls ``beat`` meanwhile, so that a watchdog sees progress."""
         if self._rate is None:
             return
         with self._lock:
             now = time.monotonic()
             start = max(now, self._free_at)
             self._free_at = start + num_bytes / self._rate
-        # The bytes may go when those before them would have passed.
+        # The bytes may pass when those before them have.
         while (left := start - time.monotonic()) > 0:
             beat()
             time.sleep(min(left, _SLICE_S))

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 _SECRET_NAME = re.compile(r"secret|token|passw|key|sas|credential|connection|auth", re.IGNORECASE)
 _PASSWORD = re.compile(r"(://[^/@:]*):[^@/]*@")
 _MIN_LENGTH = 4
-"""Shorter values hide nothing and would tear words apart."""
+"""Shorter values are no secrets, and replacing them would garble words."""
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -25,7 +25,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _secrets(value: object) -> Iterator[str]:
-    """Texts under names that sound secret, however deep."""
+    """Values whose names suggest a secret, however deep."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _texts(inner) if _SECRET_NAME.search(str(name)) else _secrets(inner)
@@ -35,7 +35,7 @@ def _secrets(value: object) -> Iterator[str]:
 
 
 def shown(url: str) -> str:
-    """A URL as it may be shown: without the password that it may hold."""
+    """A URL without its password."""
     return _PASSWORD.sub(r"\1:***@", url)
 
 
@@ -46,7 +46,7 @@ class Redaction:
         try:
             password = urlsplit(url).password or ""
         except ValueError:
-            password = ""  # whoever opens it says what is wrong with it
+            password = ""  # opening the URL reports what is wrong with it
         found = {*_secrets(options), password, unquote(password)}
         # The longest first: one may be part of another.
         self._values = sorted((value for value in found if len(value) >= _MIN_LENGTH), key=len, reverse=True)
@@ -63,7 +63,7 @@ class Redaction:
         return cleaned
 
     def cause(self, error: BaseException) -> BaseException | None:
-        """``error`` as the cause of a cleaned one, unless it, or one behind it, would show a secret."""
+        """``error``, to be the cause of a cleaned error; ``None`` if it, or one of its causes, would show a secret."""
         seen: BaseException | None = error
         while seen is not None:
             if self.hides(f"{seen!s} {seen!r}"):

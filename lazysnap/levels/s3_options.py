@@ -9,17 +9,17 @@ import botocore.session
 import fsspec
 from botocore.config import Config
 
-_CREDENTIALS = {
+_OF_CLIENT = {
     "key": "aws_access_key_id",
     "secret": "aws_secret_access_key",
     "token": "aws_session_token",
+    "endpoint_url": "endpoint_url",
 }
 _SUPPORTED = (
-    *_CREDENTIALS,
+    *_OF_CLIENT,
+    "use_ssl",
     "profile",
     "anon",
-    "endpoint_url",
-    "use_ssl",
     "client_kwargs",
     "config_kwargs",
     "requester_pays",
@@ -41,20 +41,20 @@ class S3Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "S3Options":
-        """Also looks into fsspec's configuration, as s3fs does. Raises: ValueError."""
-        options = {**fsspec.config.conf.get("s3", {}), **given}
-        unknown = sorted(options.keys() - set(_SUPPORTED))
+        """What is not given comes from fsspec's configuration, as in s3fs. Raises: ValueError, for other options."""
+        unknown = sorted(given.keys() - set(_SUPPORTED))
         if unknown:
             raise ValueError(f"storage_options {unknown} are not supported here; use {', '.join(_SUPPORTED)}")
-        client = {name: options[name] for name in ("endpoint_url", "use_ssl") if options.get(name) is not None}
-        client |= {_CREDENTIALS[name]: options[name] for name in _CREDENTIALS if options.get(name) is not None}
+        options = {**fsspec.config.conf.get("s3", {}), **given}
+        client = {"use_ssl": options.get("use_ssl", True), **(options.get("client_kwargs") or {})}
+        client |= {theirs: options[name] for name, theirs in _OF_CLIENT.items() if options.get(name) is not None}
         config = dict(options.get("config_kwargs") or {})
         if options.get("anon"):
             config["signature_version"] = botocore.UNSIGNED
         payer = {"RequestPayer": "requester"} if options.get("requester_pays") else {}
         return cls(
             options.get("profile"),
-            {**client, **(options.get("client_kwargs") or {})},
+            client,
             config,
             {**payer, **(options.get("s3_additional_kwargs") or {})},
         )

@@ -1,4 +1,4 @@
-"""Where the bytes of a shard come from while it is written: a slot that still fills, or a file that is whole."""
+"""Sources of a shard's bytes while it is written: a slot that is still being filled, or a complete file."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -10,33 +10,33 @@ from lazysnap.levels.storage import Storage
 
 
 class BlockSource(Protocol):
-    """The image of one shard, readable block by block as it lands."""
+    """The bytes of one shard, readable block by block as they arrive."""
 
     size_bytes: int
 
     def wait(self, upto: int) -> None:
-        """Block until bytes below ``upto`` have landed; with a deadline of its own.
+        """Block until the bytes below ``upto`` are there; with a deadline of its own.
 
-        Raises: CaptureAborted, if they never will.
+        Raises: CaptureAborted, if they will never be.
         """
         ...
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Bytes ``[offset, offset + length)``, which may reach up to the next page boundary behind the end."""
+        """Bytes ``[offset, offset + length)``; they may reach up to the next page boundary behind the end."""
         ...
 
     def finish(self) -> None:
         """Called after the last byte was read, before anything is published.
 
-        Raises: CaptureAborted, if what was read does not count (the capture was torn).
+        Raises: CaptureAborted, if the capture was torn: what was read is discarded.
         """
         ...
 
 
 class FileSource:
-    """A shard already committed at another level, read in blocks.
+    """A shard that is committed at another level.
 
-    Opened once: a slow level still copies it to the end when the level it comes from has deleted it meanwhile.
+    The file is opened once: a slow level copies it to the end even if the other level deletes it meanwhile.
     """
 
     def __init__(self, storage: Storage, path: str, size_bytes: int) -> None:
@@ -45,7 +45,7 @@ class FileSource:
         self._reader = storage.reader(path)
 
     def wait(self, upto: int) -> None:
-        """Nothing to wait for: the file is whole."""
+        """Nothing to wait for: the file is complete."""
 
     def view(self, offset: int, length: int) -> memoryview:
         """Read into fresh page-aligned memory, zeros behind the end."""
@@ -54,10 +54,10 @@ class FileSource:
         return block
 
     def finish(self) -> None:
-        """The reader compares checksums: nothing more to say."""
+        """Nothing more to check: the writer compares the digest."""
 
     def close(self) -> None:
-        """Let go of the file; harmless twice."""
+        """Close the file; harmless twice."""
         self._reader.close()
 
     def __enter__(self) -> "FileSource":
@@ -70,7 +70,7 @@ class FileSource:
 
 
 class MemorySource:
-    """An image that is whole in memory."""
+    """A shard that is complete in memory."""
 
     def __init__(self, image: memoryview, size_bytes: int) -> None:
         """``image`` reaches up to the next page boundary behind ``size_bytes``."""
@@ -85,16 +85,16 @@ class MemorySource:
         return self._image[offset : offset + length]
 
     def finish(self) -> None:
-        """The writer compares the digest: nothing more to say."""
+        """Nothing more to check: the writer compares the digest."""
 
 
 class PacedSource:
-    """A source that is read no faster than a level may be written, and tells its reader's supervisor that it moves."""
+    """A source that is read no faster than a level may be written, and that reports progress to a watchdog."""
 
     def __init__(self, source: BlockSource, pace: Pace, beat: Callable[[], None]) -> None:
         self.size_bytes = source.size_bytes
         self.moved_bytes = 0
-        """How much was read so far."""
+        """Bytes read so far."""
         self._source = source
         self._pace = pace
         self._beat = beat
@@ -106,7 +106,7 @@ class PacedSource:
         self._beat()
 
     def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``. Blocks: until the level may take so much more."""
+        """See ``BlockSource.view``. Blocks: until the rate limit allows it."""
         self._pace.take(length, self._beat)
         self._beat()
         self.moved_bytes += length

@@ -1,4 +1,4 @@
-"""A few threads for reads and writes of blocks that no interpreter waits for when it exits."""
+"""Threads for reads and writes of blocks. The interpreter does not wait for them when it exits."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -8,10 +8,10 @@ Result = TypeVar("Result")
 
 
 class Workers(Generic[Result]):
-    """Runs tasks in at most ``count`` daemon threads; the tasks are drawn when a thread is free, in order.
+    """Runs tasks in at most ``count`` daemon threads. A task is taken, in order, when a thread is free.
 
     Not ``ThreadPoolExecutor``: the interpreter joins its threads at exit, and one that hangs in a dead file system
-    would keep the process for ever.
+    would keep the process alive for ever.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -22,7 +22,7 @@ class Workers(Generic[Result]):
         self._error: BaseException | None = None
 
     def run(self, tasks: Iterable[Callable[[], Result]]) -> list[Result]:
-        """Results in the order of the tasks. Blocks. Raises: what the first to fail raised; no later one starts."""
+        """Results in the order of the tasks. Blocks. Raises: the first error; no task starts after it."""
         feed = enumerate(tasks)
         # The caller is one of the workers: with one thread nothing is started.
         others = [
@@ -39,7 +39,7 @@ class Workers(Generic[Result]):
         return [self._results[index] for index in sorted(self._results)]
 
     def _await(self, thread: threading.Thread) -> None:
-        """Wait for a thread also through a Ctrl-C, which ends the run: what it uses must not be closed under it."""
+        """Wait for a thread, also after a Ctrl-C, which ends the run: its file must not be closed while it reads."""
         while thread.is_alive():
             try:
                 thread.join()
@@ -51,7 +51,7 @@ class Workers(Generic[Result]):
     def _work(self, feed: "Iterator[tuple[int, Callable[[], Result]]]") -> None:
         while self._error is None:
             try:
-                # Drawing a task may wait for bytes that have still to land: results are kept without this lock.
+                # Taking a task may wait for bytes: results are kept without this lock.
                 with self._feeding:
                     item = next(feed, None) if self._error is None else None
                 if item is None:

@@ -246,7 +246,7 @@ def test_without_credentials_it_says_where_they_are_looked_for(s3_server, s3_url
     [
         (
             {"default_block_size": 1},
-            r"\['default_block_size'\] are not supported here; use key, secret, token, profile",
+            r"\['default_block_size'\] are not supported here; use key, secret, token, endpoint_url",
         ),
         ({"session": object(), "max_concurrency": 3}, r"\['max_concurrency', 'session'\] are not supported here"),
         ({"client_kwargs": {"no_such": 1}}, "no_such"),
@@ -304,7 +304,7 @@ def test_without_credentials_requests_are_not_signed(s3_proxy, s3_url):
 
 
 def test_the_configuration_of_fsspec_counts_where_nothing_is_given(s3_server, s3_url, monkeypatch):
-    monkeypatch.setitem(fsspec.config.conf, "s3", s3_server.options())
+    monkeypatch.setitem(fsspec.config.conf, "s3", {**s3_server.options(), "default_block_size": 1 << 20})
     S3Storage(s3_url).put(SHARD, b"x")
 
     assert (
