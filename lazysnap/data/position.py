@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
 from lazysnap.data.rng import collect_rng, has_drawn
+from lazysnap.data.stateful import load_loader, state_of_loader
 from lazysnap.data.streams import RandomStreams
 from lazysnap.data.workers import running_workers, start_workers
 from lazysnap.errors import ConfigError
@@ -46,24 +47,29 @@ def tick() -> int:
 class Position:
     """Where one loader stands.
 
-    ``state_dict`` and ``load_state_dict`` make it part of a snapshot; ``iterate`` is the loader's iteration. Not
-    thread-safe: used where training is.
+    ``state_dict`` and ``load_state_dict`` make it part of a snapshot; ``iterate`` is the loader's iteration.
+    ``asks_loader``: resume by the loader's own ``load_state_dict``, without a replay. Not thread-safe.
     """
 
     is_data_position = True
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, asks_loader: bool = False) -> None:
         self._loader = loader
+        self._asks_loader = asks_loader
         self._bases = _bases(loader)
         self._looks_ahead = hasattr(type(loader), "adjust_state_dict_for_prefetch")
         self._streams = RandomStreams()
         self._running: weakref.ref[_Iteration] | None = None
+        self._moved: weakref.ref[_Iteration] | None = None
+        """An iteration that goes on where ``load_state_dict`` said, unless another one begins first."""
         self._pending: dict[str, Any] | None = None
         self._skipped = 0
         self.may_draw = any(map(_is_read_here, self._bases))
         """Whether draws of its dataset from the global generators would go unnoticed."""
         self.before_fetch: Callable[[], None] | None = None
         """Called before every batch is fetched: then nothing of the next step has begun."""
+        self.is_held = False
+        """Whether the consumer holds one batch that was not trained: the position is then the one before that batch."""
 
     # ---------------------------------------------------------------- state
 
@@ -91,17 +97,25 @@ class Position:
         if self._pending is not None:
             return dict(self._pending)
         running = self._iteration()
+        if running is not None and running.before is not None:
+            return dict(running.before)
+        return self._state(running)
+
+    def _state(self, running: "_Iteration | None") -> dict[str, Any]:
         if running is None or running.given < 2:  # samplers make generators when they are iterated, none later
             self._streams.watch([self._loader, *self._bases])
         state: dict[str, Any] = {"given": None, "now": self._streams.collect(), **self._counts()}
         if running is not None:
             state.update(running.recorded, given=running.given)
+            # Before the first batch a loader's own state may be that of the epoch before, at its end.
+            if self._asks_loader and running.given:
+                state["own"] = state_of_loader(self._loader)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration begin at ``state``. The running one, if any, is not moved."""
+        """Let the next iteration begin at ``state``; the running one, if any, moves there at its next batch."""
         _set_counts(self._loader, self._bases, state)
-        self._running = None
+        self._moved, self._running = self._running, None
         self._pending = dict(state) if state["given"] is not None else None
         self._skipped = state.get("skip", 0)
         self._streams.watch([self._loader, *self._bases])
@@ -144,15 +158,18 @@ class Position:
 
     def iterate(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The loader's iteration, over the iterator that ``make`` makes: from the start, or from what was loaded."""
-        pending, self._pending = self._pending, None
         iteration = _Iteration(self, make)
-        self._running = weakref.ref(iteration)
+        self._start(iteration)
+        return iteration
+
+    def _start(self, iteration: "_Iteration") -> None:
+        pending, self._pending = self._pending, None
+        self._moved, self._running = None, weakref.ref(iteration)
         if pending is not None:
             iteration.land(pending)
         else:
             skipped, self._skipped = self._skipped, 0
             iteration.begin(min(skipped, _length(self._loader) or skipped))
-        return iteration
 
     def _iteration(self) -> "_Iteration | None":
         running = None if self._running is None else self._running()
@@ -170,6 +187,8 @@ class _Iteration:
         self.given = 0
         self.is_over = False
         self.recorded: dict[str, Any] = {}
+        self.before: dict[str, Any] | None = None
+        """The position before the last batch, where the consumer holds that one."""
 
     def __iter__(self) -> "_Iteration":
         return self
@@ -178,6 +197,11 @@ class _Iteration:
         position = self._position
         if position.before_fetch is not None:
             position.before_fetch()
+        if position._moved is not None and position._moved() is self:
+            self._inner, self.before = iter(()), None  # its workers end before others start
+            position._start(self)
+        if position.is_held:
+            self.before = position._state(self)
         if not self.given or position._looks_ahead:
             self._note_streams()
         # The first batch may fill a buffer, and set up what is drawn from later.
@@ -220,15 +244,24 @@ class _Iteration:
         """Go on behind ``state["given"]`` batches, with the random generators as they were there."""
         position = self._position
         streams, bases = position._streams, position._bases
+        if "own" in state:
+            load_loader(position._loader, state["own"])
+            self._inner, self.given = self._make(), state["given"]
+        else:
+            self._replay(state)
+        streams.watch([position._loader, *bases])  # samplers make generators when they are iterated
+        streams.restore(state["now"])
+        self.recorded = {name: value for name, value in state.items() if name not in ("given", "now", "own")}
+
+    def _replay(self, state: dict[str, Any]) -> None:
+        position = self._position
+        streams, bases = position._streams, position._bases
         start_workers(bases, state["had_workers"])
         for base, had in zip(bases, state["had_iterator"], strict=False):
             _set_iterator(base, had)
         streams.watch([position._loader, *bases])
         streams.restore(state["at_iter"])
         self.begin(state["given"], state)
-        streams.watch([position._loader, *bases])  # samplers make generators when they are iterated
-        streams.restore(state["now"])
-        self.recorded = {name: value for name, value in state.items() if name not in ("given", "now")}
 
     def _drive(self, batches: int, skip: "_Skip", state: dict[str, Any] | None) -> None:
         position, streams = self._position, self._position._streams
@@ -296,14 +329,11 @@ def position_in(state: Mapping[str, Any]) -> str:
     return ""
 
 
-def in_other_world(state: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """The position ``state`` for another number of processes: the same epoch, with other random numbers.
-
-    ``share``: how many batches one process passes over now for each that it was given.
-    """
+def in_other_world(state: Mapping[str, Any], before: int, now: int) -> dict[str, Any]:
+    """The position ``state`` of ``before`` processes for ``now`` of them: the same epoch, with other random numbers."""
     return {
         "given": None,
-        "skip": int((state["given"] or 0) * share),
+        "skip": (state["given"] or state.get("skip", 0)) * before // now,
         "counters": state["counters"],
         "samplers": state["samplers"],
     }

@@ -27,22 +27,28 @@ def running_workers(loaders: Sequence[Any]) -> list[bool]:
 
 
 def start_workers(loaders: Sequence[Any], wanted: Sequence[bool]) -> None:
-    """Start the workers of the loaders that had them. Draws random numbers."""
+    """Start the workers of the loaders that had them, and end those of others. Draws random numbers."""
     for loader, had_workers in zip(loaders, wanted, strict=False):
-        if had_workers and _keeps_workers(loader) and loader._iterator is None:
+        if not _keeps_workers(loader):
+            continue
+        if had_workers:
             logger.warning(
                 "the data loader keeps its worker processes (persistent_workers=True): the order of its data is "
                 "resumed exactly, random numbers drawn in the workers (augmentation) are not; set "
                 "persistent_workers=False where they must be"
             )
+        if had_workers and loader._iterator is None:
             iter(loader)
+        elif not had_workers and not vars(loader).get("_initial_iter_for_state_dict"):
+            loader._iterator = None
 
 
 def _keeps_workers(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and bool(loader.persistent_workers)
 
 
-def _is_stateful(value: Any) -> bool:
+def is_stateful(value: Any) -> bool:
+    """Whether ``value`` saves and loads a state of its own."""
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -64,7 +70,7 @@ class KeepStreams:
 def keep_streams(loaders: Sequence[Any]) -> None:
     """Let workers of loaders that save their own state save their random generators as well."""
     for loader in loaders:
-        if not _is_stateful(loader) or not getattr(loader, "num_workers", 0):
+        if not is_stateful(loader) or not getattr(loader, "num_workers", 0):
             continue
         if not hasattr(loader.dataset, "__dict__"):
             logger.warning(
@@ -84,12 +90,12 @@ def release_streams(loaders: Sequence[Any]) -> None:
 
 
 def _add_streams(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset) and not _is_stateful(dataset):
+    if isinstance(dataset, IterableDataset) and not is_stateful(dataset):
         return  # torchdata reads it again from the start, from the same seed: that is exact
     streams = RandomStreams()
     streams.watch([dataset])
-    own_state = dataset.state_dict if _is_stateful(dataset) else None
-    own_load = dataset.load_state_dict if _is_stateful(dataset) else None
+    own_state = dataset.state_dict if is_stateful(dataset) else None
+    own_load = dataset.load_state_dict if is_stateful(dataset) else None
 
     def state_dict() -> dict[str, Any]:
         own = {} if own_state is None else own_state()

@@ -88,9 +88,9 @@ class AcceleratorState(ObjectState):
         """
         then, now = state["accelerate"]["world_size"], self._accelerator.num_processes
         if then != now:
-            share = 1.0 if self._accelerator.split_batches else then / now
+            then, now = (1, 1) if self._accelerator.split_batches else (then, now)
             moved = {
-                name: in_other_world(state[name], share)
+                name: in_other_world(state[name], then, now)
                 for name, one in self._objects.items()
                 if isinstance(one, Position) and name in state
             }

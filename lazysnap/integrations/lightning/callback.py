@@ -191,7 +191,7 @@ class LazySnapshotCallback(Callback):
             self._statistics = self._engine.statistics()
         self._patches.undo()
         if self._state is not None:
-            self._state.position.forget()
+            self._state.loaders.forget()
         self._reset()
 
     def _gate(self) -> None:
@@ -237,13 +237,9 @@ class LazySnapshotCallback(Callback):
         def start_epoch(original: Callable[[Any], Any], fetcher: Any) -> None:
             _check_fetcher(fetcher)
             state.watch_loaders()
-            is_resuming = getattr(fit_loop, "is_resuming", False)  # Lightning 2.5.3 or newer
-            if trainer.current_epoch > 0 and not is_resuming and not epoch_loop.restarting:
-                state.position.note_iter()
-            state.position.note_start(epoch_loop.batch_progress.current.ready)
             original(fetcher)
             if state.is_landing:
-                state.land(fetcher)
+                state.land()
                 self._seen_step = trainer.global_step
 
         def before_fetch(original: Callable[[], Any]) -> None:
@@ -284,7 +280,6 @@ class LazySnapshotCallback(Callback):
         # Inside iter() a loader without length fetches one batch ahead: nothing of the epoch has begun to count.
         if not (fetcher.length is None and fetcher.fetched == 0) and self._has_stepped(trainer):
             self._capture(trainer)
-        state.position.note_fetch(fetcher)
 
     def _has_stepped(self, trainer: Any) -> bool:
         """Whether the last batch ended with an optimizer step: else an accumulation of gradients is under way."""

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lazysnap.integrations.lightning.loaders import scaled
+
 
 @dataclass(frozen=True)
 class WorldChange:
@@ -23,7 +25,6 @@ class WorldChange:
 def scale_batches(fit_loop_state: dict[str, Any], own: dict[str, Any], change: WorldChange) -> None:
     """Count the batches of the present epoch as the new ranks would; those of epochs before stay as they were.
 
-    What a loader says of itself is of its old rank: the samples are passed over one by one instead.
     """
     position = own["position"]
     if position is None:
@@ -31,9 +32,8 @@ def scale_batches(fit_loop_state: dict[str, Any], own: dict[str, Any], change: W
     current = fit_loop_state["epoch_loop.batch_progress"]["current"]
     for name, count in current.items():
         current[name] = change.batches(count)
-    for name in ("trained", "given"):
-        position[name] = change.batches(position[name])
-    position.update(loader=None, ahead=None, restarts=[])
+    position["trained"] = change.batches(position["trained"])
+    position["loaders"] = scaled(position["loaders"], change.before, change.after)
 
 
 def is_between_epochs(fit_loop: Any) -> bool:

@@ -22,7 +22,7 @@ from lazysnap.data.workers import running_workers, start_workers
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.integrations.lightning.framework import neighbour, overrides
 from lazysnap.integrations.lightning.hparams import collect_settings
-from lazysnap.integrations.lightning.loaders import LoaderPosition
+from lazysnap.integrations.lightning.loaders import LoaderPositions
 from lazysnap.integrations.lightning.loops import (
     WorldChange,
     collect_loops,
@@ -51,7 +51,7 @@ class LightningState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._streams = RandomStreams()
-        self.position = LoaderPosition(self._streams)
+        self.loaders = LoaderPositions()
         self._extras: dict[str, ModuleExtras] | None = None
         self._optimizer_settings = OptimizerSettings()
         self._settings: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class LightningState:
         position = None
         if not loops["between_epochs"]:
             trained = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            position = self.position.collect(trainer.fit_loop._data_fetcher, trained)
+            position = {"trained": trained, "loaders": self.loaders.state_dict()}
         state[KEY] = {
             "loops": loops,
             "position": position,
@@ -217,37 +217,34 @@ class LightningState:
 
     def watch_loaders(self) -> None:
         """Find the random generators that the data loaders own; cheap, and again whenever loaders may be new."""
-        fit_loop = self._trainer.fit_loop
-        loaders = list(fit_loop._combined_loader.flattened) if fit_loop._combined_loader is not None else []
-        self.position.watch(loaders)
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is not None:
+            self.loaders.watch(combined)
         # Training first: validation loaders may not be there yet when a restart asks for the states of these.
-        self._streams.watch([*loaders, *self._validation_loaders()])
+        self._streams.watch([*self.loaders.loaders, *self._validation_loaders()])
 
     def prepare_loaders(self) -> None:
         """Before the loaders are iterated for the first time."""
         self.watch_loaders()
         if self._landing is not None and self._landing["position"] is not None:
             fit_loop = self._trainer.fit_loop
-            for loader in fit_loop._combined_loader.flattened:
+            for loader in self.loaders.loaders:
                 # Workers fetch as soon as they are iterated, before Lightning tells the sampler the epoch.
                 epoch = self._landing["fit_loop"]["epoch_progress"]["current"]["processed"]
                 neighbour(fit_loop, "_set_sampler_epoch")(loader, epoch)
-            self.position.prepare(self._landing["position"])
-        self.position.note_iter()
+            self.loaders.load_state_dict(self._landing["position"]["loaders"])
 
     def lands_in_epoch(self) -> bool:
         """Whether the landing is inside an epoch (else at the start of one)."""
         return self._landing is not None and self._landing["position"] is not None
 
-    def land(self, fetcher: Any = None) -> None:
+    def land(self) -> None:
         """Put back what Lightning does not know or would turn, last of all the random generators."""
         landing, self._landing = self._landing, None
         if landing is None:
             return
         trainer = self._trainer
         self.watch_loaders()
-        if landing["position"] is not None:
-            self.position.land(landing["position"], fetcher)
         known = landing.get("settings")
         changed = differences("", known, self._settings) if isinstance(known, dict) else []
         warn(restored=self._restored, changed=changed)
