@@ -122,6 +122,16 @@ class Position:
         if "now" in state:
             self._streams.restore_owned(state["now"])
 
+    def check_repeatable(self) -> None:
+        """Raises: ConfigError, for a loader or a dataset that gives what it has once only."""
+        parts = [one for each in (self._loader, *self._bases) for one in (each, _held(each).get("dataset"))]
+        for one in parts:
+            if hasattr(type(one), "__next__"):
+                raise ConfigError(
+                    f'data="repeat": {type(one).__qualname__} is an iterator, which gives each batch once only: use '
+                    'data="skip", or something that begins anew at every iter()'
+                )
+
     def skip(self, batches: int) -> None:
         """Let the next iteration begin behind ``batches``, unless it goes on elsewhere after ``load_state_dict``.
 

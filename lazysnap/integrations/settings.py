@@ -30,11 +30,6 @@ class Arguments:
             raise ConfigError(
                 f"LazySnapshotCallback.rollback_on must be a NonFinite() or a LossSpike(), got {policy!r}"
             )
-        if policy is not None and policy.data == "repeat":
-            raise ConfigError(
-                f'LazySnapshotCallback: {type(policy).__name__}(data="repeat") is not supported in Lightning, where '
-                'batches cannot be given again in a running fit; use data="skip", or restart with ckpt_path="latest"'
-            )
         if config is not None and not isinstance(config, SnapshotConfig):
             raise ConfigError(f"{self.owner}.config must be a SnapshotConfig, got {config!r}")
         SnapshotConfig(every_n_steps=self.every_n_steps)

@@ -104,14 +104,9 @@ class Door:
             self._state.note_wrapper(listed, prepared)
 
     def roll_back_on(self, policy: NonFinite | None) -> None:
-        """Go back where the loss of a ``backward`` is bad. Raises: ConfigError, for what cannot be had here."""
+        """Go back where the loss of a ``backward`` is bad. Raises: ConfigError, for anything but a policy."""
         if policy is not None and not isinstance(policy, NonFinite):
             raise ConfigError(f"LazyAccelerator: rollback_on must be a NonFinite() or a LossSpike(), got {policy!r}")
-        if policy is not None and policy.data == "repeat":
-            raise ConfigError(
-                f'LazyAccelerator: {type(policy).__name__}(data="repeat") is not supported: the running iteration of a '
-                'loader cannot go back; use data="skip", or restart with load_state("latest")'
-            )
         self._policy = policy
 
     # ---------------------------------------------------------------- boundaries
@@ -122,6 +117,8 @@ class Door:
             return
         if self._watch is None:
             self._watch = LossWatch(self._policy, self.engine)
+            for position in self._boundaries.positions if self._policy.data == "repeat" else ():
+                position.check_repeatable()
         if self._watch.is_bad(loss):
             # Weights and gradients are of no use; it goes back before the next batch.
             self._saw_bad_loss = True

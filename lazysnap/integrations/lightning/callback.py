@@ -35,7 +35,7 @@ class LazySnapshotCallback(Callback):
     ``every_n_steps``: optimizer steps between captures into memory. ``persist_every_n_steps``: optimizer steps between
     snapshots on storage. ``config``: everything else; it replaces the three. ``rollback_on``: ``NonFinite()`` or
     ``LossSpike()``: on such a loss, as ``training_step`` returns it, the fit goes back to the last good step in place
-    and goes on with the next batch.
+    and goes on with the next batch, or with ``data="repeat"`` with the same batches.
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
 
@@ -127,11 +127,11 @@ class LazySnapshotCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
-            engine, state = self._engine_for(trainer), self._state
+            engine, state, policy = self._engine_for(trainer), self._state, self._arguments.rollback_on
 
             def start() -> None:
                 check_parts(trainer)
-                state.start()
+                state.start(repeats=policy is not None and policy.data == "repeat")
                 self._seen_step = trainer.global_step
                 if self._latest is not None:
                     self._latest.tell_fresh()
@@ -139,8 +139,8 @@ class LazySnapshotCallback(Callback):
 
             engine.together("preparing", start)
             engine.check_required()
-            if self._arguments.rollback_on is not None:
-                self._watch = BatchWatch(LossWatch(self._arguments.rollback_on, engine))
+            if policy is not None:
+                self._watch = BatchWatch(LossWatch(policy, engine))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Judge the loss, if ``rollback_on`` is set. Raises: RollbackFailed; as ``SnapshotEngine.rollback``."""
@@ -246,6 +246,12 @@ class LazySnapshotCallback(Callback):
             self._at_point_x(trainer, state)
             original()
 
+        def end_batch(original: Callable[[Any], None], fetcher: Any) -> None:
+            if state.is_landing:  # a rollback in this batch, that repeats batches: nothing of the bad step is done
+                state.land_again()
+            else:
+                original(fetcher)
+
         def gated(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._gate()
             return original(*args, **kwargs)
@@ -273,6 +279,7 @@ class LazySnapshotCallback(Callback):
         wrap(fit_loop, "on_save_checkpoint", loaders_saved)
         wrap(epoch_loop, "on_run_start", start_epoch)
         wrap(epoch_loop, "_on_before_fetch", before_fetch)
+        wrap(epoch_loop, "on_advance_end", end_batch)
         wrap(epoch_loop.val_loop, "run", validate)
 
     def _at_point_x(self, trainer: Any, state: LightningState) -> None:

@@ -23,9 +23,7 @@ class WorldChange:
 
 
 def scale_batches(fit_loop_state: dict[str, Any], own: dict[str, Any], change: WorldChange) -> None:
-    """Count the batches of the present epoch as the new ranks would; those of epochs before stay as they were.
-
-    """
+    """Count the batches of the present epoch as the new ranks would; those of epochs before stay as they were."""
     position = own["position"]
     if position is None:
         return

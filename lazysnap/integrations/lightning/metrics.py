@@ -21,6 +21,8 @@ _META = (
     "metric_attribute",
 )
 _CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
+_LIVE = _CONNECTOR[-2:]
+"""What the connector knows of the hook that runs now."""
 
 
 def collect_metrics(trainer: Any, module: torch.nn.Module) -> dict[str, Any]:
@@ -33,12 +35,13 @@ def collect_metrics(trainer: Any, module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def restore_metrics(trainer: Any, module: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Put back what ``collect_metrics`` found."""
+def restore_metrics(trainer: Any, module: torch.nn.Module, state: dict[str, Any], *, in_hook: bool = False) -> None:
+    """Put back what ``collect_metrics`` found; ``in_hook``: but what the connector knows of the hook that runs now."""
     device = trainer.strategy.root_device
     connector = trainer._logger_connector
     for name, value in state["connector"].items():
-        setattr(connector, name, unpack(value, device))
+        if not in_hook or name not in _LIVE:
+            setattr(connector, name, unpack(value, device))
     metrics = {name: item for name, item in module.named_modules() if isinstance(item, Metric)}
     for name, item in state["modules"].items():
         if name in metrics:

@@ -1,8 +1,9 @@
 """Going back inside a running fit: what returns to the step of a snapshot, and what goes on.
 
-Back go model, optimizers, schedules that count steps, the scaler, random numbers, metrics, callbacks and the counter of
-steps. On go the data and all that counts it: loaders and their generators, batches, epochs, schedules that count
-epochs, and callbacks that measure time.
+Where batches are repeated everything goes back, as in a restart. Where they are skipped, model, optimizers, schedules
+that count steps, scaler, random numbers, metrics, callbacks and the counter of steps go back. The data and all that
+counts it go on: loaders and their generators, batches, epochs, schedules that count epochs, and callbacks that measure
+time.
 """
 
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from lazysnap.engine.losses import LossWatch
+from lazysnap.errors import ConfigError
 from lazysnap.integrations.lightning.framework import overrides
+from lazysnap.integrations.lightning.loaders import LoaderPositions
 from lazysnap.integrations.lightning.metrics import restore_metrics
 from lazysnap.integrations.lightning.parts import restore_callbacks
 from lazysnap.state.modules import fitted
@@ -21,8 +24,6 @@ from lazysnap.state.source import KEY
 
 _TIMERS = ("Timer",)
 """Callbacks whose state is a time that goes on."""
-_LIVE = ("_current_fx", "_first_loop_iter")
-"""What the logger connector knows of the hook that runs now."""
 
 
 class BatchWatch:
@@ -42,19 +43,32 @@ class BatchWatch:
             return False
         self._is_spoilt = False
         self._watch.go_back()
+        # The loop counts the batch that just ended once more, when this returns.
+        trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
         return True
 
 
-def put_back_fit(trainer: Any, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> None:
+def check_repeatable(trainer: Any, loaders: LoaderPositions) -> None:
+    """Raises: ConfigError, for data that a running fit cannot give again."""
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise ConfigError(
+            'LazySnapshotCallback: data="repeat" cannot go back to data loaders that '
+            'Trainer(reload_dataloaders_every_n_epochs=...) has replaced: use data="skip"'
+        )
+    loaders.check_repeatable()
+
+
+def put_back_fit(trainer: Any, optimizers: list[torch.optim.Optimizer], state: dict[str, Any], *, data: bool) -> None:
     """Put a collected state back, at the end of a batch, but what ``LightningState`` holds of its own. Not collective.
 
-    Calls the ``on_load_checkpoint`` hooks of the program. Raises: what they and ``load_state_dict`` raise.
+    ``data``: the loops go back, too, by ``LightningState``. Calls the ``on_load_checkpoint`` hooks of the program.
+    Raises: what they and ``load_state_dict`` raise.
     """
-    connector, fit_loop, module = trainer._checkpoint_connector, trainer.fit_loop, trainer.lightning_module
-    own = state[KEY]
+    connector, module = trainer._checkpoint_connector, trainer.lightning_module
     checkpoint = {name: value for name, value in state.items() if name != KEY}
     callbacks = unpack(checkpoint["callbacks"])
-    checkpoint["callbacks"] = {key: value for key, value in callbacks.items() if not key.startswith(_TIMERS)}
+    kept = () if data else _TIMERS
+    checkpoint["callbacks"] = {key: value for key, value in callbacks.items() if not key.startswith(kept)}
     if any(overrides(one, "on_load_checkpoint") for one in (module, *trainer.callbacks)):
         checkpoint = tree_map_only(torch.Tensor, owned, checkpoint)  # the program may keep what it sees
     connector._loaded_checkpoint = checkpoint
@@ -65,7 +79,21 @@ def put_back_fit(trainer: Any, optimizers: list[torch.optim.Optimizer], state: d
         connector.restore_precision_plugin_state()
     finally:
         connector._loaded_checkpoint = {}
-    epoch = state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    if not data:
+        _put_back_some(trainer, optimizers, checkpoint, state[KEY])
+        return
+    for config, saved in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
+        config.scheduler.load_state_dict(saved)
+    for optimizer, saved in zip(optimizers, checkpoint["optimizer_states"], strict=True):
+        put_back(optimizer, saved)
+
+
+def _put_back_some(
+    trainer: Any, optimizers: list[torch.optim.Optimizer], checkpoint: dict[str, Any], own: dict[str, Any]
+) -> None:
+    """Optimizers, schedules, counters and metrics, where the data goes on."""
+    fit_loop, module, loops = trainer.fit_loop, trainer.lightning_module, checkpoint["loops"]["fit_loop"]
+    epoch = loops["epoch_progress"]["current"]["processed"]
     is_same_epoch = epoch == fit_loop.epoch_progress.current.processed
     by_epoch = _put_back_schedules(trainer, checkpoint["lr_schedulers"])
     # At the last batch of an epoch the schedules have begun the next one.
@@ -76,11 +104,9 @@ def put_back_fit(trainer: Any, optimizers: list[torch.optim.Optimizer], state: d
         put_back(optimizer, saved)
         for group, before in zip(optimizer.param_groups, settings, strict=True):
             group.update(before if is_kept else {})
-    _put_back_counters(fit_loop.epoch_loop, state["loops"]["fit_loop"])
+    _put_back_counters(fit_loop.epoch_loop, loops)
     if is_same_epoch:
-        logged = own["metrics"]
-        kept = {name: value for name, value in logged["connector"].items() if name not in _LIVE}
-        restore_metrics(trainer, module, {**logged, "connector": kept})
+        restore_metrics(trainer, module, own["metrics"], in_hook=True)
     else:
         fit_loop.epoch_loop._results.clear()
     restore_callbacks(trainer, own["callbacks"])
@@ -103,5 +129,4 @@ def _put_back_counters(epoch_loop: Any, saved: dict[str, Any]) -> None:
         loop, name = path.split(".")
         getattr(getattr(epoch_loop, loop), name).load_state_dict(saved[f"epoch_loop.{path}"])
     epoch_loop.scheduler_progress.load_state_dict(saved["epoch_loop.scheduler_progress"])
-    # The loop counts the batch that just ended once more, when this returns.
-    epoch_loop._batches_that_stepped = saved["epoch_loop.state_dict"]["_batches_that_stepped"] - 1
+    epoch_loop._batches_that_stepped = saved["epoch_loop.state_dict"]["_batches_that_stepped"]

@@ -32,7 +32,7 @@ from lazysnap.integrations.lightning.loops import (
 )
 from lazysnap.integrations.lightning.metrics import collect_metrics, restore_metrics
 from lazysnap.integrations.lightning.parts import ModuleExtras, collect_callbacks, restore_callbacks
-from lazysnap.integrations.lightning.rollback import put_back_fit
+from lazysnap.integrations.lightning.rollback import check_repeatable, put_back_fit
 from lazysnap.integrations.lightning.strategies import own_state, replicated
 from lazysnap.state.objects import plain_name
 from lazysnap.state.optimizers import check_optimizers
@@ -87,6 +87,7 @@ class LightningState:
         state[KEY] = {
             "loops": loops,
             "position": position,
+            "world_size": trainer.world_size,
             "metrics": collect_metrics(trainer, trainer.lightning_module),
             "callbacks": collect_callbacks(trainer),
             "modules": {name: extras.collect() for name, extras in self._module_extras().items()},
@@ -141,19 +142,31 @@ class LightningState:
         return {f"state_dict.{name}": value for name, value in module.state_dict().items() if torch.is_tensor(value)}
 
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
-        """See ``StateSource.load``: at the end of a batch of a running fit, without the data. A restart goes by
-        ``admit`` and ``land``.
+        """See ``StateSource.load``: at the end of a batch of a running fit. With ``data`` the fit then waits for
+        ``land_again``. A restart goes by ``admit`` and ``land``.
 
-        Raises: ConfigError, for ``data=True``.
+        Raises: ConfigError, if the batches since then cannot be repeated.
         """
-        if data:
-            raise ConfigError('a running fit cannot repeat batches: rollback(data="skip") goes on behind them')
-        put_back_fit(self._trainer, list(self.optimizers()), state)
         own = state[KEY]
-        for name, extras in self._module_extras().items():
-            if name in own["modules"]:
-                extras.restore(own["modules"][name])
-        self._streams.restore({**own["streams"], "owned": []})  # those that loaders own stay with the data
+        if data:
+            self._check_repeatable(own)
+        put_back_fit(self._trainer, list(self.optimizers()), state, data=data)
+        if data:
+            self._landing = {**own, "fit_loop": state["loops"]["fit_loop"]}
+            self.prepare_loaders()
+            self._put_back(self._landing, in_hook=True)
+            self._streams.restore(own["streams"])
+        else:
+            self._put_back_modules(own)
+            self._streams.restore({**own["streams"], "owned": []})  # those that loaders own stay with the data
+
+    def _check_repeatable(self, own: dict[str, Any]) -> None:
+        check_repeatable(self._trainer, self.loaders)
+        if own["position"] is None or own["world_size"] != self._trainer.world_size:
+            raise ConfigError(
+                'rollback: data="repeat": the only usable snapshot is that of the end of an earlier fit, or of a fit '
+                'with another number of processes, whose place in the data this fit cannot go back to: use data="skip"'
+            )
 
     # ---------------------------------------------------------------- restart
 
@@ -243,22 +256,40 @@ class LightningState:
         landing, self._landing = self._landing, None
         if landing is None:
             return
-        trainer = self._trainer
         self.watch_loaders()
         known = landing.get("settings")
         changed = differences("", known, self._settings) if isinstance(known, dict) else []
         warn(restored=self._restored, changed=changed)
-        restore_loops(trainer, landing["fit_loop"], landing["loops"])
-        restore_metrics(trainer, trainer.lightning_module, landing["metrics"])
-        restore_callbacks(trainer, landing["callbacks"])
-        for name, extras in self._module_extras().items():
-            if name in landing["modules"]:
-                extras.restore(landing["modules"][name])
+        self._put_back(landing)
         self._start_validation_workers(landing["validation_workers"])
         if self._change is None:
             self._streams.restore(landing["streams"])
         else:
             self._change.part_ways()
+
+    def land_again(self) -> None:
+        """The batch is over in which a rollback began, that repeats batches: go on at the snapshot's place."""
+        landing, self._landing = self._landing, None
+        assert landing is not None
+        fit_loop = self._trainer.fit_loop
+        fetcher = fit_loop._data_fetcher
+        iter(fetcher)
+        self._put_back(landing)
+        fetcher.fetched += fit_loop.epoch_loop.batch_progress.current.ready
+        self._start_validation_workers(landing["validation_workers"])
+        self._streams.restore(landing["streams"])
+
+    def _put_back(self, own: dict[str, Any], *, in_hook: bool = False) -> None:
+        trainer = self._trainer
+        restore_loops(trainer, own["fit_loop"], own["loops"])
+        restore_metrics(trainer, trainer.lightning_module, own["metrics"], in_hook=in_hook)
+        restore_callbacks(trainer, own["callbacks"])
+        self._put_back_modules(own)
+
+    def _put_back_modules(self, own: dict[str, Any]) -> None:
+        for name, extras in self._module_extras().items():
+            if name in own["modules"]:
+                extras.restore(own["modules"][name])
 
     def _validation_loaders(self) -> list[Any]:
         combined = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
@@ -283,8 +314,13 @@ class LightningState:
             self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
         return self._extras
 
-    def start(self) -> None:
-        """The fit begins: buffers count as changed from here on, settings are as the program has them."""
+    def start(self, *, repeats: bool) -> None:
+        """The fit begins: buffers count as changed from here on, settings are as the program has them.
+
+        ``repeats``: a rollback is to repeat batches. Raises: ConfigError, if they cannot be given again.
+        """
+        if repeats:
+            check_repeatable(self._trainer, self.loaders)
         self._module_extras()
         self._optimizer_settings.note(self)
         self._settings = collect_settings(self._trainer)
