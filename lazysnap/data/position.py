@@ -33,6 +33,8 @@ _INNER = ("base_dataloader", "_dataloader")
 _COUNTERS = ("iteration", "_num_iter_calls")
 """How many times such a loader was iterated; their samplers are seeded with it."""
 _SAMPLERS = ("batch_sampler", "sampler")
+_NOW = ("given", "number", "now", "own")
+"""What of a position is not recorded when its iteration begins."""
 _SEEDS = ("epoch", "seed", "initial_seed")
 _DEPTH = 4
 _END = object()
@@ -64,6 +66,8 @@ class Position:
         """An iteration that goes on where ``load_state_dict`` said, unless another one begins first."""
         self._pending: dict[str, Any] | None = None
         self._skipped = 0
+        self._number = 0
+        """Of the running or last iteration."""
         self.may_draw = any(map(_is_read_here, self._bases))
         """Whether draws of its dataset from the global generators would go unnoticed."""
         self.before_fetch: Callable[[], None] | None = None
@@ -104,7 +108,12 @@ class Position:
     def _state(self, running: "_Iteration | None") -> dict[str, Any]:
         if running is None or running.given < 2:  # samplers make generators when they are iterated, none later
             self._streams.watch([self._loader, *self._bases])
-        state: dict[str, Any] = {"given": None, "now": self._streams.collect(), **self._counts()}
+        state: dict[str, Any] = {
+            "given": None,
+            "number": self._number,
+            "now": self._streams.collect(),
+            **self._counts(),
+        }
         if running is not None:
             state.update(running.recorded, given=running.given)
             # Before the first batch a loader's own state may be that of the epoch before, at its end.
@@ -115,7 +124,7 @@ class Position:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration begin at ``state``; the running one, if any, moves there at its next batch."""
         _set_counts(self._loader, self._bases, state)
-        self._moved, self._running = self._running, None
+        self._moved, self._running, self._number = self._running, None, state.get("number", 0)
         self._pending = dict(state) if state["given"] is not None else None
         self._skipped = state.get("skip", 0)
         self._streams.watch([self._loader, *self._bases])
@@ -196,6 +205,7 @@ class _Iteration:
         self.began = tick()
         self.given = 0
         self.is_over = False
+        self._number = 0
         self.recorded: dict[str, Any] = {}
         self.before: dict[str, Any] | None = None
         """The position before the last batch, where the consumer holds that one."""
@@ -208,8 +218,7 @@ class _Iteration:
         if position.before_fetch is not None:
             position.before_fetch()
         if position._moved is not None and position._moved() is self:
-            self._inner, self.before = iter(()), None  # its workers end before others start
-            position._start(self)
+            self._move()
         if position.is_held:
             self.before = position._state(self)
         if not self.given or position._looks_ahead:
@@ -226,6 +235,17 @@ class _Iteration:
             position.note_draws(before)
         return batch
 
+    def _move(self) -> None:
+        position = self._position
+        if position.is_pending and position._number != self._number:
+            logger.warning(
+                "training goes back into the iteration before: the loop over the loader gives what was left of that, "
+                "and ends. Count epochs in an object that is part of the state, as for a restart: a loop by "
+                '"for epoch in range(...)" is one epoch short now'
+            )
+        self._inner, self.before = iter(()), None  # its workers end before others start
+        position._start(self)
+
     def _note_streams(self) -> None:
         streams = self._position._streams.collect()
         self.recorded["ahead"] = streams
@@ -237,6 +257,9 @@ class _Iteration:
         """
         position = self._position
         streams, bases = position._streams, position._bases
+        if state is None:
+            position._number += 1
+        self._number = position._number
         streams.watch([position._loader, *bases])
         self.recorded = {
             "at_iter": streams.collect(),
@@ -256,12 +279,12 @@ class _Iteration:
         streams, bases = position._streams, position._bases
         if "own" in state:
             load_loader(position._loader, state["own"])
-            self._inner, self.given = self._make(), state["given"]
+            self._inner, self.given, self._number = self._make(), state["given"], position._number
         else:
             self._replay(state)
         streams.watch([position._loader, *bases])  # samplers make generators when they are iterated
         streams.restore(state["now"])
-        self.recorded = {name: value for name, value in state.items() if name not in ("given", "now", "own")}
+        self.recorded = {name: value for name, value in state.items() if name not in _NOW}
 
     def _replay(self, state: dict[str, Any]) -> None:
         position = self._position
@@ -402,6 +425,7 @@ def _has_iterator(base: Any) -> bool:
 
 def _set_iterator(base: Any, had: bool) -> None:
     if had and not _has_iterator(base):
+        base._iterator = None
         base.state_dict()
     elif not had and _has_iterator(base):
         base._initial_iter_for_state_dict, base._iterator = False, None

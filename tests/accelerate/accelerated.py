@@ -1,7 +1,9 @@
-"""A training under Accelerate in a process of its own: ``accelerated.py DIRECTORY CASE DIES_AFTER SEED``.
+"""A training under Accelerate in a process of its own: ``accelerated.py DIRECTORY CASE DIES_AFTER SEED [SPOILT]``.
 
 It appends what it does to DIRECTORY/trace, one line per batch: where it stood, what it saw, what it computed. After
 DIES_AFTER optimizer steps of its own (0: never) it kills itself in the middle of the next one.
+
+SPOILT: ``RANK:BATCH``, where the loss is NaN once; the batches since the last step are then repeated.
 
 With RANK and WORLD_SIZE in its environment it is one of several processes, and its trace is DIRECTORY/trace.RANK.
 """
@@ -26,7 +28,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import lazysnap  # noqa: E402
-from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig  # noqa: E402
+from lazysnap import LazyAccelerator, MemoryLevel, NonFinite, PersistentLevel, SnapshotConfig  # noqa: E402
 
 BATCH, EPOCHS = 4, 3
 STEPS_AT_MOST = 17
@@ -53,7 +55,7 @@ class Plain:
     def loader(self):
         return DataLoader(Augmented(), BATCH, shuffle=True)
 
-    def accelerator(self, directory):
+    def accelerator(self, directory, policy=None):
         level = PersistentLevel(str(directory / "level"), every_n_steps=5)
         config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=60))
         made = {
@@ -64,7 +66,7 @@ class Plain:
             "project_dir": str(directory),
         }
         if self.lazy_from_the_start:
-            return LazyAccelerator(**made, snapshots=config)
+            return LazyAccelerator(**made, snapshots=config, rollback_on=policy)
         return lazysnap.attach(accelerate.Accelerator(**made), config)
 
     def plugins(self):
@@ -218,7 +220,9 @@ def main():
     torch.set_num_threads(1)
     accelerate.utils.set_seed(seed)
     case = {**CASES, **OF_RANKS}[name]()
-    accelerator = case.accelerator(directory)
+    spoilt = [int(number) for number in sys.argv[5].split(":")] if len(sys.argv) > 5 else None
+    accelerator = case.accelerator(directory, NonFinite(data="repeat") if spoilt else None)
+    given = 0
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
@@ -235,12 +239,15 @@ def main():
     trace.write(json.dumps(head) + "\n")
 
     first = progress["epoch"] if name != "Guided" or found is None else found.step // len(loader)
-    for epoch in range(first, EPOCHS):
+    epoch = first
+    while epoch < EPOCHS:
         progress["epoch"] = epoch
         with case.around(accelerator, model):
             for numbers, values in case.batches(accelerator, loader, found, epoch):
                 with accelerator.accumulate(model):
                     loss = (model(values) - values).square().mean()
+                    loss = loss * float("nan") if [RANK, given] == spoilt else loss
+                    given += 1
                     accelerator.backward(loss)
                     if dies_after and accelerator.sync_gradients and progress["steps"] - begins == dies_after:
                         os.kill(os.getpid(), signal.SIGKILL)
@@ -249,16 +256,23 @@ def main():
                     optimizer.zero_grad()
                 progress["steps"] += accelerator.sync_gradients
                 belongs_to = progress["steps"] + (not accelerator.sync_gradients)
-                line = {"epoch": epoch, "step": belongs_to, "ids": numbers.tolist(), "loss": loss.item().hex()}
+                line = {
+                    "epoch": progress["epoch"],
+                    "step": belongs_to,
+                    "ids": numbers.tolist(),
+                    "loss": loss.item().hex(),
+                }
                 line["weights"] = weights(model, optimizer)
                 trace.write(json.dumps({**line, "rate": scheduler.get_last_lr(), "draw": random.random()}) + "\n")
                 trace.flush()
                 if case.asks:
                     accelerator.save_state()
+        epoch = progress["epoch"]  # a rollback may have gone into the epoch before
         case.after_epoch(accelerator, progress)
         if case.evaluates:
             line = {"evaluated": epoch, "draw": torch.rand(()).item(), "iteration": loader.iteration}
             trace.write(json.dumps(line) + "\n")
+        epoch += 1
 
     facts = {
         "model": accelerator.unwrap_model(model).state_dict(),

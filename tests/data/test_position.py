@@ -148,6 +148,24 @@ def test_it_goes_on_exactly_after_any_batch(make, sample):
         assert after.train().trace == whole[cut:], f"cut after {cut}"
 
 
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
+def test_a_running_iteration_goes_back_in_place(make):
+    """In the second epoch, three batches back, within the loop that is running."""
+    whole = Run(make, seed=1).train().trace
+    run = Run(make, seed=1)
+    while run.epoch < EPOCHS:
+        for batch in run.loader:
+            run.trace.append([run.epoch, batch.tolist(), [torch.rand(()).item(), random.random(), numpy.random.rand()]])
+            if len(run.trace) == 8:
+                state = run.save()
+            if len(run.trace) == 11:
+                run.load(state)
+        run.epoch += 1
+    assert run.trace[:11] == whole[:11]
+    assert run.trace[11:] == whole[8:]
+
+
 def test_batches_that_were_trained_are_not_read_again():
     class Counting(Numbers):
         reads = 0

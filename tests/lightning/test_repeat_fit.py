@@ -1,5 +1,11 @@
 """A loss that is bad once: the batches since the snapshot come again, and the fit ends as one that never had it."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from harness import (
     BATCH_SIZE,
@@ -140,6 +146,25 @@ def test_over_captured_steps_into_the_epoch_before(kind, tmp_path):
     again, rollbacks = train(kind, tmp_path / "b", at=(1, 1), times=1, policy=policy)
     assert rollbacks == 1
     assert again.final == whole.final
+
+
+@pytest.mark.timeout(300)
+def test_a_loss_that_is_bad_on_one_of_two_ranks_is_repeated_on_both(tmp_path):
+    def fit(name, *bad):
+        place = tmp_path / name
+        place.mkdir()
+        program = [sys.executable, str(Path(__file__).with_name("repeating_ranks.py")), str(place), *bad]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [json.loads((place / str(rank)).read_text()) for rank in range(2)]
+
+    for one, other in zip(fit("never"), fit("once", "1", "4"), strict=True):
+        assert (one["rollbacks"], other["rollbacks"]) == (0, 1)
+        assert other["ended"] == one["ended"]
+        left = len(one["seen"]) - next(at for at, line in enumerate(one["seen"]) if line[1] == 4)
+        assert other["seen"][-left:] == one["seen"][-left:]
+        assert len(other["seen"]) == len(one["seen"]) + 2  # a whole accumulation
 
 
 def test_it_gives_up_when_the_same_batch_stays_bad(tmp_path):

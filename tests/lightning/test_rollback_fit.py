@@ -173,7 +173,7 @@ def test_one_line_tells_of_it(tmp_path, caplog):
     assert "rolled back from step 5 to step 4 (the loss is nan): restored from memory in" in line
 
 
-@pytest.mark.parametrize("policy", [NonFinite(data="repeat"), "nan", 3])
+@pytest.mark.parametrize("policy", ["nan", 3])
 def test_what_cannot_work_is_refused_when_the_callback_is_made(policy):
     with pytest.raises(ConfigError, match="LazySnapshotCallback"):
         LazySnapshotCallback(rollback_on=policy)
