@@ -41,6 +41,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     while not stop.is_set():
         keeper[:] = [subprocess.Popen(command)]
         started += 1
+        if stop.is_set():  # said while it was being started
+            keeper[0].terminate()
         if keeper[0].wait() != OK:
             stop.wait(1.0)  # a trainer was faster and has started one of its own
     return output.result(job_id=identity.job_id, keepers=started)

@@ -177,9 +177,9 @@ def test_a_keeper_run_ahead_is_there_for_its_job_and_goes_with_sigterm(tmp_path,
             children = pathlib.Path(f"/proc/{of_rank_3.pid}/task/{of_rank_3.pid}/children")
             assert children.read_text() == "", "one keeper serves all ranks"
             of_rank_3.send_signal(signal.SIGTERM)
-            assert of_rank_3.wait(20) == 0
+            assert of_rank_3.wait(60) == 0
             sidecar.send_signal(signal.SIGTERM)
-            out, _ = sidecar.communicate(timeout=20)
+            out, _ = sidecar.communicate(timeout=60)
             assert sidecar.returncode == 0
         finally:
             sidecar.kill()

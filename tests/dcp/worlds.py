@@ -8,7 +8,7 @@ from pathlib import Path
 from support.zygote import Child, Zygote
 
 HERE = Path(__file__).parent
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Worlds:

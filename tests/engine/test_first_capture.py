@@ -81,7 +81,7 @@ def test_frozen_tensors_that_do_not_fit_end_the_wait(job, tmp_path):
 
 def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkeypatch, caplog):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
-    training = job.start(ready=False, keeper_timeout_s=1)
+    training = job.start(ready=False, keeper_timeout_s=3)
     training.engine.prepare()
     keeper = until(lambda: training.engine._client._connection).peer_pid
     os.kill(keeper, signal.SIGSTOP)
@@ -106,7 +106,7 @@ def test_a_deadline_ends_the_wait(job, monkeypatch):
     statistics = training.engine.statistics()
     assert training.began == [False] * 3
     assert statistics.skipped == {"no slots yet": 3}
-    assert 0 < statistics.memory_wait_s < 10
+    assert 0.5 <= statistics.memory_wait_s < TIMEOUT_S
 
 
 def test_nobody_waits_after_a_keepers_death_later_on(job, monkeypatch):

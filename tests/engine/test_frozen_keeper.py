@@ -15,7 +15,7 @@ def said(training, caplog, text):
 
 @pytest.mark.parametrize("on_busy", ["skip", "wait"])
 def test_one_rank_trains_and_captures_on_beside_a_frozen_keeper(job, tmp_path, caplog, on_busy):
-    training = job.start(tmp_path, on_busy=on_busy, keeper_timeout_s=1)
+    training = job.start(tmp_path, on_busy=on_busy, keeper_timeout_s=3)
     training.run(1, 2)
     keeper = training.engine._client._connection.peer_pid
     os.kill(keeper, signal.SIGSTOP)

@@ -81,7 +81,7 @@ def no_interpreter(tmp_path, monkeypatch):
 @contextlib.contextmanager
 def trouble(kind, job, tmp_path, monkeypatch):
     """Settings with which, inside, no memory can be had, and a word of what is said about it."""
-    settings = {"keeper_timeout_s": 2}
+    settings = {"keeper_timeout_s": 3}
     if kind == "bound":
         yield {**settings, "memory": MemoryLevel(max_bytes=1 << 16, linger_s=60)}, "max_bytes"
     elif kind == "interpreter":
@@ -184,7 +184,7 @@ def test_the_bytes_are_those_that_a_keeper_writes(job, tmp_path):
 
 def test_captures_go_into_memory_again_when_a_keeper_can_be_started(job, tmp_path, monkeypatch, caplog):
     with no_interpreter(tmp_path, monkeypatch):
-        training = start(job, tmp_path / "level", every=1, keeper_timeout_s=1)
+        training = start(job, tmp_path / "level", every=1, keeper_timeout_s=3)
         training.run(1, 2)
     last = train_until(training, lambda statistics: statistics.unprotected is None, 2)
     facts = training.facts()
@@ -200,7 +200,7 @@ def test_captures_go_into_memory_again_when_a_keeper_can_be_started(job, tmp_pat
 
 def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_a_training_that_is_stored(job, tmp_path, monkeypatch, caplog):
     level = PersistentLevel(str(tmp_path / "level"), every_n_steps=3)
-    training = Training(dataclasses.replace(job.config(keeper_timeout_s=1), levels=(level,)))
+    training = Training(dataclasses.replace(job.config(keeper_timeout_s=3), levels=(level,)))
     job.trainings.append(training)
     assert training.engine.wait_ready(TIMEOUT_S)
     training.run(1, 2)
@@ -221,7 +221,7 @@ def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_a_training_that_is_sto
 
 def test_memory_that_is_refused_at_first_is_asked_for_again(job, tmp_path, monkeypatch):
     """Something else on the machine had the memory."""
-    training = start(job, tmp_path, every=1, keeper_timeout_s=1, memory=MemoryLevel(max_bytes=1 << 16, linger_s=60))
+    training = start(job, tmp_path, every=1, keeper_timeout_s=3, memory=MemoryLevel(max_bytes=1 << 16, linger_s=60))
     client = training.engine._client
     training.run(1, 1)
     # As the keeper finds when another program ends: it is asked again by the same words.
@@ -375,7 +375,7 @@ def test_memory_that_is_required_and_cannot_be_had_ends_the_training_at_its_star
 
 def test_a_keeper_that_is_required_and_cannot_be_started_ends_the_training_at_its_start(job, tmp_path, monkeypatch):
     with no_interpreter(tmp_path, monkeypatch):
-        training = job.start(ready=False, require="memory", keeper_timeout_s=1)
+        training = job.start(ready=False, require="memory", keeper_timeout_s=3)
         with pytest.raises(KeeperUnavailable, match="ended with status 3"):
             training.engine.prepare()
 

@@ -7,6 +7,8 @@ import pathlib
 import signal
 import time
 
+from support.waiting import TIMEOUT_S
+
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
@@ -14,7 +16,7 @@ from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.visit import Visit
 
 _SCANS = 10
-"""So many in a row that find no keeper: a process that was forked before the first one runs by the last."""
+"""So many in a row that find no keeper: what leaves the session of its rank runs as a keeper by the last."""
 
 
 def keepers(job):
@@ -32,7 +34,7 @@ def local_ranks(job):
     """For which the keeper of this node holds anything."""
     identity = JobIdentity.from_config(SnapshotConfig(job_id=str(job.root)))
     try:
-        with contextlib.closing(Visit(identity, 0, 5.0)) as visit:
+        with contextlib.closing(Visit(identity, 0, TIMEOUT_S)) as visit:
             return list(visit.holdings.local_ranks)
     except KeeperUnavailable:
         return []
@@ -45,9 +47,9 @@ def visits(job):
     with contextlib.ExitStack() as stack:
         found = {}
         for number in local_ranks(job):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + TIMEOUT_S
             while True:
-                visit = Visit(identity, number, 5.0)
+                visit = Visit(identity, number, TIMEOUT_S)
                 if all(entry.checksums is not None for entry in visit.holdings.entries):
                     break
                 visit.close()
@@ -69,11 +71,22 @@ def processes(job):
     return found
 
 
+def about_to_be(job):
+    """What ranks forked before they died: until it runs, such a process shows the name of its rank, in its session."""
+    ranks = {int(pid) for _, _, pid in job.events("pid")}
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            session = int(path.read_text().rsplit(")", 1)[1].split()[3])
+            found += [int(path.parent.name)] if session in ranks else []
+    return found
+
+
 def kill_keepers(job):
-    """Also those that a trainer has just started: before it runs, such a process shows the trainer's own name."""
-    deadline, nobody = time.monotonic() + 10, 0
+    """Also those that a rank has just started. The ranks are dead."""
+    deadline, nobody = time.monotonic() + TIMEOUT_S, 0
     while nobody < _SCANS:
-        left = processes(job)
+        left = processes(job) + about_to_be(job)
         nobody = 0 if left else nobody + 1
         assert time.monotonic() < deadline
         for pid in left:

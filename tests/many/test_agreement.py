@@ -111,7 +111,8 @@ def test_damage_of_one_rank_here_and_of_another_there_makes_all_take_what_is_who
     assert job.own("resumed") == owned
 
 
-DEADLINE = {"collective_timeout_s": 1.0, "timeout_s": 1000}
+DEADLINE_S = 3.0
+DEADLINE = {"collective_timeout_s": DEADLINE_S, "timeout_s": 1000}
 """The training's own collectives may take much longer."""
 
 
@@ -127,16 +128,16 @@ def test_a_rank_that_is_silent_at_the_restart_ends_it_at_the_deadline_with_one_c
     codes = job.run("ddp", 2, faults={1: "engine.restart.ask:1:hang"}, **DEADLINE)
 
     assert codes[0] == 1
-    assert "WaitTimeout: rank 0 of 2, what is in memory: the other ranks did not answer within 1 s" in job.output()
+    assert "WaitTimeout: rank 0 of 2, what is in memory: the other ranks did not answer within 3 s" in job.output()
     assert "is a rank dead" in job.output()
-    assert 1.0 <= missed(job) < SnapshotConfig().collective_timeout_s / 10
+    assert DEADLINE_S <= missed(job) < SnapshotConfig().collective_timeout_s / 10
 
 
 def test_a_rank_that_works_for_longer_than_the_deadline_is_waited_for(make_job):
     """Its shard may come from far away, where the others have theirs in memory."""
     job = make_job(levels=[])
 
-    codes = job.run("beat", 2, collective_timeout_s=1.0)
+    codes = job.run("beat", 2, collective_timeout_s=DEADLINE_S)
 
     assert codes == [0, 0], job.output()
     assert [line[2:] for line in job.events("told")] == [["[0,", "10]"]] * 2
@@ -148,8 +149,8 @@ def test_a_rank_that_makes_no_engine_is_missed_at_the_deadline(make_job):
     codes = job.run("plain", 2, by_rank={"1": {"absent": True}}, **DEADLINE)
 
     assert codes[0] == 1
-    assert "WaitTimeout: rank 0 of 2, making the engine: the other ranks did not answer within 1 s" in job.output()
-    assert 1.0 <= missed(job) < SnapshotConfig().collective_timeout_s / 10
+    assert "WaitTimeout: rank 0 of 2, making the engine: the other ranks did not answer within 3 s" in job.output()
+    assert DEADLINE_S <= missed(job) < SnapshotConfig().collective_timeout_s / 10
 
 
 def test_ranks_that_do_different_things_are_told_so_once_and_train_on(make_job):

@@ -44,7 +44,7 @@ def test_a_frozen_keeper_is_named_once_worked_round_and_serves_again(job):
         steps=ENDLESS,
         until_stored_after=STEPS,
         gate_timeout_s=20,
-        keeper_timeout_s=1,
+        keeper_timeout_s=3,
     )
 
     assert codes == [9, 9], job.output()
@@ -66,7 +66,7 @@ def test_memory_goes_on_beside_a_frozen_keeper_and_a_restart_finds_the_newest_st
         faults={0: "engine.begun:150:kill"},
         steps=ENDLESS,
         gate_timeout_s=20,
-        keeper_timeout_s=1,
+        keeper_timeout_s=3,
     )
     assert -9 in codes, job.output()
     assert max(job.begun(1)) >= 149
