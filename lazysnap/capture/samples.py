@@ -1,10 +1,9 @@
-"""Some bytes of every frozen tensor, compared at every boundary, past torch's book-keeping.
+"""Some words of every frozen tensor, compared at every boundary, past torch's book-keeping.
 
 ``tensor.data.mul_()`` moves neither version nor pointer; averages of teachers are updated just so.
 """
 
 import ctypes
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,6 @@ import xxhash
 _SAMPLES = 8
 """Words of each tensor."""
 _WORD_BYTES = 8
-_AHEAD = 4
-"""Boundaries that a device may be behind before its answer is waited for."""
 
 
 def places_in(name: str, nbytes: int) -> range:
@@ -87,9 +84,8 @@ class DeviceSamples:
             words = words_in(name, tensor.detach().reshape(-1).view(torch.uint8))
             self._views.append(words)
             self._owners += [index] * len(words)
-        self._answers: deque[_Answer] = deque()
-        self._has_waited = False
         self._first = self._gather()
+        self._answer: _Answer | None = None
 
     def _gather(self) -> torch.Tensor:
         with torch.no_grad():
@@ -100,22 +96,17 @@ class DeviceSamples:
     def changed(self) -> list[int]:
         """Indices of tensors that were changed at an earlier boundary; asks about this one.
 
-        Blocks: the first time, for the answer to this one, and where the device is far behind.
+        Blocks: the first time, for the answer to this one.
         """
-        found: set[int] = set()
-        while self._answers and (len(self._answers) >= _AHEAD or self._answers[0].is_there):
-            found |= self._take()
-        self._answers.append(self._ask())
-        if not self._has_waited:
-            self._has_waited = True
-            found |= self._take()
-        return sorted(found)
-
-    def _take(self) -> set[int]:
-        answer = self._answers.popleft()
-        if answer.done is not None:
-            answer.done.synchronize()
-        return {self._owners[row] for row in answer.rows.nonzero().flatten().tolist()}
+        answer = self._answer
+        if answer is not None and not answer.is_there:
+            return []  # the device is behind: at a later boundary
+        self._answer = self._ask()
+        if answer is None:
+            answer = self._answer
+            if answer.done is not None:
+                answer.done.synchronize()
+        return sorted({self._owners[row] for row in answer.rows.nonzero().flatten().tolist()})
 
     def _ask(self) -> _Answer:
         rows = (self._gather() != self._first).any(dim=1)

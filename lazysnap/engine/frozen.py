@@ -1,7 +1,6 @@
 """Frozen tensors over a training: chosen, captured once, compared, and captured as all others once they changed."""
 
 import contextlib
-import json
 import logging
 import threading
 import time
@@ -17,6 +16,7 @@ from lazysnap.engine.events import EventLog
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
+from lazysnap.levels.attempt import Attempt
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.state.sharding import held_part, local_of
 from lazysnap.state.source import StateSource
@@ -25,8 +25,6 @@ logger = logging.getLogger("lazysnap.engine")
 
 _MOST_CHANGES = 8
 """A program that changes frozen tensors so often gets none of them stored apart any more."""
-_MOST_COPIES = 3
-"""Copies that may differ from what was to be copied, because somebody wrote meanwhile."""
 _ASK_AGAIN_S = 0.05
 _REFUSED_AGAIN_S = 5.0
 _STOP_S = 2.0
@@ -185,23 +183,34 @@ class FrozenTensors:
     def compare(self, timeout_s: float) -> None:
         """Compare all bytes with those that were captured: training closes.
 
-        Blocks: at most ``timeout_s``. Captures count as right if the comparison fails or takes longer: pointers,
+        Blocks: at most ``timeout_s``, twice that if a device hangs. Captures count as right if the comparison fails or takes longer: pointers,
         versions and samples were as they had to be at each boundary.
         """
         frozen, copy = self._set, self._copy
         if frozen is None or copy is None or not self._captures or frozen.trained(self._source.optimizers()):
             return
-        comparison = _Comparison(frozen)
-        comparison.start()
-        comparison.join(timeout_s)
-        comparison.cancelled.set()
-        if not comparison.digest:
+        deadline = time.monotonic() + timeout_s
+
+        def compared(beat: Callable[[], None]) -> str:
+            faults.point("engine.frozen.compare")
+
+            def go_on() -> None:
+                beat()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it took longer than {timeout_s:g} s")
+
+            return digest_of(frozen.pieces(), go_on)
+
+        try:
+            digest = Attempt(compared, "comparing frozen tensors").result(timeout_s)
+        except Exception as error:  # noqa: BLE001  the rim of the thread
             self._log.note_once(
                 "comparison",
                 "the frozen tensors were not compared byte by byte: %s; snapshots rely on the samples of each step",
-                comparison.error or f"it took longer than {timeout_s:g} s",
+                error,
             )
-        elif comparison.digest != copy.digest:
+            return
+        if digest != copy.digest:
             self._log.note_once(
                 "frozen",
                 "tensors that need no gradient were changed all the same, in a way that no boundary noticed: snapshots "
@@ -235,7 +244,8 @@ class _Copy:
     def __init__(self, frozen: FrozenSet, client: KeeperClient, writer: MetaWriter) -> None:
         self._frozen = frozen
         self._client = client
-        self._meta = frozen_meta(frozen, writer)
+        facts = (writer.run_id, writer.start, 0, 0, 1, time.time_ns())
+        self._meta = CaptureMeta(*facts, frozen.logical, frozen.aliases).to_bytes()
         self._start = writer.start
         self._slot: Slot | None = None
         self._ended = threading.Event()
@@ -264,15 +274,14 @@ class _Copy:
 
     def _run(self) -> None:
         try:
-            if not any(self._copied(digest_of(self._frozen.pieces(), self._beat)) for _ in range(_MOST_COPIES)):
-                raise CaptureAborted("they change while they are copied")
+            self._bring(digest_of(self._frozen.pieces(), self._beat))
         except Exception as error:  # noqa: BLE001  the rim of the thread: they become part of every capture
             self.error = str(error) if isinstance(error, LazySnapError) else f"{type(error).__name__}: {error}"
         finally:
             self._ended.set()
 
-    def _copied(self, digest: str) -> bool:
-        """Whether the keeper holds the bytes of that digest; else the tensors have others by now."""
+    def _bring(self, digest: str) -> None:
+        """Have the keeper hold the bytes of that digest. Blocks. Raises: CaptureAborted."""
         while True:
             self._beat()
             try:
@@ -284,18 +293,15 @@ class _Copy:
             self.refusal = ""
             if slot is not None and fills:
                 try:
-                    is_filled = self._fill(slot, digest)
+                    self._fill(slot, digest)
                 finally:
                     self._client.frozen_filled(digest)
-                if not is_filled:
-                    return False
             if slot is not None and self._is_whole(slot, digest):
                 self._slot, self.digest = slot, digest
-                return True
+                return
             self._cancelled.wait(_ASK_AGAIN_S)  # no keeper yet, or another rank of the node fills it
 
-    def _fill(self, slot: Slot, digest: str) -> bool:
-        """Whether what was copied has that digest."""
+    def _fill(self, slot: Slot, digest: str) -> None:
         slot.discard()
         slot.populate()
         room, sequence = slot.image[: self._frozen.size_bytes], slot.word(Word.SEQUENCE) + 1
@@ -303,11 +309,10 @@ class _Copy:
         faults.point("engine.frozen.begun")
         if digest_of(self._frozen.copied_into(room), self._beat) != digest:
             slot.discard()
-            return False
+            raise CaptureAborted("they changed while they were copied")
         faults.point("engine.frozen.copied")
         slot.commit()
         faults.point("engine.frozen.committed")
-        return True
 
     def _is_whole(self, slot: Slot, digest: str) -> bool:
         """Whether it holds them. Of an earlier start memory is believed no more than a disk; a damaged slot is let go,
@@ -325,49 +330,9 @@ class _Copy:
         return False
 
 
-class _Comparison(threading.Thread):
-    """A pass over all bytes of the live tensors. A device that hangs must not hang its caller."""
-
-    def __init__(self, frozen: FrozenSet) -> None:
-        super().__init__(name="lazysnap-compare", daemon=True)
-        self._frozen = frozen
-        self.cancelled = threading.Event()
-        self.digest = ""
-        """Once it ended well."""
-        self.error = ""
-
-    def run(self) -> None:
-        try:
-            faults.point("engine.frozen.compare")
-            self.digest = digest_of(self._frozen.pieces(), self._beat)
-        except Exception as error:  # noqa: BLE001  the rim of the thread
-            self.error = f"{type(error).__name__}: {error}"
-
-    def _beat(self) -> None:
-        if self.cancelled.is_set():
-            raise CaptureAborted("cancelled")
-
-
 def facts_of_shard(tensor: torch.Tensor, name: str) -> dict[str, Any]:
     """What the manifest says of a DTensor's local shard; nothing of a plain tensor. As ``Partition.facts``."""
     held = held_part(tensor, name)
     if held is None:
         return {}
     return {"scope": "shard", "global_shape": list(held.global_shape), "offsets": list(held.offsets)}
-
-
-def frozen_meta(frozen: FrozenSet, writer: MetaWriter) -> bytes:
-    """What is written beside a file of frozen tensors, with the keys of ``CaptureMeta``."""
-    fields = {
-        "run_id": writer.run_id,
-        "start": writer.start,
-        "step": 0,
-        "rank": 0,
-        "world_size": 1,
-        "captured_ns": time.time_ns(),
-        "tensors": frozen.logical,
-        "aliases": frozen.aliases,
-        "state": None,
-        "packages": {},
-    }
-    return json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -7,7 +7,7 @@ import pytest
 
 # Before they are imported: a failed assertion shows its values.
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{name}" for name in ("objects", "writers", "immutable", "stores", "breakage"))
+    *(f"{__name__}.{name}" for name in ("objects", "writers", "frozen", "stores", "breakage"))
 )
 
 from contract.breakage import BreakageContract  # noqa: E402
