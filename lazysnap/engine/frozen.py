@@ -183,8 +183,8 @@ class FrozenTensors:
     def compare(self, timeout_s: float) -> None:
         """Compare all bytes with those that were captured: training closes.
 
-        Blocks: at most ``timeout_s``, twice that if a device hangs. Captures count as right if the comparison fails or takes longer: pointers,
-        versions and samples were as they had to be at each boundary.
+        Blocks: at most ``timeout_s``, twice that if a device hangs. Captures count as right if the comparison fails or
+        takes longer: pointers, versions and samples were as they had to be at each boundary.
         """
         frozen, copy = self._set, self._copy
         if frozen is None or copy is None or not self._captures or frozen.trained(self._source.optimizers()):
