@@ -57,7 +57,7 @@ class Plain:
 
     def accelerator(self, directory, policy=None):
         level = PersistentLevel(str(directory / "level"), every_n_steps=5)
-        config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=60))
+        config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=200))
         made = {
             **self.plugins(),
             "cpu": True,

@@ -31,7 +31,7 @@ class Odd:
 
     def __init__(self, directory, dies_after):
         level = PersistentLevel(str(directory / "level"), every_n_steps=5)
-        config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=60))
+        config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=200))
         self.accelerator = LazyAccelerator(cpu=True, project_dir=str(directory), snapshots=config, **self.settings)
         self.progress, self.dies_after = Progress(steps=0, epoch=0), dies_after
         self.accelerator.register_for_checkpointing(self.progress)

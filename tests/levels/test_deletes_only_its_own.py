@@ -12,6 +12,7 @@ import pytest
 from snapshots import OTHER, RUN, Image, files, meta, whole
 from support.names import START, directory_of
 
+from lazysnap.cli import main
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, LevelUnavailable
 from lazysnap.levels import open_store
@@ -100,6 +101,16 @@ def test_a_storage_neither_deletes_nor_writes_through_a_link(level, linked):
         open_store(str(level)).write(meta(4), Image(4))
     assert content(linked) == before
     assert whole(open_store(str(level))) == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("a_day_later")
+def test_prune_does_not_delete_through_a_link(level, linked):
+    before = content(linked)
+
+    assert main(["prune", str(level), "--keep-last", "1", "--yes"]) == 0
+
+    assert content(linked) == before
+    assert whole(open_store(str(level))) == [1, 3]
 
 
 # ------------------------------------------------------------------------------------------- foreign files
