@@ -166,6 +166,25 @@ def test_a_running_iteration_goes_back_in_place(make):
     assert run.trace[11:] == whole[8:]
 
 
+def test_augmentation_in_persistent_workers_is_not_exact_but_the_order_is_and_a_warning_says_so(caplog):
+    def make():
+        return ResumableLoader(shuffled(num_workers=2, persistent_workers=True))
+
+    def order(trace):
+        return [[row[0] for row in batch] for _, batch, _ in trace]
+
+    whole = Run(make, seed=1).train().trace
+    for cut, is_exact in ((2, True), (7, False)):  # the workers are new in the first epoch
+        state = Run(make, seed=1).train(cut).saved
+        caplog.clear()
+        after = Run(make, seed=2)
+        after.load(state)
+        trace = after.train().trace
+        assert order(trace) == order(whole[cut:])
+        said = [record for record in caplog.records if "keeps its worker processes" in record.getMessage()]
+        assert (trace == whole[cut:], len(said)) == ((True, 0) if is_exact else (False, 1))
+
+
 def test_batches_that_were_trained_are_not_read_again():
     class Counting(Numbers):
         reads = 0

@@ -167,3 +167,12 @@ def test_a_capture_draws_no_random_number_from_a_loader_that_is_not_iterated(job
     run.engine.boundary()
 
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_of_a_data_set_that_takes_no_attributes_are_warned_of_once(job, caplog):
+    loader = StatefulDataLoader(list(range(8)), 2, num_workers=1)
+    training = job.start(extra={"loader": loader})
+    training.run(1, 2)
+
+    said = [record for record in caplog.records if "a list, which takes no attributes" in record.getMessage()]
+    assert [record.levelname for record in said] == ["WARNING"]

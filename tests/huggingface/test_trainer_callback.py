@@ -85,6 +85,18 @@ def test_a_callback_belongs_to_one_trainer(new_trainer):
         new_trainer(callback)
 
 
+def test_trials_of_a_search_for_hyperparameters_run_without_snapshots_and_say_so(
+    new_trainer, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr("transformers.integrations.hp_params", dict)  # as where Optuna or Ray is installed
+    trainer = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=3)
+    trainer.train(trial={"learning_rate": 1e-3})
+    assert trainer.state.global_step == 3
+    assert not list(tmp_path.rglob("lazysnap"))
+    said = [record for record in caplog.records if "no snapshots are taken of its trials" in record.getMessage()]
+    assert [record.levelname for record in said] == ["WARNING"]
+
+
 def test_after_a_training_the_methods_of_the_trainer_are_its_own_again(new_trainer):
     trainer = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=3)
     trainer.train()
