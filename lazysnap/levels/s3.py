@@ -1,8 +1,7 @@
 """An S3 bucket as a place for snapshots, through botocore."""
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -14,13 +13,8 @@ from lazysnap.levels.s3_client import PATIENCE_S, STALL_S, S3Client
 from lazysnap.levels.s3_errors import Failure, Kind
 from lazysnap.levels.s3_upload import S3Writer, checksum_of
 from lazysnap.levels.storage import MAX_SMALL_BYTES, SETTLED, Storage
-from lazysnap.levels.workers import Workers
 
 logger = logging.getLogger(__name__)
-
-RANGE_BYTES = 16 << 20
-"""Larger reads are split over several connections."""
-_RANGE_THREADS = 4
 
 _compares_checksums: dict[tuple[str, str], bool] = {}
 """By endpoint and bucket: whether the server refuses a part whose CRC32C is wrong. Tried once per process."""
@@ -30,37 +24,22 @@ class S3Reader:
     """Ranges of one version of an object, also if it is replaced meanwhile; see ``levels.storage.Reader``."""
 
     def __init__(self, client: S3Client, path: str) -> None:
+        """Raises: LevelError, FileNotFoundError."""
         self._client = client
         self._path = path
-        self._where = f"{client.url}/{path}"
-        self._etag = ""
-        self._first = threading.Lock()
+        self._etag = str(client.head(path).get("ETag", ""))
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill ``out`` by several requests at a time."""
+        """Receive one range."""
         if not len(out):
             return
-        spans = [(start, min(RANGE_BYTES, len(out) - start)) for start in range(0, len(out), RANGE_BYTES)]
-        with self._first:
-            if not self._etag:  # the first answer tells the version
-                start, length = spans.pop(0)
-                self._etag = self._read(offset, out[start : start + length], "")
-
-        def tasks() -> Iterator[Callable[[], str]]:
-            for start, length in spans:
-                yield lambda at=offset + start, part=out[start : start + length]: self._read(at, part, self._etag)  # type: ignore[misc]
-
-        Workers[str](min(_RANGE_THREADS, max(1, len(spans))), "lazysnap-range").run(tasks())
-
-    def _read(self, offset: int, out: memoryview, etag: str) -> str:
-        client, path = self._client, self._path
+        where = f"{self._client.url}/{self._path}"
         try:
-            done, etag = client.receive(f"reading {path} at {offset}", client.key(path), offset, out, etag)
+            done = self._client.receive(self._path, offset, out, self._etag)
         except Failure as failure:
-            raise ShardCorrupt(f"{self._where}: it was replaced while it was read") from failure
+            raise ShardCorrupt(f"{where}: it was replaced while it was read") from failure
         if done < len(out):
-            raise ShardCorrupt(f"{self._where}: ends after {offset + done} bytes, expected {offset + len(out)}")
-        return etag
+            raise ShardCorrupt(f"{where}: ends after {offset + done} bytes, expected {offset + len(out)}")
 
     def close(self) -> None:
         """Nothing is open."""
@@ -148,13 +127,13 @@ class S3Storage(Storage):
 
     def get(self, path: str) -> bytes:
         """Get a small object."""
-        data = self.client.receive_all(f"reading {path}", self.client.key(path), MAX_SMALL_BYTES)
+        data = self.client.receive_all(path, MAX_SMALL_BYTES)
         if data is None:
             raise ShardCorrupt(f"{self.url}/{path}: a manifest has at most {MAX_SMALL_BYTES} bytes")
         return data
 
     def reader(self, path: str) -> S3Reader:
-        """Nothing is opened."""
+        """Find out the version of an object."""
         return S3Reader(self.client, path)
 
     def size(self, path: str) -> int:
@@ -243,6 +222,6 @@ def _age_s(answer: Mapping[str, Any], since: datetime | None) -> float | None:
     """Seconds from ``since`` to an answer, by the server's clock; ``None`` where the server does not say."""
     try:
         now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-        return float((now - since).total_seconds())  # type: ignore[operator]
     except (KeyError, ValueError, TypeError):
         return None
+    return None if since is None else (now - since).total_seconds()

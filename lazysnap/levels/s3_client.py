@@ -179,7 +179,7 @@ class S3Client:
             return self.call(what, "head_object", keep=(Kind.REFUSED, Kind.OTHER), Key=key)
         except Failure as failure:
             # A refused HEAD has no body with the reason. A refused GET has.
-            self.receive(what, key, 0, memoryview(bytearray(1)))
+            self.receive(path, 0, memoryview(bytearray(1)))
             raise self._error(what, failure) from failure
 
     def delete(self, path: str) -> None:
@@ -198,21 +198,20 @@ class S3Client:
         with contextlib.suppress(Failure, FileNotFoundError):
             self.call(what, "abort_multipart_upload", keep=keep, patience_s=patience_s, Key=key, UploadId=upload)
 
-    def receive(self, what: str, key: str, offset: int, out: memoryview, etag: str = "") -> tuple[int, str]:
-        """Fill ``out`` from ``offset`` of an object; the number of bytes there were, and the object's tag. Blocks.
+    def receive(self, path: str, offset: int, out: memoryview, etag: str = "") -> int:
+        """Fill ``out`` from ``offset`` of an object; fewer bytes only if the object ends before. Blocks.
 
-        After a broken connection the rest is asked for. Raises: as ``call``; with an ``etag`` Failure of the kind
-        REPLACED, if the object is another one by now.
+        After a broken connection only the rest is asked for. Raises: as ``call``; Failure of the kind REPLACED, if the
+        object has another ``etag``.
         """
-        done, tag = 0, etag
+        key, done = self.key(path), 0
+        condition = {"IfMatch": etag} if etag else {}
 
         def attempt(client: Any) -> None:
-            nonlocal done, tag
+            nonlocal done
             start = offset + done
-            condition = {"IfMatch": tag} if tag else {}
             span = f"bytes={start}-{offset + len(out) - 1}"
             answer = self._request(client, "get_object", {"Key": key, "Range": span, **condition})
-            tag = answer.get("ETag", "")
             with contextlib.closing(answer["Body"]) as body:
                 if start and "ContentRange" not in answer:
                     raise Failure(Kind.OTHER, "NoRange", "the server does not serve ranges of objects")
@@ -220,21 +219,22 @@ class S3Client:
                     done += count
 
         try:
-            self._repeat(what, attempt, (Kind.RANGE, Kind.REPLACED), self.patience_s)
+            self._repeat(f"reading {path} at {offset}", attempt, (Kind.RANGE, Kind.REPLACED), self.patience_s)
         except Failure as failure:
             if failure.kind is Kind.REPLACED:
                 raise
-        return done, tag
+        return done
 
-    def receive_all(self, what: str, key: str, max_bytes: int) -> bytes | None:
-        """Get a small object whole; ``None`` if it is larger than ``max_bytes``. Blocks. Raises: as ``call``."""
+    def receive_all(self, path: str, max_bytes: int) -> bytes | None:
+        """A small object whole; ``None`` if it is larger than ``max_bytes``. Blocks. Raises: as ``call``."""
+        key = self.key(path)
 
         def attempt(client: Any) -> bytes | None:
             answer = self._request(client, "get_object", {"Key": key})
             with contextlib.closing(answer["Body"]) as body:
                 return None if int(answer["ContentLength"]) > max_bytes else bytes(body.read())
 
-        return self._repeat(what, attempt, (), self.patience_s)
+        return self._repeat(f"reading {path}", attempt, (), self.patience_s)
 
     def _repeat(self, what: str, attempt: Callable[[Any], Result], keep: tuple[Kind, ...], patience_s: float) -> Result:
         """Raises: as ``call``."""

@@ -277,17 +277,20 @@ def test_credentials_that_were_renewed_in_time_cost_nothing(s3_proxy, s3_server,
 # -------------------------------------------------------------------- reading
 
 
-def test_a_download_that_breaks_goes_on_where_it_was(s3_proxy, s3_server, s3_url):
+@pytest.mark.parametrize("is_reset", [True, False], ids=["reset", "end"])
+def test_a_download_that_breaks_goes_on_where_it_was(s3_proxy, s3_server, s3_url, is_reset):
     storage = through(s3_proxy, s3_server, s3_url)
     upload(storage, DATA)
     s3_proxy.requests.clear()
-    rule = s3_proxy.rule("GET", fault_proxy.cut_answer(after_bytes=MIB), 3)
+    rule = s3_proxy.rule("GET", fault_proxy.cut_answer(MIB, is_reset=is_reset), 3)
 
     assert download(storage) == DATA
     assert rule.hits == 3
     spans = [request.headers["Range"] for request in s3_proxy.requests if request.operation == "GET"]
     starts = [int(span.removeprefix("bytes=").split("-")[0]) for span in spans]
-    assert len(set(starts)) == 4, spans
+    assert starts == sorted(starts)
+    if not is_reset:
+        assert starts == [0, MIB, 2 * MIB, 3 * MIB]
 
 
 def test_a_download_that_breaks_for_ever_is_given_up(s3_proxy, s3_server, s3_url):

@@ -93,12 +93,17 @@ def reset_after() -> Act:
     return act
 
 
-def cut_answer(after_bytes: int) -> Act:
-    """Hand the request on, and break the connection in the middle of the answer's body."""
+def cut_answer(after_bytes: int, *, is_reset: bool = True) -> Act:
+    """Hand the request on, and end the connection in the middle of the answer's body.
+
+    A reset may take with it what the client has not read yet.
+    """
 
     def act(handler: "_Handler") -> bool:
         handler.hand_on(max_answer=after_bytes)
-        handler.break_connection()
+        if is_reset:
+            handler.break_connection()
+        handler.close_connection = True
         return True
 
     return act
