@@ -23,8 +23,8 @@ class FrozenPool:
         self._dropped = dropped
         self._lock = threading.Lock()
         self._slots: dict[str, Slot] = {}
-        self._wanted: dict[int, str] = {}
-        """By local rank: what its trainer asked for last."""
+        self._asked: dict[int, list[str]] = {}
+        """By local rank: the digests that its trainer asked for, the last one last."""
         self._fillers: dict[str, int] = {}
         """The local rank whose trainer fills the slot."""
         self._making: dict[str, threading.Lock] = {}
@@ -44,10 +44,11 @@ class FrozenPool:
         """Of the whole ones."""
         return [digest for digest, slot in self.items() if _is_whole(slot)]
 
-    @property
-    def size_bytes(self) -> int:
-        """Memory that all of them take."""
-        return sum(slot.size_bytes for _, slot in self.items())
+    def size_bytes(self, local_rank: int, *, without: str = "") -> int:
+        """Memory that those take which a rank asked for; one may be left out."""
+        with self._lock:
+            asked = {*self._asked.get(local_rank, ())} - {without}
+            return sum(slot.size_bytes for digest, slot in self._slots.items() if digest in asked)
 
     def provide(
         self, local_rank: int, digest: str, sizes: tuple[int, int], free_bytes: int | None
@@ -58,7 +59,7 @@ class FrozenPool:
         Blocks: populates memory. Raises: MemoryBoundExceeded, if it takes more than ``free_bytes``, or than there is.
         """
         with self._lock:
-            self._wanted[local_rank] = digest
+            self._ask(local_rank, digest)
             making = self._making.setdefault(digest, threading.Lock())
         with making:
             slot = dict(self.items()).get(digest) or self.adopt(local_rank, digest, self._make(*sizes, free_bytes))
@@ -76,7 +77,14 @@ class FrozenPool:
         """That rank is gone."""
         self.filled(local_rank)
         with self._lock:
-            self._wanted.pop(local_rank, None)
+            self._asked.pop(local_rank, None)
+
+    def _ask(self, local_rank: int, digest: str) -> None:
+        others = [one for one in self._asked.get(local_rank, ()) if one != digest]
+        self._asked[local_rank] = [*others, digest]
+
+    def _asked_last(self) -> set[str]:
+        return {asked[-1] for asked in self._asked.values() if asked}
 
     def _make(self, meta: int, image: int, free_bytes: int | None) -> Slot:
         needed = Slot.bytes_for(meta, image)
@@ -101,7 +109,7 @@ class FrozenPool:
     def adopt(self, local_rank: int, digest: str, slot: Slot) -> Slot:
         """Take over a slot, as a trainer kept it when an earlier keeper died; the one that serves for that digest."""
         with self._lock:
-            self._wanted[local_rank] = digest
+            self._ask(local_rank, digest)
             known = self._slots.get(digest)
             if known is not None and (_is_whole(known) or os.path.sameopenfile(known.fd, slot.fd)):
                 slot.close()
@@ -111,7 +119,8 @@ class FrozenPool:
 
     def sweep(self, captures: Iterable[Slot]) -> None:
         """Let go of slots that no capture refers to and no rank asked for last."""
-        unasked = self._slots.keys() - set(self._wanted.values())
+        with self._lock:
+            unasked = self._slots.keys() - self._asked_last()
         if not unasked:
             return
         try:
@@ -123,9 +132,10 @@ class FrozenPool:
 
     def _drop(self, digest: str) -> None:
         with self._lock:
-            if digest in self._wanted.values():
+            if digest in self._asked_last():
                 return  # asked for again meanwhile
             slot = self._slots.pop(digest)
+            self._asked = {rank: [one for one in asked if one != digest] for rank, asked in self._asked.items()}
             faults.point("keeper.frozen.drop")
             # Told before anybody can ask for another one of that digest.
             self._dropped(digest)

@@ -405,7 +405,9 @@ class LocalRank:
             wanted = self._wanted
             if wanted is None or wanted == self._settled or self.phase is not Phase.ATTACHED:
                 continue
-            bound = None if self._max_bytes is None else self._max_bytes - self._frozen.size_bytes
+            bound = (
+                None if self._max_bytes is None else self._max_bytes - self._frozen.size_bytes(self._team.local_rank)
+            )
             try:
                 if self._pool.provide(wanted, bound, lambda slot: self._persister.is_reading(slot), self._least):
                     self._settled = wanted
@@ -422,11 +424,10 @@ class LocalRank:
         reply: Message
         fds: tuple[int, ...]
         try:
-            free = None
+            rank, sizes, free = self._team.local_rank, (asked.meta, asked.image), None
             if self._max_bytes is not None:
-                others = [slot.size_bytes for other, slot in self._frozen.items() if other != asked.digest]
-                free = self._max_bytes - sum(others) - self._capture_bytes()
-            rank, sizes = self._team.local_rank, (asked.meta, asked.image)
+                others = self._frozen.size_bytes(rank, without=asked.digest)
+                free = self._max_bytes - others - self._capture_bytes()
             slot, fills = self._frozen.provide(rank, asked.digest, sizes, free)
             reply, fds = FrozenSlot(id=asked.id, digest=asked.digest, fills=fills), (slot.fd,)
         except Exception as error:  # noqa: BLE001  the rim of the thread; the trainer tells what it means

@@ -91,7 +91,8 @@ def test_the_bound_is_kept(pool):
     with pytest.raises(MemoryBoundExceeded, match="frozen tensors need"):
         pool.provide(0, ONE, (100, 1 << 50), None)
     assert pool.items() == []
-    assert provide(pool, ONE, free=needed).size_bytes == needed == pool.size_bytes
+    assert provide(pool, ONE, free=needed).size_bytes == needed == pool.size_bytes(0)
+    assert pool.size_bytes(1) == pool.size_bytes(0, without=ONE) == 0
 
 
 def test_what_a_capture_refers_to_stays_and_so_does_what_was_asked_for_last(pool, dropped, capture):
