@@ -37,6 +37,7 @@ from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngin
 from lazysnap.dcp import SnapshotReader
 from lazysnap.engine.world import World
 from lazysnap.errors import WaitTimeout
+from lazysnap.state.sharding import local_of
 
 WIDTH = 24
 
@@ -332,6 +333,10 @@ def main() -> None:
         optimizer.zero_grad()
         if kind == "local" and step % settings["period"] == 0:
             average(model)
+        if settings.get("averaged") and step > 2:
+            for parameter in model.parameters():
+                if not parameter.requires_grad:  # past autograd's version, as teachers are updated
+                    local_of(parameter).data.mul_(0.9)
         time.sleep(settings.get("lag_s", 0.0))  # a rank that is slower than the others
         if settings.get("swells_at") == step:
             loop["room"] = torch.zeros(12 << 20, dtype=torch.uint8)  # other slots are needed from here on

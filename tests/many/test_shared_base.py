@@ -58,6 +58,20 @@ def test_ranks_store_the_same_base_once_and_resume_bit_for_bit(job, end_keepers,
     assert {digest for *_, digest in job.origins()} == stopped
 
 
+@pytest.mark.parametrize("who", ["all ranks", "one rank"])
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_a_base_that_is_changed_all_the_same_comes_back_as_it_was_on_each_rank(job, kind, world, who):
+    """Also where the ranks do not change it alike."""
+    changing = {"averaged": True} if who == "all ranks" else {"by_rank": {"1": {"averaged": True}}}
+    assert set(job.run(kind, world, base=True, stop_at=6, wait_durable=True, **changing)) == {9}, job.output()
+    stopped = {rank: digest for rank, _, _, digest, *_ in job.events("stopped")}
+
+    assert set(job.run(kind, world, base=True, look=True)) == {0}, job.output()
+
+    assert job.resumed() == 6
+    assert {rank: digest for rank, _, _, _, digest, *_ in job.events("resumed")} == stopped
+
+
 def test_weights_of_a_sharded_base_are_read_whole(job):
     assert set(job.run("fsdp", 2, base=True, stop_at=4, wait_durable=True)) == {9}, job.output()
     torch.manual_seed(0)
