@@ -8,7 +8,7 @@ import pytest
 from support.ports import free_port
 
 HERE = pathlib.Path(__file__).parent
-TIMEOUT_S = 120
+TIMEOUT_S = 250
 
 
 class Ranks:

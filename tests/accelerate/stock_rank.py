@@ -18,7 +18,7 @@ from lazysnap.errors import LevelUnavailable
 from lazysnap.integrations.accelerate.blocking import save_blocking
 from lazysnap.integrations.accelerate.copies import Copy, NamedCopies
 
-TIMEOUT_S = 60
+TIMEOUT_S = 200
 
 
 def save(settings: dict) -> dict:
