@@ -49,6 +49,26 @@ def test_the_plain_loop_goes_on_where_it_ended(tmp_path):
     assert f"resumed at step 3 from {tmp_path}" in second
 
 
+def test_the_loop_of_the_readme_goes_on_where_it_was_killed_and_ends_once(zygote, tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    [loop] = [block for block in blocks if "engine.boundary()" in block]
+    script, output = tmp_path / "loop.py", tmp_path / "output"
+    script.write_text(f"import os\n\nos.chdir({str(tmp_path)!r})\n{loop}")
+
+    def start(**environment):
+        return zygote.run([str(script)], environment, output), output.read_text()
+
+    status, said = start(LAZYSNAP_FAULT="engine.begun:50:kill")
+    assert (status, "lazysnap: starting fresh" in said) == (-signal.SIGKILL, True), said
+    status, said = start()
+    resumed = re.findall(r"^lazysnap: resumed step (\d+) of run \w+ from memory", said, flags=re.M)
+    assert (status, len(resumed)) == (0, 1), said
+    assert 49 <= int(resumed[0]) < 400  # the 49th capture; steps may be left out while the second slot is made
+    assert "(newest: step 400)" in said
+    status, said = start()
+    assert (status, "lazysnap: resumed step 400 of run" in said) == (0, True), said
+
+
 def killed_at(step: int, script: str, *arguments: str, job_id: str) -> str:
     """What an example said until it was killed, at once after it had said that this step is over."""
     with subprocess.Popen(
