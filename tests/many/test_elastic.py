@@ -12,7 +12,7 @@ from support.waiting import until
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_torchrun_restarts_a_killed_worker_and_training_goes_on_from_memory(make_job, capsys):
     job = make_job(levels=[])
     job.runs = 1
@@ -30,7 +30,7 @@ def test_torchrun_restarts_a_killed_worker_and_training_goes_on_from_memory(make
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380)
 
     assert done.returncode == 0, done.stderr[-3000:]
     events = (job.place / "journal").read_text().splitlines()
