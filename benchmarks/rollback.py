@@ -1,50 +1,43 @@
-"""How long does a rollback in place take, beside a plain copy of the same bytes?
-
-    python benchmarks/rollback.py                 # 1 GB of state
-    python benchmarks/rollback.py --megabytes 200 --repeats 3
-
-A model with AdamW, captured in memory; then ``engine.rollback()`` some times. Two cases: ``newest`` goes back to the
-last capture, as after a bad loss; ``older`` goes back over one capture, which begins a new run and captures its first
-state before the call returns. The ratio is to a copy of as many bytes between two buffers that are warm, in the same
-process. Prints a JSON line per case; writes them to ``--out`` as well.
-"""
+"""How long does a rollback in place take, beside a plain copy of the same bytes?"""
 
 import argparse
-import json
-import platform
 import statistics
-import time
 import uuid
-from pathlib import Path
+from collections.abc import Iterator
 
-import torch
-
-from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
+from benchmarks.frame import Line, Report, Targets, call, table
+from benchmarks.raw import memcpy_rate
 
 TARGET_S = 0.5
 """For 1 GB in memory on a CPU."""
+KEYS = ("measure", "case")
+COMPARED = ("seconds", "memcpy_s")
 
 
-def copy_s(size: int, repeats: int) -> float:
-    """Median seconds of one copy between two warm buffers."""
-    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    target.copy_(source)
-    found = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        target.copy_(source)
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=int, default=1000, help="of state: weights and two moments")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("runs/rollback.jsonl"))
-    options = parser.parse_args()
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    for line in call("rollback.measure", {"megabytes": args.megabytes, "repeats": args.repeats}, args.timeout_s):
+        report.note(line)
+    lines, targets = list(report.of("rollback")), Targets()
+    newest = [seconds * 1e9 / lines[0]["bytes"] for seconds in lines[0]["seconds"]]
+    targets.check("newest: 1 GB", "<= {} s", TARGET_S, statistics.median(newest))
+    rows = [(line["case"], line["bytes"] / 1e6, line["seconds"], line["memcpy_s"]) for line in lines]
+    report.show(table("Rollback", ("case", "state MB", "seconds", "a copy"), rows), targets.table())
+
+
+def measure(settings: Line) -> Iterator[Line]:
+    """A worker: back to the last capture, as after a bad loss; and over a capture, so that a new run begins."""
+    import torch
+
+    from benchmarks.training import capture, ready
+    from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
+
     width = 1024
-    layers = max(1, round(options.megabytes * 1e6 / 12 / width**2))
+    layers = max(1, round(settings["megabytes"] * 1e6 / 12 / width**2))
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=0.0, slots=3))
@@ -55,42 +48,20 @@ def main() -> None:
             parameter.grad = torch.full_like(parameter, 1e-3)
         optimizer.step()
         optimizer.zero_grad()
-        engine.boundary(step)
-        assert engine.wait(step, until="captured", timeout_s=60)
+        capture(engine, step)
 
-    assert engine.wait_ready(60)
+    ready(engine)
     train(1)
-    size = 12 * layers * width**2
-    copying_s = copy_s(size, options.repeats)
-    step, lines = 1, []
+    step, size = 1, 12 * layers * width**2
+    facts = {"measure": "rollback", "bytes": size, "memcpy_s": size / memcpy_rate(size, torch.get_num_threads())}
     for case, steps in (("newest", 1), ("older", 2)):
         found = []
-        for _ in range(options.repeats):
+        for _ in range(settings["repeats"]):
             train(step + 1)
             train(step + 2)
             done = engine.rollback(steps=steps)
             assert done.level == "memory"
             step = done.step
             found.append(done.seconds)
-        middle = statistics.median(found)
-        line = {
-            "measure": "rollback",
-            "case": case,
-            "bytes": size,
-            "seconds": middle,
-            "range": [min(found), max(found)],
-            "memcpy_s": copying_s,
-            "ratio": middle / copying_s,
-            "is_met": middle * 1e9 / size < TARGET_S if case == "newest" else None,
-            "torch": torch.__version__,
-            "machine": platform.processor() or platform.machine(),
-        }
-        lines.append(json.dumps(line))
-        print(lines[-1])
+        yield {**facts, "case": case, "seconds": found}
     engine.close(drain=False)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,214 +1,394 @@
-"""What one rank of N does, through the package's own code: plan, restart, retention; for scale.py.
+"""What one process of N does, through the package's own code, for ``scale``; files of other ranks are made up.
 
-The engine and ``fetch`` are the real ones. Not there: the other ranks (fellows.py), storage and its manifests
-(imagined.py), the keeper, and what is in the tensors.
+The state is a transformer's, of one column: as many tensors, rows, files and names as a large one, and few bytes. What
+is replaced, or called beside the public API: the ranks' ``World`` and the ``KeeperClient`` of ``lazysnap.engine``;
+storage is a file system of fsspec, whose files are made by ``lazysnap.shard``; a keeper's ``Belongings`` (retention);
+``Coordinator`` of ``lazysnap.keeper.grants`` with the messages that it gets.
 """
 
+import contextlib
+import datetime
+import json
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, ClassVar
 from unittest import mock
 
-import imagined
-from fellows import Fellows
-from imagined import URL, ImaginedStorage, Small, Whole
+import fsspec
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from lazysnap.config import PersistentLevel, SnapshotConfig
-from lazysnap.engine import engine, restart
-from lazysnap.engine.assembly import Assembly
-from lazysnap.engine.part import Part, complete, nearest_first
-from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.restart import Restart
+from benchmarks.frame import Line
+from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.engine import engine as engine_module
+from lazysnap.engine.world import World
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
-from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.grant_messages import LevelReport, Progress, Report
+from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
+from lazysnap.levels import open_store
 from lazysnap.levels.belongings import Belongings, Told
-from lazysnap.levels.blocks import MemoryBlocks
 from lazysnap.levels.retention import Share
 from lazysnap.levels.shards import entry_of
-from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import Entry, RestartPlan
-from lazysnap.shard.layout import Layout
-from lazysnap.snapshots.reader import OpenShard
-from lazysnap.state.codec import tensor_names
-from lazysnap.state.objects import ObjectState
+from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.names import SnapshotName, manifest_name, shard_name
+from lazysnap.shard.stem import parse_file_name
 from lazysnap.state.walk import walk
+from lazysnap.topology import share
 
+RUN, START, EARLIER = "00000000000000ab", "00000000000000cd", "00000000000000cc"
+URL = "imagined://run"
 KEPT = 3
-"""Snapshots on storage; and whole captures in each keeper's memory."""
+"""Snapshots on storage, and whole captures in each keeper's memory."""
+PER_NODE = 8
+TOGETHER = 64
+"""Reports that the coordinator takes at once."""
+LAYER_ROWS = (12_288, 4_096, 16_384, 4_096, 16_384, 4_096, 4_096)
+EMBEDDING_ROWS = 65_536
+LAYERS = 19
+
+fsspec.register_implementation("imagined", "benchmarks.simulated.ImaginedFiles")
+
+
+# ------------------------------------------------------------------------------------------------ made up
+
+
+@lru_cache
+def rows() -> dict[str, int]:
+    """Of weights and AdamW's two moments of each: 402 tensors."""
+    parameters = [rows for _ in range(LAYERS) for rows in LAYER_ROWS] + [EMBEDDING_ROWS]
+    kinds = ("weight", "exp_avg", "exp_avg_sq")
+    return {f"{kind}_{number}": count for kind in kinds for number, count in enumerate(parameters)}
+
+
+def cut(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Where FSDP2 cuts: equal parts, the last ones shorter or empty."""
+    part = -(-size // ranks)
+    return min(size, rank * part), min(size, (rank + 1) * part)
+
+
+@lru_cache(maxsize=64)
+def shard(kind: str, rank: int, ranks: int) -> tuple[bytes, Line]:
+    """The bytes of a rank's shard, and what its manifest says of them."""
+    if kind == "ddp":
+        names = list(rows())
+        held = share([(size, 4) for size in rows().values()], rank % PER_NODE, min(PER_NODE, ranks))
+        parts = {names[one.index]: (one.start, one.stop) for one in held}
+    else:
+        parts = {name: cut(size, rank, ranks) for name, size in rows().items()}
+        parts = {name: part for name, part in parts.items() if part[0] < part[1]}
+    layout = Layout.plan(TensorSpec(f"model.{name}", "F32", (stop - start,)) for name, (start, stop) in parts.items())
+    data = layout.header + bytes(layout.size_bytes - len(layout.header))
+    scope = "full" if kind == "ddp" else "shard"
+    facts = {
+        f"model.{name}": {"scope": scope, "global_shape": [rows()[name]], "offsets": [start]}
+        for name, (start, _) in parts.items()
+    }
+    checksums = Checksums.of(memoryview(data))
+    return data, {"tensors": facts, "header_bytes": len(layout.header), "checksums": checksums}
+
+
+def manifest(kind: str, rank: int, ranks: int, step: int) -> Manifest:
+    _, facts = shard(kind, rank, ranks)
+    state = {"model": {name: {"$": "tensor", "v": f"model.{name}"} for name in rows()}}
+    where = {"run_id": RUN, "start": START, "step": step, "rank": rank, "world_size": ranks}
+    meta = CaptureMeta(**where, captured_ns=1, tensors=facts["tensors"], state=state)
+    return Manifest(meta, shard_name(rank, ranks), facts["header_bytes"], facts["checksums"], 1)
 
 
 class Clock:
     """Processor time of this process, without what was spent on making things up."""
 
+    made_up_s = 0.0
+
     def __init__(self) -> None:
-        self.seconds = 0.0
+        Clock.made_up_s = 0.0
+        self._started = time.process_time()
 
-    def run(self, work: Callable[[], Any], *makers: Any) -> Any:
-        """Do it and count it; ``makers`` know what they spent on making things up."""
-        started = time.process_time()
-        before = sum(maker.made_up_s for maker in makers)
-        result = work()
-        made_up = sum(maker.made_up_s for maker in makers) - before
-        self.seconds += time.process_time() - started - made_up
-        return result
+    def seconds(self) -> float:
+        return time.process_time() - self._started - Clock.made_up_s
 
-
-def make_config() -> SnapshotConfig:
-    """One level at a URL."""
-    return SnapshotConfig(levels=(PersistentLevel(URL, every_n_steps=1, keep_last=KEPT),), job_id="imagined")
+    @classmethod
+    @contextlib.contextmanager
+    def making_up(cls) -> Iterator[None]:
+        started = time.thread_time()
+        yield
+        cls.made_up_s += time.thread_time() - started
 
 
-def plan(kind: str, ranks: int) -> dict[str, Any]:
-    """One rank's planning: the engine is made, who sits where, its share, the layout, what is written beside it."""
-    rank = 0
-    imagined.tensors()
-    clock, fellows = Clock(), Fellows(ranks, rank)
+class ImaginedFiles(fsspec.AbstractFileSystem):
+    """A place that has every rank's files of some steps, made up when they are asked for; counts what is asked."""
 
-    def make() -> engine.SnapshotEngine:
-        with mock.patch.object(engine, "World", return_value=fellows):
-            return engine.SnapshotEngine(make_config(), {"loop": {}})
+    protocol = "imagined"
+    kind, ranks = "ddp", 1
+    steps: ClassVar[list[int]]
+    asked: ClassVar[Counter[str]]
+    opened: ClassVar[set[str]]
+    gone: ClassVar[set[str]]
 
-    def settle() -> tuple[int, int]:
-        fellows.settle(walk({}), ())
-        layout, meta = imagined.capture(kind, rank, ranks, 1)
-        return layout.size_bytes, len(imagined.manifest_of(meta, len(layout.header), layout.size_bytes).encode())
+    @classmethod
+    def fill(cls, kind: str, ranks: int, steps: range) -> None:
+        """One place for all instances, which storages make as they like."""
+        cls.kind, cls.ranks, cls.steps = kind, ranks, list(steps)
+        cls.asked, cls.opened, cls.gone = Counter(), set(), set()
 
-    made = clock.run(make, fellows)
-    making_s = clock.seconds
-    _, manifest_bytes = clock.run(settle, fellows)
-    made.abandon()
-    held = sum(4 * imagined.volume(part) for _, _, part in imagined.pieces(kind, rank, ranks).values())
-    return {
-        "cpu_s": clock.seconds,
-        "making_s": making_s,
-        "told_bytes": fellows.told_bytes,
-        "shard_bytes": held,
-        "manifest_bytes": manifest_bytes,
-        "said": fellows.said,
-    }
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        with Clock.making_up():
+            self.asked["lists"] += 1
+            _, _, directory = self._strip_protocol(path).partition("/")
+            if directory:
+                names = (name(rank, self.ranks) for rank in range(self.ranks) for name in (manifest_name, shard_name))
+                paths = [path for path in (f"run/{directory}/{name}" for name in names) if path not in self.gone]
+            else:
+                paths = [f"run/{SnapshotName(RUN, step, START).directory}" for step in self.steps]
+            return [{"name": path, "size": None, "type": "other"} for path in paths] if detail else paths
+
+    def _content(self, path: str) -> bytes:
+        """Raises: FileNotFoundError."""
+        _, directory, name = self._strip_protocol(path).split("/")
+        at, parsed = SnapshotName.parse(directory), parse_file_name(name)
+        if at is None or at.step not in self.steps or parsed is None or self._strip_protocol(path) in self.gone:
+            raise FileNotFoundError(path)
+        stem, suffix = parsed
+        if suffix == "json":
+            return manifest(self.kind, stem.rank, self.ranks, at.step).encode()
+        return shard(self.kind, stem.rank, self.ranks)[0]
+
+    def info(self, path: str, **_: Any) -> Line:
+        with Clock.making_up():
+            if self._strip_protocol(path).count("/") < 2:
+                return {"name": path, "size": None, "type": "directory"}
+            return {"name": path, "size": len(self._content(path)), "type": "file"}
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        with Clock.making_up():
+            self.asked["manifests" if path.endswith(".json") else "ranges"] += 1
+            self.opened.update({path} if not path.endswith(".json") else ())
+            return self._content(path)[start:end]
+
+    def rm_file(self, path: str) -> None:
+        self.asked["deletions"] += 1
+        self.gone.add(self._strip_protocol(path))
+
+    def rmdir(self, path: str) -> None:
+        self.asked["deletions"] += 1
+
+
+class Fellows(World):
+    """All other ranks: each answers what this one says, with its own number and node."""
+
+    def __init__(self, rank: int, ranks: int, listing: Any = None) -> None:
+        """``listing``: what rank 0 says that storage has, where this is another one."""
+        self.rank, self.size, self.exchanges, self._listing = rank, ranks, 0, listing
+        self._timeout = datetime.timedelta(seconds=60)
+        self._group: Any = None
+        self._shares: bool | None = None
+        self._lost = None
+        self.said: list[tuple[str, Any]] = []
+        """What this rank told the others: at what, and the words."""
+        self.told_bytes = 0
+        """Of all answers."""
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """See ``World``."""
+        self.exchanges += 1
+        self.said.append((what, value))
+        with Clock.making_up():
+            answers = self._answers(what, value)
+        self.told_bytes += sum(map(len, answers))
+        return [item for _, item in map(json.loads, answers)]
+
+    def exchange_after(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """See ``World``."""
+        return self.exchange(what, work())
+
+    def has_board(self) -> bool:
+        """See ``World``."""
+        return True
+
+    def _answers(self, what: str, value: Any) -> list[str]:
+        text = _dumped([what, value])
+        nodes = [f"node-{rank // PER_NODE:05d}.cluster/{rank // PER_NODE:036d}/net" for rank in range(self.size)]
+        if what == "making the engine" and isinstance(value, str):
+            return [_dumped([what, node]) for node in nodes]
+        if what == "what is on storage":  # one lists for all
+            first = text if self.rank == 0 else _dumped([what, self._listing])
+            return [first, *[_dumped([what, []])] * (self.size - 1)]
+        answers = []
+        for other, node in enumerate(nodes):
+            # A rank of twice as many takes two shares of the work.
+            answer = text.replace(f'"rank":{self.rank},', f'"rank":{other},')
+            answer = answer.replace(f'"rank":{self.rank + self.size},', f'"rank":{other + self.size},')
+            answers.append(answer.replace(nodes[self.rank], node))
+        if what == "what is in memory":  # one lost what is newest, so memory has nothing whole
+            other = (self.rank + 1) % self.size
+            answers[other] = answers[other].replace(START, EARLIER)
+        return answers
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 class ImaginedKeeper:
     """Holds whole captures of one rank that are newer than those on storage."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        facts: dict[str, Any] = {"run_id": imagined.RUN, "frozen": None}
-        place: dict[str, Any] = {"rank": rank, "world_size": ranks, "start": imagined.START}
-        slot: Any = None
-        self._held = MemoryHoldings(
-            tuple(MemoryEntry(slot, 10 + n, sequence=n, checksums=None, **facts, **place) for n in range(KEPT))
-        )
+        facts: Line = {"slot": None, "run_id": RUN, "frozen": None, "rank": rank, "world_size": ranks, "start": START}
+        self._held = tuple(MemoryEntry(step=10 + n, sequence=n, checksums=None, **facts) for n in range(KEPT))
 
     def connect(self, timeout_s: float) -> None:
         """See ``KeeperClient``."""
 
     def inventory(self, timeout_s: float) -> MemoryHoldings:
         """See ``KeeperClient``."""
-        return self._held
+        return MemoryHoldings(self._held)
 
 
-class ImaginedReader:
-    """In the place of ``PartReader``: opens shards until nothing is missing, and reads no tensor."""
-
-    def __init__(self, kind: str, store: SnapshotStore, storage: ImaginedStorage, fellows: Fellows) -> None:
-        self._kind, self._store, self._storage, self._fellows = kind, store, storage, fellows
-        self.opened = 0
-        self.asked_before: dict[str, int] = {}
-        """Of storage, until the first shard was opened."""
-
-    def read(self, plan: RestartPlan, chosen: dict[int, Entry]) -> Part:
-        """See ``PartReader``."""
-        self.asked_before = self.asked_before or dict(self._storage.asked)
-        self.opened = open_part(self._kind, self._store, chosen, plan, self._fellows)
-        return Part({}, [chosen[self._fellows.rank % plan.world_size].level], None, captured_ns=0)
+# ------------------------------------------------------------------------------------------------ simulated
 
 
-def resolve(kind: str, taken: int, ranks: int, rank: int) -> dict[str, Any]:
-    """One rank's restart from storage after the memory was lost (told of all the same), up to reading its tensors."""
-    storage = ImaginedStorage(taken, range(1, KEPT + 1), Whole(kind))
-    store = SnapshotStore(storage, speed=1)
-    others = SnapshotStore(ImaginedStorage(taken, range(1, KEPT + 1), Whole(kind)))
-    fellows = Fellows(ranks, rank, lambda: [[URL, others.listing().to_fields()]])
-    reader = ImaginedReader(kind, store, storage, fellows)
-    config = make_config()
-    client: Any = ImaginedKeeper(rank, ranks)
-    told = Restart(config, ObjectState({}), client, JobIdentity.from_config(config), fellows)
-    clock = Clock()
-    clock.run(lambda: fellows.place, fellows)  # when the engine was made
-    clock.seconds, fellows.told_bytes, fellows.said[:] = 0.0, 0, []
+@contextlib.contextmanager
+def model_of(kind: str, rank: int, ranks: int) -> Iterator[torch.nn.ParameterDict]:
+    """What a rank trains, in a process group that has nobody else."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model = torch.nn.ParameterDict()
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    # Torch remembers by the mesh which rows are this rank's: each rank has a mesh of its own name.
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=(f"seen_by_{rank}",))
+    for name, size in rows().items():
+        start, stop = (0, size) if kind == "ddp" else cut(size, rank, ranks)
+        shape = {"shape": torch.Size((size,)), "stride": (1,)}
+        part = torch.zeros(stop - start)
+        model[name] = part if kind == "ddp" else DTensor.from_local(part, mesh, [Shard(0)], run_check=False, **shape)
+    try:
+        yield model
+    finally:
+        dist.destroy_process_group()
+
+
+def engine_of(model: torch.nn.ParameterDict, fellows: Fellows, taken: int) -> SnapshotEngine:
+    """The engine of one rank; ``taken``: ranks of the snapshots that there are."""
+    level = PersistentLevel(URL, every_n_steps=1, keep_last=KEPT)
     with (
-        mock.patch.object(LevelReader, "_open", return_value=store),
-        mock.patch.object(restart, "PartReader", return_value=reader),
+        mock.patch.object(engine_module, "World", return_value=fellows),
+        mock.patch.object(engine_module, "KeeperClient", return_value=ImaginedKeeper(fellows.rank, taken)),
     ):
-        snapshot = clock.run(lambda: restart.fetch("latest", told), storage, fellows)
-    assert (snapshot.step, snapshot.level) == (KEPT, URL), snapshot
-    assert [step for _, step in snapshot.stored[URL]] == list(range(1, KEPT + 1)), snapshot.stored
-    return {
-        "cpu_s": clock.seconds,
-        "lists": reader.asked_before.get("list", 0),
-        "survey_reads": reader.asked_before["get"],
-        "shards_opened": reader.opened,
-        "told_bytes": fellows.told_bytes,
-        "said": fellows.said,
-    }
+        return SnapshotEngine(SnapshotConfig(levels=(level,), job_id="imagined"), {"model": model})
 
 
-def open_part(kind: str, store: SnapshotStore, chosen: dict[int, Entry], plan: RestartPlan, fellows: Fellows) -> int:
-    """Open shards until nothing is missing, as ``engine.part`` does; how many."""
-    rank, ranks, taken = fellows.rank, fellows.size, plan.world_size
-    same = taken == ranks
-    neighbours = range(rank // 8 * 8, rank // 8 * 8 + 8) if same else ()
-    left = nearest_first(chosen, rank if same else rank * taken // ranks, neighbours)
-    own = rank % taken
-    assembly = Assembly(own, lambda name, shape: imagined.box(kind, shape, rank, ranks))
-    opened = []
-
-    def add(number: int) -> Any:
-        manifest = store.read_manifest(chosen[number])
-        layout, _ = imagined.capture(kind, number, taken, plan.step)
-        parsed_layout = Layout.parse(layout.header, layout.size_bytes)
-        blocks = MemoryBlocks(memoryview(b""), None, f"rank {number}")
-        assembly.add(OpenShard(number, manifest.meta, parsed_layout, blocks))
-        opened.append(number)
-        left.remove(number)
-        return manifest.meta
-
-    names = tensor_names(add(own).state)
-    shapes = imagined.tensors()
-    assembly.want(name for name in names if imagined.volume(imagined.box(kind, shapes[name], rank, ranks)[1]))
-    for other in range(rank, taken, ranks):
-        if other != own:
-            add(other)
-    complete(assembly, left, add, "imagined")
-    return len(opened)
+def plan(kind: str, ranks: int) -> Line:
+    """One rank's planning: its engine, where all ranks are, its shard and manifest."""
+    fellows = Fellows(0, ranks)
+    with model_of(kind, 0, ranks) as model:
+        engine_of(model, Fellows(0, ranks), ranks)  # what is imported and made once
+        clock = Clock()
+        engine_of(model, fellows, ranks)
+        fellows.settle(walk({}), ())
+        encoded = manifest(kind, 0, ranks, 1).encode()
+        seconds = clock.seconds()
+    return {"cpu_s": seconds, "told_bytes": fellows.told_bytes, "manifest_bytes": len(encoded), "said": fellows.said}
 
 
-def retention(ranks: int) -> dict[str, Any]:
-    """What one rank asks of a level after each snapshot, once it runs evenly; manifests are tiny here."""
+def restart(kind: str, taken: int, ranks: int, rank: int, listing: Any = None) -> Line:
+    """One rank's restart from storage, as the captures in memory are not whole on all nodes."""
+    fellows = Fellows(rank, ranks, listing)
+    ImaginedFiles.fill(kind, taken, range(1, KEPT + 1))
+    with model_of(kind, rank, ranks) as model:
+        engine = engine_of(model, fellows, taken)
+        fellows.told_bytes, fellows.said[:] = 0, []
+        clock = Clock()
+        found = engine.fetch()
+        seconds = clock.seconds()
+    assert found is not None
+    assert (found.step, found.level, found.skipped) == (KEPT, URL, ()), found
+    opened, asked = len(ImaginedFiles.opened), ImaginedFiles.asked
+    # Each shard that is opened has its manifest read once more.
+    counted = {"lists": asked["lists"], "survey_reads": asked["manifests"] - opened, "shards_opened": opened}
+    return {"cpu_s": seconds, **counted, "told_bytes": fellows.told_bytes, "said": fellows.said}
+
+
+def restarts(kind: str, taken: int, ranks: int) -> list[Line]:
+    """Of the first rank, one in the middle, and the last."""
+    first = restart(kind, taken, ranks, 0)
+    listing = dict(first["said"])["what is on storage"]
+    return [first, *(restart(kind, taken, ranks, rank, listing) for rank in (ranks // 2, ranks - 1))]
+
+
+def retention(ranks: int) -> Line:
+    """What one rank's keeper asks of a level after a snapshot, once it runs evenly."""
     rank = ranks // 2
-    storage = ImaginedStorage(ranks, range(1, KEPT + 2), Small())
-    store = SnapshotStore(storage)
-    level = PersistentLevel(URL, keep_last=KEPT)
-    own = Belongings(store, level, Share.of_rank(rank, ranks))
-    kept = tuple(range(2, KEPT + 2))
-    gone = own.tidy(Told(imagined.RUN, imagined.START, kept), frozenset(), lambda: None)  # looks round, once
-    assert gone == [1], gone
-    last = KEPT + 2
-    storage.steps = [*kept, last]  # the others deleted theirs, too
-    manifest = storage.manifest(rank, last)
-    meta = manifest.meta
-    entry = entry_of(meta, store.url, store.speed, meta.name.directory)
-    told = Told(imagined.RUN, imagined.START, (*kept[1:], last))
-    storage.asked.clear()
+    ImaginedFiles.fill("fsdp", ranks, range(1, KEPT + 2))
+    store = open_store(URL)
+    own = Belongings(store, PersistentLevel(URL, keep_last=KEPT, verify=False), Share.of_rank(rank, ranks))
+    kept, last = tuple(range(2, KEPT + 2)), KEPT + 2
+    assert own.tidy(Told(RUN, START, kept), frozenset(), lambda: None) == [1]  # lists, once
+    ImaginedFiles.steps = [*kept, last]  # the others deleted theirs, too
+    written = manifest("fsdp", rank, ranks, last)
+    entry = entry_of(written.meta, store.url, store.speed, written.meta.name.directory)
+    told = Told(RUN, START, (*kept[1:], last))
+    ImaginedFiles.asked.clear()
     clock = Clock()
-
-    def work() -> list[int]:
-        own.confirm(entry, manifest, lambda: None)
-        own.surplus(told, frozenset(), 5, lambda: None)
-        return own.tidy(told, frozenset(), lambda: None)
-
-    gone = clock.run(work, storage)
+    own.confirm(entry, written, lambda: None)
+    own.surplus(told, frozenset(), 5, lambda: None)
+    gone = own.tidy(told, frozenset(), lambda: None)
+    seconds = clock.seconds()
     assert gone == [2], gone
-    names = ("list", "get", "stamp", "size", "is_leased", "delete", "delete_directory")
-    each = {name: storage.asked[name] for name in names}
-    return {"cpu_s": clock.seconds, "operations": sum(storage.asked.values()), **each}
+    return {"cpu_s": seconds, "operations": sum(ImaginedFiles.asked.values())}
+
+
+def coordinator(ranks: int, snapshots: int = 4) -> Line:
+    """What the coordinator does per snapshot: hears from every node that it has its file, publishes, grants a step."""
+    nodes, started_by = max(1, ranks // PER_NODE), Own(0, frozenset())
+    level = LevelGrants(PersistentLevel("/level", every_n_steps=1, keep_last=KEPT))
+    own = Coordinator(1, START, nodes, (level,))
+    encode, decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Report)
+
+    def hear(progress: Progress, stored: tuple[int, ...]) -> int:
+        """From all nodes, as many at a time as a busy link brings."""
+        said = LevelReport(level.grant, None, progress, True, stored)
+        begun = started_by if level.grant is None else Own(level.grant, frozenset((level.grant,)))
+        with Clock.making_up():
+            texts = [encode(Report(node, own.epoch, (said,))) for node in range(nodes)]
+        for number, text in enumerate(texts, 1):
+            own.receive(decoder.decode(text))
+            if number % TOGETHER == 0 or number == nodes:
+                own.decide(begun)
+        return sum(map(len, texts))
+
+    hear(Progress.IDLE, ())
+    clock, size = Clock(), 0
+    for _ in range(snapshots):
+        size += len(encode(own.order())) * nodes
+        granted = level.grant
+        assert granted is not None
+        size += hear(Progress.COMMITTED, (*sorted(level.complete)[-KEPT + 1 :], granted))
+        assert granted in level.complete
+    return {"cpu_s": clock.seconds() / snapshots, "messages": 2 * nodes, "bytes": size // snapshots}
+
+
+def run(settings: Line) -> Iterator[Line]:
+    """A worker: all lines of one measure; of a restart the rank for which it takes longest."""
+    measure, ranks = settings["measure"], settings["ranks"]
+    facts = {"measure": measure, "ranks": ranks}
+    if measure in ("retention", "coordinator"):
+        yield {**facts, **(retention(ranks) if measure == "retention" else coordinator(ranks))}
+        return
+    for kind in ("ddp", "fsdp"):
+        if measure == "plan":
+            yield {**facts, "kind": kind, **_figures(plan(kind, ranks))}
+            continue
+        for now in (ranks, ranks // 2):
+            each = [_figures(one) for one in restarts(kind, ranks, now)]
+            yield {**facts, "kind": kind, "now": now, **{name: max(one[name] for one in each) for name in each[0]}}
+
+
+def _figures(line: Line) -> Line:
+    return {name: value for name, value in line.items() if name != "said"}

@@ -3,12 +3,12 @@
 import contextlib
 import re
 import uuid
-from pathlib import Path
 
 import pytest
 import torch
 from support.names import START
 
+from benchmarks import simulated
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.engine.assembly import Assembly
 from lazysnap.engine.part import complete, nearest_first
@@ -21,23 +21,14 @@ from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RUN = "0" * 16
 MANY = 96
 
 
-@pytest.fixture
-def simulated(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import simulated
-
-    return simulated
-
-
 @pytest.mark.parametrize(("kind", "opened"), [("fsdp", 1), ("ddp", 9)])
-def test_a_rank_of_the_same_world_reads_as_much_whatever_their_number(simulated, kind, opened):
-    for ranks in (16, 128):
-        found = [simulated.resolve(kind, ranks, ranks, rank) for rank in (0, ranks // 2, ranks - 1)]
+def test_a_rank_of_the_same_world_reads_as_much_whatever_their_number(kind, opened):
+    for ranks in (16, 64):
+        found = simulated.restarts(kind, ranks, ranks)
 
         assert {one["survey_reads"] for one in found} == {simulated.KEPT}
         assert [one["lists"] for one in found] == [1 + simulated.KEPT, 0, 0]  # one lists for all
@@ -45,19 +36,22 @@ def test_a_rank_of_the_same_world_reads_as_much_whatever_their_number(simulated,
 
 
 @pytest.mark.parametrize(("kind", "opened"), [("fsdp", 5), ("ddp", 12)])
-def test_a_rank_of_half_the_world_does_too(simulated, kind, opened):
-    for ranks in (16, 128):
-        found = [simulated.resolve(kind, ranks, ranks // 2, rank) for rank in (0, ranks // 4, ranks // 2 - 1)]
+def test_a_rank_of_half_the_world_does_too(kind, opened):
+    for ranks in (16, 64):
+        found = simulated.restarts(kind, ranks, ranks // 2)
 
         assert {one["survey_reads"] for one in found} == {2 * simulated.KEPT}
         assert max(one["shards_opened"] for one in found) <= opened
 
 
-def test_a_rank_asks_a_level_as_little_after_a_snapshot_whatever_their_number(simulated):
-    asked = [{**simulated.retention(ranks), "cpu_s": 0} for ranks in (8, 128)]
+def test_a_rank_asks_a_level_as_little_after_a_snapshot_whatever_their_number():
+    asked = [simulated.retention(ranks)["operations"] for ranks in (8, 128)]
 
-    assert asked[0] == asked[1]
-    assert asked[0]["operations"] == 5
+    assert asked == [4, 4]
+
+
+def test_the_coordinator_gets_and_sends_one_message_per_node_and_snapshot():
+    assert [simulated.coordinator(ranks)["messages"] for ranks in (8, 128)] == [2, 32]
 
 
 class Listening(World):
@@ -87,7 +81,7 @@ def forms(said):
     return [(re.sub("[0-9]+", "N", what), form(answer)) for what, answer in said]
 
 
-def test_the_simulated_restart_tells_the_others_what_a_real_one_tells(simulated, tmp_path):
+def test_the_simulated_restart_tells_the_others_what_a_real_one_tells(tmp_path):
     config = SnapshotConfig(levels=(PersistentLevel(tmp_path, every_n_steps=1),), job_id=uuid.uuid4().hex)
     with contextlib.closing(SnapshotEngine(config, {"state": {"weight": torch.ones(3)}})) as engine:
         assert engine.wait_ready(60)
@@ -104,10 +98,10 @@ def test_the_simulated_restart_tells_the_others_what_a_real_one_tells(simulated,
         "reading step N",
     ]
     for ranks in (8, 16):
-        assert forms(simulated.resolve("ddp", 16, ranks, 0)["said"]) == real
+        assert forms(simulated.restart("ddp", 16, ranks, 0)["said"]) == real
 
 
-def test_the_simulated_plan_tells_the_others_what_they_ask_for(simulated):
+def test_the_simulated_plan_tells_the_others_what_they_ask_for():
     """The engine and its answers are the real ones: where it sits, when it began, what it shares."""
     said = simulated.plan("ddp", 16)["said"]
 

@@ -1,0 +1,1 @@
+"""Measure lazysnap: ``python -m benchmarks --help``. Figures and methods: docs/benchmarks.md."""
