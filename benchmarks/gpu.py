@@ -71,7 +71,7 @@ def measure(size_gb: float, device: str, report: Report) -> Iterator[Line]:
         for level in ("memory", "local") if fits else ("memory",):
             place = {"level": level, "url": f"{directory}/level", "options": None, "forget": directory}
             how = {"rounds": 1, "ranks": 1, "methods": ["lazysnap"], "touched": int(1.5 * size_gb * 1e9)}
-            yield from call("restore.rounds", {**shared, **place, **how}, DEADLINE_S)
+            yield from call("restarts.rounds", {**shared, **place, **how}, DEADLINE_S)
 
 
 def targets(report: Report) -> Targets:

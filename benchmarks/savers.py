@@ -276,43 +276,27 @@ def run_lightning(training: Training, job: Line) -> Line:
 
     recorder, is_ours = Recorder(job), job["method"].startswith("lazysnap")
 
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = training.model
-
-        def training_step(self, ids: torch.Tensor, _: int) -> torch.Tensor:
-            return self.net(ids)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return training.optimizer
+    def save(trainer: L.Trainer, done: int) -> bool:
+        if not is_ours and done % job["every"] == 0:
+            trainer.save_checkpoint(Path(job["directory"], f"step-{done}.ckpt"))
+        return is_ours or done % job["every"] == 0
 
     class Save(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             done = recorder.step_done()
             if 0 <= done < recorder.total:
-                recorder.save(lambda: is_ours or (done % job["every"] == 0 and self.save(trainer)))
-
-        def save(self, trainer: L.Trainer) -> bool:
-            trainer.save_checkpoint(Path(job["directory"], f"step-{trainer.global_step}.ckpt"))
-            return True
+                recorder.save(partial(save, trainer, done))
 
     callbacks: list[L.Callback] = [Save()]
     if is_ours:
         from lazysnap import LazySnapshotCallback
 
         callbacks.append(LazySnapshotCallback())
-    trainer = L.Trainer(
-        max_steps=recorder.last,
-        accelerator="gpu" if job["device"] == "cuda" else "cpu",
-        devices=1,
-        callbacks=callbacks,
-        plugins=[AsyncCheckpointIO()] if job["method"].endswith("-async") else [],
-        default_root_dir=job["directory"],
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-    )
+    how: Line = {"plugins": [AsyncCheckpointIO()] if job["method"].endswith("-async") else []}
+    how |= {"callbacks": callbacks, "default_root_dir": job["directory"], "max_steps": recorder.last}
     batches = [training.batch_of(step) for step in range(recorder.last)]
-    trainer.fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))  # its end drains the thread
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    training.trainer(L, **how).fit(training.module(L), loader)  # its end drains the thread
     found = recorder.report(training)
     # Its captures begin with the first step: there is no base.
     return {**found, "start_lost_s": None, "lost_s": None, **counted(callbacks[-1])} if is_ours else found

@@ -44,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    counted = [{"kind": kind, "ranks": ranks, "steps": args.steps} for ranks in args.counted for kind in KINDS]
-    simulated = [{"measure": measure, "ranks": ranks} for ranks in args.simulated for measure in _SHOWN]
+    works: list[tuple[str, Line]] = [
+        ("scale.count", {"kind": kind, "ranks": ranks, "steps": args.steps}) for ranks in args.counted for kind in KINDS
+    ]
+    works += [("simulated.run", {"ranks": ranks}) for ranks in args.simulated]
     with tempfile.TemporaryDirectory(prefix="lazysnap-bytecode-") as bytecode:
         # Keepers are started by the dozen: compiled once, wherever the environment says that nothing is to be written.
         more = {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
-        for function, settings in [("scale.count", one) for one in counted] + [
-            ("simulated.run", one) for one in simulated
-        ]:
+        for function, settings in works:
             report.progress(f"{function} {settings} ...")
             try:
                 for line in call(function, settings, args.timeout_s, **more):

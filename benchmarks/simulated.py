@@ -8,6 +8,7 @@ storage is a file system of fsspec, whose files are made by ``lazysnap.shard``; 
 
 import contextlib
 import datetime
+import itertools
 import json
 import time
 from collections import Counter
@@ -375,19 +376,16 @@ def coordinator(ranks: int, snapshots: int = 4) -> Line:
 
 
 def run(settings: Line) -> Iterator[Line]:
-    """A worker: all lines of one measure; of a restart the rank for which it takes longest."""
-    measure, ranks = settings["measure"], settings["ranks"]
-    facts = {"measure": measure, "ranks": ranks}
-    if measure in ("retention", "coordinator"):
-        yield {**facts, **(retention(ranks) if measure == "retention" else coordinator(ranks))}
-        return
+    """A worker: all measures for one number of ranks; of a restart the rank for which it takes longest."""
+    ranks = settings["ranks"]
     for kind in ("ddp", "fsdp"):
-        if measure == "plan":
-            yield {**facts, "kind": kind, **_figures(plan(kind, ranks))}
-            continue
-        for now in (ranks, ranks // 2):
-            each = [_figures(one) for one in restarts(kind, ranks, now)]
-            yield {**facts, "kind": kind, "now": now, **{name: max(one[name] for one in each) for name in each[0]}}
+        yield {"measure": "plan", "kind": kind, "ranks": ranks, **_figures(plan(kind, ranks))}
+    for kind, now in itertools.product(("ddp", "fsdp"), (ranks, ranks // 2)):
+        each = [_figures(one) for one in restarts(kind, ranks, now)]
+        worst = {name: max(one[name] for one in each) for name in each[0]}
+        yield {"measure": "restart", "kind": kind, "ranks": ranks, "now": now, **worst}
+    yield {"measure": "retention", "ranks": ranks, **retention(ranks)}
+    yield {"measure": "coordinator", "ranks": ranks, **coordinator(ranks)}
 
 
 def _figures(line: Line) -> Line:

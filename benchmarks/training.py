@@ -41,11 +41,7 @@ class Training:
             for block in self.model.gpt.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
-        self.optimizer = self.make_optimizer(self.model)
-
-    def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        is_sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
-        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not is_sharded)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=ranks == 1)
 
     def batch_of(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(step)
@@ -75,6 +71,28 @@ class Training:
         """Equal for equal states: a sum over each tensor, weighted so that places count."""
         flat = (tensor.detach().flatten().double() for tensor in self.tensors())
         return [float((one * torch.arange(1, len(one) + 1, device=one.device)).sum()) for one in flat]
+
+    def module(self, lightning: Any) -> Any:
+        """For a trainer of Lightning."""
+        outer = self
+
+        class Module(lightning.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = outer.model
+
+            def training_step(self, ids: torch.Tensor, _: int) -> torch.Tensor:
+                return self.net(ids)
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return outer.optimizer
+
+        return Module()
+
+    def trainer(self, lightning: Any, **how: Any) -> Any:
+        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        accelerator = "gpu" if self.device == "cuda" else "cpu"
+        return lightning.Trainer(accelerator=accelerator, devices=1, **dict.fromkeys(quiet, False), **how)
 
     def objects(self) -> dict[str, Any]:
         """What is captured."""
