@@ -1,4 +1,4 @@
-"""The workers of ``restore``: every method saves once at a level, and loads again and again, in processes of its own."""
+"""The workers of ``restore``: every method saves once at a level, and loads again and again."""
 
 import os
 import signal

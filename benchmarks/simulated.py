@@ -38,8 +38,7 @@ from lazysnap.levels.shards import entry_of
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
-from lazysnap.shard.names import SnapshotName, manifest_name, shard_name
-from lazysnap.shard.stem import parse_file_name
+from lazysnap.shard.names import ShardName, SnapshotName, parse_file_name
 from lazysnap.state.walk import walk
 from lazysnap.topology import share
 
@@ -100,7 +99,7 @@ def manifest(kind: str, rank: int, ranks: int, step: int) -> Manifest:
     state = {"model": {name: {"$": "tensor", "v": f"model.{name}"} for name in rows()}}
     where = {"run_id": RUN, "start": START, "step": step, "rank": rank, "world_size": ranks}
     meta = CaptureMeta(**where, captured_ns=1, tensors=facts["tensors"], state=state)
-    return Manifest(meta, shard_name(rank, ranks), facts["header_bytes"], facts["checksums"], 1)
+    return Manifest(meta, ShardName(rank, ranks).shard, facts["header_bytes"], facts["checksums"], 1)
 
 
 class Clock:
@@ -144,8 +143,9 @@ class ImaginedFiles(fsspec.AbstractFileSystem):
             self.asked["lists"] += 1
             _, _, directory = self._strip_protocol(path).partition("/")
             if directory:
-                names = (name(rank, self.ranks) for rank in range(self.ranks) for name in (manifest_name, shard_name))
-                paths = [path for path in (f"run/{directory}/{name}" for name in names) if path not in self.gone]
+                pairs = (ShardName(rank, self.ranks) for rank in range(self.ranks))
+                made = (f"run/{directory}/{name}" for pair in pairs for name in (pair.manifest, pair.shard))
+                paths = [path for path in made if path not in self.gone]
             else:
                 paths = [f"run/{SnapshotName(RUN, step, START).directory}" for step in self.steps]
             return [{"name": path, "size": None, "type": "other"} for path in paths] if detail else paths
@@ -292,7 +292,7 @@ def plan(kind: str, ranks: int) -> Line:
         engine_of(model, Fellows(0, ranks), ranks)  # what is imported and made once
         clock = Clock()
         engine_of(model, fellows, ranks)
-        fellows.settle(walk({}), ())
+        fellows.settle(walk({}), (), ())
         encoded = manifest(kind, 0, ranks, 1).encode()
         seconds = clock.seconds()
     return {"cpu_s": seconds, "told_bytes": fellows.told_bytes, "manifest_bytes": len(encoded), "said": fellows.said}
