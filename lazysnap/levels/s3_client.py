@@ -86,6 +86,7 @@ class S3Client:
             self._options = S3Options.parse(options)
         except ValueError as error:
             raise self._refused_options(error) from None
+        self.redaction = Redaction(url, {**options, **self._options.client})  # also what fsspec's configuration gives
         self.endpoint = str(self._client().meta.endpoint_url)
 
     # ---------------------------------------------------------------- clients

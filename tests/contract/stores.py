@@ -312,7 +312,7 @@ SnapshotStore(storage).write(snapshot.meta, HookedSource(snapshot, at="finish", 
         store = make_store()
         Snapshot(1).write(store)
         with in_another_process(elsewhere, code) as child:
-            assert child.heard() == "written"
+            assert child.next_line() == "written"
             child.kill()
         assert look(store).steps() == [1]
         assert look(store).problems == ()

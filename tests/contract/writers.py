@@ -172,7 +172,7 @@ wait()
 """
         storage = make_storage()
         with in_another_process(elsewhere, code) as child:
-            assert child.heard() == "written"
+            assert child.next_line() == "written"
             assert _visible(storage) == []
             child.kill()
         assert _visible(storage) == []
@@ -226,7 +226,7 @@ wait()
 """
         storage = make_storage()
         with in_another_process(elsewhere, code) as child:
-            assert child.heard() == "published"
+            assert child.next_line() == "published"
             left = everything(storage)
             assert SHARD in left
             assert not any(storage.delete_abandoned(path, unless=MANIFEST) for path in left)
@@ -319,7 +319,7 @@ with storage.lease({MANIFEST!r}):
     wait()
 """
         with in_another_process(elsewhere, code) as child:
-            assert child.heard() == "leased"
+            assert child.next_line() == "leased"
             assert storage.is_leased(MANIFEST)
             child.kill()
         if self.notices_death:

@@ -108,7 +108,7 @@ def child(url: str, options: dict, code: str):
         process.stdout.close()
 
 
-def heard(process) -> str:
+def next_line(process) -> str:
     line = process.stdout.readline()
     assert line, f"the child ended with {process.wait(60)}"
     return line.strip()

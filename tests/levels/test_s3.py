@@ -20,7 +20,7 @@ from s3_work import (
     blocks,
     child,
     download,
-    heard,
+    next_line,
     operations,
     pattern,
     through,
@@ -125,7 +125,7 @@ wait()
 
 def test_what_a_killed_writer_left_is_not_offered_and_aborted_after_a_day(storage, s3_server, s3_url):
     with child(s3_url, s3_server.options(), HALF) as writer:
-        assert heard(writer) == "half"
+        assert next_line(writer) == "half"
         assert storage.abort_stale() == []
         writer.kill()
         writer.wait(60)
@@ -305,7 +305,10 @@ def test_without_credentials_requests_are_not_signed(s3_proxy, s3_url):
 
 def test_the_configuration_of_fsspec_counts_where_nothing_is_given(s3_server, s3_url, monkeypatch):
     monkeypatch.setitem(fsspec.config.conf, "s3", {**s3_server.options(), "default_block_size": 1 << 20})
-    S3Storage(s3_url).put(SHARD, b"x")
+    storage = S3Storage(s3_url)
+    storage.put(SHARD, b"x")
+
+    assert storage.client.redaction.hides(s3_server.options()["secret"])
 
     assert (
         S3Storage(s3_url, {"key": seaweed.SECOND, "secret": s3_server.options(seaweed.SECOND)["secret"]}).size(SHARD)
@@ -331,8 +334,8 @@ say(storage.get(f"{directory_of(1)}/object").decode())
 
 def test_a_client_works_on_both_sides_of_a_fork(s3_server, s3_url):
     with child(s3_url, s3_server.options(), FORK) as forks:
-        assert heard(forks) == "0"
-        assert heard(forks) == "from the child"
+        assert next_line(forks) == "0"
+        assert next_line(forks) == "from the child"
 
 
 def test_importing_levels_does_not_import_botocore():
@@ -369,4 +372,4 @@ send(len(data))
 say(peak() - before)
 """
     with child(s3_url, s3_server.options(), code) as process:
-        assert int(heard(process)) < 32
+        assert int(next_line(process)) < 32

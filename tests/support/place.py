@@ -144,8 +144,8 @@ class Child:
             [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def heard(self) -> str:
-        """The next line that it says. Raises: AssertionError, if it ended instead (its error is on stderr)."""
+    def next_line(self) -> str:
+        """The next line that the process prints. Raises: AssertionError, if it ended; its error is on stderr."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"the other process ended with {self._process.wait(WAIT_S)}"
