@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lazysnap.errors import LazySnapError, LevelHangs
-from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.watchdog import Watchdog
 
 _Answer = TypeVar("_Answer")
 
@@ -34,7 +34,7 @@ class Board:
 
     def _asked(self, what: str, ask: Callable[[], _Answer]) -> _Answer:
         """In a thread of its own: torch has no deadline for a host that takes a question and does not answer."""
-        attempt = Attempt(lambda beat: ask(), f"the process group's store: {what}")
+        attempt = Watchdog(lambda beat: ask(), f"the process group's store: {what}")
         try:
             return attempt.result(self._timeout_s)
         except LevelHangs as error:

@@ -16,7 +16,7 @@ from lazysnap.engine.events import EventLog
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.levels.attempt import Attempt
+from lazysnap.levels.watchdog import Watchdog
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.state.sharding import held_part, local_of
 from lazysnap.state.source import StateSource
@@ -202,7 +202,7 @@ class FrozenTensors:
             return digest_of(frozen.pieces(), go_on)
 
         try:
-            digest = Attempt(compared, "comparing frozen tensors").result(timeout_s)
+            digest = Watchdog(compared, "comparing frozen tensors").result(timeout_s)
         except Exception as error:  # noqa: BLE001  the rim of the thread
             self._log.note_once(
                 "comparison",

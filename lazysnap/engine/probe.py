@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import LevelUnavailable
 from lazysnap.levels import open_store
-from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.redaction import shown
+from lazysnap.levels.watchdog import Watchdog
 
 
 def check_levels(levels: Sequence[PersistentLevel]) -> None:
     """Blocks: at most each level's ``timeout_s``. Raises: LevelUnavailable, naming every level that failed."""
-    attempts = [(level, Attempt(functools.partial(_probe, level), shown(level.url))) for level in levels]
+    attempts = [(level, Watchdog(functools.partial(_probe, level), shown(level.url))) for level in levels]
     problems = []
     for level, attempt in attempts:
         try:

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.blocks import Wanted
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
+from lazysnap.levels.watchdog import Watchdog
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
 from lazysnap.snapshots.reader import OpenShard, open_shard, read
 
@@ -41,7 +41,7 @@ class LevelReader:
 
     def begin_open(self) -> None:
         """Start to open the level: packages are imported, sessions made. Does not block."""
-        Attempt(lambda beat: self._open(), f"opening {shown(self.url)}")
+        Watchdog(lambda beat: self._open(), f"opening {shown(self.url)}")
 
     def begin_names(self, *, marked: bool) -> Callable[[], Listing]:
         """Start to list what the level has by its name alone. Does not block; what is returned waits for it.
@@ -89,7 +89,7 @@ class LevelReader:
         self._attempt(f"reading {shown(shard.where)}", lambda beat: read({shard: wanted}, beat=lambda count: beat()))
 
     def _begin(self, what: str, work: Callable[[_Beat], _Result]) -> Callable[[], _Result]:
-        return partial(Attempt(work, what).result, self._level.timeout_s)
+        return partial(Watchdog(work, what).result, self._level.timeout_s)
 
     def _attempt(self, what: str, work: Callable[[_Beat], _Result]) -> _Result:
         return self._begin(what, work)()

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from lazysnap.arena import Slot
 from lazysnap.errors import FormatError, LevelUnavailable
 from lazysnap.levels import SnapshotStore
-from lazysnap.levels.pace import Pace
+from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.source import FileSource, MemorySource, PacedSource
+from lazysnap.levels.source import FileSource, MemorySource, RateLimitedSource
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import frozen_directory_name
@@ -18,7 +18,7 @@ Beat = Callable[[], None]
 class FrozenWriter:
     """Of one level. What is missing there comes from memory, else from a faster level."""
 
-    def __init__(self, slot_of: Callable[[str], Slot | None], pace: Pace) -> None:
+    def __init__(self, slot_of: Callable[[str], Slot | None], pace: RateLimiter) -> None:
         """``slot_of`` gives the whole slot of the frozen tensors of a digest, if there is one."""
         self._slot_of = slot_of
         self._pace = pace
@@ -35,7 +35,7 @@ class FrozenWriter:
         if slot is not None:
             own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of frozen tensors")
             held = MemorySource(slot.image, frozen.size_bytes)
-            store.write_frozen(own, PacedSource(held, self._pace, beat), frozen.digest, beat)
+            store.write_frozen(own, RateLimitedSource(held, self._pace, beat), frozen.digest, beat)
             return
         if origin is None:
             raise LevelUnavailable(f"the frozen tensors {frozen.digest} of step {meta.step} are gone from memory")
@@ -47,4 +47,4 @@ class FrozenWriter:
             where = shown(origin.url)
             raise LevelUnavailable(f"{where}: the frozen tensors {frozen.digest} are not there any more") from error
         with source:
-            store.write_frozen(own, PacedSource(source, self._pace, beat), frozen.digest, beat)
+            store.write_frozen(own, RateLimitedSource(source, self._pace, beat), frozen.digest, beat)

@@ -15,11 +15,11 @@ from lazysnap.keeper.protocol import Durable, LevelFailed, NameFailed, Sound, Su
 from lazysnap.keeper.schedule import Committed
 from lazysnap.keeper.slot_source import SlotSource
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.belongings import Belongings, Told
-from lazysnap.levels.pace import Pace
+from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.source import BlockSource, FileSource, PacedSource
+from lazysnap.levels.source import BlockSource, FileSource, RateLimitedSource
+from lazysnap.levels.watchdog import Watchdog
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -74,15 +74,15 @@ class Lane:
         self._level = persister.levels[index]
         self._where = shown(self._level.url)
         self._share = persister.team.share
-        self._pace = Pace(self._level.max_bytes_per_s)
+        self._pace = RateLimiter(self._level.max_bytes_per_s)
         self._frozen_writer = FrozenWriter(persister.frozen, self._pace)
         self._store: SnapshotStore | None = None
         self._start: tuple[str, str | None] | None = None
         """Run and start for which ``_store`` was opened, or looked through anew."""
         self._own: Belongings | None = None
         """With several ranks: what this one has there, as far as ``_store`` knows."""
-        self._attempt: Attempt[Any] | None = None
-        self._hanging: list[Attempt[Any]] = []
+        self._attempt: Watchdog[Any] | None = None
+        self._hanging: list[Watchdog[Any]] = []
         self.names: deque[Naming] = deque()
         self.slot: Slot | None = None
         """The slot that is read now."""
@@ -90,7 +90,7 @@ class Lane:
         """What is copied from a faster level now."""
         self.is_busy = False
         self._sequence = 0
-        self._reading: PacedSource | None = None
+        self._reading: RateLimitedSource | None = None
         """What is read now; ``_sequence``: of which capture."""
         self.owed: Retaining | None = None
         """Deletions that wait for a slower level, or for a moment without other work."""
@@ -199,7 +199,7 @@ class Lane:
         self._hanging = [attempt for attempt in self._hanging if attempt.is_running]
         if len(self._hanging) >= _MAX_HANGING:
             raise LevelHangs(f"{self._where}: {what}: {len(self._hanging)} earlier operations still hang there")
-        attempt = self._attempt = Attempt(work, f"{self._where}: {what}")
+        attempt = self._attempt = Watchdog(work, f"{self._where}: {what}")
         try:
             return attempt.result(self._level.timeout_s)
         except LevelHangs:
@@ -231,8 +231,8 @@ class Lane:
             entry, manifest = store.write_entry(item.meta, paced, expected=item.manifest.checksums.whole, beat=beat)
         return Committed(item.sequence, entry, manifest.meta, self._index, manifest)
 
-    def _paced(self, source: BlockSource, sequence: int, beat: Beat) -> PacedSource:
-        self._sequence, self._reading = sequence, PacedSource(source, self._pace, beat)
+    def _paced(self, source: BlockSource, sequence: int, beat: Beat) -> RateLimitedSource:
+        self._sequence, self._reading = sequence, RateLimitedSource(source, self._pace, beat)
         return self._reading
 
     def _origin(self, item: Committed) -> SnapshotStore:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.protocol import LeftRun, Message
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
+from lazysnap.levels.watchdog import Watchdog
 from lazysnap.resolver import SnapshotKey, candidates
 from lazysnap.runs import short_ids
 from lazysnap.shard.names import SnapshotName, parse_frozen_directory_name
@@ -62,7 +62,7 @@ def _ask(level: PersistentLevel, run_id: str, answers: "queue.SimpleQueue[_Left 
         return _newest_left(open_store(level.url, options=level.storage_options), run_id, beat)
 
     try:
-        answers.put(Attempt(look, f"{shown(level.url)}: looking for other runs").result(level.timeout_s))
+        answers.put(Watchdog(look, f"{shown(level.url)}: looking for other runs").result(level.timeout_s))
     except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
         logger.info("%s: whether other runs are there is not known: %s", shown(level.url), error)
         answers.put(None)

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Protocol
 
 from lazysnap.errors import ShardCorrupt
+from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.shards import ShardPlace
 from lazysnap.levels.storage import Reader
-from lazysnap.levels.workers import Workers
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.manifest import Manifest
 
@@ -256,7 +256,7 @@ def fill(
     tasks = [partial(take, *part) for part in sorted(parts, key=lambda part: (order[part[0]], part[1]))]
     threads = min(max((blocks.threads for blocks in jobs), default=1), max(1, len(parts)))
     try:
-        return sum(Workers[int](threads, "lazysnap-read").run(tasks))
+        return sum(DaemonPool[int](threads, "lazysnap-read").run(tasks))
     finally:
         for blocks in jobs:
             blocks.close()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from lazysnap import faults
 from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrupt
+from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.files import PAGE
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
-from lazysnap.levels.workers import Workers
 from lazysnap.resolver import Entry, FrozenEntry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -216,5 +216,5 @@ def _write_blocks(place: ShardPlace, writer: Writer, source: BlockSource) -> tup
             source.wait(offset + length)
             yield lambda offset=offset, length=length: one(offset, length)  # type: ignore[misc]
 
-    blocks = Workers[str](place.storage.parallel_writes, "lazysnap-write").run(tasks())
+    blocks = DaemonPool[str](place.storage.parallel_writes, "lazysnap-write").run(tasks())
     return Checksums(size, BLOCK_BYTES, tuple(blocks)), header_bytes

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Protocol
 
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.pace import Pace
+from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.storage import Storage
 
 
@@ -88,15 +88,15 @@ class MemorySource:
         """Nothing more to check: the writer compares the digest."""
 
 
-class PacedSource:
+class RateLimitedSource:
     """A source that is read no faster than a level may be written, and that reports progress to a watchdog."""
 
-    def __init__(self, source: BlockSource, pace: Pace, beat: Callable[[], None]) -> None:
+    def __init__(self, source: BlockSource, limiter: RateLimiter, beat: Callable[[], None]) -> None:
         self.size_bytes = source.size_bytes
         self.moved_bytes = 0
         """Bytes read so far."""
         self._source = source
-        self._pace = pace
+        self._limiter = limiter
         self._beat = beat
 
     def wait(self, upto: int) -> None:
@@ -107,7 +107,7 @@ class PacedSource:
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``. Blocks: until the rate limit allows it."""
-        self._pace.take(length, self._beat)
+        self._limiter.take(length, self._beat)
         self._beat()
         self.moved_bytes += length
         return self._source.view(offset, length)

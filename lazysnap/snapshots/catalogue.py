@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from lazysnap.config import checked_url
 from lazysnap.errors import FormatError, LevelError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.listing import Directory, list_directory
 from lazysnap.levels.shards import FROZEN_NAME, ShardPlace, entry_of, read_committed
-from lazysnap.levels.workers import Workers
 from lazysnap.resolver import (
     Entry,
     FrozenEntry,
@@ -51,7 +51,7 @@ Shard = tuple[Entry, Manifest]
 def in_parallel(work: Callable[[Given], Result], items: Sequence[Given]) -> list[Result]:
     """``work`` of every item, in order. Blocks. Raises: what the first to fail raised."""
     tasks = [partial(work, item) for item in items]
-    return Workers[Result](min(_THREADS, max(1, len(tasks))), "lazysnap-catalogue").run(tasks)
+    return DaemonPool[Result](min(_THREADS, max(1, len(tasks))), "lazysnap-catalogue").run(tasks)
 
 
 def latest_path(url: "str | os.PathLike[Any]") -> str | None:

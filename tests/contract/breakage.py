@@ -15,12 +15,12 @@ from support.snapshots import RUN, SHARD, Snapshot, directory, look
 
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import FormatError, LazySnapError, LevelError, LevelHangs
-from lazysnap.levels.attempt import Attempt
-from lazysnap.levels.pace import Pace
+from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.retention import Share
-from lazysnap.levels.source import PacedSource
+from lazysnap.levels.source import RateLimitedSource
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
+from lazysnap.levels.watchdog import Watchdog
 from lazysnap.resolver import candidates
 from lazysnap.shard.manifest import FrozenReference
 
@@ -52,7 +52,7 @@ def _write_again(store: SnapshotStore, beat: Beat) -> None:
 
 
 def _write_with_base(store: SnapshotStore, beat: Beat) -> None:
-    store.write_frozen(BASE.meta, PacedSource(BASE.source(), Pace(None), beat), BASE.digest)
+    store.write_frozen(BASE.meta, RateLimitedSource(BASE.source(), RateLimiter(None), beat), BASE.digest)
     Snapshot(3, frozen=FrozenReference(BASE.digest, len(BASE.image))).write(store, beat)
 
 
@@ -219,7 +219,7 @@ class BreakageContract(Place):
                     ended.set()
 
             try:
-                attempt = Attempt(work, what)
+                attempt = Watchdog(work, what)
                 assert plan.hanging.wait(WAIT_S)
                 with pytest.raises(LevelHangs):
                     attempt.result(0.01)

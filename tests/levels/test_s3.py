@@ -363,7 +363,7 @@ def peak():
 data = memoryview(bytearray(os.urandom(1 << 20) * 64))
 def send(size):
     with contextlib.closing(storage.create(f"{directory_of(1)}/{size}", size)) as writer:
-        Workers[None](4, "test").run(
+        DaemonPool[None](4, "test").run(
             (lambda o=o: writer.write(o, data[o : min(o + BLOCK_BYTES, size)])) for o in range(0, size, BLOCK_BYTES))
         writer.publish()
 send(5 << 20)

@@ -17,9 +17,9 @@ import traceback
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from lazysnap.levels import open_store
-from lazysnap.levels.attempt import Attempt
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.retention import Share
+from lazysnap.levels.watchdog import Watchdog
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -142,7 +142,7 @@ def write_with_deadline(talk: Conversation, url: str, step: int, size: int, dead
         source.finish = beat
         _store(url).write(_meta(step), source)
 
-    attempt = Attempt(work, f"step {step}")
+    attempt = Watchdog(work, f"step {step}")
     try:
         attempt.result(deadline_s)
     except Exception as error:  # noqa: BLE001

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.pace import Pace
-from lazysnap.levels.source import MemorySource, PacedSource
+from lazysnap.levels.rate_limiter import RateLimiter
+from lazysnap.levels.source import MemorySource, RateLimitedSource
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry
@@ -85,7 +85,7 @@ class Snapshot:
 
     def write(self, store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> Entry:
         """Write and commit it."""
-        return store.write_entry(self.meta, PacedSource(self.source(), Pace(None), beat))[0]
+        return store.write_entry(self.meta, RateLimitedSource(self.source(), RateLimiter(None), beat))[0]
 
     def write_later(self, store: SnapshotStore) -> Callable[[], Entry]:
         """What writes it."""

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 Result = TypeVar("Result")
 
 
-class Workers(Generic[Result]):
+class DaemonPool(Generic[Result]):
     """Runs tasks in at most ``count`` daemon threads. A task is taken, in order, when a thread is free.
 
     Not ``ThreadPoolExecutor``: the interpreter joins its threads at exit, and one that hangs in a dead file system

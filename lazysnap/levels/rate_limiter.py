@@ -7,7 +7,7 @@ from collections.abc import Callable
 _SLICE_S = 0.2
 
 
-class Pace:
+class RateLimiter:
     """Lets at most ``max_bytes_per_s`` pass, averaged over the time since it was last idle; ``None``: no limit."""
 
     def __init__(self, max_bytes_per_s: int | None) -> None:

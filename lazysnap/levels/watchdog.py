@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 _CHECK_S = 0.25
 
 
-class Attempt(Generic[Result]):
+class Watchdog(Generic[Result]):
     """Runs ``work(beat)`` in a daemon thread of its own. ``beat()`` reports progress.
 
     A thread that hangs in a dead file system cannot be ended: it is left behind. If it resumes later, its next
