@@ -122,17 +122,14 @@ def _weights(snapshot: OpenSnapshot, only: str | None, path: str, output: Output
 
 
 def _state(snapshot: OpenSnapshot, args: argparse.Namespace, path: str, advance: Callable[[int], None]) -> list[str]:
-    from lazysnap.snapshots.tensors import SnapshotTensors, parts_of  # torch: seconds to import
+    from lazysnap.export.checkpoint import write_checkpoint, write_distributed  # torch: seconds to import
+    from lazysnap.snapshots.tensors import SnapshotTensors, parts_of
 
     state = SnapshotTensors(snapshot, rank=0).state(parts_of(None), advance)
     names = registered_names(snapshot.meta(0).state)
     notes = [f"values of the registered type {name!r} became what its encoder made" for name in sorted(names)]
     if format_of(args.to, args.format) == "ckpt":
-        from lazysnap.export.checkpoint import write_checkpoint
-
         return notes + write_checkpoint(state, path, keep_types=args.keep_types)
-    from lazysnap.export.distributed import write_distributed
-
     write_distributed(state, path)
     return notes
 

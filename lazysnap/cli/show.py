@@ -9,8 +9,8 @@ from rich.filesize import decimal
 
 from lazysnap.cli.output import Output, count_of, safe, when
 from lazysnap.cli.places import open_existing
-from lazysnap.export.weights import TAG
 from lazysnap.resolver import RestartPlan
+from lazysnap.shard.manifest import TAG
 from lazysnap.shard.names import id_time_ns
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from lazysnap.errors import ShardCorrupt
-from lazysnap.state.codec import TAG, decode
+from lazysnap.shard.manifest import TAG
+from lazysnap.state.codec import decode
 
 logger = logging.getLogger(__name__)
 

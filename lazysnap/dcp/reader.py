@@ -6,7 +6,7 @@ at different moments can still agree on one snapshot before the first byte is re
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +25,14 @@ from torch.futures import Future
 
 from lazysnap.dcp.keys import Leaf, StateKeys
 from lazysnap.dcp.planner import load_value
-from lazysnap.errors import ConfigError, SnapshotNotFound, StateMismatch
+from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.levels import open_store
 from lazysnap.resolver import SnapshotKey
 from lazysnap.shard.names import is_keep_name
 from lazysnap.snapshots.catalogue import LATEST, Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_best, read
 from lazysnap.snapshots.tensors import Boxes, SnapshotTensors
-from lazysnap.state.codec import decode
+from lazysnap.state.codec import decode, tensor_names
 
 logger = logging.getLogger(__name__)
 
@@ -184,18 +184,9 @@ class SnapshotReader(StorageReader):
             with snapshot.naming():
                 return opened, KeyMap(opened, StateKeys(opened.meta.state, opened.meta.parameters))
 
-        found = open_best(catalogue, plans, use, is_strict=agreed is not None or self._which != LATEST)
-        problems = [*catalogue.problems, *catalogue.incomplete]
-        if found is None:
-            what = f"step {agreed.step}" if agreed is not None else self._which
-            some = f"; found: {'; '.join(problems[:8])}" if problems else ""
-            raise SnapshotNotFound(
-                f"{self._store.url}: no whole snapshot ({what}) that this rank can read{some}; `lazysnap ls` shows "
-                "what there is"
-            )
-        self._open, self._keys = found
-        for problem in problems:
-            logger.warning("%s", problem)
+        what = f"step {agreed.step}" if agreed is not None else repr(self._which)
+        is_strict = agreed is not None or self._which != LATEST
+        self._open, self._keys = open_best(catalogue, plans, use, what, is_strict=is_strict)
 
     def _fill(self, snapshot: SnapshotTensors, keys: StateKeys, plan: LoadPlan, planner: LoadPlanner) -> None:
         boxes = Boxes()
@@ -224,7 +215,7 @@ class SnapshotReader(StorageReader):
                 casts.add(key)
             boxes.add(whole, whole.pieces, offsets, target)
             tensors.append((item, target))
-        inner = snapshot.new([name for _, encoded in values for name in _tensor_names(encoded)], boxes)
+        inner = snapshot.new([name for _, encoded in values for name in tensor_names(encoded)], boxes)
         with snapshot.snapshot.leased():
             self.bytes_read = read(boxes.take(), verify=self._verify)
         for item, target in tensors:
@@ -252,16 +243,6 @@ def _key_of(plan: LoadPlan) -> SnapshotKey:
             "ranks could read different snapshots"
         )
     return plan.storage_data
-
-
-def _tensor_names(encoded: Any) -> Iterator[str]:
-    """The tensors inside a value that DCP takes as one."""
-    leaf = Leaf((), encoded)
-    if leaf.tensor is not None:
-        yield leaf.tensor
-    elif isinstance(encoded, (dict, list)):
-        for item in encoded.values() if isinstance(encoded, dict) else encoded:
-            yield from _tensor_names(item)
 
 
 def _own_rank(world_size: int) -> int:

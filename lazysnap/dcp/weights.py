@@ -1,22 +1,20 @@
 """``lazysnap.load_weights``: the weights of a model from a snapshot of any number of ranks, without a trainer."""
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lazysnap.config import checked_url
-from lazysnap.errors import SnapshotNotFound, StateMismatch
-from lazysnap.export.weights import LIGHTNING_WEIGHTS, MODEL, TAG, is_lightning
+from lazysnap.errors import StateMismatch
+from lazysnap.export.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
 from lazysnap.levels import open_store
 from lazysnap.resolver import RestartPlan
 from lazysnap.runs import RunChoice, check_choice
+from lazysnap.shard.manifest import TAG
 from lazysnap.snapshots.catalogue import LATEST, Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_best
 from lazysnap.snapshots.tensors import SnapshotTensors
 from lazysnap.state.source import KEY
-
-logger = logging.getLogger("lazysnap.dcp")
 
 
 def load_weights(
@@ -40,20 +38,9 @@ def load_weights(
     run; UnsupportedState, for a value of a type that is not registered here; LevelError; ConfigError.
     """
     catalogue = Catalogue(open_store(checked_url("load_weights", url), options=storage_options))
-    plans = _plans(catalogue, which)
-    try:
-        weights = open_best(catalogue, plans, lambda snapshot: _read(snapshot, part), is_strict=which != LATEST)
-    except FileNotFoundError as error:
-        raise SnapshotNotFound(f"{catalogue.store.url}: a file of snapshot {which!r} is gone: {error}") from error
-    problems = [*catalogue.problems, *catalogue.incomplete]
-    if weights is not None:
-        for problem in problems:
-            logger.warning("%s", problem)
-        return weights
-    found = f"; found: {'; '.join(problems[:8])}" if problems else ""
-    raise SnapshotNotFound(
-        f"{catalogue.store.url}: no complete snapshot {which!r} that can be read{found}; "
-        f"`lazysnap ls {catalogue.store.url}` lists what is there"
+    is_strict = which != LATEST
+    return open_best(
+        catalogue, _plans(catalogue, which), lambda one: _read(one, part), repr(which), is_strict=is_strict
     )
 
 

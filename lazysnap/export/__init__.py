@@ -1,4 +1,4 @@
-"""Snapshots in the formats of others: safetensors weights, Lightning and torch checkpoints, torch's distributed ones.
+"""Snapshots in the formats of other tools: safetensors, Lightning, ``torch.save``, DCP, Accelerate.
 
-Nothing here needs the code of the model. Only ``checkpoint``, ``distributed``, ``loading`` and ``plain`` import torch.
+Nothing here needs the code of the model. Only ``accelerate``, ``checkpoint`` and ``weights_only`` import torch.
 """

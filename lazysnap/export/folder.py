@@ -1,8 +1,8 @@
-"""A directory that is made beside its place and put there when it is whole and durable.
+"""A checkpoint directory in Accelerate's layout: written beside its place, and moved there when it is durable.
 
-Unlike ``target``, what else lies in the place stays there: scripts keep their own files beside a checkpoint. Only the
-files of an earlier checkpoint are replaced. Where nothing else is there, that is one act; else the mark is deleted
-first, the files are moved in one by one, and the mark is written last.
+Unlike ``target``, other files in the place stay: scripts keep their own files beside a checkpoint. Only the files of an
+earlier checkpoint are replaced. Without other files that is one atomic exchange. Else the mark is deleted first, the
+files are moved one by one, and the mark is written last.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from typing import Any
 
 from lazysnap import faults
 from lazysnap.errors import ConfigError
-from lazysnap.export.owner import OwnerState, sign, state_of
 from lazysnap.export.target import MARK, check_outside, sync
 from lazysnap.levels.files import TEMP_MARK, sync_directory, temp_name
+from lazysnap.levels.locks import lock, share
 from lazysnap.shard.limits import load_json
 
 STOCK_FILE = re.compile(
@@ -29,9 +29,11 @@ STOCK_FILE = re.compile(
 )
 """Files that Accelerate writes, or this module."""
 _OWNER = ".lazysnap-owner"
-"""In a directory that is being written: which process writes it."""
+"""In a directory that is being written: a file that its writer keeps locked, and whose lock the kernel drops."""
+_held: list[int] = []
+"""Descriptors of such files of this process."""
 RESTATED = ".lazysnap-state.json"
-"""In a directory that becomes part of a checkpoint: parts of the state as they were after the snapshot was taken."""
+"""In a directory that becomes part of a checkpoint: parts of the state that changed after the snapshot was taken."""
 _TEMPORARY = re.compile(r"\.(.+)" + re.escape(TEMP_MARK) + r"[0-9]{1,10}-[0-9a-f]{8}")
 _ABANDONED_AFTER_S = 86400.0
 _MOST_MARK_BYTES = 1 << 20
@@ -42,9 +44,9 @@ _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBUSY, e
 
 @contextlib.contextmanager
 def in_place_when_whole(path: str, facts: Mapping[str, Any]) -> Iterator[str]:
-    """A new directory to write into; on success its files are those of ``path``, durably.
+    """A new directory to write into; on success its files become those of ``path``, durably.
 
-    On any error it is removed, and ``path`` is as it was; what a dead process left for ``path`` is removed first.
+    On any error it is removed, and ``path`` is unchanged. What a dead process left for ``path`` is removed first.
     ``facts``: plain values for the mark. Blocks. Raises: ConfigError, if ``path`` is a file or lies in a snapshot of a
     level; OSError.
     """
@@ -59,7 +61,7 @@ def in_place_when_whole(path: str, facts: Mapping[str, Any]) -> Iterator[str]:
         faults.point("export.folder.whole")
         _put(temp, path)
         with contextlib.suppress(OSError):
-            os.unlink(os.path.join(path, _OWNER))  # it came along: until then any death leaves what can be removed
+            os.unlink(os.path.join(path, _OWNER))  # last: until then a sweep can remove what a dead process left
         sync_directory(os.path.dirname(path))
         faults.point("export.folder.named")
     finally:
@@ -67,7 +69,7 @@ def in_place_when_whole(path: str, facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def side_directory(path: str) -> str:
-    """A new directory beside ``path``, of this process; those that dead processes left for ``path`` are removed.
+    """A new directory beside ``path``, owned by this process; what dead processes left for ``path`` is removed.
 
     Blocks. Raises: ConfigError, as ``in_place_when_whole``; OSError.
     """
@@ -77,23 +79,21 @@ def side_directory(path: str) -> str:
     sweep(parent, os.path.basename(path))
     temp = os.path.join(parent, temp_name(os.path.basename(path)))
     os.mkdir(temp)
-    _sign(temp)
+    _own(temp)
     faults.point("export.folder.made")
     return temp
 
 
 def adopt(path: str) -> None:
-    """From now on what ``side_directory`` made is this process's: it is not removed if its maker dies. Blocks.
-
-    Raises: OSError.
-    """
+    """Let this process own what ``side_directory`` made: it then outlives its maker. Blocks. Raises: OSError."""
     if os.path.exists(os.path.join(path, _OWNER)):
-        _sign(path)
+        _own(path)
 
 
 def add_files(source: str, target: str) -> None:
-    """Link or copy everything in the directory ``source`` into ``target``, in place of what is there, but for this
-    package's own notes. Blocks. Raises: OSError.
+    """Link or copy everything in ``source``, except this package's own files, into the directory ``target``.
+
+    Blocks. Raises: OSError.
     """
     for name in sorted(set(os.listdir(source)) - {_OWNER, RESTATED}):
         one, other = os.path.join(source, name), os.path.join(target, name)
@@ -104,8 +104,8 @@ def add_files(source: str, target: str) -> None:
 
 
 def discard(path: str) -> None:
-    """Delete a checkpoint's directory with all that is in it: first its name goes. Blocks. Raises: OSError."""
-    _sign(path)
+    """Delete a checkpoint's directory and everything in it: it is renamed first. Blocks. Raises: OSError."""
+    _own(path)
     hidden = os.path.join(os.path.dirname(path), temp_name(os.path.basename(path)))
     os.rename(path, hidden)
     faults.point("export.folder.hidden")
@@ -113,7 +113,7 @@ def discard(path: str) -> None:
 
 
 def mark_of(path: str) -> dict[str, Any] | None:
-    """What the mark in the directory ``path`` says; ``None`` if there is none. Blocks."""
+    """The content of the mark in the directory ``path``; ``None`` if there is none. Blocks."""
     try:
         with open(os.path.join(path, MARK), "rb") as file:
             found = load_json(file.read(_MOST_MARK_BYTES), _MARK_NESTING)
@@ -122,9 +122,17 @@ def mark_of(path: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.get("lazysnap") == "export" else None
 
 
-def _sign(directory: str) -> None:
-    with open(os.path.join(directory, _OWNER), "wb") as owner:
-        owner.write(sign("export"))
+def _own(directory: str) -> None:
+    """Hold a lock on a file in a directory until the directory is removed or this process ends."""
+    for handle in [handle for handle in _held if not os.fstat(handle).st_nlink]:
+        _held.remove(handle)
+        os.close(handle)
+    name = os.path.join(directory, _OWNER)
+    new = f"{name}-{os.urandom(4).hex()}"
+    handle = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    _held.append(handle)
+    share(handle)
+    os.rename(new, name)  # only now: a sweep takes an unlocked file for that of a dead process
 
 
 def _checked(path: str) -> str:
@@ -136,7 +144,7 @@ def _checked(path: str) -> str:
 
 
 def _room(path: str) -> str:
-    """Where the temporary directory can be: beside ``path``, or in it where that alone is possible."""
+    """Where the temporary directory can be: beside ``path``, or in it if only that is possible."""
     parent = os.path.dirname(path)
     if os.path.isdir(path) and (os.path.ismount(path) or not os.access(parent, os.W_OK)):
         return path
@@ -144,9 +152,9 @@ def _room(path: str) -> str:
 
 
 def sweep(parent: str, name: str = "") -> None:
-    """Remove what writers that are dead, or silent for a day, left in ``parent``.
+    """Remove what dead writers left in ``parent``. Where there are no locks, what did not change for a day counts.
 
-    A directory without its writer's signature goes only if it was made for ``name``. Blocks; raises nothing.
+    A directory without an owner is removed only if it was made for ``name``. Blocks; raises nothing.
     """
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
@@ -160,15 +168,18 @@ def sweep(parent: str, name: str = "") -> None:
 def _is_abandoned(entry: "os.DirEntry[str]", *, is_exact: bool) -> bool:
     is_old = time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_AFTER_S
     try:
-        with open(os.path.join(entry.path, _OWNER), "rb") as owner:
-            state = state_of(owner.read(4096))
+        handle = os.open(os.path.join(entry.path, _OWNER), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return is_exact and is_old
-    return state is OwnerState.DEAD or (state is OwnerState.UNKNOWN and is_old)
+    try:
+        is_free = lock(handle)
+    finally:
+        os.close(handle)
+    return is_old if is_free is None else is_free
 
 
 def _put(temp: str, path: str) -> None:
-    is_current = os.path.isdir(path) and os.path.samefile(path, ".")  # whoever is in it stays in it
+    is_current = os.path.isdir(path) and os.path.samefile(path, ".")  # it keeps its inode
     if not is_current:
         try:
             os.rename(temp, path)  # also onto an empty directory
@@ -179,14 +190,14 @@ def _put(temp: str, path: str) -> None:
             return
     is_shared = is_current or any(True for _ in _others(path))
     if not is_shared:
-        _sign(path)  # if this process dies after the exchange, the old one is nobody's
+        _own(path)  # if this process dies after the exchange, a sweep removes the old directory
         is_shared = not _exchange(temp, path)
         if is_shared:
             os.unlink(os.path.join(path, _OWNER))
     if is_shared:
         _move_in(temp, path)
         return
-    # What came into the old directory meanwhile is somebody's.
+    # What other processes put into the old directory meanwhile is kept.
     for name in list(_others(temp)):
         os.makedirs(os.path.dirname(os.path.join(path, name)), exist_ok=True)
         os.rename(os.path.join(temp, name), os.path.join(path, name))
@@ -215,7 +226,7 @@ def _others(path: str) -> Iterator[str]:
 
 
 def _exchange(temp: str, path: str) -> bool:
-    """Exchange two directories in one act; ``False`` where that is impossible."""
+    """Exchange two directories atomically; ``False`` where that is impossible."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         rename = libc.renameat2
@@ -230,7 +241,7 @@ def _exchange(temp: str, path: str) -> bool:
 
 
 def _move_in(temp: str, path: str) -> None:
-    """Replace the checkpoint in ``path`` file by file; the mark, which tells that it is whole, comes last."""
+    """Replace the checkpoint in ``path`` file by file. The mark, written last, shows that it is whole."""
     new = set(_files(temp)) - {_OWNER, MARK}
     there = {name for name in os.listdir(path) if STOCK_FILE.fullmatch(name)}
     old = _listed(path) | there
@@ -254,7 +265,7 @@ def _delete_old(path: str, name: str) -> None:
     """Delete a file of an earlier checkpoint, and the directories below ``path`` that are empty then."""
     target = os.path.join(path, name)
     directory = os.path.dirname(target)
-    # A mark may say anything: nothing outside of the directory is touched.
+    # Nothing that a mark claims is believed: nothing outside of the directory is touched.
     if os.path.realpath(directory) != directory or os.path.commonpath([directory, path]) != path:
         return
     with contextlib.suppress(OSError):

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lazysnap.errors import ConfigError, ShardCorrupt
+from lazysnap.shard.manifest import TAG
 
-TAG = "$"
 MODEL = "model"
 LIGHTNING_WEIGHTS = "state_dict"
 LIGHTNING_EXTRAS = "lazysnap"

@@ -27,6 +27,8 @@ from lazysnap.shard.limits import (
 from lazysnap.shard.names import ShardName, SnapshotName, is_id
 
 FORMAT = "lazysnap"
+TAG = "$"
+"""In the encoded state: the key of the type of a value that plain JSON does not have (docs/format.md)."""
 FORMAT_VERSION = 1
 """What is written, and the newest version that is read."""
 _OPTIONAL = ("frozen", "parameters")

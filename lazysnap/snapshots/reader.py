@@ -1,12 +1,13 @@
 """The reader of snapshots: the headers of its shards, the small state, and where each tensor is. Needs no torch."""
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lazysnap.errors import FormatError, ShardCorrupt
+from lazysnap.errors import FormatError, ShardCorrupt, SnapshotNotFound
 from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.shards import ShardPlace
@@ -15,6 +16,8 @@ from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.pieces import Extent, extent_of
 from lazysnap.snapshots.catalogue import Catalogue, in_parallel
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -180,21 +183,39 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
 
 
 def open_best(
-    catalogue: Catalogue, plans: Iterable[RestartPlan], use: Callable[[OpenSnapshot], Result], *, is_strict: bool
-) -> Result | None:
-    """What ``use`` makes of the first of these snapshots that can be opened and used; ``None``, if there is none.
+    catalogue: Catalogue,
+    plans: Iterable[RestartPlan],
+    use: Callable[[OpenSnapshot], Result],
+    what: str,
+    *,
+    is_strict: bool,
+) -> Result:
+    """Apply ``use`` to the first of these snapshots that can be opened and used; warn of those that cannot.
 
-    Why others are passed over is added to ``catalogue.incomplete``. Blocks. Raises: LevelError; with ``is_strict``
-    also ShardCorrupt and FileNotFoundError, for the first snapshot.
+    ``what``: what was asked for, for the message. Blocks. Raises: SnapshotNotFound, if none can be used; LevelError;
+    with ``is_strict`` also ShardCorrupt, for the first snapshot.
     """
+    skipped: list[str] = []
     for plan in plans:
         try:
-            return use(open_snapshot(catalogue, plan))
+            result = use(open_snapshot(catalogue, plan))
         except (FormatError, FileNotFoundError) as error:
-            if is_strict:
+            if not is_strict:
+                skipped.append(str(error))
+            elif isinstance(error, FileNotFoundError):
+                raise SnapshotNotFound(f"{catalogue.store.url}: a file of snapshot {what} is gone: {error}") from error
+            else:
                 raise
-            catalogue.incomplete.append(str(error))
-    return None
+        else:
+            for problem in [*catalogue.problems, *catalogue.incomplete, *skipped]:
+                logger.warning("%s", problem)
+            return result
+    problems = [*catalogue.problems, *catalogue.incomplete, *skipped]
+    found = f"; found: {'; '.join(problems[:8])}" if problems else ""
+    raise SnapshotNotFound(
+        f"{catalogue.store.url}: no complete snapshot {what} that can be read{found}; "
+        f"`lazysnap ls {catalogue.store.url}` lists what is there"
+    )
 
 
 def _check_apart(shards: Sequence[OpenShard]) -> None:

@@ -14,11 +14,11 @@ from lazysnap.capture.dtypes import DTYPES, logical_facts
 from lazysnap.errors import ShardCorrupt, StateError
 from lazysnap.levels.blocks import Wanted
 from lazysnap.shard.limits import with_stack
-from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.manifest import TAG, CaptureMeta
 from lazysnap.shard.pieces import Extent, Piece, overlaps, tiles
 from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored, read
 from lazysnap.snapshots.spans import Span, spans
-from lazysnap.state.codec import TAG, decode, tensor_names
+from lazysnap.state.codec import decode, tensor_names
 
 _LEAST_UNIT = 1 << 20
 Facts = tuple[torch.dtype, Extent]

@@ -24,10 +24,10 @@ import torch
 
 from lazysnap.errors import ShardCorrupt, UnsupportedState
 from lazysnap.shard.limits import MAX_STATE_DEPTH, with_stack
+from lazysnap.shard.manifest import TAG
 
 logger = logging.getLogger(__name__)
 
-TAG = "$"
 TensorSink = Callable[[torch.Tensor, tuple[Any, ...]], str]
 TensorSource = Callable[[str], torch.Tensor]
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from lazysnap.shard.limits import with_stack
-from lazysnap.state.codec import TAG, encode
+from lazysnap.shard.manifest import TAG
+from lazysnap.state.codec import encode
 from lazysnap.state.walk import LENIENT_KEYS, Walk, walk
 
 _TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter}

@@ -105,7 +105,7 @@ def test_names_exchanged_between_tensors_of_one_shape_are_found(tmp_path):
 def test_a_lost_shard_is_named(folder, rank):
     shard(folder, rank).unlink()
 
-    with refused("no whole snapshot", shard(folder, rank).name, f"the shard of rank {rank} is lost"):
+    with refused("no complete snapshot", shard(folder, rank).name, f"the shard of rank {rank} is lost"):
         load(folder.parent, blank(state()))
     with refused(f"the shard of rank {rank} is lost"):
         load(folder.parent, blank(state()), step=10)

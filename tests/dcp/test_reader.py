@@ -466,7 +466,7 @@ def test_a_kept_snapshot_is_found_by_its_name(tmp_path):
             store.keep(entry, "before-anneal")
 
     assert loaded(tmp_path, step="before-anneal") == 3
-    with refused("no whole snapshot", "after-anneal"):
+    with refused("no complete snapshot", "after-anneal"):
         loaded(tmp_path, step="after-anneal")
 
 
@@ -507,7 +507,7 @@ def test_shards_of_two_starts_of_a_training_are_no_snapshot(tmp_path):
 
 
 def test_nothing_there_is_an_error(tmp_path):
-    with refused("no whole snapshot"):
+    with refused("no complete snapshot"):
         loaded(tmp_path / "none")
 
 
