@@ -39,10 +39,9 @@ from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.slot_pool import fits, free_bytes
 from lazysnap.levels.redaction import shown
 from lazysnap.policy import is_due, is_wanted
-from lazysnap.state.rewalk import StateWalker
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
-from lazysnap.state.walk import Walk
+from lazysnap.state.walk import StateWalker, Walk
 
 _REMEMBERED = 64
 _ASK_S = 5.0

@@ -12,8 +12,8 @@ from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.state.modules import fitted
 from lazysnap.state.optimizers import check_optimizers, put_back, stepping
 from lazysnap.state.settings import OptimizerSettings, warn
-from lazysnap.state.sharders import check_sharders
 from lazysnap.state.source import KEY, OPTIMIZERS
+from lazysnap.state.unsupported import check_supported
 
 _RNG = "rng"
 
@@ -98,7 +98,7 @@ class ObjectState:
         self._checked = False
 
     def _check(self) -> None:
-        check_sharders(self._objects)
+        check_supported(self._objects)
         self._checked = True
 
     def collect(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Packages that cut models and optimizers in ways of their own: known by the names of their classes, and refused.
+"""Models and optimizers that cannot be captured, because their package shards them in its own way: refused by name.
 
-What their objects tell is a part, or is gathered by collectives: a capture of it would be wrong, and nothing would say
-so before a restart. None of these packages is imported for that.
+Their ``state_dict()`` returns a part, or needs collectives. A capture of it would be wrong, and only a restart would
+show that. None of these packages is imported here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,21 +26,20 @@ _CLASSES = {
     "DeepSpeedZeroOptimizer_Stage3": _DEEPSPEED,
 }
 _MARKS = {"_fsdp_flattened": _FSDP1, "ds_tensor": _DEEPSPEED}
-"""What they set on parameters that they cut, also where a module is given without its wrapper."""
+"""Attributes of parameters that they shard, also in a module without its wrapper."""
 _WHY = {
     _FSDP1: "its parameters are pieces of one flat tensor, its state_dict() gathers them by collectives",
-    _DEEPSPEED: "each process holds a part of weights and optimizer state that no state_dict() tells of",
-    _ZERO: "each process holds a part of it, that is gathered by collectives",
+    _DEEPSPEED: "each process holds a part of weights and optimizer state that no state_dict() returns",
+    _ZERO: "each process holds a part of it, and collectives gather it",
 }
 _INSIDE = ("_optimizer", "optimizer", "optim")
-"""Where wrappers of optimizers keep what they wrap."""
+"""Attributes in which wrappers hold an optimizer."""
 
 
-def check_sharders(objects: Mapping[str, Any]) -> None:
+def check_supported(objects: Mapping[str, Any]) -> None:
     """``objects``: modules, optimizers and others, by name. Walks all modules; not for every step.
 
-    Raises: UnsupportedState, if one of them, or a module in it, is cut by FSDP 1, DeepSpeed or the like, whatever the
-    number of processes.
+    Raises: UnsupportedState, if FSDP 1, DeepSpeed or a similar package shards one of them, or a module in it.
     """
     for name, value in objects.items():
         for path, part in _parts(name, value):
@@ -48,7 +47,7 @@ def check_sharders(objects: Mapping[str, Any]) -> None:
             if package is not None:
                 raise UnsupportedState(
                     f"{path}: {type(part).__qualname__} ({package}) cannot be captured: {_WHY[package]}, so a restart "
-                    "would not get back what was trained. Shard by FSDP2 (torch.distributed.fsdp.fully_shard) and give "
+                    "would not restore what was trained. Shard by FSDP2 (torch.distributed.fsdp.fully_shard) and give "
                     "the optimizer its parameters, or use DistributedDataParallel with a plain optimizer"
                 )
 
@@ -56,12 +55,12 @@ def check_sharders(objects: Mapping[str, Any]) -> None:
 def _package_of(part: Any) -> str | None:
     known = (_CLASSES[cls.__name__] for cls in type(part).__mro__ if cls.__name__ in _CLASSES)
     marks = (package for mark, package in _MARKS.items() if isinstance(part, torch.Tensor) and hasattr(part, mark))
-    shards = _ZERO if hasattr(type(part), "consolidate_state_dict") else None  # so do those that go by other names
+    shards = _ZERO if hasattr(type(part), "consolidate_state_dict") else None  # also classes with other names
     return next(known, None) or next(marks, shards)
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """``value``, and all of it that may be cut, by path: classes first, they tell more."""
+    """``value`` and its parts, by path: wrappers before parameters, because their names say more."""
     if isinstance(value, torch.nn.Module):
         yield from ((".".join(filter(None, (name, path))), module) for path, module in value.named_modules())
         yield from ((f"{name}.{path}", parameter) for path, parameter in value.named_parameters())
@@ -76,7 +75,7 @@ def _layers(value: Any) -> Iterator[Any]:
     while value is not None and id(value) not in seen:
         yield value
         seen.add(id(value))
-        # vars: a proxy would find there whatever it wraps.
+        # Not getattr: a proxy would return an attribute of what it wraps.
         held = getattr(value, "__dict__", {})
         inside = (held.get(name) for name in _INSIDE)
         value = next((one for one in inside if one is not None and hasattr(one, "state_dict")), None)

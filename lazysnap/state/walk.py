@@ -1,7 +1,13 @@
-"""One walk over the training state: its tensors in a fixed order, and everything else in the safe encoding."""
+"""The walk over the training state: its tensors in a fixed order, and everything else in the safe encoding.
+
+``StateWalker`` repeats the walk at every boundary. Where the structure did not change it reuses the text of the last
+time: dicts that hold only tensors (parameters, each parameter's optimizer state) cost a comparison of their keys, and
+subtrees without tensors are encoded as one piece.
+"""
 
 import json
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +15,7 @@ import torch
 
 from lazysnap.errors import UnsupportedState
 from lazysnap.shard.limits import with_stack
+from lazysnap.shard.manifest import TAG
 from lazysnap.state.codec import encode
 
 LENIENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_name", "datamodule_hparams_name")
@@ -17,13 +24,13 @@ LENIENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_name
 
 @dataclass(frozen=True)
 class Walk:
-    """The state as walked: ``tensors[i]`` stands at ``paths[i]`` and is called ``names[i]`` in the text."""
+    """``tensors[i]`` stands at ``paths[i]`` in the state and is called ``names[i]`` in the text."""
 
     tensors: list[torch.Tensor]
     paths: list[tuple[Any, ...]]
     names: list[str]
     skeleton: Any
-    """The encoded state at the time when ``paths`` and ``names`` were made."""
+    """The encoded state when ``paths`` and ``names`` were made."""
     text: str
     """The encoded state as JSON."""
 
@@ -37,16 +44,19 @@ def walk(state: Any) -> Walk:
         return with_stack(lambda: _walk(state))
     except RecursionError as error:
         raise UnsupportedState(
-            "the state: Python's stack is not deep enough for it: an encode function that was given to "
-            "lazysnap.register_type, or something that it calls, does not come to an end"
+            "the state needs more than Python's stack: an encode function that was given to "
+            "lazysnap.register_type never returns"
         ) from error
 
 
 def _walk(state: Any) -> Walk:
     walker = _Walker()
     skeleton = encode(state, tensor=walker.add, lenient=LENIENT_KEYS)
-    text = json.dumps(skeleton, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return Walk(walker.tensors, walker.paths, walker.names, skeleton, text)
+    return Walk(walker.tensors, walker.paths, walker.names, skeleton, _dump(skeleton))
+
+
+def _dump(encoded: Any) -> str:
+    return json.dumps(encoded, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 class _Walker:
@@ -66,10 +76,183 @@ class _Walker:
 
 
 def _unique(path: Collection[Any], taken: set[str]) -> str:
-    """``state_dict.net.weight``; paths that read the same (``1`` and ``"1"``, dots in keys) get a number."""
+    """``state_dict.net.weight``; paths with the same text (``1`` and ``"1"``, dots in keys) get a number."""
     base = name = ".".join(map(str, path)) or "value"
     number = 2
     while name in taken or name == "__metadata__":
         name = f"{base}#{number}"
         number += 1
     return name
+
+
+_TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter}
+
+
+class _Changed(Exception):
+    """The structure differs from the known one."""
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One container of the known structure: its type, its keys (or length), and the parts of its text."""
+
+    kind: type
+    keys: Any
+    text: str | None
+    """The whole text, if it depends only on the keys; ``None``: it is composed from the children."""
+    openings: tuple[str, ...] | None
+    """The text before each child; ``None``: a subtree without tensors, encoded each time."""
+    closing: str
+    are_tensors: tuple[bool, ...] = ()
+    """Which children are tensors."""
+
+
+def _are_tensors(children: Iterable[Any]) -> tuple[bool, ...]:
+    return tuple(type(child) in _TENSOR_TYPES for child in children)
+
+
+def _refuse(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+    raise _Changed
+
+
+class StateWalker:
+    """Walks the same state at every boundary. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._walked: Walk | None = None
+        self._nodes: list[_Node] = []
+        self._at = 0
+        self._parts: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+
+    def walk(self, state: dict[str, Any]) -> Walk:
+        """As ``walk``. While the structure is the same, ``names`` and ``paths`` are the same objects as before.
+
+        Raises: UnsupportedState, naming the path of a value that the safe encoding does not know.
+        """
+        if self._walked is not None:
+            try:
+                return self._again(state, self._walked)
+            except Exception:  # noqa: BLE001  whatever differs, the full walk finds and names it
+                self._walked = None
+        walked = walk(state)
+        with_stack(lambda: self._learn_all(state, walked))
+        self._walked = walked if TAG not in walked.skeleton else None
+        return walked
+
+    # ---------------------------------------------------------------- learn the structure
+
+    def _learn_all(self, state: dict[str, Any], walked: Walk) -> None:
+        self._nodes, self._tensors = [], []
+        self._learn(state, walked, 0)
+
+    def _learn(self, value: Any, walked: Walk, depth: int) -> None:
+        """Add the nodes of ``value``, in the order in which ``_write`` visits them."""
+        kind = type(value)
+        if kind in _TENSOR_TYPES:
+            self._tensors.append(value)
+        elif kind in (dict, OrderedDict, list, tuple):
+            self._learn_container(value, walked, depth)
+        else:
+            encode(value, tensor=self._count)
+
+    def _count(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+        self._tensors.append(tensor)
+        return ""
+
+    def _learn_container(self, value: Any, walked: Walk, depth: int) -> None:
+        kind = type(value)
+        is_dict = kind in (dict, OrderedDict)
+        keys = tuple(value) if is_dict else len(value)
+        children = list(value.values()) if is_dict else list(value)
+        before, place = len(self._tensors), len(self._nodes)
+        if is_dict and children and set(map(type, children)) <= _TENSOR_TYPES:
+            names = iter(walked.names[before:])
+            self._tensors.extend(children)
+            text = _dump(encode(value, tensor=lambda tensor, path: next(names)))
+            self._nodes.append(_Node(kind, keys, text, None, ""))
+            return
+        openings, closing = _frame(value, kind)
+        self._nodes.append(_Node(kind, keys, None, openings, closing, _are_tensors(children)))
+        for key, child in zip(value if is_dict else range(len(value)), children, strict=True):
+            if depth == 0 and key in LENIENT_KEYS:
+                # No resume needs it, and unknown types in it were warned of once: its text is kept.
+                self._nodes.append(_Node(type(child), None, _dump(walked.skeleton[key]), None, ""))
+            else:
+                self._learn(child, walked, depth + 1)
+        if len(self._tensors) == before and depth > 0:
+            self._nodes[place:] = [_Node(kind, keys, None, None, "")]
+
+    # ---------------------------------------------------------------- compose the text again
+
+    def _again(self, state: dict[str, Any], known: Walk) -> Walk:
+        self._at, self._parts, self._tensors = 0, [], []
+        names = known.names
+        self._write(state, names, 0)
+        if self._at != len(self._nodes) or len(self._tensors) != len(names):
+            raise _Changed
+        return Walk(self._tensors, known.paths, names, known.skeleton, "".join(self._parts))
+
+    def _write(self, value: Any, names: list[str], depth: int) -> None:
+        kind = type(value)
+        if kind in _TENSOR_TYPES:
+            self._parts.append(_dump({TAG: "tensor", "v": names[len(self._tensors)]}))
+            self._tensors.append(value)
+        elif kind is dict or kind is OrderedDict or kind is list or kind is tuple:
+            self._write_container(value, names, depth)
+        else:
+            self._parts.append(_dump(encode(value, tensor=self._sink(names), depth=depth)))
+
+    def _write_container(self, value: Any, names: list[str], depth: int) -> None:
+        node = self._nodes[self._at]
+        self._at += 1
+        kind = type(value)
+        is_dict = kind is dict or kind is OrderedDict
+        if node.kind is not kind:
+            raise _Changed
+        if node.text is None and node.openings is None:
+            self._parts.append(_dump(encode(value, tensor=_refuse, depth=depth)))
+            return
+        if node.keys != (tuple(value) if is_dict else len(value)):
+            raise _Changed
+        children = value.values() if is_dict else value
+        if node.text is not None:
+            if not set(map(type, children)) <= _TENSOR_TYPES:
+                raise _Changed
+            self._tensors.extend(children)
+            self._parts.append(node.text)
+            return
+        if node.are_tensors != _are_tensors(children):
+            raise _Changed
+        keys = value if is_dict else range(len(value))
+        for key, opening, child in zip(keys, node.openings or (), children, strict=True):
+            self._parts.append(opening)
+            if depth == 0 and key in LENIENT_KEYS:
+                self._parts.append(self._nodes[self._at].text or "null")
+                self._at += 1
+            else:
+                self._write(child, names, depth + 1)
+        self._parts.append(node.closing)
+
+    def _sink(self, names: list[str]) -> Callable[[torch.Tensor, tuple[Any, ...]], str]:
+        def take(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+            self._tensors.append(tensor)
+            return names[len(self._tensors) - 1]
+
+        return take
+
+
+def _frame(value: Any, kind: type) -> tuple[tuple[str, ...], str]:
+    """The text around the children of a container, exactly as ``encode`` writes it."""
+    if kind is list or kind is tuple:
+        before = "[" if kind is list else _dump({TAG: "tuple", "v": []})[:-2]
+        openings = tuple("," if index else before for index in range(len(value)))
+        closing = "]" if kind is list else "]}"
+        return (openings, closing) if len(value) else ((), before + closing)
+    if kind is dict and all(type(key) is str and key != TAG for key in value):
+        openings = tuple(("," if index else "{") + _dump(key) + ":" for index, key in enumerate(value))
+        return (openings, "}") if value else ((), "{}")
+    before = _dump({TAG: kind.__name__, "v": []})[:-2]
+    keys = [_dump(encode(key, tensor=_refuse)) for key in value]
+    openings = tuple(("],[" if index else before + "[") + key + "," for index, key in enumerate(keys))
+    return (openings, "]]}") if keys else ((), before + "]}")

@@ -22,8 +22,7 @@ import lazysnap
 from lazysnap.errors import ShardCorrupt, UnsupportedState
 from lazysnap.state import codec
 from lazysnap.state.codec import decode, encode
-from lazysnap.state.rewalk import StateWalker
-from lazysnap.state.walk import walk
+from lazysnap.state.walk import StateWalker, walk
 
 
 def round_trip(value: object, **options: object) -> object:

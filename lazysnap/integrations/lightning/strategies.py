@@ -13,7 +13,7 @@ import torch
 from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.integrations.patches import Patches
 from lazysnap.state.objects import is_local_sgd
-from lazysnap.state.sharders import check_sharders
+from lazysnap.state.unsupported import check_supported
 
 _OTHERS = {
     "DeepSpeedStrategy": "ModelParallelStrategy (FSDP2) shards as ZeRO 3 does",
@@ -42,7 +42,7 @@ def check_parts(trainer: Any) -> None:
     """Raises: ConfigError, for a module or an optimizer that shards its state itself."""
     optimizers = {f"optimizer {number}": one for number, one in enumerate(trainer.strategy.optimizers)}
     try:
-        check_sharders({"the module": trainer.lightning_module, **optimizers})
+        check_supported({"the module": trainer.lightning_module, **optimizers})
     except UnsupportedState as error:
         raise ConfigError(f"LazySnapshotCallback: {error}; in Lightning ModelParallelStrategy is FSDP2") from error
 
