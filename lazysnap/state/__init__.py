@@ -1,1 +1,1 @@
-"""Training state: where it comes from, and how it becomes named tensors plus safe small state."""
+"""Training state: the interface to a training loop, and the encoding as named tensors and small state."""

@@ -1,8 +1,8 @@
-"""Small state as JSON that decodes without running anything: a closed set of tagged types, tensors by name.
+"""The encoding of small state as JSON: a closed set of tagged types, tensors by name.
 
-Plain JSON stands for ``None``, ``bool``, ``str``, integers below 2**53, finite floats, lists, and dicts with string
-keys; everything else is ``{"$": tag, "v": …}``. Decoding imports nothing by name and calls no code but the decoders
-given to ``register_type`` in this process. The table of tags is in docs/format.md.
+``None``, ``bool``, ``str``, integers below 2**53, finite floats, lists, and dicts with string keys are plain JSON.
+Every other value is ``{"$": tag, "v": …}``. Decoding imports nothing by name and runs no code except the decoders that
+this process gave to ``register_type``. The table of tags is in docs/format.md.
 """
 
 import argparse
@@ -36,28 +36,28 @@ _FACTORIES: dict[str, Any] = {"list": list, "dict": dict, "set": set, "int": int
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 _LENIENT_TEXT = 200
 _PATH_SHOWN = 6
-"""Keys of the path of what is nested too deep."""
+"""Keys of a path in an error."""
 _KEY_SHOWN = 60
-"""Characters of a key that is no name."""
+"""Characters of such a key, if it is no identifier."""
 _registered: dict[type, tuple[str, Callable[[Any], Any]]] = {}
 _decoders: dict[str, Callable[[Any], Any]] = {}
 
 
 def register_type(cls: type, *, name: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Teach the encoding a type: ``encode`` returns values it knows already, ``decode`` gets them back.
+    """Add a type to the encoding: ``encode`` returns values of known types, ``decode`` receives them.
 
-    ``name`` stands in the snapshot: keep it for ever, and register before the first boundary and before a restore.
+    ``name`` is part of the snapshot: never change it. Register before the first boundary and before a restore.
     Raises: ValueError, if another type has that name.
     """
     owner = next((known for known, (taken, _) in _registered.items() if taken == name and known is not cls), None)
     if owner is not None:
-        raise ValueError(f"register_type: the name {name!r} belongs to {owner.__qualname__} already")
+        raise ValueError(f"register_type: the name {name!r} is taken by {owner.__qualname__}")
     _registered[cls] = (name, encode)
     _decoders[name] = decode
 
 
 def path_text(path: Collection[Any]) -> str:
-    """A path in the state as people read it: ``$.callbacks['EMA'].weights[3]``."""
+    """A path in the state for messages: ``$.callbacks['EMA'].weights[3]``."""
     text = "$"
     for key in path:
         text += f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{_shortened(repr(key))}]"
@@ -69,17 +69,19 @@ def _shortened(text: str) -> str:
 
 
 def encode(value: Any, *, tensor: TensorSink, lenient: Collection[str] = (), depth: int = 0) -> Any:
-    """``value`` as JSON-able data; each tensor goes to ``tensor(tensor, path)``, whose name takes its place.
+    """``value`` as plain JSON values; ``tensor(tensor, path)`` receives each tensor and returns its name.
 
     Below the top-level keys in ``lenient``, values of unknown types become plain values or text, with one warning.
-    ``depth``: the containers round ``value``.
-    Raises: UnsupportedState, naming the path of the first value that the encoding does not know, or that is nested
-    more than ``MAX_STATE_DEPTH`` deep; RecursionError, where the stack has no room for that (``with_stack``).
+    ``depth``: the number of containers around ``value``.
+    Raises: UnsupportedState, naming the path of the first value of an unknown type, or that is nested more than
+    ``MAX_STATE_DEPTH`` deep; RecursionError, if the stack is too small for that (``with_stack``).
     """
     encoder = _Encoder(tensor, lenient, depth)
     result = encoder.any(value)
     if encoder.degraded:
-        logger.warning("not restorable as they were, kept as plain values or text: %s", ", ".join(encoder.degraded[:8]))
+        logger.warning(
+            "kept as plain values or text, because their types are unknown: %s", ", ".join(encoder.degraded[:8])
+        )
     return result
 
 
@@ -117,13 +119,13 @@ class _Encoder:
         return function(value) if function else self.other(value)
 
     def enter(self) -> None:
-        """A container begins; whoever leaves it counts ``depth`` down."""
+        """A container begins; the caller decrements ``depth`` when it ends."""
         self.depth += 1
         if self.depth > MAX_STATE_DEPTH:
             where = path_text(self.path[:_PATH_SHOWN])
             raise UnsupportedState(
                 f"{where}…: nested more than {MAX_STATE_DEPTH} deep, or it contains itself; "
-                "no snapshot can hold that. Store it flat, for instance as a list of parts, or keep it out of the state"
+                "no snapshot can hold that. Store it flat, such as a list of parts, or keep it out of the state"
             )
 
     def tensor_(self, value: torch.Tensor) -> dict[str, str]:
@@ -132,7 +134,7 @@ class _Encoder:
     def dict_(self, value: dict[Any, Any]) -> Any:
         result = {}
         path, table = self.path, self.table
-        # Before any item: the sink must be told of each tensor once.
+        # Before any item is encoded: ``tensor`` must receive each tensor once.
         for key in value:
             if type(key) is not str or key == TAG:
                 return {TAG: "dict", "v": self.pairs(value)}
@@ -147,7 +149,7 @@ class _Encoder:
 
     def list_(self, value: Collection[Any]) -> list[Any]:
         self.enter()
-        # Long lists of plain integers (the state of Python's generator) at the speed of C.
+        # A fast path for long lists of integers, such as the state of Python's generator.
         if set(map(type, value)) == {int} and min(value) > -_EXACT_INT and max(value) < _EXACT_INT:
             self.depth -= 1
             return list(value)
@@ -172,7 +174,7 @@ class _Encoder:
         return result
 
     def unordered(self, value: Collection[Any]) -> list[Any]:
-        # A set's order differs between processes; equal states must give equal bytes.
+        # The order of a set differs between processes; equal states must give equal bytes.
         return sorted(self.list_(value), key=repr)
 
     def defaultdict_(self, value: "defaultdict[Any, Any]") -> Any:
@@ -206,7 +208,7 @@ class _Encoder:
         if not self.path or self.path[0] not in self.lenient:
             raise UnsupportedState(
                 f"{where}: {what}: the safe encoding does not know this type, and a resume needs the value; "
-                "teach it with lazysnap.register_type(cls, name=..., encode=..., decode=...), or keep it out of the "
+                "add it with lazysnap.register_type(cls, name=..., encode=..., decode=...), or keep it out of the "
                 "state"
             )
         self.degraded.append(f"{where} ({what})")
@@ -267,10 +269,10 @@ _LEAF_ENCODERS: dict[type, Callable[[Any], Any]] = {
 
 
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:
-    """The value that ``encode`` was given; ``tensor(name)`` gives each tensor back.
+    """The value that was encoded; ``tensor(name)`` returns each tensor.
 
     Raises: ShardCorrupt, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; UnsupportedState, if a
-    registered type is not registered here.
+    type is not registered in this process.
     """
     try:
         return with_stack(lambda: _Decoder(tensor).any(encoded))
@@ -282,7 +284,7 @@ def decode(encoded: Any, *, tensor: TensorSource) -> Any:
 
 
 def tensor_names(encoded: Any) -> list[str]:
-    """The names of all tensors in an encoding, in order. Calls nothing that was registered. Raises: ShardCorrupt."""
+    """The names of all tensors in an encoding, in order. Calls no registered decoder. Raises: ShardCorrupt."""
     names, left = [], [encoded]
     while left:
         item = left.pop()

@@ -1,4 +1,4 @@
-"""A module's state put back: whatever ``torch.compile`` did to names, into whatever memory the live module has."""
+"""Loading the state of a module: names with or without ``torch.compile``, and tensors with unusual memory."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -13,26 +13,27 @@ _COMPILED = "_orig_mod"
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
-    """Whether its module waits for a first batch to tell the shape (``LazyLinear``)."""
+    """Whether its shape is not known before the first batch (``LazyLinear``)."""
     return bool(is_lazy(tensor))
 
 
-def _canonical(name: str) -> str:
+def without_compiled(name: str) -> str:
+    """A name in a model without the parts that ``torch.compile`` adds."""
     return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
 
 
 def held_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
-    """By name of a live tensor: its name in a snapshot, also where only one of them stood in ``torch.compile``.
+    """By name of a live tensor: its name in a snapshot, also if only one of the two was compiled.
 
-    What the snapshot has not is left out.
+    Tensors that the snapshot does not have are left out.
     """
     known = set(held)
     plain: dict[str, list[str]] = {}
     for name in known:
-        plain.setdefault(_canonical(name), []).append(name)
+        plain.setdefault(without_compiled(name), []).append(name)
     found = {}
     for name in wanted:
-        others = plain.get(_canonical(name), [])
+        others = plain.get(without_compiled(name), [])
         if name in known:
             found[name] = name
         elif len(others) == 1:
@@ -41,7 +42,7 @@ def held_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
 
 
 def check_loadable(expected: Mapping[str, torch.Tensor], where: str) -> None:
-    """Raises: StateMismatch, if live tensors have no memory that values could be loaded into."""
+    """Raises: StateMismatch, if live tensors have no memory to load values into."""
     empty = [name for name, tensor in expected.items() if tensor.device.type == "meta"]
     if empty:
         raise StateMismatch(
@@ -51,7 +52,7 @@ def check_loadable(expected: Mapping[str, torch.Tensor], where: str) -> None:
 
 
 def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[str, Any]":
-    """``saved`` as ``module.load_state_dict`` takes it. Tensors of the module that are expanded are filled here.
+    """``saved`` in the form that ``module.load_state_dict`` expects. Expanded tensors of the module are filled here.
 
     Raises: StateMismatch, for values that differ where the live tensor has only one; nothing was changed then.
     """
@@ -59,7 +60,7 @@ def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[st
     names = held_names(live, saved)
     taken = {held: name for name, held in names.items()}
     state = OrderedDict((taken.get(name, name), value) for name, value in saved.items())
-    # The versions of the modules' own formats: without them some take the state for one of an old torch.
+    # The format versions of the modules: without them some assume the state of an old torch.
     state._metadata = getattr(live, "_metadata", OrderedDict())  # type: ignore[attr-defined]
     expanded = {name: tensor for name, tensor in live.items() if name in names and _is_expanded(tensor)}
     for name, tensor in expanded.items():
@@ -68,7 +69,7 @@ def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[st
         for name, tensor in expanded.items():
             once = _once(tensor)
             tensor[once].copy_(state[name][once])
-            # load_state_dict copies it onto itself, which torch allows; onto anything else it does not.
+            # load_state_dict copies it onto itself, which torch allows for an expanded tensor.
             state[name] = tensor
     return state
 
@@ -76,7 +77,7 @@ def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[st
 def _live(module: torch.nn.Module) -> Mapping[str, Any]:
     try:
         return module.state_dict(keep_vars=True)
-    except TypeError:  # a program's own, with other parameters
+    except TypeError:  # an override with other parameters
         return module.state_dict()
 
 
@@ -87,13 +88,13 @@ def _is_expanded(value: Any) -> bool:
 
 
 def _once(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The part of an expanded tensor that has each place in memory once."""
+    """The part of an expanded tensor that covers each element in memory once."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
 def _check_expanded(name: str, tensor: torch.Tensor, value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
-        return  # load_state_dict says what is wrong
+        return  # load_state_dict reports it
     whole, repeated = value.contiguous(), value[_once(tensor)].expand_as(value).contiguous()
     if not torch.equal(whole.view(torch.uint8), repeated.view(torch.uint8)):
         raise StateMismatch(

@@ -9,7 +9,7 @@ from lazysnap.data.rng import collect_rng, restore_rng
 from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loader
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
-from lazysnap.state.modules import fitted
+from lazysnap.state.modules import fitted, without_compiled
 from lazysnap.state.optimizers import check_optimizers, put_back, stepping
 from lazysnap.state.settings import OptimizerSettings, warn
 from lazysnap.state.source import KEY, OPTIMIZERS
@@ -19,7 +19,7 @@ _RNG = "rng"
 
 
 def unwrapped(value: Any) -> Any:
-    """What stands in the wrappers of DDP, ``torch.compile`` and Fabric: names in a snapshot know nothing of them."""
+    """The module inside the wrappers of DDP, ``torch.compile`` and Fabric, which are not part of names in a snapshot."""
     while isinstance(value, torch.nn.Module):
         inner = getattr(value, "_orig_mod", None)
         if isinstance(value, torch.nn.parallel.DistributedDataParallel):
@@ -33,17 +33,17 @@ def unwrapped(value: Any) -> Any:
 
 
 def _is_of_fabric(module: torch.nn.Module) -> bool:
-    """Whether Lightning Fabric wrapped it (``fabric.setup``), of whichever package: none is imported for that."""
+    """Whether Lightning Fabric wrapped it (``fabric.setup``); no package is imported to find out."""
     return type(module).__name__ == "_FabricModule" and type(module).__module__.endswith("fabric.wrappers")
 
 
 def plain_name(name: str) -> str:
     """A parameter's name without the parts that wrappers add."""
-    return ".".join(part for part in name.removeprefix("module.").split(".") if part != "_orig_mod")
+    return without_compiled(name.removeprefix("module."))
 
 
 def is_local_sgd(module: object) -> bool:
-    """Whether DDP lets the ranks drift apart between averages of their weights."""
+    """Whether weights differ between ranks until the next averaging."""
     hooks = [getattr(hook[0], "__name__", "") for hook in getattr(module, "_comm_hooks", [])]
     return "post_localSGD_hook" in hooks
 
@@ -82,8 +82,8 @@ class ObjectState:
         for name, value in objects.items():
             if name in (_RNG, KEY):
                 raise ConfigError(
-                    f"the name {name!r} is taken: the state of all generators is captured as 'rng', how the optimizers "
-                    "are configured as 'lazysnap'"
+                    f"the name {name!r} is taken: generators are captured as 'rng', settings of optimizers as "
+                    "'lazysnap'"
                 )
             stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             if not stateful and not isinstance(value, dict):
@@ -104,12 +104,12 @@ class ObjectState:
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``.
 
-        Raises: UnsupportedState, the first time, for what FSDP 1, DeepSpeed and the like have cut.
+        Raises: UnsupportedState, at the first call, for what FSDP 1, DeepSpeed or similar packages shard.
         """
         if not self._checked:
             self._check()
         state = {name: _state_of(value) for name, value in self._objects.items()}
-        # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what gets restored.
+        # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
         state = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
         state[_RNG] = collect_rng()
         state[KEY] = {OPTIMIZERS: self._settings.fields}
@@ -120,7 +120,7 @@ class ObjectState:
         return [stepping(value) for value in self._objects.values() if isinstance(value, torch.optim.Optimizer)]
 
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
-        """See ``StateSource.lazy_tensors``: none, whatever no optimizer holds is copied at the boundary."""
+        """See ``StateSource.lazy_tensors``: none: what no optimizer holds is copied at the boundary."""
         return ()
 
     def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
@@ -162,8 +162,8 @@ class ObjectState:
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
         """See ``StateSource.load``. Data loaders are objects of torch's class, or with ``is_data_position = True``.
 
-        Raises: StateMismatch, before anything is loaded, if a named object is not in the snapshot, or an optimizer is
-        of another class or has other parameter groups there.
+        Raises: StateMismatch, before anything is loaded, if the snapshot lacks a named object, or has an optimizer of
+        another class or with other parameter groups.
         """
         missing = [name for name in self._objects if name not in state]
         if missing:

@@ -1,4 +1,4 @@
-"""An optimizer's state put back: checked against its groups, laid out in memory as its parameters are."""
+"""Loading the state of an optimizer: compared with its groups first, then in the memory order of its parameters."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,14 +17,14 @@ _ELSE = (
 )
 
 _INNER = ("optimizer", "_optimizer")
-"""Where the wrappers of Accelerate and of Fabric hold an optimizer."""
+"""Attributes in which the wrappers of Accelerate and Fabric hold an optimizer."""
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer whose steps can be hooked: ``optimizer``, or the one that Accelerate or Fabric wrapped in it.
 
-    Their wrappers are optimizers by their class and have neither hooks nor state; their ``state_dict`` and
-    ``load_state_dict`` are those of the inner one. Other wrappers have hooks and state of their own, and stay.
+    These wrappers are subclasses of ``Optimizer`` without hooks or state of their own; their ``state_dict`` is that of
+    the inner optimizer. Other wrappers have their own hooks and state, and are returned as they are.
     """
     while "_optimizer_step_pre_hooks" not in vars(optimizer):
         inner = next((vars(optimizer)[name] for name in _INNER if name in vars(optimizer)), None)
@@ -40,7 +40,7 @@ def named_optimizers(source: StateSource) -> Iterable[tuple[str, torch.optim.Opt
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Module and name of an optimizer's class; of what wrappers derive from it by the same name, the class itself."""
+    """Module and name of an optimizer's class, or of the class of the same name that a wrapper derived it from."""
     name = type(optimizer).__name__
     origin = [kind for kind in type(optimizer).__mro__ if kind.__name__ == name][-1]
     return f"{origin.__module__}.{name}"
@@ -59,7 +59,7 @@ def check_optimizers(
         saved = _at(state, path)
         if path in known:
             _check_class(path, str(known[path].get("class")), class_of(optimizer))
-        # Without groups: not in the snapshot, or of a format of its own.
+        # Without groups it is not in the snapshot, or has its own format.
         if isinstance(saved, Mapping) and isinstance(saved.get("param_groups"), list):
             if path not in known or not _fills_groups(optimizer):
                 _check_keys(path, optimizer, saved)
@@ -69,7 +69,7 @@ def check_optimizers(
 
 
 def recorded(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a snapshot tells of its optimizers, by path (``settings.OptimizerSettings``)."""
+    """The settings of the optimizers in a snapshot, by path (``settings.OptimizerSettings``)."""
     own = state.get(KEY)
     fields = own.get(OPTIMIZERS) if isinstance(own, dict) else None
     listed = fields.items() if isinstance(fields, dict) else ()
@@ -89,7 +89,7 @@ def _at(state: Any, path: str) -> Any:
 
 
 def _check_class(path: str, there: str, here: str) -> None:
-    # Modules are moved and renamed; but what is of torch is no other package's class of that name.
+    # Modules move and get other names. But a class of torch never equals another package's class of that name.
     def kind(name: str) -> tuple[str, bool]:
         return name.rpartition(".")[2], name.startswith("torch.")
 
@@ -98,13 +98,13 @@ def _check_class(path: str, there: str, here: str) -> None:
 
 
 def _fills_groups(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the class sets, when it loads, what an older version of it did not have."""
+    """Whether the class itself adds missing settings when it loads the state of an older version."""
     kind, base = type(optimizer), torch.optim.Optimizer
     return kind.__setstate__ is not base.__setstate__ or kind.load_state_dict is not base.load_state_dict
 
 
 def _check_keys(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Switches may be missing: torch adds some from release to release."""
+    """Raises: StateMismatch, if settings are missing. Switches may be: torch adds some with each release."""
     groups = saved["param_groups"]
     needed = {key for key, value in optimizer.defaults.items() if value is not None and not isinstance(value, bool)}
     missing = sorted(key for key in needed if any(key not in group for group in groups))
@@ -116,7 +116,7 @@ def _check_keys(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str,
 
 
 def _check_state(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """An optimizer that has not stepped yet has nothing to compare."""
+    """Raises: StateMismatch, if both have state, and no key in common."""
     here, there = (_state_keys(state) for state in (optimizer.state, saved.get("state")))
     if here and there and not here & there:
         raise StateMismatch(
@@ -144,7 +144,7 @@ def _check_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[st
 def check_order(source: StateSource, there: Mapping[str, Sequence[str]] | None) -> None:
     """Raises: StateMismatch, if a live optimizer has as many parameters as in a snapshot, but in other places.
 
-    ``there``: names by optimizer. An optimizer's state knows its parameters by their number alone.
+    ``there``: names by optimizer. The state of an optimizer refers to parameters only by number.
     """
     known = source.parameter_names()
     for path, parameters in source.optimizer_parameters().items():
@@ -155,8 +155,7 @@ def check_order(source: StateSource, there: Mapping[str, Sequence[str]] | None) 
         if number is not None:
             raise StateMismatch(
                 f"{path}: parameter {number} is {here[number]}, in the snapshot it is {listed[number]}: it would get "
-                "the state of another one. Nothing of the optimizer was loaded. Give it its parameters in the order in "
-                "which it had them"
+                "the state of another one. Nothing of the optimizer was loaded. Give it its parameters in the old order"
             )
 
 
@@ -165,13 +164,13 @@ def _groups(sizes: list[int]) -> str:
 
 
 def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load ``saved``. Where the optimizer holds tensors of the same kind they are filled in place.
+    """Load ``saved``, in place if the optimizer holds tensors of the same kind.
 
     A running optimizer then needs no memory for a second state, and captures keep their plan.
     """
     pairs = _pairs(stepping(optimizer), saved)
     if pairs is None:
-        # An optimizer takes tensors as they are: not memory that is only lent.
+        # An optimizer keeps the tensors that it loads, so they must own their memory.
         optimizer.load_state_dict(tree_map_only(torch.Tensor, owned, laid_out(optimizer, saved)))
         return
     with torch.no_grad():
@@ -183,7 +182,7 @@ def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None
 
 
 def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[tuple[dict[str, Any], str, Any]] | None:
-    """Where each saved value goes: dict, key, value; ``None`` if not all of them have a place of the same kind."""
+    """The target of each saved value: dict, key, value; ``None`` if one of them has no target of the same kind."""
     hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
     state, groups = saved.get("state"), saved.get("param_groups")
     is_plain = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
@@ -206,7 +205,7 @@ def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[t
 
 
 def owned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory nobody else writes to: a copy, if this one is a view of a slot."""
+    """A tensor with its own memory: a copy, if this one is a view of a slot."""
     return tensor if local_of(tensor).untyped_storage().resizable() else tensor.clone()
 
 
@@ -218,9 +217,9 @@ def _is_alike(held: Any, value: Any) -> bool:
 
 
 def laid_out(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """``saved`` with every tensor of a parameter's shape in that parameter's order of dimensions.
+    """``saved`` with every tensor of a parameter's shape in that parameter's memory order.
 
-    A shard is row-major; fused optimizers walk parameter and moments side by side in memory, and look at no strides.
+    A shard is row-major; fused optimizers read parameter and moments side by side in memory, and ignore strides.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = saved.get("state")

@@ -1,4 +1,4 @@
-"""Small tensors as plain values: metrics are made anew at every step, which would change the capture plan each time."""
+"""Tensors without dimensions as plain values: metrics are new at every step, which would change the capture plan."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ _TAG = "__scalar__"
 
 
 def pack(value: Any) -> Any:
-    """``value`` with every 0-dim CPU tensor as a plain value; on a device as a copy of its own, without a sync."""
+    """``value`` with every 0-dim CPU tensor as a plain value, and one on a device as a copy, without a sync."""
     return with_stack(lambda: _pack(value, MAX_STATE_DEPTH))
 
 
 def _pack(value: Any, levels: int) -> Any:
     if not levels:
-        return value  # the encoding refuses it by its path
+        return value  # the encoding refuses it, and names its path
     if isinstance(value, torch.Tensor):
         if value.dim():
             return value.detach()
-        # Metrics share one tensor in one step and not in the next; a copy is never tied to another entry.
+        # Metrics may share one tensor in one step and not in the next. A copy is never tied to another entry.
         return (
             {_TAG: str(value.dtype).removeprefix("torch."), "v": value.item()}
             if value.device.type == "cpu"
@@ -36,7 +36,7 @@ def _pack(value: Any, levels: int) -> Any:
 
 
 def unpack(value: Any, device: torch.device | None = None) -> Any:
-    """What ``pack`` was given; tensors are moved to ``device`` if one is named."""
+    """The value that was packed; tensors are moved to ``device`` if it is given."""
     if isinstance(value, torch.Tensor):
         return value if device is None else value.to(device)
     if type(value) is dict:

@@ -1,6 +1,6 @@
-"""How a program configured its training: kept in every snapshot, compared when a restart is configured otherwise.
+"""The settings of a training: part of every snapshot, so that a restart warns when the program uses others.
 
-Values are noted as they were before the first step, so that schedules, which change them later, play no part.
+Values are recorded before the first step: schedules change them later.
 """
 
 import logging
@@ -14,20 +14,20 @@ from lazysnap.state.source import StateSource
 
 logger = logging.getLogger(__name__)
 
-_LEFT_OUT = {"params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
-"""Keys of a parameter group that say how to compute, not what, or that are no setting."""
+_NOT_SETTINGS = {"params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+"""Keys of a parameter group that are no setting, or do not change the result."""
 _MOST_ITEMS = 16
 _MISSING = object()
 
 
 def plain(value: Any) -> Any:
-    """A number, a switch, or a short list of these; anything else is ``None``: not every text is a setting."""
+    """A number, a bool, or a short list of these; ``None`` for anything else."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         value = value.item()
     if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
         items = [plain(item) for item in value]
         return None if None in items else items
-    is_number = type(value) in (bool, int, float) and value == value  # what is not a number equals nothing
+    is_number = type(value) in (bool, int, float) and value == value  # NaN equals nothing
     return value if is_number else None
 
 
@@ -38,13 +38,13 @@ class OptimizerSettings:
         self.fields: dict[str, dict[str, Any]] = {}
 
     def note(self, source: StateSource) -> None:
-        """Note the optimizers that are not known yet, as they are now."""
+        """Record the present settings of optimizers that are not known yet."""
         for path, optimizer in named_optimizers(source):
             if path not in self.fields:
                 self.fields[path] = {"class": class_of(optimizer), "values": _values_of(optimizer)}
 
     def carry_on(self, state: Mapping[str, Any]) -> list[str]:
-        """Those of a snapshot count from now on, as ``load_state_dict`` restores them; what was different before."""
+        """Take over the settings of a snapshot, as ``load_state_dict`` does; returns what was different before."""
         found = []
         for path, there in recorded(state).items():
             here, values = self.fields.get(path), there.get("values")
@@ -55,11 +55,11 @@ class OptimizerSettings:
 
 
 def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By key its value in every parameter group, one alone where all have the same."""
+    """By key: its value in every parameter group, or one value if all are equal."""
     values = {}
     groups = optimizer.param_groups
-    for key in dict.fromkeys(key for group in groups for key in group if key not in _LEFT_OUT):
-        # A scheduler may have changed the rate already; this is what it began with.
+    for key in dict.fromkeys(key for group in groups for key in group if key not in _NOT_SETTINGS):
+        # A scheduler may have changed the rate already: this is the first one.
         first = "initial_lr" if key == "lr" else key
         of_groups = [plain(group.get(first, group.get(key))) for group in groups]
         if None not in of_groups:
@@ -68,7 +68,7 @@ def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def differences(prefix: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What both name and value otherwise, in words."""
+    """The keys that both have, with different values, in words."""
     return [
         f"{prefix}{key} is {_text(here[key])}, in the snapshot {_text(value)}"
         for key, value in there.items()
@@ -81,7 +81,7 @@ def _text(value: Any) -> str:
 
 
 def warn(*, restored: list[str], changed: list[str]) -> None:
-    """One warning for all: ``restored`` are those where the snapshot counts, ``changed`` where the program does."""
+    """One warning for all differences: after ``restored`` ones the snapshot applies, after ``changed`` ones the program."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
         return
     parts = []
@@ -90,4 +90,4 @@ def warn(*, restored: list[str], changed: list[str]) -> None:
     if changed:
         parts.append(f"{'; '.join(changed)} (as in the program from here on)")
     if parts:
-        logger.warning("the program is configured otherwise than the snapshot: %s", "; ".join(parts))
+        logger.warning("the settings of the program differ from those of the snapshot: %s", "; ".join(parts))

@@ -1,4 +1,4 @@
-"""What of a tensor this rank holds: DTensors as their local shard, replicated tensors as this rank's share."""
+"""The part of a DTensor that this rank holds, and the ranks that hold the same part."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ class Held:
     offsets: tuple[int, ...]
     """Where ``local`` begins in the whole."""
     replicas: tuple[int, ...]
-    """The ranks that hold this very part, this one among them, in order; none outside the mesh."""
+    """The ranks that hold the same part, this one included, in order; empty outside the mesh."""
 
 
 def held_part(tensor: torch.Tensor, name: str) -> Held | None:
@@ -43,8 +43,8 @@ def held_part(tensor: torch.Tensor, name: str) -> Held | None:
 
 
 def replicas_of(tensor: Any) -> tuple[int, ...]:
-    """The ranks that hold the same part of a DTensor as this one, in order: they differ from it along replicated mesh
-    dimensions only. None of another tensor, or outside the mesh.
+    """The ranks that hold the same part of a DTensor as this one, in order: they differ only along replicated mesh
+    dimensions. Empty for another tensor, and outside the mesh.
     """
     coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
     if coordinate is None:
@@ -55,7 +55,7 @@ def replicas_of(tensor: Any) -> tuple[int, ...]:
 
 
 def like(target: DTensor, local: torch.Tensor) -> DTensor:
-    """``local`` as this rank's shard of a DTensor that is placed as ``target`` is."""
+    """A DTensor with the placements of ``target``, and ``local`` as this rank's shard."""
     return DTensor.from_local(
         local,
         target.device_mesh,

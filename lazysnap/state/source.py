@@ -1,4 +1,4 @@
-"""Where the training state comes from: the one interface between a training loop and the engine."""
+"""The interface between a training loop and the engine: what the training state is, and how it is loaded."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -6,9 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 KEY = "lazysnap"
-"""Where, in a state, the parts stand that a source of this package adds of its own."""
+"""The key in a state of what this package adds to it."""
 OPTIMIZERS = "optimizers"
-"""There: by path of an optimizer its class and its settings (``settings.OptimizerSettings``)."""
+"""Below ``KEY``: by path of an optimizer, its class and settings (``settings.OptimizerSettings``)."""
 
 
 @runtime_checkable
@@ -37,20 +37,19 @@ class StateSource(Protocol):
     def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
         """The live parameters of the model that require no gradient, in a fixed order; never buffers.
 
-        Those that no optimizer holds are stored once, and watched; whatever else may change at any time goes into
-        every snapshot. Returning nothing is always right.
+        Those that no optimizer holds are stored once, and checked for changes. Returning nothing is always right.
         """
         ...
 
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Parameters that all ranks keep equal (DDP): with several ranks they, and what optimizers hold for them, are
-        captured in shares. Sharded parameters (DTensors) say so themselves. Returning nothing is always right.
+        """Parameters that are equal on all ranks (DDP): each rank captures a share of them and of their optimizer
+        state. DTensors need not be listed. Returning nothing is always right.
         """
         ...
 
     def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        """By the path of each optimizer's state in ``collect()``: its parameters, in the order of its numbers. The
-        optimizers in the order of ``optimizers()``.
+        """By the path of each optimizer's state in ``collect()``: its parameters, as it numbers them. The optimizers
+        are in the order of ``optimizers()``.
         """
         ...
 
@@ -63,9 +62,9 @@ class StateSource(Protocol):
         ...
 
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
-        """Put back a state that ``collect`` returned. Its tensors are only lent for the call: copy them.
+        """Load a state that ``collect`` returned. Its tensors are valid only during the call: copy them.
 
-        ``data=False`` (a rollback that skips batches): everything but the position of data loaders, into the tensors
-        that are there, in the middle of a training.
+        ``data=False``: everything except the position of data loaders, into the live tensors, during a training (a
+        rollback that skips batches).
         """
         ...
