@@ -79,9 +79,7 @@ def encode(value: Any, *, tensor: TensorSink, lenient: Collection[str] = (), dep
     encoder = _Encoder(tensor, lenient, depth)
     result = encoder.any(value)
     if encoder.degraded:
-        logger.warning(
-            "kept as plain values or text, because their types are unknown: %s", ", ".join(encoder.degraded[:8])
-        )
+        logger.warning("types unknown, kept as plain values or text: %s", ", ".join(encoder.degraded[:8]))
     return result
 
 

@@ -19,7 +19,7 @@ _RNG = "rng"
 
 
 def unwrapped(value: Any) -> Any:
-    """The module inside the wrappers of DDP, ``torch.compile`` and Fabric, which are not part of names in a snapshot."""
+    """The module inside the wrappers of DDP, ``torch.compile`` and Fabric: names in a snapshot are its names."""
     while isinstance(value, torch.nn.Module):
         inner = getattr(value, "_orig_mod", None)
         if isinstance(value, torch.nn.parallel.DistributedDataParallel):

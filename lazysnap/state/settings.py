@@ -81,7 +81,7 @@ def _text(value: Any) -> str:
 
 
 def warn(*, restored: list[str], changed: list[str]) -> None:
-    """One warning for all differences: after ``restored`` ones the snapshot applies, after ``changed`` ones the program."""
+    """One warning for all differences: for ``restored`` the snapshot applies, for ``changed`` the program."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
         return
     parts = []

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lazysnap import LazySnapshotCallback
 from lazysnap.errors import StateMismatch
 
-WORDS = "configured otherwise"
+WORDS = "settings of the program differ"
 
 
 class Model(pl.LightningModule):
