@@ -1,16 +1,16 @@
-"""A slot of the arena: one memfd that holds one shard, shared by the trainer and the keeper.
+"""A slot: one memfd that holds one shard, shared by the trainer and the keeper.
 
-The memory is anonymous (``memfd_create``), is handed from process to process as a descriptor, survives any of its
-holders and vanishes with the last one. A slot describes itself: whoever holds it needs nothing else to tell which
-snapshot is in it and whether it is whole (DataStates-LLM, section 4; REFT, section 3)::
+The memory is anonymous (``memfd_create``). Processes pass it on as a descriptor; it is freed when the last one closes
+it. A slot describes itself: its words show which snapshot it holds, and whether that is whole (DataStates-LLM, section
+4; REFT, section 3)::
 
     0                   control words, u64 little-endian, one page
     PAGE                small state: the snapshot's metadata as JSON, written before the first byte is copied
-    PAGE + meta_capacity    image: header and data laid out exactly as in the shard file, page aligned
+    PAGE + meta_capacity    image: the bytes of the shard file, page aligned
 
-One writer (the trainer, between ``begin`` and ``commit``) and any number of readers. The words are written so that a
-process killed between any two of them leaves a slot that shows itself as empty or torn, never as whole.
-``END`` is written last: by the copy thread on a CPU, in stream order on a GPU.
+One writer (the trainer, between ``begin`` and ``commit``) and any number of readers. A writer that is killed between
+any two stores leaves a slot that is empty or torn, never whole. ``END`` is written last: by the copy thread on a CPU,
+in stream order on a GPU.
 """
 
 import contextlib
@@ -39,23 +39,23 @@ class Word(enum.IntEnum):
     MAGIC = 0
     META_CAPACITY = 1
     IMAGE_CAPACITY = 2
-    BEGIN = 3  # step + 1 of the capture that was started; 0: empty
+    BEGIN = 3  # step + 1 of the capture that was begun; 0: empty
     END = 4  # step + 1 of the capture that is whole; equal to BEGIN when whole
-    SEQUENCE = 5  # captures ever started by this job, orders the slots
+    SEQUENCE = 5  # number of the capture in this job; orders the slots
     META_BYTES = 6
     META_CHECKSUM = 7
     IMAGE_BYTES = 8
-    WATERMARK = 9  # image bytes [0, WATERMARK) have landed
-    PIN = 10  # set by the trainer at begin, cleared by the keeper: do not reuse, persistence reads it
+    WATERMARK = 9  # image bytes [0, WATERMARK) are copied
+    PIN = 10  # storage reads the slot: set by the trainer at begin, cleared by the keeper
     VOID = 11  # the capture was, or may have been, torn
     READY = 12  # pages are populated
-    UNCHECKED = 14  # a device copied it, and no gate has compared the sources since: not to be persisted yet
-    PLAN = 13  # checksum of the header that stands in the image, 0: none
-    REACHED = 20  # step + 1 of the last boundary that the trainer passed; kept in the slot of the newest capture
+    UNCHECKED = 14  # copied by a device, sources not compared since: not to be stored yet
+    PLAN = 13  # checksum of the header in the image, 0: none
+    REACHED = 20  # step + 1 of the last boundary, in the slot of the newest capture
 
 
 class SlotPhase(enum.Enum):
-    """EMPTY -> CAPTURING -> WHOLE, or -> VOID from either of the two last; begin() leads back to CAPTURING."""
+    """EMPTY -> CAPTURING -> WHOLE, or -> VOID from the last two; ``begin`` starts again with CAPTURING."""
 
     EMPTY = "empty"
     CAPTURING = "capturing"
@@ -65,7 +65,7 @@ class SlotPhase(enum.Enum):
 
 @dataclass(frozen=True)
 class SlotStatus:
-    """What the control words said at one moment."""
+    """The control words at one moment."""
 
     phase: SlotPhase
     step: int | None
@@ -97,7 +97,7 @@ class Slot:
         self.image_capacity = int(self._words[Word.IMAGE_CAPACITY])
         self.image_offset = PAGE + self.meta_capacity
         self.before_unmap: Callable[[], object] = lambda: None
-        """Called once before the memory is unmapped: a device that may write into it is told."""
+        """Called once before the memory is unmapped, to unregister it from a device."""
 
     @classmethod
     def create(cls, meta_capacity: int, image_capacity: int) -> "Slot":
@@ -133,7 +133,7 @@ class Slot:
 
     @classmethod
     def attach_all(cls, fds: Iterable[int]) -> "list[Slot]":
-        """Map the slots behind all of ``fds``; if one of them cannot be mapped, none is, and all are closed.
+        """Map the slots behind all of ``fds``, or none: if one cannot be mapped, all are closed.
 
         Raises: FormatError; OSError, if there is no room for a mapping.
         """
@@ -182,7 +182,7 @@ class Slot:
         self._words[word] = value
 
     def status(self) -> SlotStatus:
-        """Read the control words: END before BEGIN, so that a capture that starts now is not taken for whole."""
+        """Read the control words: END before BEGIN, so that a capture that begins now does not look whole."""
         end, void, begin = self.word(Word.END), self.word(Word.VOID), self.word(Word.BEGIN)
         if begin == 0:
             phase = SlotPhase.EMPTY
@@ -201,7 +201,7 @@ class Slot:
         )
 
     def begin(self, step: int, *, sequence: int, image_bytes: int, meta: bytes, pin: bool) -> None:
-        """Start a capture: whatever the slot held is gone. ``meta`` is complete before any byte is copied.
+        """Begin a capture; the previous content is lost. ``meta`` is complete before any byte is copied.
 
         Raises: FormatError, if ``meta`` or the image does not fit (the caller re-plans with larger slots).
         """
@@ -225,16 +225,16 @@ class Slot:
         words[Word.PIN] = int(pin)
 
     def advance(self, watermark: int) -> None:
-        """Tell readers that image bytes below ``watermark`` have landed."""
+        """Publish that image bytes below ``watermark`` are copied."""
         self._words[Word.WATERMARK] = watermark
 
     def commit(self) -> None:
-        """Mark the capture whole: one store, the last one."""
+        """Mark the capture as whole; the last store."""
         self._words[Word.WATERMARK] = self._words[Word.IMAGE_BYTES]
         self._words[Word.END] = self._words[Word.BEGIN]
 
     def discard(self) -> None:
-        """Mark the capture as torn; it is never offered. Nothing else in the slot changes."""
+        """Mark the capture as torn: no reader uses it."""
         self._words[Word.VOID] = 1
 
     def drop(self, sequence: int) -> bool:
@@ -246,7 +246,7 @@ class Slot:
         return True
 
     def unpin(self) -> None:
-        """Keeper: persistence no longer reads this slot."""
+        """Storage no longer reads this slot. Called by the keeper."""
         self._words[Word.PIN] = 0
 
     def read_meta(self) -> bytes:
@@ -277,7 +277,7 @@ class Slot:
     def close(self) -> None:
         """Unmap and close. Views that others still hold keep the memory alive."""
         self.before_unmap()
-        # Somebody (a tensor) may still look at it: then the mapping goes with the last view.
+        # A tensor may still use the memory: then the last view ends the mapping.
         with contextlib.suppress(BufferError):
             self._words.release()
             self._bytes.release()

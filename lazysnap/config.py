@@ -31,7 +31,7 @@ def checked_url(owner: str, url: object) -> str:
 
 
 def resolve_url(url: str) -> str:
-    """``url`` as it names one place: local paths made absolute with links resolved, others unchanged."""
+    """One text for one place: local paths are absolute with links resolved, other URLs unchanged."""
     parts = urlsplit(url)
     if parts.scheme in ("", "file", "local"):
         path = url.split("://", 1)[1] if "://" in url else url
@@ -40,10 +40,10 @@ def resolve_url(url: str) -> str:
 
 
 def _check_scheme(url: str) -> None:
-    """Raises: ConfigError, for a URL of a kind that fsspec has never heard of."""
+    """Raises: ConfigError, for a protocol that fsspec does not know."""
     schemes = {part.split("://")[0] for part in url.split("::")} if "://" in url else set()
     if schemes - {"s3", "s3a"}:
-        import fsspec  # it costs 0.1 s that local levels need not pay
+        import fsspec  # only here: it takes 0.1 s to import
 
         for scheme in sorted(schemes - {*fsspec.available_protocols()}):
             raise ConfigError(
@@ -52,7 +52,7 @@ def _check_scheme(url: str) -> None:
 
 
 def _plain_options(options: object) -> dict[str, Any]:
-    """A copy of ``storage_options``; values are never part of a message, they may be secrets."""
+    """A copy of ``storage_options``. Messages never contain values: they may be secrets."""
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise ConfigError(f"PersistentLevel.storage_options must map names to values, got {type(options).__name__}")
     for name, value in options.items():
@@ -68,29 +68,29 @@ def _plain_options(options: object) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PersistentLevel:
-    """A place where snapshots are kept as files: a local path or any fsspec URL."""
+    """A place where snapshots are stored as files: a local path or any fsspec URL."""
 
     url: str
     """Path or URL of the directory that holds ``step-…`` directories. Made absolute when local."""
     every_n_steps: int = field(default=100, kw_only=True)
-    """With one rank: persist the newest capture when the level is idle, at most once in so many steps.
-    With several ranks: persist the captures whose step is a multiple of it, on all ranks alike."""
+    """With one rank: store the newest capture when the level is idle, at most once in so many steps.
+    With several ranks: store captures whose step is a multiple of it, on all ranks."""
     keep_last: int = field(default=2, kw_only=True)
-    """Complete snapshots of this run to keep; older ones are deleted. The newest complete one always stays."""
+    """Complete snapshots of this run to keep; older ones are deleted."""
     keep_every_n_steps: int | None = field(default=None, kw_only=True)
-    """Keep snapshots whose step is a multiple of this for ever, besides ``keep_last``; such a step is persisted
-    whenever it is captured, and never left out for a newer one."""
+    """Also keep snapshots whose step is a multiple of this, for ever. Such a step is always stored, and never left out
+    for a newer one."""
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
-    """Options of the fsspec file system (credentials, endpoint, …), as plain JSON values. They travel to the keeper
-    over a socket of this user's only, and are never written to a file. fsspec's own configuration works as well."""
+    """Options of the fsspec file system (credentials, endpoint, …), as plain JSON values. The keeper receives them over
+    a socket of this user, and they are never written to a file. fsspec's own configuration works as well."""
     max_bytes_per_s: int | None = field(default=None, kw_only=True)
-    """Upper bound for writing there, averaged over seconds; ``None``: none. Restores are not bounded."""
+    """Upper bound for writes, averaged over seconds; ``None``: no bound. Restores are not bounded."""
     timeout_s: float = field(default=120.0, kw_only=True)
-    """An operation that moves no byte for so long is given up: the level counts as failed, training and the other
-    levels go on, and the next snapshot tries it again."""
+    """An operation that moves no byte for so long is abandoned, and the level counts as failed. Training and the other
+    levels go on, and the next snapshot tries again."""
     verify: bool | None = field(default=None, kw_only=True)
-    """Read every snapshot back after its commit and before older ones are deleted. ``None``: where the place does not
-    check each part itself on arrival (S3 does), so that reading back costs no transfer fees."""
+    """Read every snapshot back after its commit and before older ones are deleted. ``None``: only where the storage
+    does not check each part on arrival. S3 does, so reading back would only cost transfer fees."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", resolve_url(checked_url("PersistentLevel.url", self.url)))
@@ -115,7 +115,7 @@ class MemoryLevel:
     slots: int | None = None
     """Slots per rank; ``None`` takes as many as the commit argument needs (docs/architecture.md)."""
     linger_s: float = 1800.0
-    """Seconds that the keeper stays, to serve a restart, after its trainer died without goodbye."""
+    """Seconds that the keeper waits for a restart after its trainer died."""
     max_bytes: int | None = None
     """Upper bound for all slots of this rank together; ``None`` bounds by the free memory of the machine."""
 
@@ -132,7 +132,7 @@ class MemoryLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotConfig:
-    """Everything that can be set about snapshots; the defaults suit one process with a local disk."""
+    """All settings of snapshots; the defaults suit one process with a local disk."""
 
     every_n_steps: int = 1
     """Optimizer steps between captures into memory."""
@@ -144,28 +144,28 @@ class SnapshotConfig:
     """When no slot is free at a boundary: skip that capture, or wait for one (at most ``gate_timeout_s``). Several
     ranks always wait."""
     require: Literal["memory", "storage"] | None = None
-    """What a training must have at its start, or it raises: ``"memory"``: captures in memory that outlives it;
-    ``"storage"``: every level takes a small write. ``None``: it warns, goes on, and does what it can: without memory
-    it writes each snapshot that is due to storage itself, and waits for that."""
+    """Protection that a training must have at its start, or it raises: ``"memory"``: captures in memory that outlives
+    it; ``"storage"``: every level accepts a small write. ``None``: it warns and goes on. Without memory it writes each
+    due snapshot to storage itself, and waits for that."""
     job_id: str | None = None
-    """What names the job, so that a restart finds its memory. Default: the environment variable
+    """The name of the job, by which a restart finds its memory. Default: the environment variable
     ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""
     gate_timeout_s: float = 60.0
     """How long an optimizer step waits for an unfinished copy before that snapshot is dropped. Also how long captures
-    wait altogether for storage that holds all slots, before they go on without it until it keeps up."""
+    wait altogether for storage that holds all slots, before they bypass it until it keeps up."""
     keeper_timeout_s: float = 20.0
-    """How long to wait for the keeper to start or answer where its answer is needed (restart, drain). A keeper that
-    does not answer for so long while training runs is named in a warning."""
+    """How long to wait for the keeper to start or answer (restart, drain). If it does not answer for so long while
+    training runs, there is a warning."""
     averaging_period: int | None = None
     """With local SGD, where ranks synchronise by averaging their weights: steps from one averaging to the next.
     Captures fall on averagings, so ``every_n_steps`` must be a multiple of it. Default: gradients are averaged at every
     step."""
     collective_timeout_s: float = 300.0
-    """With several ranks: how long one that is silent is waited for when all make their engines, resume, plan their
-    first snapshot, and close. The time that reading takes does not count."""
+    """With several ranks: how long to wait for a silent rank when engines are made, resume, plan their first snapshot,
+    and close. Time for reading does not count."""
     flush_budget_s: float = 30.0
-    """On SIGTERM under Lightning: seconds to make the last capture durable before going on. After any other error the
-    newest capture stays in memory, as after a crash, and only frozen tensors are compared, for at most so long."""
+    """On SIGTERM under Lightning: seconds to make the last capture durable. After any other error the newest capture
+    stays in memory, as after a crash, and frozen tensors are compared for at most so long."""
     drain_timeout_s: float = 600.0
     """At a clean end: seconds to wait until the newest capture is durable at every level."""
 

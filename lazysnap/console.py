@@ -1,4 +1,4 @@
-"""The lines that every user sees, also one who never configured logging: how a run starts and ends, and warnings."""
+"""Messages that users see even if they never configured logging: start and end of a run, and warnings."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ _logger = logging.getLogger("lazysnap")
 
 
 class _Console(logging.Handler):
-    """In place of Python's last resort, which would not say whose warning it is."""
+    """Replaces Python's last resort, which does not name the package."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """See ``logging.Handler``."""
@@ -21,7 +21,7 @@ _logger.addHandler(_console)
 
 
 def _has_handlers(logger: logging.Logger | None) -> bool:
-    """Whether the program takes what this logger is told."""
+    """Whether the program handles the records of this logger."""
     while logger is not None:
         if any(handler is not _console for handler in logger.handlers):
             return True
@@ -32,8 +32,7 @@ def _has_handlers(logger: logging.Logger | None) -> bool:
 def say(message: str) -> None:
     """Log ``message`` as INFO of the logger ``lazysnap``; without any logging handler, write it to stderr.
 
-    Who configured logging decides there what is shown. Without handlers Python would drop INFO silently.
-    Never raises: a terminal that is gone, or a closed stderr, ends no training.
+    Without handlers Python would drop INFO silently. Never raises: a closed stderr must not end a training.
     """
     if _has_handlers(_logger):
         _logger.info("%s", message)

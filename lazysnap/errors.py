@@ -7,11 +7,11 @@
     ├── StateError                                  the training state and a snapshot do not fit each other
     │   ├── UnsupportedState   (TypeError)          a value that the safe encoding does not know, by its path
     │   └── StateMismatch      (ValueError)         a snapshot of another model or optimizer
-    ├── FormatError            (ValueError)         bytes that are not what the format says
+    ├── FormatError            (ValueError)         bytes that violate the format
     │   ├── FormatTooNew                            written by a newer lazysnap
     │   └── ShardCorrupt                            a checksum or a size does not agree
-    ├── SnapshotNotFound       (FileNotFoundError)  nothing to restore, or not the step that was asked for
-    ├── RollbackFailed                              the loss stays bad however often training goes back
+    ├── SnapshotNotFound       (FileNotFoundError)  nothing to restore, or not the wanted step
+    ├── RollbackFailed                              the loss stays bad after every rollback
     ├── CaptureAborted                              a capture that will never be complete
     ├── KeeperError                                 the keeper process
     │   ├── KeeperUnavailable                       it cannot be started or reached
@@ -20,8 +20,8 @@
     ├── LevelError                                  one storage level
     │   ├── LevelUnavailable                        it does not answer, or refuses
     │   ├── LevelFull                               no space or quota left
-    │   └── LevelHangs          (TimeoutError)      an operation there did not move within the level's deadline
-    └── WaitTimeout            (TimeoutError)       a deadline passed; what was waited for may still happen
+    │   └── LevelHangs          (TimeoutError)      an operation moved no byte within the deadline
+    └── WaitTimeout            (TimeoutError)       a deadline passed; the event may still come
 """
 
 
@@ -46,7 +46,7 @@ class StateMismatch(StateError, ValueError):
 
 
 class FormatError(LazySnapError, ValueError):
-    """Bytes that are not what the format says."""
+    """Bytes that violate the format."""
 
 
 class FormatTooNew(FormatError):
@@ -58,19 +58,19 @@ class ShardCorrupt(FormatError):
 
 
 class SnapshotNotFound(LazySnapError, FileNotFoundError):
-    """Nothing to restore, or not the step that was asked for."""
+    """Nothing to restore, or not the wanted step."""
 
 
 class RollbackFailed(LazySnapError):
-    """The loss was bad again after as many rollbacks as the policy allows, without a new step in between."""
+    """The loss was bad again after as many rollbacks as are allowed, without a new step in between."""
 
 
 class CaptureAborted(LazySnapError):
-    """A capture that will never be complete: torn, or its trainer died in the middle."""
+    """A capture that will never be complete: it is torn, or its trainer died."""
 
 
 class KeeperError(LazySnapError):
-    """Something about the keeper process."""
+    """A problem of the keeper process."""
 
 
 class KeeperUnavailable(KeeperError):
@@ -86,7 +86,7 @@ class MemoryBoundExceeded(KeeperError, MemoryError):
 
 
 class LevelError(LazySnapError):
-    """Something about one storage level."""
+    """A problem of one storage level."""
 
 
 class LevelUnavailable(LevelError):
@@ -98,8 +98,8 @@ class LevelFull(LevelError):
 
 
 class LevelHangs(LevelError, TimeoutError):
-    """An operation at the level did not move for ``PersistentLevel.timeout_s``."""
+    """An operation at the level moved no byte for ``PersistentLevel.timeout_s``."""
 
 
 class WaitTimeout(LazySnapError, TimeoutError):
-    """A deadline passed; what was waited for may still happen."""
+    """A deadline passed; the event may still come."""

@@ -1,14 +1,14 @@
-"""Named fault points, for tests only: what happens if a process dies, or an operation fails, exactly here.
+"""Named fault points, for tests only: a process dies, or an operation fails, exactly there.
 
 A point costs one comparison while the environment variable ``LAZYSNAP_FAULT`` is unset. It is read once, at import:
 
 ``LAZYSNAP_FAULT="keeper.persist.before_rename:2:kill"``
-    the second time this process (or another one of the job that passes that point) comes by, do the action:
+    the second time that a process passes this point, do the action:
     ``kill`` (SIGKILL this process), ``kill-peer`` (SIGKILL the other one: the trainer's keeper, the keeper's
     trainer), ``kill-both``, ``raise`` (OSError EIO), ``enospc`` (OSError ENOSPC), ``hang`` (this thread, for ever),
     ``stop`` (SIGSTOP this process; SIGCONT lets it go on).
 ``LAZYSNAP_FAULT_LOG=/path``
-    append a line with its name for every point passed; a dry run counts them this way.
+    append the name of every point that is passed; a dry run counts them.
 """
 
 import errno
@@ -25,7 +25,7 @@ _peer_pid: list[int] = []
 
 
 def set_peer(pid: int) -> None:
-    """Tell which process ``kill-peer`` and ``kill-both`` mean."""
+    """Set the process that ``kill-peer`` and ``kill-both`` kill."""
     _peer_pid[:] = [pid]
 
 

@@ -1,18 +1,18 @@
-"""Which captures a level persists and which of its snapshots it may delete. Pure functions."""
+"""Which captures a level stores, and which of its snapshots may be deleted. Pure functions."""
 
 from collections.abc import Collection, Sequence
 
 from lazysnap.config import PersistentLevel
 
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
-"""A rank whose storage is slow stores every n-th of the captures that are due, and n is one of these."""
+"""A rank with slow storage stores every n-th of the captures that are due; n is one of these."""
 
 
 def is_due(level: PersistentLevel, step: int, last_step: int | None, world_size: int = 1) -> bool:
-    """Whether ``level`` wants the capture at ``step``, having persisted ``last_step`` before.
+    """Whether ``level`` stores the capture at ``step``, if it stored ``last_step`` before.
 
-    With one rank, the newest capture is wanted as soon as ``every_n_steps`` have passed, whatever the step's number.
-    With several, the answer depends on nothing but the step, so that all ranks give the same one.
+    With one rank, as soon as ``every_n_steps`` have passed. With several, only the step decides, so that all ranks
+    agree.
     """
     if is_wanted(level, step):
         return True
@@ -22,7 +22,7 @@ def is_due(level: PersistentLevel, step: int, last_step: int | None, world_size:
 
 
 def is_wanted(level: PersistentLevel, step: int) -> bool:
-    """Whether the level's retention asks for this very step, so that it is not left out for a newer one."""
+    """Whether retention keeps this step for ever, so that it is never left out for a newer one."""
     return level.keep_every_n_steps is not None and step % level.keep_every_n_steps == 0
 
 
@@ -40,9 +40,9 @@ def expired(
 ) -> list[int]:
     """Of the complete snapshots ``steps`` of one run, those that ``level`` need not keep, oldest first.
 
-    ``sound``: those of the newest that were read back whole. As long as there are fewer than ``keep_last`` of them
-    nothing goes; else what is older than they are, but never a multiple of ``keep_every_n_steps`` nor a step in
-    ``protected`` (it has a name, or another level has still to copy it).
+    ``sound``: the newest ones that were read back whole. If there are fewer than ``keep_last``, nothing expires. Else
+    older steps do, except multiples of ``keep_every_n_steps`` and steps in ``protected`` (they have a name, or another
+    level still has to copy them).
     """
     newest = kept(steps, level, sound)
     if len(newest) < level.keep_last:
@@ -53,10 +53,9 @@ def expired(
 
 
 def meeting_points(steps: Collection[int], level: PersistentLevel) -> set[int]:
-    """Of the snapshots ``steps`` that one rank has, those that a rank with slower storage stores next, or is storing.
+    """Of the snapshots ``steps`` of one rank, those that a rank with slower storage may be storing, or store next.
 
-    The newest multiple of each stride: a slow rank stores every n-th of the captures that are due (``STRIDES``), and
-    needs less than n of them for one snapshot.
+    The newest multiple of each stride: a slow rank stores every n-th of the captures that are due (``STRIDES``).
     """
     found = set()
     for stride in STRIDES:

@@ -1,4 +1,4 @@
-"""From what the levels hold to what a restart may restore. Pure: values in, a plan out."""
+"""What a restart may restore, from what memory and levels hold. Pure."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -15,18 +15,18 @@ class Entry:
     """Rank among the levels, 0 the fastest to read."""
     run_id: str
     start: str
-    """Which start of the run it is of: only shards of one start are one snapshot."""
+    """The start of the run: only shards of one start are one snapshot."""
     step: int
     rank: int
     world_size: int
     location: str
-    """Where in the level: a directory name, or a slot's index."""
+    """In the level: name of a directory, or index of a slot."""
     frozen: str | None = None
-    """Digest of the frozen tensors that belong with it, which may be found at another level."""
+    """Digest of its frozen tensors, which may be at another level."""
     node: str | None = None
-    """Which node can read it, ``None``: every one."""
+    """The node that can read it; ``None``: all nodes."""
     names: tuple[str, ...] = ()
-    """What the snapshot was called by ``keep``."""
+    """Names given by ``keep``."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class FrozenEntry:
     speed: int
     digest: str
     location: str
-    """Where in the level: a directory name, or a slot's index."""
+    """In the level: name of a directory, or index of a slot."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What one level can offer, and what was found there that it cannot (half, foreign, damaged)."""
+    """What one level holds, and what is wrong there (incomplete, foreign, damaged)."""
 
     level: str
     entries: tuple[Entry, ...] = ()
@@ -51,7 +51,7 @@ class Inventory:
 
 
 def joined(parts: Sequence[Inventory]) -> Inventory:
-    """One of a level that was looked at in parts."""
+    """One inventory of a level whose parts were listed by different ranks."""
     return Inventory(
         parts[0].level,
         tuple(entry for part in parts for entry in part.entries),
@@ -61,7 +61,7 @@ def joined(parts: Sequence[Inventory]) -> Inventory:
 
 
 def newest_start(inventories: Iterable[Inventory]) -> str | None:
-    """The newest start, of those that left something."""
+    """The newest start that left a shard."""
     entries = (entry for inventory in inventories for entry in inventory.entries)
     return max((entry.start for entry in entries), default=None)
 
@@ -80,12 +80,12 @@ class RestartPlan:
 
     @property
     def key(self) -> "SnapshotKey":
-        """Tells it apart from all other snapshots."""
+        """Its identity."""
         return SnapshotKey(self.run_id, self.step, self.start, self.world_size)
 
     @property
     def level(self) -> str:
-        """The slowest of the levels that would be read first."""
+        """The slowest of the first sources."""
         return max((offers[0] for offers in self.sources), key=lambda entry: entry.speed).level
 
 
@@ -105,7 +105,7 @@ class SnapshotKey:
 
 
 def snapshots(entries: Iterable[Entry]) -> dict[SnapshotKey, list[Entry]]:
-    """The shards of each snapshot, complete or not, wherever they are."""
+    """The shards of each snapshot, complete or not, at any level."""
     found: dict[SnapshotKey, list[Entry]] = defaultdict(list)
     for entry in entries:
         found[SnapshotKey.of(entry)].append(entry)
@@ -113,7 +113,7 @@ def snapshots(entries: Iterable[Entry]) -> dict[SnapshotKey, list[Entry]]:
 
 
 def is_complete(entries: Iterable[Entry], images: Container[str]) -> bool:
-    """Whether the shards of one snapshot are all of it. The only rule: restarts, retention and commands share it.
+    """Whether these shards are a complete snapshot. Restarts, retention and commands all use this rule.
 
     A snapshot is complete when the shard of every rank is present, with the frozen tensors that it refers to.
     ``images``: digests of the frozen tensors that are present.
@@ -130,12 +130,10 @@ def _is_usable(entry: Entry, images: Container[str]) -> bool:
 def candidates(
     inventories: Iterable[Inventory], *, step: int | None = None, name: str | None = None, run_id: str | None = None
 ) -> list[RestartPlan]:
-    """Every complete snapshot, the best one first: of the newest run, then of the greatest step, then of the newest
-    start.
+    """Every complete snapshot, the best first: of the newest run, the greatest step, the newest start.
 
-    See ``is_complete``; its parts may be at different levels. With ``step`` only snapshots of that step are listed,
-    with ``name`` those that ``keep`` called so, with ``run_id`` those of that run. The caller tries them in this order
-    until one verifies.
+    Its parts may be at different levels. ``step``, ``name`` (given by ``keep``) and ``run_id`` limit the choice. The
+    caller tries them in this order until one can be read.
     """
     inventories = list(inventories)
     frozen: dict[str, list[FrozenEntry]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""How people name a run, and which run they mean. Pure.
+"""Short ids of runs, and choices such as ``run:1f3a@200``. Pure.
 
-A run id has 16 hexadecimal digits (``shard.names``). People see and type its first ones: as many as tell it apart from
-the other runs there, and at least eight: those of one day begin alike.
+A run id has 16 hexadecimal digits (``shard.names``). Users see and type its first ones: at least eight, and as many as
+are unique among the runs of a level.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _DIGITS = frozenset("0123456789abcdef")
 
 @dataclass(frozen=True)
 class RunChoice:
-    """A run that somebody chose, and maybe one step of it."""
+    """The choice of a run, and maybe of one of its steps."""
 
     digits: str
     """The first digits of its id."""
@@ -29,7 +29,7 @@ class RunChoice:
     def parse(cls, text: object) -> "RunChoice | None":
         """``run:1f3a`` or ``run:1f3a@200``; ``None``, if ``text`` does not begin with ``run:``.
 
-        Raises: ConfigError, for anything else behind ``run:``.
+        Raises: ConfigError, for anything else after ``run:``.
         """
         if not isinstance(text, str) or not text.startswith(RUN):
             return None
@@ -44,16 +44,15 @@ class RunChoice:
 
 
 def check_choice(which: object) -> None:
-    """Raises: ConfigError, for what is neither a step nor a text."""
+    """Raises: ConfigError, if ``which`` is neither a step nor a text."""
     if isinstance(which, bool) or not isinstance(which, (int, str)):
         raise ConfigError(
-            'which snapshot is meant is told by "latest", a step, a name or a run ("run:1f3a", "run:1f3a@200"), got '
-            f"{which!r:.100}"
+            f'choose a snapshot by "latest", a step, a name or a run ("run:1f3a", "run:1f3a@200"), got {which!r:.100}'
         )
 
 
 def short_ids(run_ids: Iterable[str]) -> dict[str, str]:
-    """What people see of each run id: the first digits, all of one length."""
+    """The short id of each run: the first digits, all of one length."""
     ids = set(run_ids)
     enough = (length for length in range(_LEAST_DIGITS, 17) if len({run_id[:length] for run_id in ids}) == len(ids))
     length = next(enough, 16)
@@ -61,7 +60,7 @@ def short_ids(run_ids: Iterable[str]) -> dict[str, str]:
 
 
 def runs_in(inventories: Iterable[Inventory]) -> list[str]:
-    """Ids of the runs that left anything, the newest first."""
+    """Ids of the runs with at least one shard, the newest first."""
     entries: Iterable[Entry] = (entry for inventory in inventories for entry in inventory.entries)
     return sorted({entry.run_id for entry in entries}, reverse=True)
 
@@ -69,7 +68,7 @@ def runs_in(inventories: Iterable[Inventory]) -> list[str]:
 def run_of(digits: str, inventories: Sequence[Inventory], where: str = "") -> str:
     """The id of the one run that begins with these digits. ``where``: for the message.
 
-    Raises: SnapshotNotFound, if no run does, or several; it lists the runs there.
+    Raises: SnapshotNotFound, if no run does, or several; it lists the runs.
     """
     there = runs_in(inventories)
     meant = [run_id for run_id in there if run_id.startswith(digits.lower())]
@@ -80,7 +79,7 @@ def run_of(digits: str, inventories: Sequence[Inventory], where: str = "") -> st
 
 
 def listed(inventories: Sequence[Inventory]) -> str:
-    """The runs there, the newest first, for a message."""
+    """The runs, the newest first, for a message."""
     there = runs_in(inventories)
     if not there:
         return "there is no run"

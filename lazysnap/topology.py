@@ -1,4 +1,4 @@
-"""Which rank captures what, and who sits where. Pure functions of what all ranks know: nothing is negotiated.
+"""Which rank captures which part, and which ranks share a node. Pure functions of what all ranks know.
 
 State that is the same on all ranks of a group is cut into contiguous shares of equal size, in the order of the state:
 every rank captures one share, and together they hold exactly one copy (REFT, section 4: sharded snapshots).
@@ -15,9 +15,9 @@ class Place:
     rank: int
     world_size: int
     node: str
-    """Names the machine: equal for ranks that share memory."""
+    """Equal for ranks that share memory."""
     local_rank: int
-    """Position among the ranks of the node, from 0."""
+    """Number among the ranks of the node, from 0."""
     local_world_size: int
 
 
@@ -41,7 +41,7 @@ class Rows:
 
 
 def share(sizes: Sequence[tuple[int, int]], part: int, parts: int) -> list[Rows]:
-    """The rows that share ``part`` of ``parts`` holds of tensors with ``(rows, bytes per row)``.
+    """The rows in share ``part`` of ``parts``, of tensors with ``(rows, bytes per row)``.
 
     The shares of all parts cover every row exactly once; their bytes differ by less than one row of the tensors at
     their ends. Tensors without bytes belong to part 0, so that their shape is kept.
@@ -55,7 +55,7 @@ def share(sizes: Sequence[tuple[int, int]], part: int, parts: int) -> list[Rows]
             if part == 0:
                 found.append(Rows(index, 0, rows))
             continue
-        # A row belongs to the share in which its first byte lies.
+        # The first byte of a row decides its share.
         start = min(rows, max(0, -(-(low - at) // width)))
         stop = min(rows, max(0, -(-(high - at) // width)))
         if start < stop:

@@ -1,6 +1,6 @@
-"""Blocks of a shard: each is read once, compared with its checksum, and copied to every place where it is wanted.
+"""Reading shards by blocks: each block is read once, compared with its checksum, and copied to where it is wanted.
 
-Reading, comparing and copying overlap: each thread takes a block through all three.
+Several threads work at a time, each on one block, so reading, comparing and copying overlap.
 """
 
 import contextlib
@@ -23,55 +23,55 @@ from lazysnap.shard.manifest import Manifest
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """Bytes ``[start, stop)`` of a shard, and what is to be done with them."""
+    """Bytes ``[start, stop)`` of a shard, and the function that receives them."""
 
     start: int
     stop: int
     put: Callable[[int, memoryview], None]
-    """Takes some of the bytes and their offset from ``start``. Called in several threads, for each byte once."""
+    """Receives some of the bytes and their offset from ``start``. Called in several threads, for each byte once."""
 
 
-class Rooms:
-    """Page-aligned memory to read into. It is used again: fresh memory costs more than the copy into it."""
+class Buffers:
+    """Page-aligned memory to read into. It is reused: fresh memory costs more than the copy into it."""
 
     def __init__(self) -> None:
         self._spare: list[memoryview] = []
 
     @contextlib.contextmanager
-    def room(self, size_bytes: int) -> Iterator[memoryview]:
+    def buffer(self, size_bytes: int) -> Iterator[memoryview]:
         """Memory of that size, until the context ends."""
         try:
-            room = self._spare.pop()
+            buffer = self._spare.pop()
         except IndexError:
-            room = memoryview(b"")
-        room = room if len(room) >= size_bytes else map_anonymous(size_bytes)
+            buffer = memoryview(b"")
+        buffer = buffer if len(buffer) >= size_bytes else map_anonymous(size_bytes)
         try:
-            yield room[:size_bytes]
+            yield buffer[:size_bytes]
         finally:
-            self._spare.append(room)
+            self._spare.append(buffer)
 
 
 class Blocks(Protocol):
-    """The blocks of one shard, wherever it is. Thread-safe."""
+    """The blocks of one shard, in a file or in memory. Thread-safe."""
 
     where: str
     """The shard, for messages."""
     threads: int
-    """Blocks that are best read at a time."""
+    """How many blocks to read at a time."""
     size_bytes: int
     block_bytes: int
 
-    def block(self, index: int, rooms: Rooms, *, verify: bool) -> AbstractContextManager[memoryview]:
+    def block(self, index: int, buffers: Buffers, *, verify: bool) -> AbstractContextManager[memoryview]:
         """One block. Blocks. Raises: ShardCorrupt, naming it; LevelError; FileNotFoundError."""
         ...
 
     def close(self) -> None:
-        """Let go of the file, until another block is asked for; harmless twice."""
+        """Close the file; the next ``block`` opens it again. Harmless twice."""
         ...
 
 
 class FileBlocks:
-    """The blocks of a committed shard at a level. The file is opened with the first of them."""
+    """The blocks of a committed shard at a level. The first read opens the file."""
 
     def __init__(self, place: ShardPlace, manifest: Manifest) -> None:
         self.where = place.where
@@ -85,24 +85,24 @@ class FileBlocks:
         self._kept: dict[int, memoryview] = {}
 
     @contextlib.contextmanager
-    def block(self, index: int, rooms: Rooms, *, verify: bool = True) -> Iterator[memoryview]:
+    def block(self, index: int, buffers: Buffers, *, verify: bool = True) -> Iterator[memoryview]:
         """See ``Blocks``."""
         kept = self._kept.pop(index, None)
         if kept is not None:
             yield kept
             return
         start = index * self.block_bytes
-        with rooms.room(min(self.block_bytes, self.size_bytes - start)) as data:
+        with buffers.buffer(min(self.block_bytes, self.size_bytes - start)) as data:
             self._opened().read_into(start, data)
             if verify:
                 self._checksums.verify_block(index, data, self.where)
             yield data
 
     def header(self, size_bytes: int) -> memoryview:
-        """The first bytes, verified. Their blocks are kept until they are asked for. Raises: as ``block``."""
+        """The first bytes, verified. Their blocks are kept for the next ``block``. Raises: as ``block``."""
         header = map_anonymous(size_bytes)
         for index in range(-(-size_bytes // self.block_bytes)):
-            with self.block(index, Rooms()) as data:  # a room of its own
+            with self.block(index, Buffers()) as data:  # its own memory, because it is kept
                 self._kept[index] = data
                 start = index * self.block_bytes
                 header[start : start + len(data)] = data[: size_bytes - start]
@@ -123,10 +123,10 @@ class FileBlocks:
 
 
 class MemoryBlocks:
-    """The blocks of a shard in memory; without checksums nothing can be compared."""
+    """The blocks of a shard in memory; compared if there are checksums."""
 
     threads = 4
-    """Either of comparing and copying is as fast as a core."""
+    """Comparing and copying both need a core."""
 
     def __init__(self, image: memoryview, checksums: Checksums | None, where: str) -> None:
         self.where = where
@@ -137,7 +137,7 @@ class MemoryBlocks:
         self._is_verified = checksums is None
 
     @contextlib.contextmanager
-    def block(self, index: int, rooms: Rooms, *, verify: bool = True) -> Iterator[memoryview]:
+    def block(self, index: int, buffers: Buffers, *, verify: bool = True) -> Iterator[memoryview]:
         """See ``Blocks``."""
         data = self._image[index * self.block_bytes : (index + 1) * self.block_bytes]
         if verify and self._checksums is not None:
@@ -150,45 +150,45 @@ class MemoryBlocks:
         fill({self: [Wanted(0, upto, lambda at, data: None)]})
 
     def whole(self) -> memoryview:
-        """All of it, compared with its checksums once. Blocks. Raises: ShardCorrupt."""
+        """All bytes, compared with the checksums the first time. Blocks. Raises: ShardCorrupt."""
         if not self._is_verified:
             self.verify(self.size_bytes)
             self._is_verified = True
         return self._image
 
     def close(self) -> None:
-        """There is no file."""
+        """Nothing to do: there is no file."""
 
 
 class VerifiedSource:
-    """A committed shard to be written elsewhere, see ``BlockSource``: damage ends the writing before it is visible."""
+    """A committed shard as a ``BlockSource``: a damaged block ends the write before the copy is visible."""
 
     def __init__(self, blocks: Blocks, beat: Callable[[int], None]) -> None:
-        """``beat`` is told the bytes of each piece that was read; what it raises ends the writing, too."""
+        """``beat`` receives the bytes of each piece that was read; what it raises ends the write."""
         self.size_bytes = blocks.size_bytes
         self._blocks = blocks
         self._beat = beat
 
     def wait(self, upto: int) -> None:
-        """Nothing to wait for: the shard is whole."""
+        """Nothing to do: the shard is whole."""
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``. Raises: ShardCorrupt."""
-        room, size = map_anonymous(length), self._blocks.block_bytes
+        out, size = map_anonymous(length), self._blocks.block_bytes
         stop = min(offset + length, self.size_bytes)
         for index in range(offset // size, -(-stop // size)):
-            with self._blocks.block(index, Rooms(), verify=True) as data:
+            with self._blocks.block(index, Buffers(), verify=True) as data:
                 start = index * size
                 if (start, len(data)) == (offset, length):
-                    room = data  # as in all but the last block, if both places have blocks of one size
+                    out = data  # the usual case: both places have blocks of one size
                     break
                 first, last = max(start, offset), min(start + len(data), stop)
-                room[first - offset : last - offset] = data[first - start : last - start]
+                out[first - offset : last - offset] = data[first - start : last - start]
         self._beat(stop - offset)
-        return room
+        return out
 
     def finish(self) -> None:
-        """Every block was compared when it was read."""
+        """Nothing to do: every block was compared when it was read."""
 
 
 def read_shard(
@@ -225,10 +225,10 @@ def fill(
 ) -> int:
     """Read all that is wanted of these shards; returns the bytes of the blocks that were read. Blocks.
 
-    ``beat`` is told the bytes of each block, in several threads, and may raise. Every file that was opened is closed.
+    ``beat`` receives the bytes of each block, in several threads, and may raise. All files are closed in the end.
     Raises: ShardCorrupt, naming file and block; LevelError; FileNotFoundError; what ``put`` raises.
     """
-    rooms = Rooms()
+    buffers = Buffers()
     parts: dict[tuple[Blocks, int], list[Wanted]] = defaultdict(list)
     for blocks, wanted in jobs.items():
         for one in (one for one in wanted if one.start < one.stop):
@@ -240,7 +240,7 @@ def fill(
 
     def take(blocks: Blocks, index: int) -> int:
         start = index * blocks.block_bytes
-        with blocks.block(index, rooms, verify=verify) as data:
+        with blocks.block(index, buffers, verify=verify) as data:
             for one in parts[blocks, index]:
                 first, last = max(start, one.start), min(start + len(data), one.stop)
                 one.put(first - one.start, data[first - start : last - start])
@@ -249,7 +249,7 @@ def fill(
             left[blocks] -= 1
             is_last = not left[blocks]
         if is_last:
-            blocks.close()  # of a thousand shards only few are open at a time
+            blocks.close()  # so that few of a thousand shards are open at a time
         beat(count)
         return count
 

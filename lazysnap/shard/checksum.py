@@ -1,4 +1,4 @@
-"""Checksums per block of the shard file, so that a partial read verifies just the blocks it touches.
+"""Checksums per block of a shard, so that a partial read verifies only the blocks that it reads.
 
 xxh3-128 runs at about twice the rate of memcpy; CRC32C costs more and protects less.
 """
@@ -35,7 +35,7 @@ class Checksums:
 
     @property
     def whole(self) -> str:
-        """One checksum for all: over the block digests, so that no second pass over the data is needed."""
+        """One checksum over all block digests: it needs no second pass over the data."""
         return digest(bytes.fromhex("".join(self.blocks)))
 
     @classmethod

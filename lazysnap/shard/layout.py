@@ -1,4 +1,4 @@
-"""Where each tensor lies in a shard: a safetensors header that is known before any data is.
+"""The place of each tensor in a shard: a safetensors header that is known before any data is copied.
 
 The header is padded with spaces so that the data starts on a page; tensors follow each other without holes, as the
 safetensors format demands, ordered by item size so that each one stays aligned to its elements.
@@ -22,7 +22,7 @@ ITEM_BITS: Mapping[str, int] = {
     "I8": 8, "U8": 8, "BOOL": 8,
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
 }  # fmt: skip
-"""Bits per element of every dtype name that version 1 may hold."""
+"""Bits per element of every dtype name in format version 1."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Layout:
     def plan(cls, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> "Layout":
         """Lay ``specs`` out, widest elements first and otherwise in the order given.
 
-        Raises: FormatError, for a dtype that the format has not got, a name given twice or a header over the limit.
+        Raises: FormatError, for a dtype that the format does not have, a name used twice or a header over the limit.
         """
         chosen = list(specs)
         if len(chosen) > MAX_TENSORS:
@@ -96,7 +96,7 @@ class Layout:
 
     @classmethod
     def parse(cls, head: "bytes | memoryview", size_bytes: int, where: str = "shard") -> "Layout":
-        """Read the header at the start of a shard of ``size_bytes``; believe nothing in it.
+        """Parse the untrusted header at the start of a shard of ``size_bytes``.
 
         Raises: ShardCorrupt, naming ``where``, if it is not exactly what ``plan`` may write.
         """

@@ -1,6 +1,6 @@
-"""How much a file may claim: every number, count and nesting that is read is compared with these first.
+"""Limits of the format (docs/format.md): writers stay within them, readers refuse what exceeds them.
 
-They are part of the format (docs/format.md): a writer keeps to them, a reader refuses what does not.
+Every number, count and nesting is compared with its limit before anything is allocated.
 """
 
 import json
@@ -18,15 +18,15 @@ MAX_TENSORS = 1 << 20
 """Tensors in one file."""
 MAX_DIMS = 64
 MAX_BLOCK_BYTES = 256 << 20
-"""What a checksum is over: read as a whole before a byte of it is used."""
+"""Of one checksum; a block is read as a whole before a byte of it is used."""
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_NAME = 4096
 """Characters of the name of a tensor, and of names and versions of packages."""
 MAX_NESTING = 310
-"""Lists and objects in each other, in a manifest; in a header it is ``MAX_HEADER_NESTING``."""
+"""Lists and objects inside each other, in a manifest."""
 MAX_HEADER_NESTING = 3
 MAX_SMALL_OBJECT_BYTES = 4096
-"""Names, claims and leases."""
+"""Of an object that holds a name."""
 
 MAX_STATE_DEPTH = 100
 """Containers inside each other in the training state, the state itself included."""
@@ -36,7 +36,7 @@ Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 
 
 def load_json(data: "bytes | memoryview", nesting: int, pairs: Pairs | None = None) -> Any:
-    """Parse JSON that may be anybody's. Raises: ValueError, if it is no JSON, or nested more deeply than that."""
+    """Parse untrusted JSON. Raises: ValueError, if it is no JSON, or nested more than ``nesting`` deep."""
     try:
         text = bytes(data).decode("utf-8", "surrogatepass")
         value = with_stack(lambda: json.loads(text, object_pairs_hook=pairs, parse_constant=_refuse))
@@ -51,7 +51,7 @@ def load_json(data: "bytes | memoryview", nesting: int, pairs: Pairs | None = No
 
 
 def _refuse(name: str) -> None:
-    """Python reads and writes these; JSON has no such numbers, and the encoding of the state has others for them."""
+    """Python accepts NaN and infinities, JSON does not; the encoding of the state has tags for them."""
     raise ValueError(f"{name} is no JSON")
 
 

@@ -1,4 +1,4 @@
-"""The manifest beside a shard: what the bytes are, and the commit, because it is written last.
+"""The manifest beside a shard: it describes the bytes, and it is the commit, because it is written last.
 
 A file is ``{"digest":"xxh3-128:<hex>","manifest":<body>}`` and a newline; the digest is over the exact bytes of the
 body, so that a flipped byte anywhere in the file is found (docs/format.md).
@@ -30,11 +30,11 @@ FORMAT = "lazysnap"
 TAG = "$"
 """In the encoded state: the key of the type of a value that plain JSON does not have (docs/format.md)."""
 FORMAT_VERSION = 1
-"""What is written, and the newest version that is read."""
+"""The version that is written, and the newest one that is read."""
 _OPTIONAL = ("frozen", "parameters")
-"""Keys that are absent where they say nothing."""
+"""Keys that are absent if there is nothing to say."""
 _FACTS = ("dtype", "scope", "global_shape", "offsets")
-"""What may stand beside a tensor."""
+"""The keys of a tensor's entry."""
 _HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
 _MIDDLE = b'","manifest":'
 _TAIL = b"}\n"
@@ -48,10 +48,10 @@ def is_count(value: object) -> bool:
 
 @dataclass(frozen=True)
 class FrozenReference:
-    """The frozen tensors that a capture belongs with: an image of their own, stored once per level."""
+    """The frozen tensors of a capture: a file of their own, stored once per level."""
 
     digest: str
-    """``Checksums.whole`` of that image, 32 hexadecimal digits: its content decides its name."""
+    """``Checksums.whole`` of that file, 32 hexadecimal digits: its content decides its name."""
     size_bytes: int
 
     @classmethod
@@ -66,18 +66,18 @@ class FrozenReference:
 
 @dataclass(frozen=True)
 class CaptureMeta:
-    """What is known of a capture before its first byte is copied: the manifest without checksums and sizes."""
+    """The metadata of a capture, known before its first byte is copied: a manifest without checksums and sizes."""
 
     run_id: str
-    """Made at the first start of a training and kept by every restart (``shard.names``); the newest run wins."""
+    """Made at the first start of a training, kept by every restart (``shard.names``)."""
     start: str
-    """The id of one launch of the ranks, or of one resume. A run that passes a step again makes another snapshot."""
+    """The id of one launch of the ranks. After a restart the same step is another snapshot."""
     step: int
     rank: int
     world_size: int
     captured_ns: int
     tensors: dict[str, Any] = field(default_factory=dict)
-    """Per tensor name what safetensors cannot say: logical dtype, scope, global shape and offsets."""
+    """By name of a tensor, what safetensors cannot express: logical dtype, scope, global shape and offsets."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Names of tied tensors, each with the name under which the bytes are stored."""
     state: Any = None
@@ -85,14 +85,13 @@ class CaptureMeta:
     packages: dict[str, str] = field(default_factory=dict)
     """Versions of the packages that wrote it."""
     frozen: FrozenReference | None = None
-    """Where the tensors are that ``state`` refers to and the shard does not hold; absent in JSON if there are none."""
+    """The frozen tensors that ``state`` refers to; absent in JSON if there are none."""
     parameters: dict[str, list[str]] | None = None
-    """By path of an optimizer in the state: the names of its parameters in the model, in the order in which the
-    optimizer numbers them. Absent if they are not known."""
+    """By path of an optimizer in the state: the names of its parameters, as it numbers them. Absent if unknown."""
 
     @property
     def name(self) -> SnapshotName:
-        """The snapshot that it is part of."""
+        """The snapshot of this capture."""
         return SnapshotName(self.run_id, self.step, self.start)
 
     def to_fields(self) -> dict[str, Any]:
@@ -219,7 +218,7 @@ class Manifest:
 
 
 def _damage(data: bytes, got: str) -> str:
-    """What is wrong with a file that is not as it was written, in words."""
+    """How a file differs from a valid one, in words."""
     if not data:
         return "the file is empty"
     if not data.startswith(_HEAD):
@@ -242,7 +241,7 @@ def _dump(fields: dict[str, Any]) -> bytes:
     try:
         text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except ValueError as error:  # a number that was read as infinite, such as 1e999
-        raise FormatError(f"what was read cannot be written again: {error}") from error
+        raise FormatError(f"the metadata is no JSON: {error}") from error
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -257,7 +256,7 @@ def _load(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _is_facts(facts: Any) -> bool:
-    """Whether this is small enough to stand beside a tensor; what it means is checked where it is used."""
+    """Whether this is within the limits of an entry; its meaning is checked where it is used."""
     if not isinstance(facts, dict):
         return not isinstance(facts, (list, str))
     texts = [text for text in facts.values() if isinstance(text, str)]

@@ -1,7 +1,7 @@
-"""The names at a level, and the ids that they consist of. The name of a directory is the identity of what it holds.
+"""The names of directories and files at a level, and the ids in them. The name of a directory is its identity.
 
-A run and a start each have an id of 16 hexadecimal digits: 11 of the milliseconds since 1970, then 5 random ones. Ids
-sort by time, and no two writers ever want the same directory.
+Runs and starts have ids of 16 hexadecimal digits: 11 of the milliseconds since 1970, then 5 random ones. Ids sort by
+time, and no two writers ever use the same directory.
 """
 
 import re
@@ -22,12 +22,12 @@ _KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
 def new_id() -> str:
-    """An id for a run or a start that begins now."""
+    """The id of a run or start that begins now."""
     return f"{time.time_ns() // 1_000_000:0{_TIME_DIGITS}x}{secrets.token_hex(3)[:5]}"
 
 
 def id_after(own: str, other: str) -> str:
-    """``own``, moved in time if need be, so that it is greater than ``other``: a clock may go back."""
+    """``own``, or a later id if ``own`` is not greater than ``other``: a clock may be set back."""
     milliseconds = f"{int(other[:_TIME_DIGITS], 16) + 1:0{_TIME_DIGITS}x}"
     return own if own > other or len(milliseconds) > _TIME_DIGITS else milliseconds + own[_TIME_DIGITS:]
 
@@ -44,7 +44,7 @@ def is_id(text: object) -> bool:
 
 @dataclass(frozen=True, order=True)
 class SnapshotName:
-    """What tells a snapshot from every other. The newer one is the greater one."""
+    """The identity of a snapshot. A newer snapshot is greater."""
 
     run_id: str
     step: int
@@ -64,7 +64,7 @@ class SnapshotName:
 
 
 def frozen_directory_name(digest: str) -> str:
-    """``frozen-<digest>``: where frozen tensors of that content are, of whichever run."""
+    """``frozen-<digest>``: the directory of frozen tensors with this content, of any run."""
     return f"frozen-{digest}"
 
 
@@ -75,22 +75,22 @@ def parse_frozen_directory_name(name: str) -> str | None:
 
 
 def is_directory_of_ours(name: str) -> bool:
-    """Whether a name is that of a snapshot's directory, or of frozen tensors."""
+    """Whether this is the name of the directory of a snapshot or of frozen tensors."""
     return SnapshotName.parse(name) is not None or parse_frozen_directory_name(name) is not None
 
 
 def is_keep_name(name: object) -> bool:
-    """Whether a snapshot may be called so: 1 to 64 of ``A-Z a-z 0-9 . _ -``, the first a letter or digit."""
+    """Whether this can be the name of a snapshot: 1 to 64 of ``A-Z a-z 0-9 . _ -``, the first a letter or digit."""
     return isinstance(name, str) and _KEEP_NAME.fullmatch(name) is not None
 
 
 def keep_file_name(name: str) -> str:
-    """``keep-before-anneal``: an object in a snapshot's directory that names it, and so keeps it."""
+    """``keep-before-anneal``: the object in a snapshot's directory that gives it this name."""
     return f"keep-{name}"
 
 
 def parse_keep_file_name(file: str) -> str | None:
-    """The name that a ``keep-…`` object gives, ``None`` for any other file."""
+    """The name in the name of a ``keep-…`` object, ``None`` for any other file."""
     match = _KEEP_FILE.fullmatch(file)
     return match[1] if match else None
 

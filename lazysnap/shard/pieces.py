@@ -1,4 +1,4 @@
-"""Tensors that several shards hold in pieces: which piece of which shard covers what. Pure."""
+"""Tensors whose pieces are in several shards: which piece covers which part. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What one piece contributes to a wanted box."""
+    """The part of a wanted box that one piece provides."""
 
     piece: Piece
     source: tuple[slice, ...]
@@ -81,7 +81,7 @@ def overlaps(pieces: Sequence[Piece], offsets: Extent, shape: Extent) -> Iterato
 
 
 class Cover:
-    """How much of one wanted box the pieces seen so far fill. Pieces that overlap are not counted twice."""
+    """How much of one wanted box the pieces added so far fill. Pieces that overlap are not counted twice."""
 
     def __init__(self, offsets: Extent, shape: Extent) -> None:
         self._box = (offsets, shape)
@@ -91,13 +91,13 @@ class Cover:
         self.is_whole = self._needed == 0
 
     def add(self, piece: Piece) -> None:
-        """A piece is there."""
+        """Add a piece."""
         for overlap in overlaps([piece], *self._box) if not self.is_whole else ():
             part = (tuple(p.start for p in overlap.target), tuple(p.stop - p.start for p in overlap.target))
             if part not in self._parts:
                 self._parts[part] = None
                 self._seen += volume(part[1])
-                # Only now worth the look at how they lie.
+                # Only now can they fill the box, so only now compare how they overlap.
                 self.is_whole = self._seen >= self._needed and self._filled() == self._needed
 
     def _filled(self) -> int:
@@ -107,17 +107,17 @@ class Cover:
 
 
 def apart(boxes: Sequence[Piece]) -> list[Piece]:
-    """Those of ``boxes`` that overlap none taken before them, along the dimension that is cut most.
+    """A choice of ``boxes`` without overlap, along the dimension that is cut most.
 
-    They fill what is filled twice or more: by replicas that were cut at other places (nodes with other numbers of
-    ranks), each of which fills it without holes.
+    Boxes overlap if replicas were cut at different places (nodes with different numbers of ranks). Each replica alone
+    has no holes.
     """
     axis = _most_cut(boxes)
     if axis is None:
         return list(boxes[:1])
     taken: list[Piece] = []
     reaching: list[Piece] = []
-    # Along this dimension a piece is compared only with those that reach beyond its beginning.
+    # A piece is compared only with those that extend beyond its start in this dimension.
     for piece in sorted(boxes, key=lambda piece: (piece.offsets[axis], piece.offsets)):
         reaching = [other for other in reaching if other.offsets[axis] + other.shape[axis] > piece.offsets[axis]]
         if not any(overlaps(reaching, piece.offsets, piece.shape)):
@@ -132,9 +132,9 @@ def _most_cut(boxes: Sequence[Piece]) -> int | None:
 
 
 def tiles(name: str, pieces: Sequence[Piece], whole: Extent) -> list[Piece]:
-    """Those of the pieces that fill the tensor without overlap. Raises: ShardCorrupt, saying how much is missing.
+    """A choice of the pieces that fills the tensor without overlap. Raises: ShardCorrupt, naming how much is missing.
 
-    Neither DCP nor safetensors look at this when they load: a lost shard in the middle would leave garbage, silently.
+    Neither DCP nor safetensors check this when they load: a lost shard would leave garbage, silently.
     """
     found = apart(distinct(pieces))
     covered = sum(volume(piece.shape) for piece in found)

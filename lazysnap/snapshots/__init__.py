@@ -1,1 +1,1 @@
-"""Snapshots as they are stored: the catalogue of a level, and the reader of one snapshot."""
+"""Stored snapshots: the catalogue of a level, and the reader of one snapshot."""

@@ -1,7 +1,7 @@
 """The catalogue of a level: which snapshots it holds, and which of them are complete.
 
-Directories are listed; manifests are read only for what is used. Whoever wants the newest snapshot reads one manifest
-of each directory, then all manifests of the newest snapshot.
+Names of directories tell run, step and start. Directories are listed and manifests are read only for the snapshots that
+a caller asks for.
 """
 
 import os
@@ -38,9 +38,9 @@ from lazysnap.shard.names import (
 
 LATEST = "latest"
 _THREADS = 8
-"""Small reads at once: each is a request to an object store."""
+"""Small reads at a time: each is a request to an object store."""
 _MOST_DIGITS = 19
-"""Of a step."""
+"""Decimal digits of a step."""
 _NO_KEY = SnapshotKey("", -1, "", 0)
 
 Given = TypeVar("Given")
@@ -49,7 +49,7 @@ Shard = tuple[Entry, Manifest]
 
 
 def in_parallel(work: Callable[[Given], Result], items: Sequence[Given]) -> list[Result]:
-    """``work`` of every item, in order. Blocks. Raises: what the first to fail raised."""
+    """``work(item)`` for every item, in order. Blocks. Raises: the first error."""
     tasks = [partial(work, item) for item in items]
     return DaemonPool[Result](min(_THREADS, max(1, len(tasks))), "lazysnap-catalogue").run(tasks)
 
@@ -57,11 +57,11 @@ def in_parallel(work: Callable[[Given], Result], items: Sequence[Given]) -> list
 def latest_path(url: "str | os.PathLike[Any]") -> str | None:
     """The directory of the newest complete snapshot below ``url``, ``None`` if there is none.
 
-    For tools that copy or look at files. Lightning reads files, not this directory: for weights use ``load_weights``,
-    for ``load_from_checkpoint`` a file that ``lazysnap export URL latest --to FILE.ckpt`` wrote.
+    For tools that copy files. To load weights use ``load_weights``; for Lightning's ``load_from_checkpoint`` write a
+    file with ``lazysnap export URL latest --to FILE.ckpt``.
 
     Blocks: lists the level and reads manifests; no shard is read or verified.
-    Raises: LevelUnavailable, if the level does not answer; ConfigError, for what is no path or URL.
+    Raises: LevelUnavailable, if the level does not answer; ConfigError, if ``url`` is no path or URL.
     """
     store = open_store(checked_url("latest_path", url))
     plan = next(Catalogue(store).plans(), None)
@@ -84,17 +84,17 @@ class Found:
 
     @property
     def run_id(self) -> str:
-        """Of the run that it was taken from."""
+        """Of the run that captured it."""
         return self.key.run_id
 
     @property
     def world_size(self) -> int:
-        """Ranks of the training that it was taken from."""
+        """Ranks of the training that captured it."""
         return self.key.world_size
 
     @property
     def ranks(self) -> int:
-        """How many of them are present."""
+        """How many of these ranks are present."""
         return len({entry.rank for entry, _ in self.shards})
 
     @property
@@ -104,7 +104,7 @@ class Found:
 
     @property
     def names(self) -> list[str]:
-        """What it was called by ``keep``."""
+        """Names given by ``keep``."""
         return sorted({name for entry, _ in self.shards for name in entry.names})
 
     @property
@@ -125,7 +125,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything at a level, or all of some steps."""
+    """Everything at a level, or everything of some steps."""
 
     url: str
     snapshots: tuple[Found, ...]
@@ -139,7 +139,7 @@ class Contents:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of this package is here."""
+        """Whether lazysnap wrote nothing here."""
         return not (self.snapshots or self.uncommitted or self.frozen)
 
     @cached_property
@@ -152,7 +152,7 @@ class Contents:
         return sum(image.digest in found.frozen for found in self.snapshots)
 
     def of_run(self, run_id: str | None) -> "Contents":
-        """What belongs to one run; ``None``: everything."""
+        """Only one run; ``None``: everything."""
         if run_id is None:
             return self
         chosen = tuple(found for found in self.snapshots if found.run_id == run_id)
@@ -162,7 +162,7 @@ class Contents:
 
 
 class Catalogue:
-    """One look at a level; what was listed or read once is not asked for again.
+    """What a level held when it was first asked: each directory is listed, and each manifest read, at most once.
 
     Every method blocks. Raises: LevelError, if the level does not answer.
     """
@@ -174,7 +174,7 @@ class Catalogue:
         self.problems: list[str] = []
         """What cannot be used, and why: damaged, foreign or lost files."""
         self.incomplete: list[str] = []
-        """What the snapshots lack that ``plans`` passed over."""
+        """What is missing of the snapshots that ``plans`` skipped."""
 
     @cached_property
     def _names(self) -> list[str]:
@@ -189,9 +189,9 @@ class Catalogue:
 
         ``name``: given by ``keep``. ``run``: a whole id.
         """
-        found_there = self._list(lambda at: step in (None, at.step) and run in (None, at.run_id))
+        directories = self._list(lambda at: step in (None, at.step) and run in (None, at.run_id))
         steps: dict[tuple[str, int], list[Directory]] = {}
-        for directory in found_there:
+        for directory in directories:
             if name is None or name in directory.names:
                 at = _name_of(directory)
                 steps.setdefault((at.run_id, at.step), []).append(directory)
@@ -204,7 +204,7 @@ class Catalogue:
             yield from found
 
     def meant(self, wanted: str, run: str | None = None) -> Iterator[RestartPlan]:
-        """Complete snapshots that ``STEP``, ``NAME`` or ``latest`` means, best first. ``run``: first digits of an id.
+        """Complete snapshots for a step, a name or ``latest``, best first. ``run``: first digits of an id.
 
         Raises: SnapshotNotFound, if they begin no run's id, or several.
         """
@@ -221,7 +221,7 @@ class Catalogue:
             yield from self.plans(name=wanted, run=run_id)
 
     def find(self, wanted: str, run: str | None = None) -> RestartPlan:
-        """The best of ``meant``. Raises: SnapshotNotFound, saying what there is instead."""
+        """The first of ``meant``. Raises: SnapshotNotFound, listing the complete steps."""
         found = next(self.meant(wanted, run), None)
         if found is not None:
             return found
@@ -242,7 +242,7 @@ class Catalogue:
         return short_ids(_name_of(directory).run_id for directory in self._list(lambda at: True) if directory.ranges)
 
     def manifests(self, plan: RestartPlan) -> list[Manifest]:
-        """By rank, of a plan that was just given: the manifest of its first source."""
+        """By rank: the manifest of the first source of a plan of this catalogue."""
         found = []
         for entry in (offers[0] for offers in plan.sources):
             manifest = self._manifests[self.store.place(entry).manifest_path]
@@ -257,7 +257,7 @@ class Catalogue:
     # ---------------------------------------------------------------- everything
 
     def contents(self, steps: Collection[int] | None = None) -> Contents:
-        """Everything, or all that is of these steps. Reads every manifest of it, no shard."""
+        """Everything, or everything of these steps. Reads all manifests of it, no shard."""
         directories = self._list(lambda at: steps is None or at.step in steps)
         shards = self._shards(directories)
         manifests = {entry: manifest for entry, manifest in shards}
@@ -297,7 +297,7 @@ class Catalogue:
         return [one for name in names if (one := self._directories[name]) is not None]
 
     def _read(self, files: Collection[tuple[str, str]]) -> None:
-        """Read manifests that were not read yet; what cannot be used is noted."""
+        """Read manifests that were not read yet; problems are recorded."""
         wanted = [file for file in dict.fromkeys(files) if _path(*file) not in self._manifests]
 
         def read(file: tuple[str, str]) -> "Manifest | str | None":
@@ -308,7 +308,7 @@ class Catalogue:
             except FileNotFoundError:
                 return None  # deleted since it was listed
             except (FormatError, LevelError) as error:
-                return str(error)  # one file that cannot be read says nothing about the others
+                return str(error)  # the other files may be readable
 
         for file, result in zip(wanted, in_parallel(read, wanted), strict=True):
             self._manifests[_path(*file)] = result if isinstance(result, Manifest) else None
@@ -326,7 +326,7 @@ class Catalogue:
         return found
 
     def _images(self, wanted: Collection[str]) -> list[tuple[FrozenEntry, Manifest]]:
-        """Those of the wanted files of frozen tensors that are committed."""
+        """The committed ones of the wanted images of frozen tensors."""
         store, found = self.store, []
         there = frozenset(self._names)
         digests = [digest for digest in sorted(wanted) if frozen_directory_name(digest) in there]
@@ -339,7 +339,7 @@ class Catalogue:
         return found
 
     def _explain(self, step: int, entries: Sequence[Entry], images: Sequence[FrozenEntry]) -> None:
-        """Note what an incomplete snapshot lacks."""
+        """Record what is missing of an incomplete snapshot."""
         held = {image.digest for image in images}
         for entry in entries:
             if entry.frozen is not None and entry.frozen not in held:

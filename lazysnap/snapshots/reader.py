@@ -1,4 +1,4 @@
-"""The reader of snapshots: the headers of its shards, the small state, and where each tensor is. Needs no torch."""
+"""The reader of a snapshot: headers of its shards, small state, and the place of each tensor. Needs no torch."""
 
 import contextlib
 import logging
@@ -24,15 +24,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class OpenShard:
-    """One shard, or one file of frozen tensors, of which the header was read."""
+    """One shard, or one image of frozen tensors, whose header was read."""
 
     rank: int
-    """Of the snapshot. A file of frozen tensors may be opened for any rank."""
+    """The rank that wrote it. An image of frozen tensors serves all ranks."""
     meta: CaptureMeta
     layout: Layout
     blocks: Blocks
     unverified: memoryview | None = None
-    """The header, if it is still to be compared with its checksum: that is done before any tensor is used."""
+    """The header, if it was not compared with its checksum yet: ``read`` does that."""
 
     @property
     def where(self) -> str:
@@ -40,7 +40,7 @@ class OpenShard:
         return self.blocks.where
 
     def stored(self, name: str) -> "Stored":
-        """One of its tensors. Raises: ShardCorrupt, if there is none, or if what the manifest says of it is wrong."""
+        """One of its tensors. Raises: ShardCorrupt, if there is none, or if its entry in the manifest is wrong."""
         if name not in self.layout:
             raise ShardCorrupt(
                 f"{self.where}: the manifest refers to a tensor {name!r}, the shard has none of that name"
@@ -73,18 +73,18 @@ class Stored:
 
     @property
     def logical(self) -> str | None:
-        """Its dtype, where the shard holds it as numbers of another one."""
+        """Its dtype in the program, if the shard stores another one."""
         logical = self.facts.get("dtype")
         return str(logical) if logical is not None else None
 
     @property
     def is_scoped(self) -> bool:
-        """Whether it is a box of a tensor that belongs to all ranks, rather than a tensor of its rank."""
+        """Whether it is a box of a tensor of all ranks, rather than a tensor of one rank."""
         return "scope" in self.facts
 
     @property
     def shape(self) -> Extent:
-        """As the program knows it: complex numbers may be stored as pairs of real ones."""
+        """In the program: complex numbers may be stored as pairs of real ones."""
         is_pairs = self.logical is not None and self.logical.startswith("complex")
         return self.spec.shape[:-1] if is_pairs else self.spec.shape
 
@@ -101,18 +101,18 @@ class OpenSnapshot:
     def __init__(
         self, plan: RestartPlan, ranks: Sequence[tuple[OpenShard, ...]], places: Sequence[ShardPlace] = ()
     ) -> None:
-        """``places``: where the shards are, to be leased while they are read."""
+        """``places``: of the shards, for leases while they are read."""
         self.plan = plan
         self.ranks = ranks
-        # One for each directory is enough: retention leaves a snapshot alone as a whole.
+        # One lease for each directory protects the whole snapshot.
         self._leased = {place.directory: place for place in places}.values()
 
     def meta(self, rank: int) -> CaptureMeta:
-        """What a rank wrote beside its tensors, its small state among it."""
+        """The metadata of a rank, small state included."""
         return self.ranks[rank][0].meta
 
     def find(self, rank: int, name: str) -> Stored | None:
-        """A tensor as a rank stored it: it may have stored it under the name of one that it is tied to."""
+        """A tensor of a rank, which may be stored under the name of a tied tensor; ``None``, if the rank has none."""
         for shard in self.ranks[rank]:
             if name in shard.meta.aliases or name in shard.layout:
                 return shard.stored(shard.meta.aliases.get(name, name))
@@ -120,7 +120,7 @@ class OpenSnapshot:
 
     @contextlib.contextmanager
     def leased(self) -> Iterator[None]:
-        """Meanwhile, retention leaves the snapshot alone."""
+        """Hold leases, so that retention does not delete the snapshot."""
         with contextlib.ExitStack() as stack:
             for place in self._leased:
                 stack.enter_context(place.storage.lease(place.shard_path))
@@ -128,7 +128,7 @@ class OpenSnapshot:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Errors of what is done with its state name it."""
+        """Add level and step to errors in its small state."""
         try:
             yield
         except ShardCorrupt as error:
@@ -138,7 +138,7 @@ class OpenSnapshot:
 
 
 def open_shard(place: ShardPlace, manifest: Manifest, *, verify: bool) -> OpenShard:
-    """Read the header of a shard; it is compared with its checksum now (``verify``), or before a tensor is used.
+    """Read the header of a shard, and compare it with its checksum: now (``verify``), or in ``read``.
 
     Blocks: reads the header alone, or with ``verify`` its blocks. Raises: ShardCorrupt; FileNotFoundError;
     LevelError.
@@ -219,7 +219,7 @@ def open_best(
 
 
 def _check_apart(shards: Sequence[OpenShard]) -> None:
-    """Raises: ShardCorrupt, if a name stands for tensors in a shard and in what it refers to."""
+    """Raises: ShardCorrupt, if a shard and its frozen tensors have a name in common."""
     seen: Counter[str] = Counter()
     for shard in shards if len(shards) > 1 else ():
         seen.update([*(spec.name for spec in shard.layout.specs), *shard.meta.aliases])
@@ -234,7 +234,7 @@ def read(
     verify: bool = True,
     beat: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """As ``blocks.fill``; headers that were not verified yet are, too."""
+    """As ``blocks.fill``; also compares headers that were not compared yet."""
     wanted: dict[Blocks, list[Wanted]] = {}
     for shard, parts in jobs.items():
         header = [_compared(shard, shard.unverified)] if verify and shard.unverified is not None else []
@@ -243,7 +243,7 @@ def read(
 
 
 def _compared(shard: OpenShard, header: memoryview) -> Wanted:
-    """See to it that what the header said when it was read alone is what its verified blocks say."""
+    """Compare the header that was read first with the verified blocks."""
 
     def put(at: int, data: memoryview) -> None:
         if header[at : at + len(data)] != data:

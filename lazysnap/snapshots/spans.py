@@ -1,4 +1,4 @@
-"""Where a box of a stored tensor lies in its shard, cut so that hardly any part needs two blocks. Pure."""
+"""The byte ranges of a box of a stored tensor, cut so that few of them need two blocks. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes ``[start, stop)`` of a file, in which a part of a box lies."""
+    """Bytes ``[start, stop)`` of a file that hold a part of a box."""
 
     start: int
     stop: int
     offsets: Extent
-    """Where the part begins in the box."""
+    """Of the part in the box."""
     shape: Extent
     strides: Extent
     """In elements, from ``start``."""
 
 
 def spans(place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], unit: int) -> Iterator[Span]:
-    """The parts of ``box`` of a row-major tensor of shape ``whole``; together they cover it once, in order of the file.
+    """The parts of ``box`` of a row-major tensor of shape ``whole``, in file order; together they cover it once.
 
-    ``place``: offset of the tensor in the file, and bytes of one element. Parts end where a multiple of ``unit`` bytes
-    does, as far as rows allow; a part that crosses one is a single row (or element) of some dimension.
+    ``place``: offset of the tensor in the file, and bytes of one element. Parts end at multiples of ``unit`` bytes
+    where rows allow; a part that crosses such a multiple is a single row (or element) of some dimension.
     """
     offset, itemsize = place
     strides = [itemsize] * len(whole)
@@ -57,7 +57,7 @@ def spans(place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], un
                     elements,
                 )
             elif row <= unit:
-                # It crosses one boundary: cheaper than to cut it on.
+                # It crosses one boundary; cutting it further would cost more.
                 yield Span(begin, begin + row, part, (*sizes[:dim], 1, *sizes[dim + 1 :]), elements)
             else:
                 yield from cut(begin, part, (*sizes[:dim], 1, *sizes[dim + 1 :]), dim + 1)

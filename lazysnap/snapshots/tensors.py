@@ -1,4 +1,4 @@
-"""Tensors of a snapshot: whole, or boxes of them, whichever ranks hold which parts."""
+"""Tensors of a snapshot: whole ones or boxes, put together from the parts of all ranks."""
 
 import threading
 from collections import defaultdict
@@ -26,7 +26,7 @@ Facts = tuple[torch.dtype, Extent]
 
 
 def facts_of(stored: Stored) -> Facts:
-    """As the program knows the tensor. Raises: ShardCorrupt, if torch has no such dtype."""
+    """Dtype and shape in the program. Raises: ShardCorrupt, if torch has no such dtype."""
     where, logical = f"{stored.shard.where}: tensor {stored.name}", stored.logical
     if stored.spec.dtype not in DTYPES:
         raise ShardCorrupt(f"{where}: torch has no dtype for {stored.spec.dtype}")
@@ -47,7 +47,7 @@ class Whole:
     """By rank and name of a piece."""
 
     def add(self, stored: Stored, rank: int) -> Piece:
-        """One more part. Raises: ShardCorrupt, if it does not fit the others."""
+        """Add a part. Raises: ShardCorrupt, if it does not fit the others."""
         (dtype, shape), (whole, offsets) = facts_of(stored), stored.extent()
         if (dtype, whole) != (self.dtype, self.shape):
             raise ShardCorrupt(
@@ -61,22 +61,22 @@ class Whole:
 
     @classmethod
     def of(cls, stored: Stored) -> "Whole":
-        """The tensor that this is a part of, without any part."""
+        """The tensor that ``stored`` is a part of; no part is added yet."""
         return cls(facts_of(stored)[0], stored.extent()[0])
 
 
-class _Move:
-    """One span of a shard on its way to its place in a tensor."""
+class _SpanCopy:
+    """Copies one span of a shard into its part of a tensor."""
 
     def __init__(self, span: Span, dtype: torch.dtype, target: torch.Tensor) -> None:
         self._span, self._dtype, self._target = span, dtype, target
         self._lock = threading.Lock()
         self._left = span.stop - span.start
-        self._room: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
 
     def put(self, at: int, data: memoryview) -> None:
         """See ``Wanted``."""
-        # Tensors of inference mode may be written to in that mode only, which belongs to a thread.
+        # Inference tensors can be written only in inference mode, which is set per thread.
         with torch.inference_mode(self._target.is_inference()):
             self._put(at, data)
 
@@ -85,18 +85,18 @@ class _Move:
         if len(data) == self._span.stop - self._span.start and found.data_ptr() % self._dtype.itemsize == 0:
             self._copy(found)
             return
-        # It lies across blocks, or where no number of its kind may start.
+        # The span crosses blocks, or is not aligned for its dtype: collect it in a buffer.
         with self._lock:
-            if self._room is None:
-                self._room = torch.empty(self._span.stop - self._span.start, dtype=torch.uint8)
-            room = self._room
-        room[at : at + len(data)].copy_(found)
+            if self._buffer is None:
+                self._buffer = torch.empty(self._span.stop - self._span.start, dtype=torch.uint8)
+            buffer = self._buffer
+        buffer[at : at + len(data)].copy_(found)
         with self._lock:
             self._left -= len(data)
             is_whole = not self._left
         if is_whole:
-            self._copy(room)
-            self._room = None
+            self._copy(buffer)
+            self._buffer = None
 
     def _copy(self, data: torch.Tensor) -> None:
         span = self._span
@@ -106,7 +106,7 @@ class _Move:
 
 
 class Boxes:
-    """Boxes of tensors to be filled: gathered first, then read all at once."""
+    """Boxes of tensors to fill: collected first, then read together."""
 
     def __init__(self) -> None:
         self._jobs: dict[OpenShard, list[Wanted]] = defaultdict(list)
@@ -119,12 +119,12 @@ class Boxes:
             block = stored.shard.blocks.block_bytes
             place = (stored.offset, whole.dtype.itemsize)
             self._jobs[stored.shard] += [
-                Wanted(span.start, span.stop, _Move(span, whole.dtype, box).put)
+                Wanted(span.start, span.stop, _SpanCopy(span, whole.dtype, box).put)
                 for span in spans(place, overlap.piece.shape, overlap.source, block * -(-_LEAST_UNIT // block))
             ]
 
     def take(self) -> dict[OpenShard, list[Wanted]]:
-        """What is to be read, for ``reader.read``; it is forgotten here."""
+        """The collected reads, for ``reader.read``; the collection is empty afterwards."""
         jobs, self._jobs = self._jobs, defaultdict(list)
         return jobs
 
@@ -133,7 +133,7 @@ class SnapshotTensors:
     """The tensors of an open snapshot, as one rank sees them."""
 
     def __init__(self, snapshot: OpenSnapshot, rank: int) -> None:
-        """``rank``: whose state is read, and whose tensors those are that belong to a rank alone.
+        """``rank``: whose small state and own tensors are used.
 
         Raises: StateError, if the ranks number their parameters in different ways.
         """
@@ -145,13 +145,13 @@ class SnapshotTensors:
             if held[0].meta.parameters != first:
                 raise StateError(
                     f"{held[0].where}: the optimizers of rank {other} hold other parameters than those of rank 0 "
-                    "(pipeline parallelism?): their states cannot be told apart by name; restore with as many ranks "
+                    "(pipeline parallelism?): their states have no distinct names; restore with as many ranks "
                     "as saved it, through the engine"
                 )
 
     @property
     def meta(self) -> CaptureMeta:
-        """What this rank wrote beside its tensors."""
+        """The metadata of this rank."""
         return self.snapshot.meta(self._rank)
 
     def facts(self, name: str) -> Facts:
@@ -160,10 +160,10 @@ class SnapshotTensors:
         return whole.dtype, whole.shape
 
     def whole(self, name: str) -> Whole:
-        """A tensor with the pieces that fill it, each once. Raises: ShardCorrupt, if some of it is in no shard."""
+        """A tensor with the pieces that fill it once. Raises: ShardCorrupt, if shards lack a part of it."""
         if name not in self._wholes:
             own = self.snapshot.find(self._rank, name)
-            # Its own first: of equal boxes the first one is read.
+            # The own rank first: of equal boxes the first one is read.
             order = [self._rank, *(rank for rank in range(len(self.snapshot.ranks)) if rank != self._rank)]
             held = [(rank, self.snapshot.find(rank, name)) for rank in order]
             boxes = [(rank, stored) for rank, stored in held if stored is not None and stored.is_scoped]
@@ -183,7 +183,7 @@ class SnapshotTensors:
 
     @cached_property
     def _elsewhere(self) -> dict[str, Stored]:
-        """By name, for tensors of which this rank stored nothing: any box of it."""
+        """By name, for tensors of which this rank stored nothing: one box of each."""
         found: dict[str, Stored] = {}
         for shard in (shard for held in self.snapshot.ranks for shard in held):
             for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
@@ -194,7 +194,7 @@ class SnapshotTensors:
         return found
 
     def new(self, names: Collection[str], boxes: Boxes) -> dict[str, torch.Tensor]:
-        """Tensors of these names, tied ones once, to be filled when ``boxes`` are read. Raises: ShardCorrupt."""
+        """New tensors by name, tied ones once; reading ``boxes`` fills them. Raises: ShardCorrupt."""
         made: dict[Any, torch.Tensor] = {}
         found = {}
         for name in dict.fromkeys(names):
@@ -207,9 +207,9 @@ class SnapshotTensors:
         return found
 
     def state(self, choose: Callable[[Any], Any], beat: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
-        """What ``choose`` takes of the encoded state, decoded, its tensors read and verified.
+        """The part of the encoded state that ``choose`` returns, decoded, its tensors read and verified.
 
-        Sharded tensors are whole, tied ones are one tensor. ``beat`` is told the bytes that were read, and may raise.
+        Sharded tensors are whole, tied ones are one tensor. ``beat`` receives the bytes of each block, and may raise.
         Blocks. Raises: ShardCorrupt; LevelError; what ``choose`` raises.
         """
         with self.snapshot.naming():
@@ -229,10 +229,10 @@ class SnapshotTensors:
 def parts_of(
     names: Collection[str] | None, restated: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[[Any], dict[str, Any]]:
-    """For ``state``: these objects of the state (``None``: all); values of registered types as their encoder left them.
+    """For ``state``: chooses these objects of the state (``None``: all), without decoding registered types.
 
-    ``restated``: encoded objects in place of those of the snapshot; their tensors are the snapshot's.
-    Nobody is here who knows the types. Raises: ShardCorrupt, if the state is no object.
+    ``restated``: encoded objects that replace those of the snapshot; their tensors are the snapshot's.
+    Raises: ShardCorrupt, if the state is no object.
     """
 
     def choose(encoded: Any) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def parts_of(
 
 
 def unregistered(encoded: Any) -> Any:
-    """An encoded value without registered types."""
+    """An encoded value in which values of registered types are replaced by what their encoder returned."""
     if isinstance(encoded, list):
         return [unregistered(item) for item in encoded]
     if not isinstance(encoded, Mapping):

@@ -31,7 +31,7 @@ class Blocks:
         self.threads = threads
         self.is_closed = False
 
-    def block(self, index, rooms, *, verify):
+    def block(self, index, buffers, *, verify):
         return self._block(index)
 
     def close(self):
