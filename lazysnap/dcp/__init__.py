@@ -1,10 +1,10 @@
-"""Snapshots read by ``torch.distributed.checkpoint``: from any world, mesh and strategy into any other.
+"""Snapshots for ``torch.distributed.checkpoint``: from any world, mesh and strategy into any other.
 
 ::
 
     dcp.load(state_dict, storage_reader=SnapshotReader("runs/lazysnap"))
 
-The names are loaded when they are first used: reading without that package must not wait for its import.
+Names are imported when they are first used: ``load_weights`` needs no DCP, which takes a second to import.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""Under which keys a snapshot's state is asked for: as DCP flattens it, and optimizers by the names of parameters too.
+"""The keys of a snapshot's state: as DCP flattens it, and for optimizers also by the names of parameters.
 
-The state stays in its encoding (lazysnap.state.codec); a value is decoded when it is wanted.
+The state stays encoded (lazysnap.state.codec); a value is decoded when it is loaded.
 """
 
 import logging
@@ -20,12 +20,12 @@ Path = tuple["str | int", ...]
 
 _MAPPINGS = frozenset({"dict", "OrderedDict", "Counter", "defaultdict"})
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Parts of names that wrappers add: DDP, torch.compile, activation checkpointing, FSDP."""
+"""Parts of names that DDP, torch.compile, activation checkpointing and FSDP add."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One value of the state, as DCP divides it."""
+    """One value of the flattened state."""
 
     path: Path
     """Keys as text, positions in lists as integers."""
@@ -33,20 +33,20 @@ class Leaf:
 
     @property
     def tensor(self) -> str | None:
-        """The name of the tensor that it is, ``None`` for any other value."""
+        """The name of the tensor, ``None`` for any other value."""
         is_tensor = type(self.encoded) is dict and self.encoded.get(TAG) == "tensor"
         return str(self.encoded["v"]) if is_tensor else None
 
 
 def canonical(key: str) -> str:
-    """A key without what wrappers add to it."""
+    """A key without the parts that wrappers add."""
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
 def leaves_of(state: Any) -> dict[str, Leaf]:
-    """The leaves of an encoded state by key, divided as ``torch.distributed.checkpoint`` divides a state dict.
+    """The leaves of an encoded state by key, as ``torch.distributed.checkpoint`` flattens a state dict.
 
-    Where two paths make the same key (``1`` and ``"1"``, dots in keys), the later one gets ``#2``.
+    If two paths have the same key (``1`` and ``"1"``, dots in keys), the later one gets ``#2``.
     Raises: ShardCorrupt, if it is no encoding of a dict.
     """
     found: dict[str, Leaf] = {}
@@ -56,7 +56,7 @@ def leaves_of(state: Any) -> dict[str, Leaf]:
         for path, encoded in _walk((), state):
             key, taken, number = ".".join(map(str, path)), path, 2
             while key in found:
-                # Also in the path: DCP joins it again, and puts values where it leads.
+                # Also in the path: DCP joins the path again, and puts the value there.
                 taken = (*path[:-1], f"{path[-1]}#{number}")
                 key, number = ".".join(map(str, taken)), number + 1
             found[key] = Leaf(taken, encoded)
@@ -82,7 +82,7 @@ def _walk(path: Path, encoded: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _pairs(encoded: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and encoded values of what decodes to a mapping."""
+    """Keys and encoded values, if this decodes to a mapping."""
     if type(encoded) is not dict:
         return None
     if TAG not in encoded:
@@ -97,7 +97,7 @@ def _no_tensor(name: str) -> torch.Tensor:
 
 
 def _is_terminal(items: Sequence[Any]) -> bool:
-    """Whether a list is one value: it holds neither tensors nor mappings, nor a list that does."""
+    """Whether DCP takes a list as one value: it contains neither tensors nor mappings, at any depth."""
     for item in items:
         if type(item) is dict and (TAG not in item or item[TAG] == "tensor" or item[TAG] in _MAPPINGS):
             return False
@@ -107,37 +107,37 @@ def _is_terminal(items: Sequence[Any]) -> bool:
 
 
 class StateKeys:
-    """Every key that the state of one rank can be asked for, and the value behind it."""
+    """All keys of the state of one rank, and their values."""
 
     def __init__(self, state: Any, parameters: Mapping[str, Sequence[str]] | None) -> None:
         """``parameters``: as in the manifest. Raises: ShardCorrupt."""
         self._native = leaves_of(state)
         self._named: dict[str, Leaf] = {}
         self._groups: dict[str, list[str]] = {}
-        """By key of a ``params`` list: the names that stand for its numbers."""
+        """By key of a ``params`` list: the names of its parameters."""
         self.listed: dict[str, Leaf] = dict(self._native)
-        """What a load without a model gets: optimizers by names, where those are known, as ``get_state_dict`` does."""
+        """The result of a load without a model: optimizers by name if names are known, as in ``get_state_dict``."""
         for place, names in (parameters or {}).items():
             self._add_names(place, names)
         self._canonical: dict[str, Leaf | None] = {}
         for key, leaf in [*self._native.items(), *self._named.items()]:
             short = canonical(key)
             known = self._canonical.get(short, leaf)
-            # Two values with one short name: asked for by their full names only.
+            # Two values with one short name have full names only.
             self._canonical[short] = leaf if known is leaf else None
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.find(key) is not None
 
     def find(self, key: str) -> Leaf | None:
-        """The value for ``key``: exactly so called, or but for what wrappers add to names."""
+        """The value with this key, or with one that differs only by what wrappers add."""
         exact = self._native.get(key) or self._named.get(key) or self.listed.get(key)
         return exact or self._canonical.get(canonical(key))
 
     def encoded(self, key: str, current: Any) -> Any:
-        """The encoded value for ``key``, in the form that ``current``, the value to be replaced, has.
+        """The encoded value for ``key``, in the form of ``current``, the value that it replaces.
 
-        Lists of an optimizer's parameters are numbers in ``optimizer.state_dict()`` and names in ``get_state_dict``.
+        Parameters of an optimizer are numbers in ``optimizer.state_dict()`` and names in ``get_state_dict``.
         """
         leaf = self.find(key)
         if leaf is None:
@@ -149,7 +149,7 @@ class StateKeys:
         return [spelled.get(canonical(name), canonical(name)) for name in names]
 
     def _add_names(self, place: str, names: Sequence[str]) -> None:
-        """Let one optimizer's state be asked for by the names of its parameters."""
+        """Add keys with the names of parameters for one optimizer."""
         found: dict[str, Leaf] = {}
         listed: dict[str, Leaf] = {}
         numbered: list[str] = []
@@ -173,7 +173,7 @@ class StateKeys:
                     self._groups[key] = members
                 else:
                     settings[_join(*rest[1:])] = leaf
-        # As StateDictOptions(flatten_optimizer_state_dict=True) has it.
+        # As with StateDictOptions(flatten_optimizer_state_dict=True).
         for members, settings in groups.values():
             for name in members:
                 found.update({_join(place, "param_groups", name, what): leaf for what, leaf in settings.items()})
@@ -199,7 +199,7 @@ def _join(*parts: "str | int") -> str:
 
 
 def _depth(path: Path, place: str) -> int:
-    """How many parts of ``path`` make ``place``; 0 if it is no beginning of it."""
+    """How many parts of ``path`` form ``place``; 0 if ``path`` does not begin with it."""
     depth, length = 0, -1
     while depth < len(path) and length < len(place):
         length += len(str(path[depth])) + 1

@@ -1,4 +1,4 @@
-"""DCP's load planner, with values handed over as they are and put under the keys that they had."""
+"""DCP's load planner, for values without pickling and with their original keys."""
 
 import io
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 
 class SnapshotLoadPlanner(DefaultLoadPlanner):
-    """``DefaultLoadPlanner`` for ``SnapshotReader``. Optional, for two things that the default one cannot do.
+    """``DefaultLoadPlanner`` for ``SnapshotReader``; optional.
 
-    Values that are no tensors come without a round trip through ``torch.save`` and ``torch.load``; and they replace
-    those under integer keys (``optimizer.state_dict()``, ``Counter``) instead of adding others under their text.
+    Values that are no tensors are loaded without ``torch.save`` and ``torch.load``. Values under integer keys
+    (``optimizer.state_dict()``, ``Counter``) are replaced, where the default planner adds text keys.
     """
 
     def set_up_planner(
@@ -37,7 +37,7 @@ class SnapshotLoadPlanner(DefaultLoadPlanner):
                 self._places.setdefault(flat, (container, key))
 
     def load_value(self, item: ReadItem, value: Any) -> None:
-        """Put a value that is no tensor in its place."""
+        """Load a value that is no tensor."""
         key = item.dest_index.fqn
         if key in self._places:
             container, own_key = self._places[key]
@@ -47,7 +47,7 @@ class SnapshotLoadPlanner(DefaultLoadPlanner):
 
 
 def load_value(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    """Hand a value that is no tensor to any planner; one of DCP wants it as bytes of ``torch.save``, made here."""
+    """Load a value that is no tensor, through any planner: those of DCP expect bytes of ``torch.save``."""
     if isinstance(planner, SnapshotLoadPlanner):
         planner.load_value(item, value)
     else:

@@ -1,7 +1,7 @@
-"""A ``StorageReader`` over snapshots. DCP plans what each rank needs; which bytes of which shards, is found here.
+"""A ``StorageReader`` for snapshots. DCP plans which tensors each rank needs; this module finds and reads the bytes.
 
-Every tensor is shown to DCP as one chunk: its plans stay small whatever the world that saved it, and ranks that looked
-at different moments can still agree on one snapshot before the first byte is read.
+DCP sees every tensor as one chunk. So its plans stay small for any number of ranks that saved it, and ranks that listed
+the level at different times can still agree on one snapshot before they read.
 """
 
 import logging
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyMap(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """What a snapshot holds, by key; lists each value once, and finds it by its other keys too."""
+    """DCP's metadata of a snapshot by key: each value is listed once, and found by its other keys too."""
 
     def __init__(self, snapshot: SnapshotTensors, keys: StateKeys) -> None:
         super().__init__({key: _metadata(snapshot, leaf) for key, leaf in keys.listed.items()})
@@ -46,7 +46,7 @@ class KeyMap(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
         self.by_key = keys
 
     def paths(self) -> dict[str, Any]:
-        """By listed key: where its value stands in a nested state dict."""
+        """By listed key: the path of its value in a nested state dict."""
         return {key: leaf.path for key, leaf in self.by_key.listed.items()}
 
     def __contains__(self, key: object) -> bool:
@@ -80,12 +80,12 @@ def _metadata(snapshot: SnapshotTensors, leaf: Leaf) -> "TensorStorageMetadata |
 class SnapshotReader(StorageReader):
     """Reads a snapshot for ``torch.distributed.checkpoint.load``, in any number of processes.
 
-    ``url``: a level, as in ``PersistentLevel``. ``step``: ``"latest"``, a step, or a name given by ``keep``. What
-    belongs to a rank alone (buffers, generators) is this rank's if as many ranks load as saved, else rank 0's.
-    ``verify=False`` skips the checksums of blocks, nothing else.
+    ``url``: a level, as in ``PersistentLevel``. ``step``: ``"latest"``, a step, or a name given by ``keep``. State of
+    one rank alone (buffers, generators) is this rank's if as many ranks load as saved, else rank 0's.
+    ``verify=False`` skips the checksums of blocks.
 
-    Everything blocks. Inside ``dcp.load`` every error arrives as a ``CheckpointException``, which is no ``Exception``;
-    its text holds ours. ``step`` of a broken snapshot is an error, ``"latest"`` passes over it with a warning.
+    All methods block. ``dcp.load`` wraps every error in a ``CheckpointException``, which is no ``Exception``. A damaged
+    snapshot is an error if ``step`` names it; ``"latest"`` skips it with a warning.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class SnapshotReader(StorageReader):
         self._open: SnapshotTensors | None = None
         self._keys: KeyMap | None = None
         self.bytes_read = 0
-        """Bytes of shards that the last load read here, without headers that were only looked at."""
+        """Bytes of shards that the last load read on this rank."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -122,16 +122,16 @@ class SnapshotReader(StorageReader):
     # ---------------------------------------------------------------- as DCP calls it
 
     def reset(self, checkpoint_id: "str | os.PathLike[str] | None" = None) -> None:
-        """Begin a new load: ``"latest"`` is looked for again. ``checkpoint_id``: another level to read from."""
+        """Begin a new load: ``"latest"`` is searched again. ``checkpoint_id``: another level."""
         self._open = self._keys = None
         if checkpoint_id is not None:
             self._store = open_store(os.fspath(checkpoint_id), options=self._options)
 
-    # Not called ``kwargs``: by that name DCP would call it again on one rank alone after an error, and hang the others.
+    # Not called ``kwargs``: then DCP would repeat the call on one rank alone after an error, and the others would hang.
     def read_metadata(self, *_unused: Any, **_options: Any) -> Metadata:
         """Choose and open a snapshot. Blocks: one listing, the manifests of one snapshot, the headers of its shards.
 
-        Raises: SnapshotNotFound, saying what was passed over; ShardCorrupt; LevelError.
+        Raises: SnapshotNotFound, listing what was skipped; ShardCorrupt; LevelError.
         """
         self._find(None)
         assert self._keys is not None
@@ -141,7 +141,7 @@ class SnapshotReader(StorageReader):
         """Nothing more to do."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say which snapshot this rank has found."""
+        """Add the snapshot that this rank found."""
         assert self._open is not None
         return _with_key(plan, self._open.snapshot.plan.key)
 
@@ -153,7 +153,7 @@ class SnapshotReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Fill what ``plan`` asks for. Blocks.
 
-        Raises: ShardCorrupt, naming shard and block; LevelError; StateMismatch. What was to be filled is garbage then.
+        Raises: ShardCorrupt, naming shard and block; LevelError; StateMismatch. The targets are garbage then.
         """
         agreed = _key_of(plan)
         if self._open is None or self._open.snapshot.plan.key != agreed:
@@ -225,7 +225,7 @@ class SnapshotReader(StorageReader):
                 value = decode(encoded, tensor=inner.__getitem__)
             load_value(planner, item, value)
         if casts:
-            # As DCP does with its own files; nobody else would say so.
+            # DCP casts too, without a message.
             logger.warning("%d tensors have another dtype here and were cast, among them %s", len(casts), min(casts))
 
 
@@ -246,7 +246,7 @@ def _key_of(plan: LoadPlan) -> SnapshotKey:
 
 
 def _own_rank(world_size: int) -> int:
-    """Whose small state and rank-scoped tensors to read."""
+    """The rank whose small state and own tensors are read."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size:
         return dist.get_rank()
     return 0

@@ -28,12 +28,12 @@ def load_weights(
 
     ``url``: a level, as in ``PersistentLevel``. ``which``: ``"latest"``, a step, a name given by ``keep``,
     or ``"run:1f3a"`` (also ``"run:1f3a@200"``) for the run whose id begins so.
-    ``part``: which object of the state, as it was given to ``SnapshotEngine``; default: of a Lightning fit the module,
-    else the object named ``"model"``. The state dict is the one that the object had, without the wrappers of DDP and
-    ``torch.compile``; sharded tensors are whole, tied ones are one tensor.
+    ``part``: an object of the state, as given to ``SnapshotEngine``; default: the module of a Lightning fit, else the
+    object named ``"model"``. The result has no names of wrappers (DDP, ``torch.compile``); sharded tensors are whole,
+    tied ones are one tensor.
 
-    Reads the weights alone, from files of any number of ranks, and compares the checksum of each block. A damaged
-    ``"latest"`` is passed over for the next older snapshot, with a warning. No keeper and no process group is needed.
+    Reads only the weights, from files of any number of ranks, and compares checksums. ``"latest"`` skips a damaged
+    snapshot with a warning. No keeper and no process group is needed.
     Blocks. Raises: SnapshotNotFound; StateMismatch, if the snapshot has no such part; ShardCorrupt, for a step, name or
     run; UnsupportedState, for a value of a type that is not registered here; LevelError; ConfigError.
     """
@@ -64,8 +64,8 @@ def _part(state: Any, part: str | None, where: str) -> Any:
     objects = state if isinstance(state, dict) and TAG not in state else {}
     name = part if part is not None else LIGHTNING_WEIGHTS if is_lightning(objects) else MODEL
     if name not in objects:
-        there = sorted(objects.keys() - {KEY})
+        found = sorted(objects.keys() - {KEY})
         raise StateMismatch(
-            f"{where} has no part {name!r}, its parts are {there}: name one, as load_weights(..., part=...)"
+            f"{where} has no part {name!r}, its parts are {found}: name one, as load_weights(..., part=...)"
         )
     return objects[name]

@@ -1,9 +1,9 @@
-"""A snapshot in the layout of Accelerate's ``save_state``: stock ``Accelerator.load_state(directory)`` reads it.
+"""A snapshot in the layout of Accelerate's ``save_state``, for stock ``Accelerator.load_state(directory)``.
 
 The state has these parts: ``model``, ``model_1``, …, ``optimizer``, …, ``scheduler``, …, ``scaler``, ``custom_0``, …,
-``rng`` and ``accelerate``. The last holds ``step`` and, where they differ from the defaults, ``safe_serialization``,
-``models`` (the parts to be written, in that order), ``prefixes`` (by model part, what DDP and ``torch.compile`` put
-before its names) and ``stateful_loaders`` (by loader part, the state of its ``StatefulDataLoader``).
+``rng`` and ``accelerate``. The last holds ``step`` and, if they differ from the defaults, ``safe_serialization``,
+``models`` (the parts to write, in order), ``prefixes`` (by model part, what DDP and ``torch.compile`` put before its
+names) and ``stateful_loaders`` (by loader part, the state of its ``StatefulDataLoader``).
 """
 
 import json
@@ -23,7 +23,7 @@ from lazysnap.shard.limits import MAX_MANIFEST_BYTES, MAX_NESTING, load_json
 
 FACTS, RNG = "accelerate", "rng"
 OF_EVERY_RANK = (FACTS, RNG)
-"""The parts that are read of every rank; all others are those of rank 0."""
+"""The parts that are read from every rank; all others from rank 0."""
 _RNG_NAMES = {
     "python": "random_state",
     "numpy": "numpy_random_seed",
@@ -46,7 +46,7 @@ def write_stock(ranks: Sequence[Mapping[str, Any]], path: str) -> None:
 
     ``ranks``: the state of rank 0, then for each other rank at least the parts ``OF_EVERY_RANK``.
     Blocks. Raises: StateMismatch, if this is no state of an Accelerator; UnsupportedState, for a value that cannot be
-    pickled or, as weights, not be held by safetensors; OSError.
+    pickled, or weights that safetensors refuses; OSError.
     """
     state = ranks[0]
     if not all(isinstance(rank.get(part), Mapping) for rank in ranks for part in OF_EVERY_RANK):
@@ -78,24 +78,24 @@ def write_stock(ranks: Sequence[Mapping[str, Any]], path: str) -> None:
 
 @dataclass(frozen=True)
 class Restated:
-    """What ``SnapshotEngine.restated`` gave."""
+    """Parts of the state that changed after a capture (``SnapshotEngine.restated``)."""
 
     step: int
-    """Of the capture that it is about."""
+    """Of the capture."""
     parts: Mapping[str, Any]
 
 
 def write_restated(restated: Restated, path: str) -> None:
-    """Note it in the directory ``path``. Blocks. Raises: OSError."""
+    """Write it into the directory ``path``. Blocks. Raises: OSError."""
     text = json.dumps(vars(restated), ensure_ascii=False, allow_nan=False)
     with open(os.path.join(path, RESTATED), "xb") as file:
         file.write(text.encode("utf-8", "surrogatepass"))
 
 
 def read_restated(path: str, step: int) -> Mapping[str, Any]:
-    """The parts that ``write_restated`` noted there for the snapshot of ``step``; empty, if that is nothing.
+    """The parts that ``write_restated`` wrote there for the snapshot of ``step``; empty, if there are none.
 
-    Blocks. Raises: StateMismatch, if they are those of another snapshot; ConfigError, if it is something else; OSError.
+    Blocks. Raises: StateMismatch, if they are of another snapshot; ConfigError, if the file is invalid; OSError.
     """
     try:
         with open(os.path.join(path, RESTATED), "rb") as file:
@@ -113,7 +113,7 @@ def read_restated(path: str, step: int) -> Mapping[str, Any]:
 
 
 def _numbered(name: str, index: int) -> str:
-    """The first file of its kind has no number."""
+    """The first file of a kind has no number."""
     stem, _, suffix = name.rpartition(".")
     return f"{stem}_{index}.{suffix}" if index else name
 
@@ -131,7 +131,7 @@ def _plain_numbers(scaler: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _save_weights(weights: Mapping[str, Any], path: str) -> None:
-    """Of tensors that share their memory the first is written, as stock does; ``load_state`` ties them again."""
+    """Of tensors that share memory only the first is written, as stock does; ``load_state`` ties them again."""
     others = sorted(name for name, value in weights.items() if not isinstance(value, torch.Tensor))
     if others:
         raise UnsupportedState(
@@ -147,7 +147,7 @@ def _save_weights(weights: Mapping[str, Any], path: str) -> None:
     faults.point("export.accelerate.file")
     try:
         save_file(chosen, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its writer reports a full disk so
+    except SafetensorError as error:  # so its writer reports a full disk
         raise OSError(f"{path}: {error}") from error
     except (KeyError, ValueError, RuntimeError) as error:
         raise UnsupportedState(f"{path}: safetensors refuses the weights: {error}") from error
@@ -159,5 +159,5 @@ def _save(value: Any, path: str) -> None:
         torch.save(value, path)
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedState(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
-    except RuntimeError as error:  # torch's writer reports a full disk so
+    except RuntimeError as error:  # so torch's writer reports a full disk
         raise OSError(f"{path}: torch.save failed: {error}") from error

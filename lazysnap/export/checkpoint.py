@@ -40,7 +40,7 @@ def write_checkpoint(state: dict[str, Any], path: str, *, keep_types: bool) -> l
         torch.save(content, path)
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedState(f"a value of the state cannot be pickled: {error}; leave --keep-types out") from error
-    except RuntimeError as error:  # torch's writer reports a full disk so
+    except RuntimeError as error:  # so torch's writer reports a full disk
         raise OSError(f"{path}: torch.save failed: {error}") from error
     return converter.notes()
 

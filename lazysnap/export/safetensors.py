@@ -1,4 +1,4 @@
-"""Weights as one safetensors file, block by block: neither torch nor memory for more than a few blocks is needed."""
+"""Weights as one safetensors file, written block by block, without torch and with a few blocks of memory."""
 
 import os
 from collections import defaultdict
@@ -13,9 +13,9 @@ from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored, read
 
 
 def located(snapshot: OpenSnapshot, names: Mapping[str, str]) -> dict[str, Stored]:
-    """Where tensors of the only rank are: ``names`` gives the name in the snapshot of each name in the file.
+    """The stored tensors of the only rank; ``names``: by name in the file, the name in the snapshot.
 
-    Raises: ShardCorrupt, if one is nowhere; UnsupportedState, for a dtype that safetensors has not got.
+    Raises: ShardCorrupt, if one is missing; UnsupportedState, for a dtype that safetensors does not have.
     """
     found = {}
     for name, stored_name in names.items():
@@ -32,15 +32,15 @@ def located(snapshot: OpenSnapshot, names: Mapping[str, str]) -> dict[str, Store
 
 
 def bytes_of(tensors: Mapping[str, Stored]) -> int:
-    """What ``write_weights`` tells its ``beat`` in all."""
+    """Bytes of distinct tensors: the total of what ``write_weights`` reports."""
     return sum({stored.key: stored.spec.nbytes for stored in tensors.values()}.values())
 
 
 def write_weights(tensors: Mapping[str, Stored], path: str, beat: Callable[[int], None]) -> int:
-    """Write tensors, by their names in the file, to a new file; its bytes.
+    """Write tensors, by their names in the file, to a new file; returns its size in bytes.
 
-    Tied tensors are stored once, under the first of their names in the alphabet, and the header's ``__metadata__`` has
-    the others, as ``safetensors.torch.save_model`` does. ``beat`` is told the bytes that were written, and may raise.
+    Tied tensors are stored once, under the alphabetically first name; the header's ``__metadata__`` holds the other
+    names, as with ``safetensors.torch.save_model``. ``beat`` receives the bytes of each write, and may raise.
     Blocks. Raises: ShardCorrupt; LevelError; OSError.
     """
     first: dict[tuple[int, str], str] = {}

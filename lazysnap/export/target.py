@@ -1,6 +1,6 @@
-"""What is being exported: under a temporary name until it is whole and durable.
+"""The target of an export: it has a temporary name until it is whole and durable.
 
-Replaced is only what an export wrote, or an empty directory (``_foreign``): the one place that decides it.
+Only an earlier export or an empty directory is replaced; ``_foreign`` decides that.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ MARK = "lazysnap-export.json"
 _MARK_TEXT = json.dumps({"lazysnap": "export"}) + "\n"
 _IN_DIRECTORY = re.compile(r"\.metadata|__[0-9]{1,9}_[0-9]{1,9}\.distcp|" + re.escape(MARK))
 _ZIP, _ZIP_NAME = b"PK\x03\x04", 30
-"""How a zip file begins, and where the name of its first member stands."""
+"""The start of a zip file, and the offset of the name of its first member."""
 
 
 def format_of(path: str, wanted: str | None) -> str:
-    """``safetensors``, ``ckpt`` or ``dcp``: what is ``wanted``, else what the name tells. Raises: ConfigError."""
+    """The format: ``wanted``, else by the suffix of the name. Raises: ConfigError."""
     if len(urlsplit(path).scheme) > 1:
-        raise ConfigError(f"--to {path!r}: exports are written to a local path; copy the result where it shall be")
+        raise ConfigError(f"--to {path!r}: exports are written to a local path; copy the result from there")
     if wanted is not None:
         return wanted
     suffix = "" if path.endswith("/") else os.path.splitext(path)[1]
@@ -41,9 +41,9 @@ def format_of(path: str, wanted: str | None) -> str:
 
 @contextlib.contextmanager
 def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
-    """A name to write a file or directory under, beside ``path``; on success it gets that name, durably.
+    """A temporary name for a file or directory beside ``path``; on success it is renamed to ``path``, durably.
 
-    On any error, Ctrl-C included, it is removed, and what was at ``path`` is as it was.
+    On any error, Ctrl-C included, it is removed, and ``path`` is unchanged.
     Raises: ConfigError, if something is there and ``force`` is not given, or if it is not what an export wrote.
     """
     path = _real(path)
@@ -64,7 +64,7 @@ def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
 
 
 def _real(path: str) -> str:
-    """``path`` without symbolic links, except for its last name: that one is looked at."""
+    """``path`` without symbolic links, except for its last name, which is checked."""
     head, tail = os.path.split(path.rstrip("/"))
     return os.path.realpath(path) if tail in ("", ".", "..") else os.path.join(os.path.realpath(head or "."), tail)
 
@@ -94,7 +94,7 @@ def check_outside(path: str) -> None:
 
 
 def _foreign(path: str) -> str:
-    """Why ``path`` is not an export's; empty if it is, or an empty directory."""
+    """Why ``path`` may not be replaced; empty if it is an export or an empty directory."""
     facts = os.lstat(path)
     if stat.S_ISLNK(facts.st_mode):
         return "it is a symbolic link"
@@ -134,7 +134,7 @@ def _move(temp: str, path: str) -> None:
     if not os.path.lexists(path) or not (os.path.isdir(path) or os.path.isdir(temp)):
         os.rename(temp, path)
         return
-    # Directories cannot be exchanged in one step everywhere: for a moment nothing is there.
+    # Not every file system can exchange directories atomically: for a moment nothing has this name.
     old = os.path.join(os.path.dirname(path), temp_name(os.path.basename(path)))
     os.rename(path, old)
     try:
@@ -146,7 +146,7 @@ def _move(temp: str, path: str) -> None:
 
 
 def _discard(old: str, path: str) -> None:
-    """Delete what was replaced: only an export's files. Raises: ConfigError, if something came into it meanwhile."""
+    """Delete the replaced export, and only its files. Raises: ConfigError, if another file was added meanwhile."""
     if not os.path.isdir(old):
         os.unlink(old)
         return
@@ -159,11 +159,11 @@ def _discard(old: str, path: str) -> None:
     try:
         os.rmdir(old)
     except OSError as error:
-        raise ConfigError(f"{path} is replaced; what came into it meanwhile is in {old}: {error.strerror}") from error
+        raise ConfigError(f"{path} is replaced; what was added meanwhile is in {old}: {error.strerror}") from error
 
 
 def sync(path: str) -> None:
-    """Make a file, or a directory with all that is in it, durable; what is behind links is left out. Blocks."""
+    """Make a file, or a directory and its content, durable, without following links. Blocks."""
     if os.path.islink(path):
         return
     if os.path.isdir(path):

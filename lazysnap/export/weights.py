@@ -1,4 +1,4 @@
-"""Which tensors of a snapshot are the model's weights, and what the model calls them."""
+"""The weights of the model in a snapshot: which tensors, and their names in the model."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from lazysnap.shard.manifest import TAG
 MODEL = "model"
 LIGHTNING_WEIGHTS = "state_dict"
 LIGHTNING_EXTRAS = "lazysnap"
-"""Where the callback keeps what Lightning's own checkpoint has no place for."""
+"""The key of what the callback adds to Lightning's own checkpoint."""
 
 _PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict", "Namespace", "SimpleNamespace")
 _LISTS = ("tuple", "set", "frozenset", "deque")
@@ -21,9 +21,9 @@ def is_lightning(state: Any) -> bool:
 
 
 def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
-    """The name that each tensor gets in a file of weights -> its name in the snapshot.
+    """By name in a file of weights: the name of the tensor in the snapshot.
 
-    Taken are those below ``only`` (a path in the state, joined with points), without that prefix; else Lightning's
+    Chosen are tensors below ``only`` (a path in the state, joined with dots), without that prefix; else Lightning's
     ``state_dict``; else the object named ``model``; else all.
     Raises: ConfigError, if there are none below ``only``; ShardCorrupt, if two get one name.
     """
