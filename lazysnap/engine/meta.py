@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from lazysnap.capture.plan import CapturePlan
 from lazysnap.shard.manifest import FrozenReference
 from lazysnap.shard.names import id_after, new_id
@@ -64,7 +66,7 @@ class MetaWriter:
         if self.parameters is not None:
             fields["parameters"] = self.parameters
         if frozen is not None:
-            fields["frozen"] = vars(frozen)
+            fields["frozen"] = msgspec.structs.asdict(frozen)
         text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         # The walk wrote the state as text already.
         return f'{text[:-1]},"state":{walked.text}}}'.encode("utf-8", "surrogatepass")

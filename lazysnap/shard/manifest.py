@@ -5,9 +5,11 @@ body, so that a flipped byte anywhere in the file is found (docs/format.md).
 """
 
 import json
-import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from lazysnap.errors import FormatError, FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
@@ -24,7 +26,7 @@ from lazysnap.shard.limits import (
     MAX_TENSORS,
     load_json,
 )
-from lazysnap.shard.names import ShardName, SnapshotName, is_id
+from lazysnap.shard.names import ShardName, SnapshotName
 
 FORMAT = "lazysnap"
 TAG = "$"
@@ -41,48 +43,39 @@ _TAIL = b"}\n"
 _BODY_START = len(_HEAD) + 32 + len(_MIDDLE)
 
 
-def is_count(value: object) -> bool:
-    """Whether this is an integer >= 0, such as a step."""
-    return type(value) is int and 0 <= value <= MAX_COUNT
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Id = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Text = Annotated[str, Meta(max_length=MAX_NAME)]
 
 
-@dataclass(frozen=True)
-class FrozenReference:
+class FrozenReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The frozen tensors of a capture: a file of their own, stored once per level."""
 
-    digest: str
-    """``Checksums.whole`` of that file, 32 hexadecimal digits: its content decides its name."""
-    size_bytes: int
-
-    @classmethod
-    def from_fields(cls, fields: Any, where: str) -> "FrozenReference":
-        """Check parsed JSON. Raises: ShardCorrupt."""
-        if not isinstance(fields, dict) or set(fields) != {"digest", "size_bytes"}:
-            raise ShardCorrupt(f"{where}: frozen must hold digest and size_bytes, got {fields!r:.100}")
-        if not isinstance(fields["digest"], str) or not re.fullmatch(r"[0-9a-f]{32}", fields["digest"]):
-            raise ShardCorrupt(f"{where}: frozen.digest must be 32 hexadecimal digits, got {fields['digest']!r:.50}")
-        return cls(fields["digest"], _count(fields, "size_bytes", where))
+    digest: Digest
+    """``Checksums.whole`` of that file: its content decides its name."""
+    size_bytes: Count
 
 
 @dataclass(frozen=True)
 class CaptureMeta:
     """The metadata of a capture, known before its first byte is copied: a manifest without checksums and sizes."""
 
-    run_id: str
+    run_id: Id
     """Made at the first start of a training, kept by every restart (``shard.names``)."""
-    start: str
+    start: Id
     """The id of one launch of the ranks. After a restart the same step is another snapshot."""
-    step: int
-    rank: int
-    world_size: int
-    captured_ns: int
+    step: Count
+    rank: Count
+    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    captured_ns: Count
     tensors: dict[str, Any] = field(default_factory=dict)
     """By name of a tensor, what safetensors cannot express: logical dtype, scope, global shape and offsets."""
-    aliases: dict[str, str] = field(default_factory=dict)
+    aliases: dict[Text, Text] = field(default_factory=dict)
     """Names of tied tensors, each with the name under which the bytes are stored."""
     state: Any = None
     """The small state in the safe JSON encoding (lazysnap.state.codec)."""
-    packages: dict[str, str] = field(default_factory=dict)
+    packages: dict[Text, Text] = field(default_factory=dict)
     """Versions of the packages that wrote it."""
     frozen: FrozenReference | None = None
     """The frozen tensors that ``state`` refers to; absent in JSON if there are none."""
@@ -97,7 +90,7 @@ class CaptureMeta:
     def to_fields(self) -> dict[str, Any]:
         """As plain values, the keys in the order of this class."""
         fields = {name: value for name, value in vars(self).items() if value is not None or name not in _OPTIONAL}
-        return fields if self.frozen is None else {**fields, "frozen": vars(self.frozen)}
+        return fields if self.frozen is None else {**fields, "frozen": msgspec.structs.asdict(self.frozen)}
 
     def to_bytes(self) -> bytes:
         """As one JSON object with the fields of this class as keys."""
@@ -114,26 +107,26 @@ class CaptureMeta:
         missing = set(cls.__dataclass_fields__) ^ {*fields, *_OPTIONAL}
         if missing:
             raise ShardCorrupt(f"{where}: keys missing or unknown: {sorted(missing)!s:.500}")
-        if "frozen" in fields:
-            fields = {**fields, "frozen": FrozenReference.from_fields(fields["frozen"], where)}
-        _check_optional(fields, where)
-        meta = cls(**fields)
-        for name in ("run_id", "start"):
-            if not is_id(getattr(meta, name)):
-                raise ShardCorrupt(f"{where}: {name} must be 16 hexadecimal digits, got {getattr(meta, name)!r:.50}")
-        for name in ("step", "rank", "world_size", "captured_ns"):
-            _check_count(name, getattr(meta, name), where)
-        if not meta.rank < meta.world_size <= MAX_RANKS:
-            raise ShardCorrupt(f"{where}: rank {meta.rank} of {meta.world_size}; the limit is {MAX_RANKS} ranks")
-        for name in ("tensors", "aliases", "packages"):
-            if not isinstance(getattr(meta, name), dict):
-                raise ShardCorrupt(f"{where}: {name} must be an object")
+        meta: CaptureMeta = _checked(fields, cls, where)
+        if meta.rank >= meta.world_size:
+            raise ShardCorrupt(f"{where}: rank {meta.rank} of {meta.world_size}")
         if len(meta.tensors) + len(meta.aliases) > MAX_TENSORS or not all(map(_is_facts, meta.tensors.values())):
             raise ShardCorrupt(f"{where}: tensors must be at most {MAX_TENSORS} objects of {', '.join(_FACTS)}")
-        texts = [*meta.aliases.items(), *meta.packages.items()]
-        if not all(isinstance(text, str) and len(text) <= MAX_NAME for pair in texts for text in pair):
-            raise ShardCorrupt(f"{where}: aliases and packages must map strings to strings of {MAX_NAME} characters")
         return meta
+
+
+class _ChecksumFields(msgspec.Struct, forbid_unknown_fields=True):
+    algorithm: Literal["xxh3-128"]
+    block_bytes: Annotated[int, Meta(ge=1, le=MAX_BLOCK_BYTES)]
+    blocks: tuple[Digest, ...]
+    whole: Digest
+
+
+class _ShardFields(msgspec.Struct, forbid_unknown_fields=True):
+    file: str
+    size_bytes: Count
+    header_bytes: Count
+    checksum: _ChecksumFields
 
 
 @dataclass(frozen=True)
@@ -197,24 +190,19 @@ class Manifest:
         fields = _load(body, where)
         if fields.pop("format", None) != FORMAT:
             raise ShardCorrupt(f"{where}: not a lazysnap manifest")
-        version = fields.pop("version", None)
-        _check_count("version", version, where)
+        version = _checked(fields.pop("version", None), Count, f"{where}: version")
         if version > FORMAT_VERSION:
             raise FormatTooNew(
                 f"{where}: format version {version}, this lazysnap reads version {FORMAT_VERSION}; upgrade lazysnap"
             )
-        shard, created_ns = fields.pop("shard", None), fields.pop("created_ns", None)
-        _check_count("created_ns", created_ns, where)
+        created_ns = _checked(fields.pop("created_ns", None), Count, f"{where}: created_ns")
+        shard: _ShardFields = _checked(fields.pop("shard", None), _ShardFields, f"{where}: shard")
         meta = CaptureMeta.from_fields(fields, where)
-        if not isinstance(shard, dict) or set(shard) != {"file", "size_bytes", "header_bytes", "checksum"}:
-            raise ShardCorrupt(f"{where}: bad shard entry {shard!r:.200}")
-        if shard["file"] != ShardName(meta.rank, meta.world_size).shard:
-            raise ShardCorrupt(f"{where}: unexpected shard name {shard['file']!r:.100}")
-        _check_count("header_bytes", shard["header_bytes"], where)
-        most = min(_count(shard, "size_bytes", where), 8 + MAX_HEADER_BYTES)
-        if not 8 <= shard["header_bytes"] <= most:
-            raise ShardCorrupt(f"{where}: a header of {shard['header_bytes']} bytes in {shard['size_bytes']}")
-        return cls(meta, shard["file"], shard["header_bytes"], _checksums(shard, where), created_ns)
+        if shard.file != ShardName(meta.rank, meta.world_size).shard:
+            raise ShardCorrupt(f"{where}: unexpected shard name {shard.file!r:.100}")
+        if not 8 <= shard.header_bytes <= min(shard.size_bytes, 8 + MAX_HEADER_BYTES):
+            raise ShardCorrupt(f"{where}: a header of {shard.header_bytes} bytes in {shard.size_bytes}")
+        return cls(meta, shard.file, shard.header_bytes, _checksums(shard, where), created_ns)
 
 
 def _damage(data: bytes, got: str) -> str:
@@ -229,12 +217,12 @@ def _damage(data: bytes, got: str) -> str:
     return f"{ALGORITHM} of its body is {got}, it says {said}"
 
 
-def _check_optional(fields: dict[str, Any], where: str) -> None:
-    parameters = fields.get("parameters")
-    if "parameters" in fields:
-        lists = parameters.values() if isinstance(parameters, dict) else [None]
-        if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
-            raise ShardCorrupt(f"{where}: parameters must map paths to lists of names")
+def _checked(value: Any, kind: Any, where: str) -> Any:
+    """``value`` as an object of that type. Raises: ShardCorrupt, naming the field that does not fit."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ShardCorrupt(f"{where}: {error}") from error
 
 
 def _dump(fields: dict[str, Any]) -> bytes:
@@ -268,30 +256,11 @@ def _is_facts(facts: Any) -> bool:
     )
 
 
-def _check_count(name: str, value: Any, where: str) -> None:
-    if not is_count(value):
-        raise ShardCorrupt(f"{where}: {name} must be an integer >= 0, got {value!r:.50}")
-
-
-def _count(fields: dict[str, Any], name: str, where: str) -> int:
-    _check_count(name, fields[name], where)
-    return int(fields[name])
-
-
-def _checksums(shard: dict[str, Any], where: str) -> Checksums:
-    checksum = shard["checksum"]
-    keys = {"algorithm", "block_bytes", "blocks", "whole"}
-    if not isinstance(checksum, dict) or set(checksum) != keys or checksum["algorithm"] != ALGORITHM:
-        raise ShardCorrupt(f"{where}: bad checksum entry {checksum!r:.200}")
-    size_bytes, block_bytes = shard["size_bytes"], _count(checksum, "block_bytes", where)
-    blocks = checksum["blocks"]
-    if not 1 <= block_bytes <= MAX_BLOCK_BYTES:
-        raise ShardCorrupt(f"{where}: block_bytes must be 1 to {MAX_BLOCK_BYTES}, got {block_bytes}")
-    if not isinstance(blocks, list) or len(blocks) != -(-size_bytes // block_bytes):
-        raise ShardCorrupt(f"{where}: the number of block checksums does not fit {size_bytes} bytes")
-    if not all(isinstance(block, str) and re.fullmatch(r"[0-9a-f]{32}", block) for block in blocks):
-        raise ShardCorrupt(f"{where}: a block checksum is not 32 hexadecimal digits")
-    checksums = Checksums(size_bytes, block_bytes, tuple(blocks))
-    if checksums.whole != checksum["whole"]:
+def _checksums(shard: _ShardFields, where: str) -> Checksums:
+    fields = shard.checksum
+    if len(fields.blocks) != -(-shard.size_bytes // fields.block_bytes):
+        raise ShardCorrupt(f"{where}: the number of block checksums does not fit {shard.size_bytes} bytes")
+    checksums = Checksums(shard.size_bytes, fields.block_bytes, fields.blocks)
+    if checksums.whole != fields.whole:
         raise ShardCorrupt(f"{where}: the checksum over the block checksums does not agree")
     return checksums

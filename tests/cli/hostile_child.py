@@ -5,6 +5,7 @@ and at the end the number of changes.
 """
 
 import contextlib
+import copy
 import io
 import json
 import logging
@@ -97,9 +98,9 @@ class Changes:
             if what < 0.15:
                 del target[chosen[-1]]
             elif what < 0.3 and isinstance(target, dict):
-                target["@more"] = self.rng.choice(VALUES)
+                target["@more"] = copy.deepcopy(self.rng.choice(VALUES))
             else:
-                target[chosen[-1]] = self.rng.choice(NUMBERS if what < 0.6 else VALUES)
+                target[chosen[-1]] = copy.deepcopy(self.rng.choice(NUMBERS if what < 0.6 else VALUES))
         path.write_bytes(with_digest(fields, self.rng.choice([50, 290, 305, 900, 100_000])))
 
     def ranks(self) -> None:
