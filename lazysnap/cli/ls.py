@@ -13,8 +13,7 @@ from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 def run(args: argparse.Namespace, output: Output) -> int:
     """List. Blocks: reads every manifest, no shard. Raises: LevelError."""
     store = open_existing(args.url, args.storage_option)
-    catalogue = Catalogue(store)
-    seen = catalogue.contents().of_run(None if args.run is None else catalogue.run_of(args.run))
+    seen = Catalogue(store).contents(run=args.run)
     near = levels_near(store) if seen.is_empty else []
     _print(seen, near, output)
     listed = [

@@ -43,8 +43,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     """Verify. Blocks: reads everything. Exit code 1 if anything is bad, or nothing is there. Raises: LevelError."""
     started = time.perf_counter()
     store = open_existing(args.url, args.storage_option)
-    catalogue = Catalogue(store)
-    seen = catalogue.contents(args.step).of_run(None if args.run is None else catalogue.run_of(args.run))
+    seen = Catalogue(store).contents(args.step, args.run)
     unreadable = seen.inventory.problems
     if args.step and not seen.snapshots and not unreadable:
         raise SnapshotNotFound(f"{seen.url}: no snapshot of step {', '.join(map(str, args.step))}")

@@ -175,9 +175,8 @@ class SnapshotReader(StorageReader):
     def _find(self, agreed: SnapshotKey | None) -> None:
         """Open the best snapshot that can be opened, or the one that the ranks agreed on."""
         catalogue = Catalogue(self._store)
-        step = agreed.step if agreed is not None else self._which if isinstance(self._which, int) else None
-        name = self._which if isinstance(self._which, str) and self._which != LATEST and agreed is None else None
-        plans = (plan for plan in catalogue.plans(step=step, name=name) if agreed in (None, plan.key))
+        found = catalogue.meant(self._which) if agreed is None else catalogue.plans(step=agreed.step)
+        plans = (plan for plan in found if agreed in (None, plan.key))
 
         def use(snapshot: OpenSnapshot) -> tuple[SnapshotTensors, KeyMap]:
             opened = SnapshotTensors(snapshot, _own_rank(snapshot.plan.world_size))

@@ -1,15 +1,13 @@
 """``lazysnap.load_weights``: the weights of a model from a snapshot of any number of ranks, without a trainer."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lazysnap.config import checked_url
 from lazysnap.errors import StateMismatch
 from lazysnap.export.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
 from lazysnap.levels import open_store
-from lazysnap.resolver import RestartPlan
-from lazysnap.runs import RunChoice, check_choice
 from lazysnap.shard.manifest import TAG
 from lazysnap.snapshots.catalogue import LATEST, Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_best
@@ -38,20 +36,8 @@ def load_weights(
     run; UnsupportedState, for a value of a type that is not registered here; LevelError; ConfigError.
     """
     catalogue = Catalogue(open_store(checked_url("load_weights", url), options=storage_options))
-    is_strict = which != LATEST
-    return open_best(
-        catalogue, _plans(catalogue, which), lambda one: _read(one, part), repr(which), is_strict=is_strict
-    )
-
-
-def _plans(catalogue: Catalogue, which: "str | int") -> Iterator[RestartPlan]:
-    check_choice(which)
-    if isinstance(which, int):
-        return catalogue.plans(step=which)
-    choice = RunChoice.parse(which)
-    if choice is not None:
-        return catalogue.plans(step=choice.step, run=catalogue.run_of(choice.digits))
-    return catalogue.plans(name=None if which == LATEST else which)
+    plans = catalogue.meant(which)
+    return open_best(catalogue, plans, lambda one: _read(one, part), repr(which), is_strict=which != LATEST)
 
 
 def _read(snapshot: OpenSnapshot, part: str | None) -> dict[str, Any]:

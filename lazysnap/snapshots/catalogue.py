@@ -26,7 +26,7 @@ from lazysnap.resolver import (
     is_complete,
     snapshots,
 )
-from lazysnap.runs import run_of, runs_in, short_ids
+from lazysnap.runs import RunChoice, check_choice, run_of, runs_in, short_ids
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import (
     ShardName,
@@ -151,10 +151,8 @@ class Contents:
         """How many of the snapshots refer to a file of frozen tensors."""
         return sum(image.digest in found.frozen for found in self.snapshots)
 
-    def of_run(self, run_id: str | None) -> "Contents":
-        """Only one run; ``None``: everything."""
-        if run_id is None:
-            return self
+    def of_run(self, run_id: str) -> "Contents":
+        """Only one run."""
         chosen = tuple(found for found in self.snapshots if found.run_id == run_id)
         wanted = {digest for found in chosen for digest in found.frozen}
         frozen = tuple(pair for pair in self.frozen if pair[0].digest in wanted)
@@ -203,22 +201,27 @@ class Catalogue:
                 self._explain(at_step, entries, images)
             yield from found
 
-    def meant(self, wanted: str, run: str | None = None) -> Iterator[RestartPlan]:
-        """Complete snapshots for a step, a name or ``latest``, best first. ``run``: first digits of an id.
+    def meant(self, which: str | int, run: str | None = None) -> Iterator[RestartPlan]:
+        """Complete snapshots for a step, a name, ``latest`` or ``run:1f3a@200``, best first.
 
-        Raises: SnapshotNotFound, if they begin no run's id, or several.
+        ``run``: the first digits of a run's id. Raises: SnapshotNotFound, if no run begins with them, or several;
+        ConfigError, for anything else.
         """
+        check_choice(which)
+        choice = RunChoice.parse(which)
+        if choice is not None:
+            run, which = choice.digits, LATEST if choice.step is None else choice.step
         run_id = None if run is None else self.run_of(run)
-        if wanted == LATEST:
+        if which == LATEST:
             yield from self.plans(run=run_id)
             return
         found = None
-        # A name may consist of digits; a step cannot be a name.
-        if wanted.isascii() and wanted.isdigit() and len(wanted) <= _MOST_DIGITS:
-            for found in self.plans(step=int(wanted), run=run_id):
+        # Steps on a command line are digits, and so may a name be.
+        if isinstance(which, int) or (which.isascii() and which.isdigit() and len(which) <= _MOST_DIGITS):
+            for found in self.plans(step=int(which), run=run_id):
                 yield found
-        if found is None:
-            yield from self.plans(name=wanted, run=run_id)
+        if found is None and isinstance(which, str):
+            yield from self.plans(name=which, run=run_id)
 
     def find(self, wanted: str, run: str | None = None) -> RestartPlan:
         """The first of ``meant``. Raises: SnapshotNotFound, listing the complete steps."""
@@ -256,8 +259,11 @@ class Catalogue:
 
     # ---------------------------------------------------------------- everything
 
-    def contents(self, steps: Collection[int] | None = None) -> Contents:
-        """Everything, or everything of these steps. Reads all manifests of it, no shard."""
+    def contents(self, steps: Collection[int] | None = None, run: str | None = None) -> Contents:
+        """Everything, or only some steps, or the run with these first digits. Reads all manifests of it, no shard.
+
+        Raises: SnapshotNotFound, if no run begins with these digits, or several.
+        """
         directories = self._list(lambda at: steps is None or at.step in steps)
         shards = self._shards(directories)
         manifests = {entry: manifest for entry, manifest in shards}
@@ -277,7 +283,7 @@ class Catalogue:
         ]
         used = {entry.location for entry in manifests}
         entries, frozen = tuple(manifests), tuple(image for image, _ in images)
-        return Contents(
+        everything = Contents(
             self.store.url,
             tuple(sorted(found, key=lambda one: (one.step, one.key))),
             tuple(images),
@@ -285,6 +291,7 @@ class Catalogue:
             Inventory(self.store.url, entries, frozen, tuple(self.problems)),
             max((one.key for one in found if one.is_complete), default=_NO_KEY).run_id or None,
         )
+        return everything if run is None else everything.of_run(self.run_of(run))
 
     # ---------------------------------------------------------------- how
 
