@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import lazysnap
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
-from lazysnap.cli.places import parse_option, parse_options, redactions
 from lazysnap.cli.plan import add_arguments as add_plan
+from lazysnap.cli.stores import parse_option, parse_options, redactions
 from lazysnap.errors import FormatError, LazySnapError
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from rich.filesize import decimal
 
 from lazysnap.cli.output import Output, count_of
-from lazysnap.cli.places import open_existing, open_place
+from lazysnap.cli.stores import open_existing, open_place
 from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, SnapshotNotFound
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_shard
 from lazysnap.levels.store import SnapshotStore

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rich.filesize import decimal
 
 from lazysnap.cli.output import Output
-from lazysnap.cli.places import open_existing, open_place
+from lazysnap.cli.stores import open_existing, open_place
 from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
 from lazysnap.export.folder import add_files, adopt, in_place_when_whole
 from lazysnap.export.safetensors import bytes_of, located, write_weights

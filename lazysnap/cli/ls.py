@@ -6,7 +6,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from lazysnap.cli.output import Output, fields_of, when
-from lazysnap.cli.places import levels_near, open_existing
+from lazysnap.cli.stores import levels_near, open_existing
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
 

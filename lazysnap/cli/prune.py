@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rich.filesize import decimal
 
 from lazysnap.cli.output import OK, Output, fields_of
-from lazysnap.cli.places import open_existing
+from lazysnap.cli.stores import open_existing
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, FormatError, ShardCorrupt, SnapshotNotFound
 from lazysnap.levels.blocks import read_shard

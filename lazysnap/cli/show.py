@@ -8,7 +8,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from lazysnap.cli.output import Output, count_of, safe, when
-from lazysnap.cli.places import open_existing
+from lazysnap.cli.stores import open_existing
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.manifest import TAG
 from lazysnap.shard.names import id_time_ns

@@ -9,7 +9,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from lazysnap.cli.output import Output, count_of, fields_of
-from lazysnap.cli.places import open_existing
+from lazysnap.cli.stores import open_existing
 from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels.blocks import read_shard
 from lazysnap.levels.store import SnapshotStore

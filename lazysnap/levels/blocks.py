@@ -128,18 +128,18 @@ class MemoryBlocks:
     threads = 4
     """Comparing and copying both need a core."""
 
-    def __init__(self, image: memoryview, checksums: Checksums | None, where: str) -> None:
+    def __init__(self, data: memoryview, checksums: Checksums | None, where: str) -> None:
         self.where = where
-        self.size_bytes = len(image)
+        self.size_bytes = len(data)
         self.block_bytes = BLOCK_BYTES if checksums is None else checksums.block_bytes
-        self._image = image
+        self._data = data
         self._checksums = checksums
         self._is_verified = checksums is None
 
     @contextlib.contextmanager
     def block(self, index: int, buffers: Buffers, *, verify: bool = True) -> Iterator[memoryview]:
         """See ``Blocks``."""
-        data = self._image[index * self.block_bytes : (index + 1) * self.block_bytes]
+        data = self._data[index * self.block_bytes : (index + 1) * self.block_bytes]
         if verify and self._checksums is not None:
             self._checksums.verify_block(index, data, self.where)
         yield data
@@ -154,7 +154,7 @@ class MemoryBlocks:
         if not self._is_verified:
             self.verify(self.size_bytes)
             self._is_verified = True
-        return self._image
+        return self._data
 
     def close(self) -> None:
         """Nothing to do: there is no file."""

@@ -39,13 +39,13 @@ class Checksums:
         return digest(bytes.fromhex("".join(self.blocks)))
 
     @classmethod
-    def of(cls, image: memoryview, block_bytes: int = BLOCK_BYTES) -> "Checksums":
-        """Compute them for a whole image in memory."""
-        ranges = block_ranges(len(image), block_bytes)
+    def of(cls, data: memoryview, block_bytes: int = BLOCK_BYTES) -> "Checksums":
+        """Compute them for a whole shard in memory."""
+        ranges = block_ranges(len(data), block_bytes)
         return cls(
-            len(image),
+            len(data),
             block_bytes,
-            tuple(digest(image[offset : offset + length]) for offset, length in ranges),
+            tuple(digest(data[offset : offset + length]) for offset, length in ranges),
         )
 
     def verify_block(self, index: int, data: "bytes | memoryview", where: str) -> None:
@@ -61,11 +61,11 @@ class Checksums:
                 f"{ALGORITHM} is {got}, the manifest says {self.blocks[index]}"
             )
 
-    def verify(self, image: memoryview, where: str, beat: Callable[[], None] | None = None) -> None:
-        """Compare a whole image in memory; ``beat`` is called after each block. Raises: ShardCorrupt."""
-        if len(image) != self.size_bytes:
-            raise ShardCorrupt(f"{where}: {len(image)} bytes, the manifest says {self.size_bytes}")
+    def verify(self, data: memoryview, where: str, beat: Callable[[], None] | None = None) -> None:
+        """Compare a whole shard in memory; ``beat`` is called after each block. Raises: ShardCorrupt."""
+        if len(data) != self.size_bytes:
+            raise ShardCorrupt(f"{where}: {len(data)} bytes, the manifest says {self.size_bytes}")
         for index, (offset, length) in enumerate(block_ranges(self.size_bytes, self.block_bytes)):
-            self.verify_block(index, image[offset : offset + length], where)
+            self.verify_block(index, data[offset : offset + length], where)
             if beat is not None:
                 beat()

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from support.waiting import until
 
 from lazysnap.cli import main
-from lazysnap.cli.places import parse_option
+from lazysnap.cli.stores import parse_option
 from lazysnap.config import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
 
