@@ -51,7 +51,7 @@ def register_type(cls: type, *, name: str, encode: Callable[[Any], Any], decode:
     """
     owner = next((known for known, (taken, _) in _registered.items() if taken == name and known is not cls), None)
     if owner is not None:
-        raise ValueError(f"register_type: the name {name!r} is taken by {owner.__qualname__}")
+        raise ValueError(f"register_type: the name {name!r} belongs to {owner.__qualname__}")
     _registered[cls] = (name, encode)
     _decoders[name] = decode
 
