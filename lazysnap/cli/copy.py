@@ -90,7 +90,7 @@ def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output
     """Copy what is not there yet: first the frozen tensors, then the shards, last the names."""
     entries = [offers[0] for offers in plan.sources]
     parts: list[tuple[Entry | FrozenEntry, Manifest]] = [
-        *catalogue.images(plan),
+        *catalogue.frozen(plan),
         *zip(entries, catalogue.manifests(plan), strict=True),
     ]
     size = sum(manifest.size_bytes for _, manifest in parts)
@@ -114,7 +114,7 @@ def _copy_shard(
     manifest: Manifest,
     advance: Callable[[int], None],
 ) -> int:
-    """Copy one shard or image, unless it is there and whole; returns the bytes written.
+    """Copy one shard, or the frozen tensors of one digest, unless it is there and whole; returns the bytes written.
 
     Raises: ShardCorrupt, if it is damaged where it is read; FileNotFoundError; LevelError.
     """

@@ -36,12 +36,12 @@ def run(args: argparse.Namespace, output: Output) -> int:
         snapshots=sorted(listed, key=lambda item: (item["step"], item["location"])),
         frozen=[
             {
-                "location": image.location,
-                "digest": image.digest,
+                "location": one.location,
+                "digest": one.digest,
                 "size_bytes": manifest.size_bytes,
-                "references": seen.references(image),
+                "references": seen.references(one),
             }
-            for image, manifest in seen.frozen
+            for one, manifest in seen.frozen
         ],
         problems=seen.inventory.problems,
         levels_near=near,
@@ -92,9 +92,9 @@ def _print(seen: Contents, near: list[str], output: Output) -> None:
             )
         output.show(table)
     if seen.frozen:
-        images = output.table("frozen tensors, stored once", "size>", "snapshots>", "directory")
-        for image, manifest in seen.frozen:
-            images.add_row(decimal(manifest.size_bytes), str(seen.references(image)), image.location)
-        output.show(images)
+        table = output.table("frozen tensors, stored once", "size>", "snapshots>", "directory")
+        for one, manifest in seen.frozen:
+            table.add_row(decimal(manifest.size_bytes), str(seen.references(one)), one.location)
+        output.show(table)
     for problem in seen.inventory.problems:
         output.line(problem, "yellow")

@@ -29,7 +29,7 @@ class Plan:
     delete: list[Found] = field(default_factory=list)
     keep: list[tuple[Found, str]] = field(default_factory=list)
     """With the reason."""
-    images: list[tuple[FrozenEntry, Manifest]] = field(default_factory=list)
+    frozen: list[tuple[FrozenEntry, Manifest]] = field(default_factory=list)
     """Frozen tensors to delete: nothing will refer to them."""
     unnamed: list[Found] = field(default_factory=list)
     """Snapshots that lose the name."""
@@ -39,11 +39,11 @@ class Plan:
     @property
     def size_bytes(self) -> int:
         """Bytes of snapshots and frozen tensors to delete."""
-        return sum(found.size_bytes for found in self.delete) + sum(one.size_bytes for _, one in self.images)
+        return sum(found.size_bytes for found in self.delete) + sum(one.size_bytes for _, one in self.frozen)
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.delete or self.images or self.unnamed or self.leftovers)
+        return bool(self.delete or self.frozen or self.unnamed or self.leftovers)
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         dry_run=args.dry_run,
         snapshots=[fields_of(found) for found in plan.delete],
         kept=[{**fields_of(found), "because": reason} for found, reason in plan.keep],
-        frozen=[image.location for image, _ in plan.images],
+        frozen=[one.location for one, _ in plan.frozen],
         unnamed=[found.location for found in plan.unnamed],
         leftovers=plan.leftovers,
         size_bytes=plan.size_bytes,
@@ -99,7 +99,7 @@ class _Planner:
         """Its settings say what to keep; ``None``: everything."""
         if args.keep_last is not None:
             self._level = PersistentLevel(args.url, keep_last=args.keep_last, keep_every_n_steps=args.keep_every)
-        self._checked_images: dict[str, str] = {}
+        self._checked_frozen: dict[str, str] = {}
         """By digest: what is wrong with it, empty if nothing."""
 
     def plan(self) -> Plan:
@@ -114,7 +114,7 @@ class _Planner:
                 continue
             plan.unnamed += [found for found in snapshots if self._name in found.names]
             self._plan_run(plan, snapshots)
-        plan.images = self._unreferenced([found for found, _ in plan.keep])
+        plan.frozen = self._unreferenced([found for found, _ in plan.keep])
         return plan
 
     def _plan_run(self, plan: Plan, snapshots: list[Found]) -> None:
@@ -147,7 +147,7 @@ class _Planner:
                 break
             try:
                 for digest in found.frozen:
-                    self._check_image(digest)
+                    self._check_frozen(digest)
                 for entry, manifest in found.shards:
                     self._read(f"reading back step {found.step}", entry, manifest)
             except (FormatError, FileNotFoundError) as error:
@@ -156,17 +156,17 @@ class _Planner:
                 sound = [*sound, found.step] if found.step not in sound else sound
         return sound
 
-    def _check_image(self, digest: str) -> None:
-        """Read frozen tensors back, each image once. Raises: ShardCorrupt."""
-        if digest not in self._checked_images:
-            self._checked_images[digest] = ""
+    def _check_frozen(self, digest: str) -> None:
+        """Read frozen tensors back, each digest once. Raises: ShardCorrupt."""
+        if digest not in self._checked_frozen:
+            self._checked_frozen[digest] = ""
             try:
-                for image, manifest in (pair for pair in self.seen.frozen if pair[0].digest == digest):
-                    self._read("reading back frozen tensors", image, manifest)
+                for one, manifest in (pair for pair in self.seen.frozen if pair[0].digest == digest):
+                    self._read("reading back frozen tensors", one, manifest)
             except (FormatError, FileNotFoundError) as error:
-                self._checked_images[digest] = str(error)
-        if self._checked_images[digest]:
-            raise ShardCorrupt(self._checked_images[digest])
+                self._checked_frozen[digest] = str(error)
+        if self._checked_frozen[digest]:
+            raise ShardCorrupt(self._checked_frozen[digest])
 
     def _read(self, what: str, entry: Entry | FrozenEntry, manifest: Manifest) -> None:
         with self._output.bar(what, manifest.size_bytes) as advance:
@@ -183,13 +183,13 @@ class _Planner:
         if self.seen.inventory.problems:
             return []  # a manifest that cannot be read now may refer to them
         wanted = {digest for found in kept for digest in found.frozen}
-        images = []
-        for image, manifest in self.seen.frozen:
-            place = self._store.place(image)
-            is_old = image.digest not in wanted and all(is_settled(self._store.storage, path) for path in place.paths)
+        unused = []
+        for one, manifest in self.seen.frozen:
+            place = self._store.place(one)
+            is_old = one.digest not in wanted and all(is_settled(self._store.storage, path) for path in place.paths)
             if is_old and not place.why_it_stays():
-                images.append((image, manifest))
-        return images
+                unused.append((one, manifest))
+        return unused
 
     def _leftovers(self) -> list[str]:
         """As ``SnapshotStore.sweep`` finds them; it also asks whether their writers live."""
@@ -221,13 +221,13 @@ def _carry_out(store: SnapshotStore, plan: Plan, name: str, output: Output) -> l
             for place in places:
                 place.delete()
             deleted.append(found.location)
-        wanted = {entry.frozen for entry in store.inventory().entries} if plan.images else set()
-        for image, manifest in plan.images:
+        wanted = {entry.frozen for entry in store.inventory().entries} if plan.frozen else set()
+        for one, manifest in plan.frozen:
             advance(manifest.size_bytes)
-            place = store.place(image)
-            if image.digest not in wanted and not place.why_it_stays():
+            place = store.place(one)
+            if one.digest not in wanted and not place.why_it_stays():
                 place.delete()
-                deleted.append(image.location)
+                deleted.append(one.location)
     return [*deleted, *store.sweep()]
 
 
@@ -253,9 +253,9 @@ def _print(output: Output, seen: Contents, plan: Plan, *, is_dry: bool) -> None:
         output.show(table)
     for found in plan.unnamed:
         output.line(f"step {found.step} loses its name")
-    for image, manifest in plan.images:
+    for one, manifest in plan.frozen:
         size = decimal(manifest.size_bytes)
-        output.line(f"{image.location}, to be deleted: {size} of frozen tensors that nothing refers to", "red")
+        output.line(f"{one.location}, to be deleted: {size} of frozen tensors that nothing refers to", "red")
     for path in plan.leftovers:
         output.line(f"{path}, to be deleted unless a living writer holds it", "red")
     for problem in seen.inventory.problems:

@@ -55,8 +55,8 @@ def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
         "created_ns": max(manifest.created_ns for manifest in manifests),
         "size_bytes": sum(manifest.size_bytes for manifest in manifests),
         "frozen": [
-            {"digest": image.digest, "location": image.location, "size_bytes": manifest.size_bytes}
-            for image, manifest in catalogue.images(plan)
+            {"digest": one.digest, "location": one.location, "size_bytes": manifest.size_bytes}
+            for one, manifest in catalogue.frozen(plan)
         ],
         "checksum": [manifest.checksums.whole for manifest in manifests],
         "packages": manifests[0].meta.packages,
@@ -110,7 +110,7 @@ def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
         ("captured", when(facts["captured_ns"])),
         ("committed", when(facts["created_ns"])),
         ("size", f"{decimal(facts['size_bytes'])} in {count_of(facts['world_size'], 'rank')}"),
-        *(("frozen", f"{decimal(image['size_bytes'])} in {image['location']}") for image in facts["frozen"]),
+        *(("frozen", f"{decimal(one['size_bytes'])} in {one['location']}") for one in facts["frozen"]),
         ("checksum", ", ".join(facts["checksum"])),
         ("packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items())),
     ]

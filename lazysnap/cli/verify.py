@@ -49,36 +49,36 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise SnapshotNotFound(f"{seen.url}: no snapshot of step {', '.join(map(str, args.step))}")
     total = sum(found.size_bytes for found in seen.snapshots) + sum(manifest.size_bytes for _, manifest in seen.frozen)
     with output.bar("reading", total) as advance:
-        images = {image.digest: _check_image(store, image, manifest, advance) for image, manifest in seen.frozen}
-        snapshots = [_check(store, found, images, advance) for found in seen.snapshots]
-    verdicts = [*snapshots, *images.values()]
+        frozen = {one.digest: _check_frozen(store, one, manifest, advance) for one, manifest in seen.frozen}
+        snapshots = [_check(store, found, frozen, advance) for found in seen.snapshots]
+    verdicts = [*snapshots, *frozen.values()]
     bad = [*unreadable, *(problem for verdict in verdicts for problem in verdict.problems)]
     _print(output, seen, snapshots, bad)
     return output.result(
         ok=bool(verdicts) and not bad,
         url=seen.url,
         snapshots=[verdict.to_fields() for verdict in snapshots],
-        frozen=[verdict.to_fields() for verdict in images.values()],
+        frozen=[verdict.to_fields() for verdict in frozen.values()],
         problems=bad,
         size_bytes=total,
         seconds=round(time.perf_counter() - started, 3),
     )
 
 
-def _check_image(
-    store: SnapshotStore, image: FrozenEntry, manifest: Manifest, advance: Callable[[int], None]
+def _check_frozen(
+    store: SnapshotStore, frozen: FrozenEntry, manifest: Manifest, advance: Callable[[int], None]
 ) -> Verdict:
-    verdict = Verdict({"location": image.location, "digest": image.digest, "size_bytes": manifest.size_bytes})
+    verdict = Verdict({"location": frozen.location, "digest": frozen.digest, "size_bytes": manifest.size_bytes})
     try:
-        read_shard(store.place(image), manifest, beat=advance)
+        read_shard(store.place(frozen), manifest, beat=advance)
     except FormatError as error:
         verdict.blame(str(error))
     except FileNotFoundError:
-        verdict.blame(f"{store.url}/{image.location}: deleted while it was read")
+        verdict.blame(f"{store.url}/{frozen.location}: deleted while it was read")
     return verdict
 
 
-def _check(store: SnapshotStore, found: Found, images: dict[str, Verdict], advance: Callable[[int], None]) -> Verdict:
+def _check(store: SnapshotStore, found: Found, frozen: dict[str, Verdict], advance: Callable[[int], None]) -> Verdict:
     verdict = Verdict(fields_of(found), GOOD if found.is_complete else INCOMPLETE)
     for entry, manifest in found.shards:
         try:
@@ -89,10 +89,10 @@ def _check(store: SnapshotStore, found: Found, images: dict[str, Verdict], advan
             verdict.state = GONE  # the retention of a running job deleted it meanwhile
             return verdict
     for digest in found.frozen:
-        if digest not in images:
+        if digest not in frozen:
             verdict.blame(f"{store.url}/{found.location}: its frozen tensors {digest} are not there")
-        elif images[digest].state != GOOD:
-            verdict.state = DAMAGED  # the problem stands at the image
+        elif frozen[digest].state != GOOD:
+            verdict.state = DAMAGED  # the problem is that of the frozen tensors
     return verdict
 
 

@@ -147,9 +147,9 @@ class Contents:
         """The short id of each run here."""
         return short_ids(runs_in([self.inventory]))
 
-    def references(self, image: FrozenEntry) -> int:
+    def references(self, frozen: FrozenEntry) -> int:
         """How many of the snapshots refer to a file of frozen tensors."""
-        return sum(image.digest in found.frozen for found in self.snapshots)
+        return sum(frozen.digest in found.frozen for found in self.snapshots)
 
     def of_run(self, run_id: str) -> "Contents":
         """Only one run."""
@@ -195,10 +195,10 @@ class Catalogue:
                 steps.setdefault((at.run_id, at.step), []).append(directory)
         for (_, at_step), held in sorted(steps.items(), reverse=True):
             entries = tuple(entry for entry, _ in self._shards(held))
-            images = tuple(image for image, _ in self._images({entry.frozen for entry in entries if entry.frozen}))
-            found = candidates([Inventory(self.store.url, entries, images)], name=name)
+            frozen = tuple(one for one, _ in self._frozen({entry.frozen for entry in entries if entry.frozen}))
+            found = candidates([Inventory(self.store.url, entries, frozen)], name=name)
             if not found:
-                self._explain(at_step, entries, images)
+                self._explain(at_step, entries, frozen)
             yield from found
 
     def meant(self, which: str | int, run: str | None = None) -> Iterator[RestartPlan]:
@@ -253,9 +253,9 @@ class Catalogue:
             found.append(manifest)
         return found
 
-    def images(self, plan: RestartPlan) -> list[tuple[FrozenEntry, Manifest]]:
-        """The frozen tensors that a plan refers to, each image once."""
-        return self._images(plan.frozen)
+    def frozen(self, plan: RestartPlan) -> list[tuple[FrozenEntry, Manifest]]:
+        """The frozen tensors that a plan refers to, each digest once."""
+        return self._frozen(plan.frozen)
 
     # ---------------------------------------------------------------- everything
 
@@ -271,24 +271,23 @@ class Catalogue:
             wanted = {digest for name in self._names if (digest := parse_frozen_directory_name(name)) is not None}
         else:
             wanted = {entry.frozen for entry in manifests if entry.frozen is not None}
-        images = self._images(wanted)
-        whole = {image.digest for image, _ in images}
+        frozen = self._frozen(wanted)
+        digests = {one.digest for one, _ in frozen}
         found = [
             Found(
                 key,
                 tuple((entry, manifests[entry]) for entry in sorted(entries, key=lambda e: (e.rank, e.location))),
-                is_complete(entries, whole),
+                is_complete(entries, digests),
             )
             for key, entries in snapshots(manifests).items()
         ]
         used = {entry.location for entry in manifests}
-        entries, frozen = tuple(manifests), tuple(image for image, _ in images)
         everything = Contents(
             self.store.url,
             tuple(sorted(found, key=lambda one: (one.step, one.key))),
-            tuple(images),
+            tuple(frozen),
             tuple(sorted((one.name, _name_of(one).step) for one in directories if one.name not in used)),
-            Inventory(self.store.url, entries, frozen, tuple(self.problems)),
+            Inventory(self.store.url, tuple(manifests), tuple(one for one, _ in frozen), tuple(self.problems)),
             max((one.key for one in found if one.is_complete), default=_NO_KEY).run_id or None,
         )
         return everything if run is None else everything.of_run(self.run_of(run))
@@ -332,8 +331,8 @@ class Catalogue:
                 found.append((replace(entry, names=one.names), manifest))
         return found
 
-    def _images(self, wanted: Collection[str]) -> list[tuple[FrozenEntry, Manifest]]:
-        """The committed ones of the wanted images of frozen tensors."""
+    def _frozen(self, wanted: Collection[str]) -> list[tuple[FrozenEntry, Manifest]]:
+        """The wanted frozen tensors that are committed."""
         store, found = self.store, []
         there = frozenset(self._names)
         digests = [digest for digest in sorted(wanted) if frozen_directory_name(digest) in there]
@@ -345,9 +344,9 @@ class Catalogue:
                 found.append((FrozenEntry(store.url, store.speed, digest, name), manifest))
         return found
 
-    def _explain(self, step: int, entries: Sequence[Entry], images: Sequence[FrozenEntry]) -> None:
+    def _explain(self, step: int, entries: Sequence[Entry], frozen: Sequence[FrozenEntry]) -> None:
         """Record what is missing of an incomplete snapshot."""
-        held = {image.digest for image in images}
+        held = {one.digest for one in frozen}
         for entry in entries:
             if entry.frozen is not None and entry.frozen not in held:
                 self.incomplete.append(

@@ -24,10 +24,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class OpenShard:
-    """One shard, or one image of frozen tensors, whose header was read."""
+    """One shard, or the file of frozen tensors, whose header was read."""
 
     rank: int
-    """The rank that wrote it. An image of frozen tensors serves all ranks."""
+    """The rank that wrote it. Frozen tensors serve all ranks."""
     meta: CaptureMeta
     layout: Layout
     blocks: Blocks
@@ -164,15 +164,15 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
     FileNotFoundError.
     """
     entries = [offers[0] for offers in plan.sources]
-    images = catalogue.images(plan)
-    places = [*map(catalogue.store.place, entries), *(catalogue.store.place(image) for image, _ in images)]
-    manifests = [*catalogue.manifests(plan), *(manifest for _, manifest in images)]
+    found = catalogue.frozen(plan)
+    places = [*map(catalogue.store.place, entries), *(catalogue.store.place(one) for one, _ in found)]
+    manifests = [*catalogue.manifests(plan), *(manifest for _, manifest in found)]
 
     def opened(pair: tuple[ShardPlace, Manifest]) -> OpenShard:
         return open_shard(*pair, verify=verify)
 
     shards = in_parallel(opened, list(zip(places, manifests, strict=True)))
-    frozen = {image.digest: shard for (image, _), shard in zip(images, shards[len(entries) :], strict=True)}
+    frozen = {one.digest: shard for (one, _), shard in zip(found, shards[len(entries) :], strict=True)}
     ranks = [
         (shard,) if entry.frozen is None else (shard, frozen[entry.frozen])
         for entry, shard in zip(entries, shards, strict=False)
