@@ -47,7 +47,7 @@ def check_choice(which: object) -> None:
     """Raises: ConfigError, if ``which`` is neither a step nor a text."""
     if isinstance(which, bool) or not isinstance(which, (int, str)):
         raise ConfigError(
-            f'choose a snapshot by "latest", a step, a name or a run ("run:1f3a", "run:1f3a@200"), got {which!r:.100}'
+            f'which must be "latest", a step, a name or a run ("run:1f3a", "run:1f3a@200"), got {which!r:.100}'
         )
 
 
