@@ -260,9 +260,9 @@ def run_plain(training: Training, job: Line) -> Line:
             else:
                 recorder.save(lambda: False)
     assert saver is not None
-    more = saver.end()
     if saver.saves_each_step and not any(step.is_taken for step in recorder.steps):
-        raise RuntimeError(f"no capture in {recorder.total} steps: {more}")
+        raise RuntimeError(f"no capture in {recorder.total} steps: they ended before the slots were ready; take more")
+    more = saver.end()
     return {**recorder.report(training), **more}
 
 

@@ -7,7 +7,6 @@ storage is a file system of fsspec, whose files are made by ``lazysnap.shard``; 
 """
 
 import contextlib
-import datetime
 import itertools
 import json
 import time
@@ -186,11 +185,8 @@ class Fellows(World):
 
     def __init__(self, rank: int, ranks: int, listing: Any = None) -> None:
         """``listing``: what rank 0 says that storage has, where this is another one."""
-        self.rank, self.size, self.exchanges, self._listing = rank, ranks, 0, listing
-        self._timeout = datetime.timedelta(seconds=60)
-        self._group: Any = None
-        self._shares: bool | None = None
-        self._lost = None
+        super().__init__()
+        self.rank, self.size, self._listing = rank, ranks, listing
         self.said: list[tuple[str, Any]] = []
         """What this rank told the others: at what, and the words."""
         self.told_bytes = 0
@@ -287,9 +283,9 @@ def engine_of(model: torch.nn.ParameterDict, fellows: Fellows, taken: int) -> Sn
 
 def plan(kind: str, ranks: int) -> Line:
     """One rank's planning: its engine, where all ranks are, its shard and manifest."""
-    fellows = Fellows(0, ranks)
+    fellows, others = Fellows(0, ranks), Fellows(0, ranks)  # before there is a process group
     with model_of(kind, 0, ranks) as model:
-        engine_of(model, Fellows(0, ranks), ranks)  # what is imported and made once
+        engine_of(model, others, ranks)  # what is imported and made once
         clock = Clock()
         engine_of(model, fellows, ranks)
         fellows.settle(walk({}), (), ())
