@@ -298,8 +298,10 @@ def run_lightning(training: Training, job: Line) -> Line:
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
     training.trainer(L, **how).fit(training.module(L), loader)  # its end drains the thread
     found = recorder.report(training)
-    # Its captures begin with the first step: there is no base.
-    return {**found, "start_lost_s": None, "lost_s": None, **counted(callbacks[-1])} if is_ours else found
+    if is_ours:  # its captures begin with the first step: there is no base, and no call to clock
+        unknown = ("start_lost_s", "lost_s", "first_blocked_s", "longest_blocked_s")
+        found |= {**dict.fromkeys(unknown), **counted(callbacks[-1])}
+    return found
 
 
 def run_accelerate(training: Training, job: Line) -> Line:

@@ -18,10 +18,10 @@ START_S = 2.0
 KEYS = ("measure", "method", "name")
 _COLUMNS = {
     "boundary_s": "boundary ms",
-    "longest_boundary_s": "longest",
+    "longest_boundary_s": "longest boundary",
     "gate_s": "gate ms",
     "blocked_s": "blocked ms",
-    "longest_blocked_s": "longest ",
+    "longest_blocked_s": "longest blocked",
     "waited_s": "waited ms",
     "lost_s": "lost ms",
     "start_lost_s": "start lost ms",
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
                 peak = memory.stop()
             for line in lines:
                 report.note(line if method == "limits" else {**line, "peak_bytes": peak})
-    report.show(*tables(report), targets(report).table())
+    report.show(*tables(report), "" if args.door else targets(report).table())
 
 
 def ms(seconds: float | None) -> float | None:
