@@ -99,7 +99,7 @@ def _flat(values: Line, prefix: str = "") -> Iterator[tuple[str, list[float]]]:
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")
-        elif isinstance(value, (int, float, list)):
+        elif isinstance(value, (int, float, list)) and value != []:
             yield f"{prefix}{name}", value if isinstance(value, list) else [value]
 
 

@@ -119,13 +119,13 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 def cell(value: Any) -> str:
     """Three digits of a number; the median and the range of several."""
-    if isinstance(value, list):
+    if isinstance(value, list) and value:
         low, middle, high = (cell(float(one)) for one in (min(value), statistics.median(value), max(value)))
         return middle if low == high else f"{middle} ({low} to {high})"
     if isinstance(value, float):
         size = abs(value)
         return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.3g}"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return "-" if value in (None, []) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

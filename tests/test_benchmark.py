@@ -139,7 +139,8 @@ def test_the_faster_of_two_raw_ways_is_the_limit(report):
 
 
 def test_figures_of_two_checkouts_are_paired_by_what_they_are_of():
-    before = [[{"measure": "method", "method": "none", "base_step_s": 1.0, "durable_s": [1.0, 2.0]}]] * 2
+    line = {"measure": "method", "method": "none", "base_step_s": 1.0, "durable_s": [1.0, 2.0], "lost_s": None}
+    before = [[{**line, "durable_when_idle_s": []}]] * 2
     assert compare.figures(stall, before) == {
         ("method none", "base_step_s"): [1.0, 1.0],
         ("method none", "durable_s"): [1.0, 2.0, 1.0, 2.0],
