@@ -108,7 +108,7 @@ def rank(job: Line) -> None:
     if job["method"].startswith("lazysnap"):
         import lazysnap.engine  # noqa: F401
     if job["method"] == "dcp":
-        import torch.distributed.checkpoint.state_dict
+        from torch.distributed.checkpoint import state_dict  # noqa: F401
     if job["options"] is not None:
         import fsspec
 
