@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -38,6 +38,24 @@ class RichBar:
     def close(self) -> None:
         """See ``Bar.close``."""
         self._progress.stop()
+
+
+class TqdmBar:
+    """``bar``, of tqdm, with bytes."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+        self._bar.unit, self._bar.unit_scale = "B", True
+        self._bar.set_description(DESCRIPTION)
+
+    def show(self, done_bytes: int, total_bytes: int) -> None:
+        """See ``Bar.show``."""
+        self._bar.total, self._bar.n = total_bytes, done_bytes
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """See ``Bar.close``."""
+        self._bar.close()
 
 
 class DrainBar:

@@ -16,9 +16,9 @@ from lazysnap.errors import ConfigError
 from lazysnap.integrations.accelerate.door import Door
 from lazysnap.integrations.accelerate.saving import Wanted
 from lazysnap.integrations.accelerate.settings import Snapshots
-from lazysnap.runs import RunChoice, check_choice
+from lazysnap.integrations.callback import means_snapshot
+from lazysnap.runs import check_choice
 
-LATEST = "latest"
 _DOOR = "_lazysnap_door"
 
 
@@ -89,7 +89,7 @@ class _WithSnapshots:
         door = self._lazysnap_door
         if input_dir is not None and not isinstance(input_dir, os.PathLike):
             check_choice(input_dir)
-        is_ours = input_dir == LATEST or isinstance(input_dir, int) or RunChoice.parse(input_dir) is not None
+        is_ours = isinstance(input_dir, int) or means_snapshot(input_dir)
         if is_ours and not door.is_stock:
             return door.load(input_dir)
         if is_ours:

@@ -10,6 +10,7 @@ from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.losses import LossWatch, NonFinite
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
+from lazysnap.integrations.callback import WithEngine
 from lazysnap.integrations.lightning.framework import callback_bases, neighbour, rebase
 from lazysnap.integrations.lightning.latest import Latest
 from lazysnap.integrations.lightning.rollback import BatchWatch
@@ -27,7 +28,7 @@ else:
 logger = logging.getLogger(__name__)
 
 
-class LazySnapshotCallback(Callback):
+class LazySnapshotCallback(WithEngine, Callback):
     """Captures the training state at optimizer steps while training goes on, and makes ``ckpt_path="latest"`` work,
     and ``ckpt_path="run:1f3a"`` for the run whose id begins so.
 
@@ -85,25 +86,6 @@ class LazySnapshotCallback(Callback):
         """Counters and timings of the running fit, else of the last one; ``None`` before the first."""
         return self._statistics if self._engine is None else self._engine.statistics()
 
-    def keep(self, name: str) -> int:
-        """Keep the newest snapshot of the running fit under ``name``; see ``SnapshotEngine.keep``.
-
-        Raises: ConfigError, also when no fit runs.
-        """
-        return self._running().keep(name)
-
-    def release(self, name: str) -> None:
-        """Take ``name`` from the snapshots of the running fit; see ``SnapshotEngine.release``.
-
-        Raises: ConfigError, also when no fit runs.
-        """
-        self._running().release(name)
-
-    def _running(self) -> SnapshotEngine:
-        if self._engine is None:
-            raise ConfigError("LazySnapshotCallback: keep and release work while a fit runs")
-        return self._engine
-
     # ---------------------------------------------------------------- hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -113,7 +95,9 @@ class LazySnapshotCallback(Callback):
             check_strategy(trainer)
         self._state = LightningState(trainer)
         latest = Latest(trainer, self._state, lambda: self._engine_for(trainer))
-        wrap = self._wrapper(trainer)
+        # Tuners take our callback out while they run a fit of their own.
+        self._patches = Patches(lambda: self in trainer.callbacks)
+        wrap = self._patches.replace
         wrap(trainer._checkpoint_connector, "resume_start", latest.resume_start)
         wrap(trainer._checkpoint_connector, "resume_end", latest.resume_end)
         wrap(trainer.strategy, "load_model_state_dict", latest.load_model)
@@ -122,7 +106,7 @@ class LazySnapshotCallback(Callback):
             wrap(trainer._checkpoint_connector, "restore_optimizers_and_schedulers", latest.load_optimizers)
             wrap(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
             self._latest = latest
-            self._hook_loops(trainer, wrap)
+            self._hook_loops(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
@@ -200,24 +184,8 @@ class LazySnapshotCallback(Callback):
 
     # ---------------------------------------------------------------- point X
 
-    def _wrapper(self, trainer: Any) -> Callable[[Any, str, Callable[..., Any]], None]:
-        """Replaces methods of the trainer's parts; the originals alone run while a tuner has taken our callback out."""
-
-        def wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-            def make(original: Callable[..., Any]) -> Callable[..., Any]:
-                def method(*args: Any, **kwargs: Any) -> Any:
-                    if self not in trainer.callbacks:
-                        return original(*args, **kwargs)
-                    return replacement(original, *args, **kwargs)
-
-                return method
-
-            self._patches.wrap(owner, name, make)
-
-        return wrap
-
-    def _hook_loops(self, trainer: Any, wrap: Callable[[Any, str, Callable[..., Any]], None]) -> None:
-        fit_loop, state = trainer.fit_loop, self._state
+    def _hook_loops(self, trainer: Any) -> None:
+        fit_loop, state, wrap = trainer.fit_loop, self._state, self._patches.replace
         epoch_loop = fit_loop.epoch_loop
         assert state is not None
 

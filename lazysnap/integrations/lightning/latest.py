@@ -12,26 +12,20 @@ from lazysnap.console import say
 from lazysnap.engine import report
 from lazysnap.engine.snapshot import Snapshot
 from lazysnap.errors import ConfigError, JobBusy, SnapshotNotFound
+from lazysnap.integrations.callback import LATEST, means_snapshot
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.loops import WorldChange
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import is_sharded, load_model, load_optimizers
 from lazysnap.levels.redaction import shown
-from lazysnap.runs import RunChoice
 from lazysnap.shard.names import SnapshotName, id_time_ns
 from lazysnap.state.modules import fitted
 from lazysnap.state.optimizers import laid_out
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"
 HOW = 'trainer.fit(..., ckpt_path="latest")'
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
-
-
-def is_ours(path: Any) -> bool:
-    """Whether a ``ckpt_path`` means a snapshot, and not a file. Raises: ConfigError, for a bad choice of a run."""
-    return path == LATEST or RunChoice.parse(path) is not None
 
 
 class Latest:
@@ -56,7 +50,7 @@ class Latest:
         a run was chosen that is not there; ConfigError, if the choice of a run cannot be read, and for the directory of
         a snapshot; StateMismatch, if it is of another model; JobBusy, if this training runs already.
         """
-        if not is_ours(path):
+        if not means_snapshot(path):
             _check_path(path)
             original(path, *args, **kwargs)
             return
@@ -117,7 +111,7 @@ class Latest:
     def tell_fresh(self) -> None:
         """Tell the user how the fit starts, if it does not resume a snapshot."""
         path, step = self._trainer._checkpoint_connector._ckpt_path, self._trainer.global_step
-        is_other = path is not None and not is_ours(path)
+        is_other = path is not None and not means_snapshot(path)
         self._engine().tell_start(
             report.from_checkpoint(str(path)) if is_other else report.fresh(None, how=HOW, step=step)
         )

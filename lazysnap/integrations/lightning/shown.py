@@ -6,7 +6,7 @@ from typing import Any
 from rich.progress import BarColumn
 
 from lazysnap.engine import SnapshotEngine
-from lazysnap.integrations.drain import DESCRIPTION, Bar, DrainBar, RichBar
+from lazysnap.integrations.drain import Bar, DrainBar, RichBar, TqdmBar
 from lazysnap.integrations.logged import Logged
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def drain_bar(trainer: Any) -> DrainBar:
     def make() -> Bar:
         try:
             if own is not None and not own.is_disabled and hasattr(own, "init_train_tqdm"):
-                return _TqdmBar(own)
+                return TqdmBar(own.init_train_tqdm())
             if own is not None and not own.is_disabled and hasattr(own, "theme"):
                 own.progress.stop()  # one that is still live, and a second one, hinder each other
                 theme = own.theme
@@ -62,21 +62,3 @@ def drain_bar(trainer: Any) -> DrainBar:
         return RichBar()
 
     return DrainBar(is_rank_zero=trainer.is_global_zero, make=make)
-
-
-class _TqdmBar:
-    """The bar that the trainer's ``TQDMProgressBar`` makes for training, with bytes."""
-
-    def __init__(self, own: Any) -> None:
-        self._bar = own.init_train_tqdm()
-        self._bar.unit, self._bar.unit_scale = "B", True
-        self._bar.set_description(DESCRIPTION)
-
-    def show(self, done_bytes: int, total_bytes: int) -> None:
-        """See ``Bar.show``."""
-        self._bar.total, self._bar.n = total_bytes, done_bytes
-        self._bar.refresh()
-
-    def close(self) -> None:
-        """See ``Bar.close``."""
-        self._bar.close()

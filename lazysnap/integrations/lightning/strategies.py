@@ -69,8 +69,8 @@ def own_state(strategy: Any, inner: Callable[[Any], torch.optim.Optimizer]) -> I
     """While it lasts, the strategy tells of the state that this rank holds: views, no collective."""
     patches = Patches()
     if is_sharded(strategy):
-        patches.wrap(strategy, "lightning_module_state_dict", lambda _: strategy.lightning_module.state_dict)
-        patches.wrap(strategy, "optimizer_state", lambda _: lambda optimizer: inner(optimizer).state_dict())
+        patches.replace(strategy, "lightning_module_state_dict", lambda _: strategy.lightning_module.state_dict())
+        patches.replace(strategy, "optimizer_state", lambda _, optimizer: inner(optimizer).state_dict())
     try:
         yield
     finally:

@@ -11,11 +11,12 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
+from lazysnap.integrations.callback import WithEngine
 from lazysnap.integrations.settings import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments
 from lazysnap.integrations.transformers.training import Training
 
 
-class LazyTrainerCallback(TrainerCallback):  # type: ignore[misc]
+class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     """Captures the training state at optimizer steps while training goes on, and makes
     ``trainer.train(resume_from_checkpoint="latest")`` work, and ``"run:1f3a"`` for the run whose id begins so.
 
@@ -49,26 +50,6 @@ class LazyTrainerCallback(TrainerCallback):  # type: ignore[misc]
     def statistics(self) -> Statistics | None:
         """Counters and timings of the running training, else of the last one; ``None`` before the first."""
         return None if self._training is None else self._training.statistics()
-
-    def keep(self, name: str) -> int:
-        """Keep the newest snapshot of the running training under ``name``; see ``SnapshotEngine.keep``.
-
-        Raises: ConfigError, also when no training runs.
-        """
-        return self._running().keep(name)
-
-    def release(self, name: str) -> None:
-        """Take ``name`` from the snapshots of the running training; see ``SnapshotEngine.release``.
-
-        Raises: ConfigError, also when no training runs.
-        """
-        self._running().release(name)
-
-    def _running(self) -> SnapshotEngine:
-        engine = self.engine
-        if engine is None:
-            raise ConfigError("LazyTrainerCallback: keep and release work while a training runs")
-        return engine
 
     def attach(self, trainer: Any) -> None:
         """Let ``trainer.train`` take snapshots and understand ``"latest"``. Replaces methods of this one object.

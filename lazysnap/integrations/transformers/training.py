@@ -22,17 +22,16 @@ from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.snapshot import Snapshot
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError, StateMismatch
-from lazysnap.integrations.drain import DESCRIPTION, Bar, DrainBar, RichBar
+from lazysnap.integrations.callback import means_snapshot
+from lazysnap.integrations.drain import Bar, DrainBar, RichBar, TqdmBar
 from lazysnap.integrations.logged import PREFIX, Logged
 from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.settings import Arguments
 from lazysnap.integrations.transformers.state import TrainingState
-from lazysnap.runs import RunChoice
 from lazysnap.state.optimizers import check_optimizers
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"
 HOW = 'trainer.train(resume_from_checkpoint="latest")'
 _HOOKS = (
     "get_train_dataloader",
@@ -104,9 +103,9 @@ class Training:
         try:
             if trial is None:
                 self._hook()
-            result = original(None if _is_ours(which) else which, *args, **kwargs)
+            result = original(None if means_snapshot(which) else which, *args, **kwargs)
             if self.engine is not None:
-                make: Callable[[], Bar] = RichBar if self.trainer.args.disable_tqdm else _TqdmBar
+                make: Callable[[], Bar] = RichBar if self.trainer.args.disable_tqdm else _tqdm_bar
                 with DrainBar(is_rank_zero=self.trainer.is_world_process_zero(), make=make) as bar:
                     self.engine.close(drain=True, progress=bar)
             return result
@@ -120,22 +119,12 @@ class Training:
     def _hook(self) -> None:
         trainer = self.trainer
         for name in _HOOKS:
-            self._wrap(trainer, name, getattr(self, f"_{name.removeprefix('_')}"))
-        self._wrap(trainer.callback_handler, "on_log", self._on_log)
+            self._patches.replace(trainer, name, getattr(self, f"_{name.removeprefix('_')}"))
+        self._patches.replace(trainer.callback_handler, "on_log", self._on_log)
         for item in trainer.callback_handler.callbacks:
             if isinstance(item, (PrinterCallback, ProgressCallback)):
-                self._wrap(item, "on_log", self._print_log)
-        self._wrap(sys.modules[Trainer.__module__], "skip_first_batches", self._skip_first_batches)
-
-    def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(original)
-            def method(*args: Any, **kwargs: Any) -> Any:
-                return replacement(original, *args, **kwargs)
-
-            return method
-
-        self._patches.wrap(owner, name, make)
+                self._patches.replace(item, "on_log", self._print_log)
+        self._patches.replace(sys.modules[Trainer.__module__], "skip_first_batches", self._skip_first_batches)
 
     # ---------------------------------------------------------------- in place of the trainer's methods
 
@@ -151,7 +140,7 @@ class Training:
         found = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
         self.engine = self._make_engine()
-        self._snapshot = self.engine.fetch(self._asked) if _is_ours(self._asked) else None
+        self._snapshot = self.engine.fetch(self._asked) if means_snapshot(self._asked) else None
         if self._snapshot is None:
             return found
         if self._snapshot.world_size != self.trainer.args.world_size:
@@ -196,7 +185,7 @@ class Training:
         return prepared
 
     def _tell_fresh(self, engine: SnapshotEngine) -> None:
-        if _is_ours(self._asked):
+        if means_snapshot(self._asked):
             engine.tell_start()
         elif self._asked:
             engine.tell_start(report.from_checkpoint(str(self._asked)))
@@ -223,7 +212,7 @@ class Training:
         return loader if is_landing else original(loader, num_batches)
 
     def _load_rng_state(self, original: Callable[..., Any], checkpoint: Any) -> None:
-        if not _is_ours(checkpoint):
+        if not means_snapshot(checkpoint):
             original(checkpoint)
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -303,25 +292,9 @@ class Training:
         engine.last_boundary(step)  # before the best weights are loaded
 
 
-class _TqdmBar:
-    """A bar as the trainer's own, with bytes."""
-
-    def __init__(self) -> None:
-        self._bar = tqdm(desc=DESCRIPTION, unit="B", unit_scale=True, dynamic_ncols=True)
-
-    def show(self, done_bytes: int, total_bytes: int) -> None:
-        """See ``Bar.show``."""
-        self._bar.total, self._bar.n = total_bytes, done_bytes
-        self._bar.refresh()
-
-    def close(self) -> None:
-        """See ``Bar.close``."""
-        self._bar.close()
-
-
-def _is_ours(which: Any) -> bool:
-    """Whether a ``resume_from_checkpoint`` means a snapshot. Raises: ConfigError, for a bad choice of a run."""
-    return isinstance(which, str) and (which == LATEST or RunChoice.parse(which) is not None)
+def _tqdm_bar() -> Bar:
+    """As the trainer's own."""
+    return TqdmBar(tqdm(dynamic_ncols=True))
 
 
 def _check(trainer: Any) -> None:
