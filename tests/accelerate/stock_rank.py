@@ -15,8 +15,8 @@ from stock_net import Prepared
 import lazysnap
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import LevelUnavailable
+from lazysnap.export.copies import Copy, NamedCopies
 from lazysnap.integrations.accelerate.blocking import save_blocking
-from lazysnap.integrations.accelerate.copies import Copy, NamedCopies
 
 TIMEOUT_S = 200
 

@@ -18,9 +18,9 @@ from support import waiting
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.export.accelerate import Restated, write_restated
+from lazysnap.export.accelerate_folders import Parts, problem
+from lazysnap.export.copies import Copy, NamedCopies
 from lazysnap.export.folder import in_place_when_whole, mark_of
-from lazysnap.integrations.accelerate.copies import Copy, NamedCopies
-from lazysnap.integrations.accelerate.folders import Parts, problem
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
 
@@ -281,7 +281,7 @@ def test_a_snapshot_that_never_comes_is_named(trained, tmp_path, caplog):
 TRAINER = """
 import sys
 from lazysnap import PersistentLevel
-from lazysnap.integrations.accelerate.copies import Copy, NamedCopies
+from lazysnap.export.copies import Copy, NamedCopies
 copies = NamedCopies(PersistentLevel(sys.argv[1]), lambda name: None)
 for directory, name in zip(sys.argv[2::2], sys.argv[3::2]):
     copies.save(Copy(directory=directory, name=name))

@@ -13,9 +13,8 @@ from lazysnap.engine.losses import NonFinite
 from lazysnap.engine.snapshot import Snapshot
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.accelerate.door import Door
+from lazysnap.integrations.accelerate.door import Door, Snapshots
 from lazysnap.integrations.accelerate.saving import Wanted
-from lazysnap.integrations.accelerate.settings import Snapshots
 from lazysnap.integrations.callback import means_snapshot
 from lazysnap.runs import check_choice
 

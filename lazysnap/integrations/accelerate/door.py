@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lazysnap.config import SnapshotConfig, config_at, resolve_url
 from lazysnap.data.position import Position
 from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.losses import LossWatch, NonFinite
@@ -17,13 +19,19 @@ from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.accelerate.boundaries import Boundaries
 from lazysnap.integrations.accelerate.saving import Directories, Wanted
-from lazysnap.integrations.accelerate.settings import Snapshots, config_of, default_url, why_stock
 from lazysnap.integrations.accelerate.state import AcceleratorState
 from lazysnap.integrations.drain import DrainBar
 from lazysnap.integrations.logged import Logged
 from lazysnap.state.objects import unwrapped
 
 logger = logging.getLogger(__name__)
+
+Snapshots = str | os.PathLike[str] | SnapshotConfig | None
+
+_STOCK = {
+    "XLA": "its tensors are evaluated lazily on another device",
+    "MEGATRON_LM": "Megatron-LM keeps the training state in objects of its own",
+}
 
 
 class Door:
@@ -35,10 +43,10 @@ class Door:
     def __init__(self, accelerator: Any, snapshots: Snapshots) -> None:
         # It lives as long as the accelerator, which holds it.
         self._accelerator = weakref.proxy(accelerator)
-        self._why_stock = why_stock(accelerator)
+        self._why_stock = _why_stock(accelerator)
         # Known from here on: at the end the accelerator may be gone.
-        self._default_url = default_url(accelerator)
-        self._config = None if self._why_stock is not None else config_of(snapshots, accelerator)
+        self._default_url = _default_url(accelerator)
+        self._config = None if self._why_stock is not None else _config_of(snapshots, accelerator)
         self._boundaries = Boundaries(self._at_boundary)
         self._state = AcceleratorState(self._accelerator, lambda: self._boundaries.positions)
         self._directories = Directories(self._accelerator, self._state)
@@ -254,3 +262,43 @@ class Door:
         if message not in self._has_told:
             self._has_told.add(message)
             logger.warning(message, *values)
+
+
+def _default_url(accelerator: Any) -> str | None:
+    """Where snapshots go if nothing else is said; also what names the job then. ``None``, if there is no such place."""
+    if accelerator.project_dir is None:
+        return None
+    return resolve_url(os.path.join(str(accelerator.project_dir), "lazysnap"))
+
+
+def _config_of(snapshots: Snapshots, accelerator: Any) -> SnapshotConfig:
+    """``snapshots`` as settings: one level at a path or URL, by default at ``<project_dir>/lazysnap``.
+
+    Raises: ConfigError, if there is no place, or for what names none.
+    """
+    place = _default_url(accelerator) if snapshots is None else snapshots
+    if place is None:
+        raise ConfigError(
+            "LazyAccelerator: there is no place for snapshots: give project_dir=..., or snapshots= a path, a URL or a "
+            "SnapshotConfig"
+        )
+    return config_at(place)
+
+
+def _why_stock(accelerator: Any) -> str | None:
+    """Why this accelerator saves and loads as Accelerate does, without snapshots; ``None`` if it does not.
+
+    Raises: ConfigError, for DeepSpeed and FSDP 1.
+    """
+    kind = accelerator.distributed_type.name
+    if kind == "DEEPSPEED":
+        raise ConfigError(
+            "LazyAccelerator: DeepSpeed cannot be captured: each process holds a part of weights and optimizer state "
+            "that no state_dict() tells of. Use FSDP2 (fsdp_version: 2) or DDP, or stock accelerate.Accelerator"
+        )
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        raise ConfigError(
+            "LazyAccelerator: FSDP 1 cannot be captured: its parameters are pieces of one flat tensor. Set "
+            "fsdp_version: 2, or use stock accelerate.Accelerator"
+        )
+    return _STOCK.get(kind)

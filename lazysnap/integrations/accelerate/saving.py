@@ -14,10 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import SnapshotNotFound
 from lazysnap.export.accelerate import Restated, write_restated
-from lazysnap.export.folder import discard, side_directory
-from lazysnap.integrations.accelerate.blocking import save_blocking, together, write_together
-from lazysnap.integrations.accelerate.copies import Copy, NamedCopies
-from lazysnap.integrations.accelerate.folders import (
+from lazysnap.export.accelerate_folders import (
     Parts,
     delete_superseded,
     newest_complete,
@@ -25,6 +22,9 @@ from lazysnap.integrations.accelerate.folders import (
     number_of,
     stock_prefix,
 )
+from lazysnap.export.copies import Copy, NamedCopies
+from lazysnap.export.folder import discard, side_directory
+from lazysnap.integrations.accelerate.blocking import save_blocking, together, write_together
 from lazysnap.integrations.accelerate.state import AcceleratorState
 
 logger = logging.getLogger(__name__)

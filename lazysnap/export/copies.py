@@ -226,7 +226,7 @@ class NamedCopies:
 
 def _environment() -> dict[str, str]:
     """Without what a launcher told this rank, and without devices."""
-    root = str(pathlib.Path(__file__).resolve().parents[3])
+    root = str(pathlib.Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
     return {
