@@ -211,7 +211,10 @@ class LazySnapshotCallback(WithEngine, Callback):
                 self._seen_step = trainer.global_step
 
         def before_fetch(original: Callable[[], Any]) -> None:
-            self._at_point_x(trainer, state)
+            fetcher = fit_loop._data_fetcher
+            # Inside iter() a loader without length fetches one batch ahead: nothing of the epoch has begun to count.
+            if fetcher.length is not None or fetcher.fetched:
+                self._capture(trainer)
             original()
 
         def end_batch(original: Callable[[Any], None], fetcher: Any) -> None:
@@ -234,7 +237,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         def end_run(original: Callable[[], Any]) -> None:
             self._gate()
             # Before hooks at the end of training swap weights (averages): a later fit must go on from these.
-            self._capture_last(trainer)
+            self._capture(trainer, is_last=True)
             original()
 
         def loaders_saved(original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -250,33 +253,17 @@ class LazySnapshotCallback(WithEngine, Callback):
         wrap(epoch_loop, "on_advance_end", end_batch)
         wrap(epoch_loop.val_loop, "run", validate)
 
-    def _at_point_x(self, trainer: Any, state: LightningState) -> None:
-        fetcher = trainer.fit_loop._data_fetcher
-        # Inside iter() a loader without length fetches one batch ahead: nothing of the epoch has begun to count.
-        if not (fetcher.length is None and fetcher.fetched == 0) and self._has_stepped(trainer):
-            self._capture(trainer)
-
     def _has_stepped(self, trainer: Any) -> bool:
         """Whether the last batch ended with an optimizer step: else an accumulation of gradients is under way."""
         return bool(trainer.global_step > self._seen_step)
 
-    def _capture(self, trainer: Any) -> None:
-        if self._engine is not None and self._has_stepped(trainer):
-            self._seen_step = trainer.global_step
-            self._figures.log(trainer, self._engine)
-            self._engine.boundary(trainer.global_step)
-
-    def _capture_last(self, trainer: Any) -> None:
-        """Capture the end of a training, also between the steps of ``every_n_steps``.
-
-        Blocks: until a slot is there and the copies are done, at most ``keeper_timeout_s`` and ``gate_timeout_s``.
-        """
+    def _capture(self, trainer: Any, *, is_last: bool = False) -> None:
+        """``is_last``: the end of a training, also between the steps of ``every_n_steps``; see ``last_boundary``."""
         engine, step = self._engine, trainer.global_step
-        if engine is None or not self._has_stepped(trainer):
-            return
-        self._seen_step = step
-        self._figures.log(trainer, engine)
-        engine.last_boundary(step)
+        if engine is not None and self._has_stepped(trainer):
+            self._seen_step = step
+            self._figures.log(trainer, engine)
+            (engine.last_boundary if is_last else engine.boundary)(step)
 
     def _save_before_exit(self, trainer: Any, engine: SnapshotEngine) -> None:
         # Lightning looks for the signal after a batch and everything due after it: this is a boundary. In the middle
@@ -285,23 +272,16 @@ class LazySnapshotCallback(WithEngine, Callback):
             engine.boundary(trainer.global_step, force=True)
             engine.gate()
         budget_s = engine.config.flush_budget_s
-        if engine.config.levels and engine.flush(budget_s):
-            logger.warning("terminated at step %d: the last snapshot is durable", trainer.global_step)
+        is_durable = bool(engine.config.levels) and engine.flush(budget_s)
+        why_lost = engine.statistics().unprotected
+        if is_durable:
+            what = "the last snapshot is durable"
             engine.close(drain=False)
-        elif engine.statistics().unprotected is not None:
-            logger.warning(
-                "terminated at step %d: the last step is not durable after %g s, and NOT protected in memory: %s",
-                trainer.global_step,
-                budget_s,
-                engine.statistics().unprotected,
-            )
+        elif why_lost is not None:
+            what = f"the last step is not durable after {budget_s:g} s, and NOT protected in memory: {why_lost}"
         else:
-            logger.warning(
-                "terminated at step %d: the last snapshot is in memory, not durable after %g s; the keeper goes on "
-                "writing it",
-                trainer.global_step,
-                budget_s,
-            )
+            what = f"the last snapshot is in memory, not durable after {budget_s:g} s; the keeper goes on writing it"
+        logger.warning("terminated at step %d: %s", trainer.global_step, what)
 
 
 def _check_fetcher(fetcher: Any) -> None:

@@ -16,7 +16,7 @@ from lazysnap.integrations.callback import LATEST, means_snapshot
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.loops import WorldChange
 from lazysnap.integrations.lightning.state import LightningState
-from lazysnap.integrations.lightning.strategies import is_sharded, load_model, load_optimizers
+from lazysnap.integrations.lightning.strategies import is_sharded
 from lazysnap.levels.redaction import shown
 from lazysnap.shard.names import SnapshotName, id_time_ns
 from lazysnap.state.modules import fitted
@@ -154,8 +154,8 @@ class Latest:
         if self._is_ours():
             state = fitted(self._trainer.lightning_module, checkpoint["state_dict"])
             checkpoint = {**checkpoint, "state_dict": state}
-        if is_sharded(self._trainer.strategy) and self._is_ours():
-            load_model(self._trainer.strategy, checkpoint, strict=strict)
+        if is_sharded(self._trainer.strategy) and self._is_ours():  # each rank its own shards, without a collective
+            self._trainer.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
         else:
             original(checkpoint, strict=strict)
         self._loading_s += time.perf_counter() - started
@@ -176,7 +176,8 @@ class Latest:
             )
             checkpoint["optimizer_states"] = [laid_out(optimizer, state) for optimizer, state in states]
             if is_sharded(self._trainer.strategy):
-                load_optimizers(optimizers, checkpoint)
+                for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
+                    optimizer.load_state_dict(state)
         original()
 
     def _is_ours(self) -> bool:

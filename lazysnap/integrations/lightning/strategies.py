@@ -5,7 +5,7 @@ shards it, and its own methods gather what is sharded, by collectives. A snapsho
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -75,14 +75,3 @@ def own_state(strategy: Any, inner: Callable[[Any], torch.optim.Optimizer]) -> I
         yield
     finally:
         patches.undo()
-
-
-def load_model(strategy: Any, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-    """Into a sharded module, each rank its own shards. Not collective."""
-    strategy.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-
-
-def load_optimizers(optimizers: Iterable[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> None:
-    """Into the optimizers of a sharded module, each rank its own shards. Not collective."""
-    for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
-        optimizer.load_state_dict(state)

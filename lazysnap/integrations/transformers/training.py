@@ -232,7 +232,7 @@ class Training:
     def _finalize_training(self, original: Callable[..., Any], trial: Any, num_samples: Any, start_time: float) -> Any:
         if self._state.landing is not None:
             self._land()
-        self._capture_last()
+        self._capture(is_last=True)  # before the best weights are loaded
         self._iterator = None
         return original(trial, num_samples, start_time - self._state.earlier_s)
 
@@ -264,32 +264,17 @@ class Training:
         self._state.land()
         self._seen_step = self.trainer.state.global_step
 
-    def _has_stepped(self) -> bool:
-        """Whether an optimizer step is over that was not captured: else an accumulation of gradients is in progress."""
-        return bool(self.trainer.state.global_step > self._seen_step)
-
-    def _capture(self) -> None:
+    def _capture(self, *, is_last: bool = False) -> None:
+        """``is_last``: the end of a training, also between the steps of ``every_n_steps``; see ``last_boundary``."""
         engine, step = self.engine, self.trainer.state.global_step
-        if engine is None or not self._has_stepped():
+        if engine is None or step <= self._seen_step:  # else gradients are accumulated, or it was captured
             return
         self._seen_step = step
         self._logged.note(step)
-        engine.boundary(step)
+        self._state.is_finished = is_last
+        (engine.last_boundary if is_last else engine.boundary)(step)
         if any(callable(getattr(optimizer, "train", None)) for optimizer in self._state.optimizers()):
             engine.gate()  # schedule-free ones exchange the weights before the next step, after an evaluation
-
-    def _capture_last(self) -> None:
-        """Capture the end of a training, also between the steps of ``every_n_steps``.
-
-        Blocks: until a slot is there and the copies are done, at most ``keeper_timeout_s`` and ``gate_timeout_s``.
-        """
-        engine, step = self.engine, self.trainer.state.global_step
-        if engine is None or not self._has_stepped():
-            return
-        self._seen_step = step
-        self._logged.note(step)
-        self._state.is_finished = True
-        engine.last_boundary(step)  # before the best weights are loaded
 
 
 def _tqdm_bar() -> Bar:
