@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from lazysnap.data.streams import RandomStreams
 from lazysnap.data.workers import running_workers, start_workers
@@ -152,9 +153,11 @@ class LightningState:
             self._check_repeatable(own)
         put_back_fit(self._trainer, list(self.optimizers()), state, data=data)
         if data:
-            self._landing = {**own, "fit_loop": state["loops"]["fit_loop"]}
+            # What is put back now may be changed in place before the batch is over.
+            landing = {**own, "fit_loop": state["loops"]["fit_loop"]}
+            self._landing = tree_map_only(torch.Tensor, torch.clone, landing)
             self.prepare_loaders()
-            self._put_back(self._landing, in_hook=True)
+            self._put_back(landing, in_hook=True)
             self._streams.restore(own["streams"])
         else:
             self._put_back_modules(own)
