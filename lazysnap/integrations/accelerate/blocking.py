@@ -2,13 +2,15 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from lazysnap.errors import LevelUnavailable
 from lazysnap.export.folder import in_place_when_whole
+
+Result = TypeVar("Result")
 
 
 def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str], Any]) -> None:
@@ -19,26 +21,15 @@ def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str]
     another LevelUnavailable; then ``directory`` is as it was.
     """
     place = in_place_when_whole(directory, {"layout": "accelerate"})
-    temp: list[Any] = [None]
-
-    def begin() -> None:
-        if accelerator.is_main_process:
-            temp[0] = place.__enter__()
-
-    def end() -> None:
-        if accelerator.is_main_process:
-            place.__exit__(None, None, None)
-
-    together(directory, begin)
-    broadcast_object_list(temp)
+    temp = by_main(accelerator, directory, place.__enter__)
     try:
-        write_together(accelerator, directory, temp[0], save)
+        write_together(accelerator, directory, temp, save)
     except BaseException as error:
         if accelerator.is_main_process:
             with contextlib.suppress(type(error)):
                 place.__exit__(type(error), error, error.__traceback__)
         raise
-    together(directory, end)
+    by_main(accelerator, directory, lambda: place.__exit__(None, None, None))
 
 
 def write_together(accelerator: Accelerator, directory: str, place: str, save: Callable[[str], Any]) -> None:
@@ -59,6 +50,20 @@ def write_together(accelerator: Accelerator, directory: str, place: str, save: C
     together(directory, write)
 
 
+def by_main(accelerator: Accelerator, directory: str, work: Callable[[], Result]) -> Result:
+    """What ``work`` returns on the main process. Collective. Raises: as ``save_blocking``."""
+    found: list[Any] = [None]
+
+    def do() -> None:
+        if accelerator.is_main_process:
+            found[0] = work()
+
+    together(directory, do)
+    broadcast_object_list(found)
+    result: Result = found[0]
+    return result
+
+
 def together(directory: str, work: Callable[[], None]) -> None:
     """Do ``work`` on every rank. Collective. Raises: on every rank, what one of them met, as ``save_blocking``."""
     failure: Exception | None = None
@@ -71,4 +76,4 @@ def together(directory: str, work: Callable[[], None]) -> None:
         raise failure
     others = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
     if others:
-        raise LevelUnavailable(f"save_state({directory!r}): {'; '.join(others)}")
+        raise LevelUnavailable(f"{directory!r}: {'; '.join(others)}")

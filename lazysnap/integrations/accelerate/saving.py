@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import SnapshotNotFound
@@ -24,7 +24,7 @@ from lazysnap.export.accelerate_folders import (
 )
 from lazysnap.export.copies import Copy, NamedCopies
 from lazysnap.export.folder import discard, side_directory
-from lazysnap.integrations.accelerate.blocking import save_blocking, together, write_together
+from lazysnap.integrations.accelerate.blocking import by_main, save_blocking, write_together
 from lazysnap.integrations.accelerate.state import AcceleratorState
 
 logger = logging.getLogger(__name__)
@@ -116,13 +116,13 @@ class Directories:
 
     def _next(self) -> tuple[str, int]:
         accelerator = self._accelerator
-        root = os.path.join(accelerator.project_dir, _CHECKPOINTS)
-        found: list[Any] = [None]
-        if accelerator.is_main_process:
-            names = os.listdir(root) if os.path.isdir(root) else []
-            found[0] = next_iteration(names, accelerator.project_configuration.iteration)
-        broadcast_object_list(found)
-        return os.path.join(root, f"checkpoint_{found[0]}"), found[0]
+        root, number = os.path.join(accelerator.project_dir, _CHECKPOINTS), accelerator.project_configuration.iteration
+
+        def choose() -> int:
+            return next_iteration(os.listdir(root) if os.path.isdir(root) else [], number)
+
+        chosen = by_main(accelerator, root, choose)
+        return os.path.join(root, f"checkpoint_{chosen}"), chosen
 
     def _why_blocking(self, wanted: "Wanted", engine: SnapshotEngine) -> str | None:
         if wanted.has_more:
@@ -165,15 +165,7 @@ class Directories:
 
     def _beside(self, directory: str) -> str:
         """A directory beside ``directory``, the same on all ranks. Collective. Raises: as ``side_directory``."""
-        place: list[Any] = [None]
-
-        def make() -> None:
-            if self._accelerator.is_main_process:
-                place[0] = side_directory(directory)
-
-        together(directory, make)
-        broadcast_object_list(place)
-        return str(place[0])
+        return by_main(self._accelerator, directory, lambda: side_directory(directory))
 
     def _write_rest(self, directory: str, added: str | None, wanted: "Wanted", now: Restated) -> str:
         """For a step that was captured before: write all but models and optimizers as it is now; where to.
@@ -243,15 +235,12 @@ class Directories:
         if directory is not None or not project.automatic_checkpoint_naming:
             return directory
         root = os.path.join(accelerator.project_dir, _CHECKPOINTS)
-        found: list[str | None] = [None]
-        if accelerator.is_main_process:
-            found[0] = newest_complete(root, self._parts())
-        broadcast_object_list(found)
-        if found[0] is None:
+        found = by_main(accelerator, root, lambda: newest_complete(root, self._parts()))
+        if found is None:
             raise SnapshotNotFound(
                 f'load_state(): no complete checkpoint in {root}: give a directory, or "latest" for the newest snapshot'
             )
-        return found[0]
+        return found
 
     def loaded(self, directory: str) -> None:
         """A checkpoint was loaded by stock: go on behind its number; say so if random numbers were not loaded."""

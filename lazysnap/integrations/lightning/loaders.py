@@ -32,8 +32,8 @@ class LoaderPositions:
         keep_streams(loaders)
         self.loaders, self._combined, self._kind = loaders, combined, type(combined)
         self._watched = [_Watched(one, asks_loader=len(loaders) == 1 and is_stateful(one)) for one in loaders]
-        watched = type(self._kind.__name__, (self._kind,), {"__iter__": lambda _: self._iterate()})
-        combined.__class__ = watched
+        ours = {"__iter__": lambda _: self._iterate(), "__module__": self._kind.__module__}
+        combined.__class__ = type(self._kind.__name__, (self._kind,), ours)
 
     def forget(self) -> None:
         """Leave the loaders as they were."""
