@@ -42,6 +42,7 @@ def test_a_store_that_takes_questions_and_does_not_answer_is_given_up_at_the_dea
     assert board.add("number") == 1
 
     os.kill(host.pid, signal.SIGSTOP)
+    os.waitpid(host.pid, os.WUNTRACED)  # until it stands still: it may answer one more question before
 
     for ask in (lambda: board.add("number"), lambda: board.swap("word", "", "x"), lambda: Board(store, TIMEOUT_S)):
         with pytest.raises(BoardUnavailable, match="not within 1 s"):
