@@ -2,9 +2,8 @@
 
 The state is a transformer's, of one column: as many tensors, rows, files and names as a large one, and few bytes. What
 is replaced, or called beside the public API: the ranks' ``World`` and the ``KeeperClient`` of ``lazysnap.engine``;
-storage is a file system of fsspec, whose files are made by ``lazysnap.shard``; ``LevelWriter`` of
-``lazysnap.keeper.level_writer`` (retention); ``Coordinator`` of ``lazysnap.keeper.grants`` with the messages that it
-gets.
+storage is a file system of fsspec, whose files are made by ``lazysnap.shard``; a keeper's ``Belongings`` (retention);
+``Coordinator`` of ``lazysnap.keeper.grants`` with the messages that it gets.
 """
 
 import contextlib
@@ -29,18 +28,18 @@ from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.engine import engine as engine_module
 from lazysnap.engine.world import World
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
-from lazysnap.keeper.grant_messages import LevelReport, Progress, Report, SnapshotKey
-from lazysnap.keeper.granted import NodeLevel
+from lazysnap.keeper.grant_messages import LevelReport, Progress, Report
 from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
-from lazysnap.keeper.level_writer import LevelWriter, Told
-from lazysnap.keeper.node_files import NodeFiles
-from lazysnap.keeper.team import Team
+from lazysnap.levels import open_store
+from lazysnap.levels.belongings import Belongings, Told
+from lazysnap.levels.retention import Share
+from lazysnap.levels.shards import entry_of
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.names import ShardName, SnapshotName, parse_file_name
 from lazysnap.state.walk import walk
-from lazysnap.topology import places, share
+from lazysnap.topology import share
 
 RUN, START, EARLIER = "00000000000000ab", "00000000000000cd", "00000000000000cc"
 URL = "imagined://run"
@@ -206,6 +205,10 @@ class Fellows(World):
         """See ``World``."""
         return self.exchange(what, work())
 
+    def has_board(self) -> bool:
+        """See ``World``."""
+        return True
+
     def _answers(self, what: str, value: Any) -> list[str]:
         text = _dumped([what, value])
         nodes = [f"node-{rank // PER_NODE:05d}.cluster/{rank // PER_NODE:036d}/net" for rank in range(self.size)]
@@ -220,8 +223,6 @@ class Fellows(World):
             answer = text.replace(f'"rank":{self.rank},', f'"rank":{other},')
             answer = answer.replace(f'"rank":{self.rank + self.size},', f'"rank":{other + self.size},')
             answers.append(answer.replace(nodes[self.rank], node))
-        if what == "linking keepers":  # rank 0's keeper is the one that all are to reach
-            answers[0] = _dumped([what, ["node-00000.cluster", 1, "certificate", "key"]])
         if what == "what is in memory":  # one lost what is newest, so memory has nothing whole
             other = (self.rank + 1) % self.size
             answers[other] = answers[other].replace(START, EARLIER)
@@ -241,10 +242,6 @@ class ImaginedKeeper:
 
     def connect(self, timeout_s: float) -> None:
         """See ``KeeperClient``."""
-
-    def link_port(self, host: str, timeout_s: float) -> int:
-        """See ``KeeperClient``."""
-        return 1
 
     def inventory(self, timeout_s: float) -> MemoryHoldings:
         """See ``KeeperClient``."""
@@ -323,22 +320,25 @@ def restarts(kind: str, taken: int, ranks: int) -> list[Line]:
 
 
 def retention(ranks: int) -> Line:
-    """What the keeper of one node asks of a level after a snapshot, once it runs evenly; per rank of the node."""
-    here = min(PER_NODE, ranks)
-    team = Team.of(places([f"node {rank // PER_NODE}" for rank in range(ranks)]), ranks // 2)
+    """What one rank's keeper asks of a level after a snapshot, once it runs evenly."""
+    rank = ranks // 2
     ImaginedFiles.fill("fsdp", ranks, range(1, KEPT + 2))
-    level = PersistentLevel(URL, keep_last=KEPT, verify=False)
-    own = LevelWriter(level, 0, NodeFiles(team, RUN, START), mock.Mock())
-    for newest in (KEPT + 1, KEPT + 2):  # the first time it opens the level
-        ImaginedFiles.steps = list(range(newest - KEPT, newest + 1))  # the others deleted theirs, too
-        ImaginedFiles.asked.clear()
-        clock = Clock()
-        own.learned(Told((NodeLevel(complete={SnapshotKey(step, START) for step in range(1, newest + 1)}),)))
-        own._tidy()
-        seconds = clock.seconds()
-        gone = SnapshotName(RUN, newest - KEPT, START).directory
-        assert len([path for path in ImaginedFiles.gone if f"/{gone}/" in path and path.endswith(".json")]) == here
-    return {"cpu_s": seconds / here, "operations": sum(ImaginedFiles.asked.values()) / here}
+    store = open_store(URL)
+    own = Belongings(store, PersistentLevel(URL, keep_last=KEPT, verify=False), Share.of_rank(rank, ranks))
+    kept, last = tuple(range(2, KEPT + 2)), KEPT + 2
+    assert own.tidy(Told(RUN, START, kept), frozenset(), lambda: None) == [1]  # lists, once
+    ImaginedFiles.steps = [*kept, last]  # the others deleted theirs, too
+    written = manifest("fsdp", rank, ranks, last)
+    entry = entry_of(written.meta, store.url, store.speed, written.meta.name.directory)
+    told = Told(RUN, START, (*kept[1:], last))
+    ImaginedFiles.asked.clear()
+    clock = Clock()
+    own.confirm(entry, written, lambda: None)
+    own.surplus(told, frozenset(), 5, lambda: None)
+    gone = own.tidy(told, frozenset(), lambda: None)
+    seconds = clock.seconds()
+    assert gone == [2], gone
+    return {"cpu_s": seconds, "operations": sum(ImaginedFiles.asked.values())}
 
 
 def coordinator(ranks: int, snapshots: int = 4) -> Line:

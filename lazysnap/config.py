@@ -156,9 +156,6 @@ class SnapshotConfig:
     keeper_timeout_s: float = 20.0
     """How long to wait for the keeper to start or answer (restart, drain). If it does not answer for so long while
     training runs, there is a warning."""
-    link_address: str | None = None
-    """With several nodes: the address of rank 0's node at which the keepers of the other nodes reach its keeper.
-    Default: ``MASTER_ADDR``, if that is the node's own, else that of its default route."""
     averaging_period: int | None = None
     """With local SGD, where ranks synchronise by averaging their weights: steps from one averaging to the next.
     Captures fall on averagings, so ``every_n_steps`` must be a multiple of it. Default: gradients are averaged at every

@@ -63,7 +63,7 @@ class GrantLoop:
         self._timers: list[tuple[float, int, Callable[[], bool]]] = []
         self._count = itertools.count()
         self._lock = threading.Lock()
-        self._is_left = self._is_closed = False
+        self._is_left = False
         self._is_linked = coordinator is not None
         self._alone_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="lazysnap-grants", daemon=True)
@@ -75,12 +75,8 @@ class GrantLoop:
 
     def close(self) -> None:
         """Stop deciding. Blocks: until the present decision is done."""
-        self._is_closed = True
         self._events.put(None)
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._links is not None:
-            self._links.close()
+        self._thread.join()
 
     # What the links tell
 
@@ -102,19 +98,14 @@ class GrantLoop:
         """A trainer began a step, died or came back."""
         self._events.put(lambda: False)
 
-    def wish(self, step: int, *, is_urgent: bool = False) -> None:
+    def wish(self, step: int) -> None:
         """The step must be stored at every level."""
-        self._events.put(lambda: self._node.wish(step, is_urgent=is_urgent))
-
-    def listed(self, level: int, steps: set[int]) -> None:
-        """What an earlier keeper of this start stored, read back. Before ``start`` alone."""
-        self._node.levels[level].stored |= steps
+        self._events.put(lambda: self._node.wish(step))
 
     def is_wanted(self, write: Write) -> bool:
         """Ask just before the commit, and obey."""
-        # When this start is over, what was under way may still come to its end: nobody counts it.
         with self._lock:
-            return self._is_closed or self._node.is_wanted(write)
+            return self._node.is_wanted(write)
 
     def committed(self, write: Write) -> None:
         """The file is there; ``verified`` or ``failed`` follows."""

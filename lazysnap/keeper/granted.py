@@ -112,8 +112,6 @@ class NodeLevel:
     complete: set[SnapshotKey] = field(default_factory=set)
     cancelled: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
-    works: bool = True
-    """Whether the level works on all nodes."""
 
     @property
     def reads_slots(self) -> bool:
@@ -128,7 +126,7 @@ class NodeLevel:
 
     def obey(self, order: LevelOrder) -> bool:
         """Take the order; whether there is something to report."""
-        self.cancelled, self.lost, self.works = frozenset(order.cancelled), frozenset(order.lost), order.is_ready
+        self.cancelled, self.lost = frozenset(order.cancelled), frozenset(order.lost)
         if order.grant == self.grant:
             return False
         self.grant, self.source = order.grant, order.source
@@ -160,8 +158,6 @@ class NodeGrants:
     epoch: Epoch = field(default_factory=Epoch)
     """That of the coordinator that is obeyed."""
     wishes: set[int] = field(default_factory=set)
-    urgent: set[int] = field(default_factory=set)
-    """Wishes for steps that trainers keep in their slots meanwhile: what is being written gives way to them."""
 
     @property
     def word(self) -> int | None:
@@ -187,16 +183,13 @@ class NodeGrants:
             if not order.is_hello and level.obey(said):
                 is_news = True
         self.wishes = {step for step in self.wishes if not self.is_answered(step)}
-        self.urgent &= self.wishes
         return is_news
 
-    def wish(self, step: int, *, is_urgent: bool = False) -> bool:
+    def wish(self, step: int) -> bool:
         """The step must be stored at every level; whether to report. It may be begun, or still lie ahead."""
         if self.is_answered(step):
             return False
         self.wishes.add(step)
-        if is_urgent:
-            self.urgent.add(step)
         return True
 
     def is_answered(self, step: int) -> bool:
@@ -214,9 +207,6 @@ class NodeGrants:
         pin: set[int] = set()
         writes, is_news = [], False
         for index, level in enumerate(self.levels):
-            if level.progress is Progress.WRITING and level.source is None and self._is_pressed(level):
-                # Memory has one slot to spare for storage, and that one is held for another step now.
-                level.attempt, level.progress, is_news = level.attempt + 1, Progress.YIELDED, True
             if level.progress is not Progress.WAITING or level.grant is None:
                 continue
             step = level.grant
@@ -239,9 +229,6 @@ class NodeGrants:
                 level.attempt, level.progress = level.attempt + 1, Progress.WRITING
                 writes.append(Write(index, step, level.source, level.attempt))
         return Look(tuple(sorted(pin)) if self.word is not None else (), tuple(writes), is_news)
-
-    def _is_pressed(self, level: NodeLevel) -> bool:
-        return level.grant not in self.wishes and any(not self._is_answered(level, step) for step in self.urgent)
 
     def _has_to_yield(self, level: NodeLevel, step: int, ranks: Sequence[RankView]) -> bool:
         """Trainers that flush wait for a step that they began: the granted one, which lies ahead, would never come."""

@@ -102,14 +102,14 @@ class LevelGrants:
                 self.lost.add(self.grant)
         self.grant = None
 
-    def order(self, start: str, wishes: Collection[int], *, is_ready: bool) -> LevelOrder:
-        """What every node is told. ``is_ready``: whether the level works on all nodes."""
+    def order(self, start: str, wishes: Collection[int]) -> LevelOrder:
+        """What every node is told."""
         keys = {SnapshotKey(step, start) for step in self.complete} | self.earlier
         told = set(heapq.nlargest(min(max(16, self.settings.keep_last), MAX_TOLD), keys))
         # An answered wish may be older than the newest that are told.
         told |= {SnapshotKey(step, start) for step in newest(self.complete.intersection(wishes))}
         lost = tuple(sorted({*newest(self.lost), *newest(self.lost.intersection(wishes))}))
-        return LevelOrder(self.grant, self.source, tuple(sorted(told)), newest(self.cancelled), lost, is_ready)
+        return LevelOrder(self.grant, self.source, tuple(sorted(told)), newest(self.cancelled), lost)
 
 
 @dataclass
@@ -146,12 +146,7 @@ class Coordinator:
 
     def order(self) -> Order:
         """The present state, for every node."""
-        levels = enumerate(self.levels)
-        told = tuple(x.order(self.start, self.wishes, is_ready=self._is_ready(index)) for index, x in levels)
-        return Order(self.epoch, not self.is_open, told)
-
-    def _is_ready(self, index: int) -> bool:
-        return all(report.levels[index].is_ready for report in self.reports.values())
+        return Order(self.epoch, not self.is_open, tuple(x.order(self.start, self.wishes) for x in self.levels))
 
     def pause_s(self, draw: float) -> float:
         """Seconds until ``outbid``; ``draw`` is a random number from 0 to 1.
@@ -204,7 +199,6 @@ class Coordinator:
                 (x.grant, x.source, len(x.complete), len(x.complete & wishes), len(x.cancelled), len(x.lost))
                 for x in self.levels
             ],
-            [self._is_ready(index) for index in range(len(self.levels))],
         )
         return self._told != before
 
@@ -264,7 +258,7 @@ class Coordinator:
         elif source is None and not left:
             self._give_up(level, source, own)
             step = self._ahead(index, own)
-            is_ahead = step > own.begun + (self.num_nodes > 1) + level.margin
+            is_ahead = step > own.begun + 1 + level.margin
             step = self._unless_others_pin(level, step, own.begun)
         if source is not None:
             self._give_up(level, source, own)
@@ -308,8 +302,7 @@ class Coordinator:
         must |= {begun // every * every for every in kept} & own.held
         must = {step for step in must if not level.is_done_with(step)}
         every = level.settings.every_n_steps
-        # Ranks of other nodes may be a step ahead.
-        due = ((begun + (self.num_nodes > 1) + level.margin) // every + 1) * every
+        due = ((begun + 1 + level.margin) // every + 1) * every
         first = min(must, default=due)
         return first if first <= due + level.span else due
 

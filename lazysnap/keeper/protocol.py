@@ -9,8 +9,9 @@ import msgspec
 
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.team import Team
+from lazysnap.levels.belongings import Told
 
-PROTOCOL = 3
+PROTOCOL = 2
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 
@@ -54,36 +55,10 @@ class AdoptFrozen(Message, frozen=True):
     digest: str
 
 
-class Peers(msgspec.Struct, frozen=True):
-    """How the keepers of several nodes reach each other."""
-
-    job: str
-    host: str
-    port: int
-    """Where the keeper of node 0 listens."""
-    cert_pem: str
-    key_pem: str
-
-
 class Run(Message, frozen=True):
-    """What is captured from now on: which run it is of, and which start."""
+    """The run that goes on."""
 
     run_id: str
-    start: str
-    step: int
-    """Where training stands: captures are of later steps."""
-    floor: int
-    """The greatest sequence number of a capture before it."""
-    every_n_steps: int
-    """From one capture to the next."""
-    num_kept: int
-    """So many of its newest whole captures a rank never writes over."""
-    stored: dict[str, list[tuple[str, int]]]
-    """By level: start and step of the complete snapshots that it goes on from."""
-    peers: Peers | None
-    """With several nodes."""
-    is_new: bool
-    """Whether no keeper was told before."""
     names_others: bool
     """Whether to look for other runs at the levels; see ``LeftRun``."""
 
@@ -127,34 +102,36 @@ class Keep(Message, frozen=True):
 
     name: str
     step: int
+    run_id: str
+    sequence: int
 
 
 class Release(Message, frozen=True):
-    """A name is taken from the snapshots of the run."""
+    """A name is taken from the snapshots of a run."""
 
     name: str
+    run_id: str
 
 
-class Wish(Message, frozen=True):
-    """A step must be stored at every level, due or not."""
+class CompleteThere(Message, frozen=True):
+    """What all ranks have at a level."""
 
-    step: int
+    level: str
+    told: Told
 
 
 class AskInventory(Question, frozen=True):
     """Answered by ``Inventory``."""
 
 
+class AskBusyLevels(Question, frozen=True):
+    """Answered by ``BusyLevels``."""
+
+
 class Drain(Question, frozen=True, kw_only=True):
-    """Bring a step to all levels. Answered by ``Drained``, when it is there, or every other level was tried."""
+    """Bring the newest whole capture, at least that of this sequence number, to all levels. Answered by ``Drained``."""
 
-    step: int
-
-
-class AskAddress(Question, frozen=True, kw_only=True):
-    """A free port of this address of the machine, for the links. Answered by ``Address``."""
-
-    host: str
+    sequence: int
 
 
 class Superseded(Message, frozen=True):
@@ -275,10 +252,10 @@ class Drained(Answer, frozen=True, kw_only=True):
     ok: bool
 
 
-class Address(Answer, frozen=True, kw_only=True):
-    """Where the keeper will listen; no port, if it cannot."""
+class BusyLevels(Answer, frozen=True, kw_only=True):
+    """What each level that is at work is doing, in words."""
 
-    port: int
+    levels: list[str]
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -321,19 +298,32 @@ class Inventory(Answer, frozen=True, kw_only=True):
 
 
 class Durable(Message, frozen=True):
-    """The node's part of a snapshot is at a level, read back where the level does that."""
+    """A snapshot was committed at a level."""
 
     level: str
     step: int
     num_bytes: int
+    """Of this rank's part."""
     seconds: float
+    sequence: int
+    run_id: str = ""
 
 
-class Complete(Message, frozen=True):
-    """Snapshots of a start are durable at a level: the parts of all nodes are there."""
+class Sound(Message, frozen=True):
+    """With several ranks: a snapshot that became durable was read back, too, where the level does that."""
 
     level: str
-    steps: list[int]
+    step: int
+    run_id: str
+    start: str
+
+
+class Surplus(Message, frozen=True):
+    """A level has more snapshots of this rank than there may be whose other parts are missing: this one may go."""
+
+    level: str
+    step: int
+    run_id: str
     start: str
 
 
@@ -343,6 +333,15 @@ class LevelFailed(Message, frozen=True):
     level: str
     step: int
     text: str
+    sequence: int = 0
+    """Of a capture that was told to be durable, and is read back damaged; else 0."""
+
+
+class LevelDropped(Message, frozen=True):
+    """A level left a snapshot out because a newer one was there before it came to it."""
+
+    level: str
+    step: int
 
 
 class NameFailed(Message, frozen=True):

@@ -8,8 +8,6 @@ import signal
 import socket
 import time
 
-import msgspec
-
 from lazysnap import faults
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable, LazySnapError
@@ -17,19 +15,15 @@ from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.messages import Connection, OtherVersion
-from lazysnap.keeper.node_storage import NodeStorage, Surroundings
 from lazysnap.keeper.protocol import (
-    Address,
     Adopt,
     AdoptFrozen,
-    AskAddress,
     AskInventory,
     Hello,
     Inventory,
     Leaving,
     Message,
     NotDurable,
-    Run,
     ShowRank,
     Stop,
     Superseded,
@@ -68,11 +62,6 @@ class Server:
         self._is_leaving = False
         """Whether it was told to: then nobody is served any more."""
         self._asked_to_stop: Connection | None = None
-        self._storage: NodeStorage | None = None
-        self._crew = 1
-        """How many ranks the node has."""
-        self._reserved: socket.socket | None = None
-        """Holds the port of the links, from before they listen there."""
 
     # ---------------------------------------------------------------- main loop
 
@@ -82,8 +71,6 @@ class Server:
             for key, _ in self._selector.select(_TICK_S):
                 key.data()
             self._tick()
-        if self._storage is not None:
-            self._storage.close()
         for rank in self._ranks.values():
             rank.close()
         self._frozen.close()
@@ -102,8 +89,6 @@ class Server:
         if self._is_terminated:
             self._is_terminated = False
             self._leave()
-        if self._storage is not None and self._storage.is_abandoned():
-            self._go_back()
         is_used = any(rank.is_used for rank in self._ranks.values())
         for number, rank in list(self._ranks.items()):
             if is_used:
@@ -115,59 +100,6 @@ class Server:
         self._frozen.sweep([slot for rank in self._ranks.values() for slot in rank.slots()])
         if self._asked_to_stop is not None and all(rank.is_drained() for rank in self._ranks.values()):
             self._answer_stop(self._asked_to_stop)
-
-    # ---------------------------------------------------------------- what is stored
-
-    def _begin_run(self, rank: LocalRank, run: Run) -> None:
-        rank.begin_run(run)
-        storage = self._storage
-        if storage is not None and storage.run.start == run.start:
-            for message in storage.again():  # also what was told while it was away
-                rank.emit(message)
-            storage.look()
-        elif storage is None or run.is_new or run.start > storage.run.start:
-            self._store(rank, run)
-
-    def _store(self, rank: LocalRank, run: Run) -> None:
-        """From now on captures of this start are stored, and of no other."""
-        if self._storage is not None:
-            self._storage.close()
-        self._crew = len(rank.team.crew)
-        around = Surroundings(self._ranks_here, self._frozen.get, self._emit)
-        self._storage = NodeStorage(rank.levels, run, rank.team, around)
-
-    def _go_back(self) -> None:
-        """Nothing was captured since the last start, and its trainers are gone: what was before still counts."""
-        assert self._storage is not None
-        for rank in self._ranks.values():
-            rank.forget_run(self._storage.run.start)
-        left = [(run.start, number) for number, rank in self._ranks.items() if (run := rank.last_run) is not None]
-        if left:
-            _, number = max(left)
-            rank = self._ranks[number]
-            assert rank.last_run is not None
-            self._store(rank, msgspec.structs.replace(rank.last_run, is_new=False))
-
-    def _ranks_here(self) -> list[LocalRank | None]:
-        return [self._ranks.get(number) for number in range(self._crew)]
-
-    def _emit(self, message: Message) -> None:
-        for rank in list(self._ranks.values()):
-            rank.emit(message)
-
-    def _reserve(self, question: AskAddress) -> Address:
-        if self._reserved is None:
-            family = socket.AF_INET6 if ":" in question.host else socket.AF_INET
-            reserved = socket.socket(family, socket.SOCK_STREAM)
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                reserved.bind((question.host, 0))
-            except OSError as error:
-                reserved.close()
-                logger.warning("no port of %s can be had: %s", question.host, error)
-                return Address(id=question.id, port=0)
-            self._reserved = reserved
-        return Address(id=question.id, port=self._reserved.getsockname()[1])
 
     def _frozen_dropped(self, digest: str) -> None:
         for rank in self._ranks.values():
@@ -252,10 +184,6 @@ class Server:
             for number, other in self._ranks.items():
                 if number >= message.first:
                     other.go(Event.SUPERSEDED)
-        elif isinstance(message, Run):
-            self._begin_run(rank, message)
-        elif isinstance(message, AskAddress):
-            connection.send(self._reserve(message))
         elif isinstance(message, AskInventory):
             connection.send(rank.holdings.told(sorted(self._ranks), message.id))
         else:
@@ -273,9 +201,7 @@ class Server:
             connection.send(Leaving(os.getpid()))
             return
         if rank is None:
-            rank = self._ranks[number] = LocalRank(
-                self._selector, self._close, self._last_words, self._frozen, lambda: self._storage
-            )
+            rank = self._ranks[number] = LocalRank(self._selector, self._close, self._last_words, self._frozen)
         self._has_served = True
         faults.set_peer(connection.peer_pid)
         rank.attach(connection, levels, memory, hello.team)
@@ -305,7 +231,7 @@ class Server:
             self._agree_to_leave(connection)
         else:
             for rank in ranks:
-                rank.await_newest()
+                rank.try_again()  # a level that was away may be back
             self._asked_to_stop = connection
 
     def _answer_stop(self, connection: Connection) -> None:

@@ -12,7 +12,6 @@ from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.files import PAGE
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
-from lazysnap.levels.watchdog import WriteCancelled
 from lazysnap.resolver import Entry, FrozenEntry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -180,8 +179,7 @@ def write_shard(
 def _clean_up(place: ShardPlace, beat: Callable[[], None]) -> None:
     """Delete what was published and not committed, unless it may be the work of another writer by now."""
     try:
-        with contextlib.suppress(WriteCancelled):  # this writer goes on working, so there is no other
-            beat()
+        beat()
         if parse_frozen_directory_name(place.directory) is None:
             place.delete_or_leave()
         else:

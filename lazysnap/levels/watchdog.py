@@ -12,10 +12,6 @@ Result = TypeVar("Result")
 _CHECK_S = 0.25
 
 
-class WriteCancelled(CaptureAborted):
-    """What is written is not wanted any more; whoever waits goes on waiting, until it is cleaned up."""
-
-
 class Watchdog(Generic[Result]):
     """Runs ``work(beat)`` in a daemon thread of its own. ``beat()`` reports progress.
 

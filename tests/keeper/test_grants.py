@@ -10,7 +10,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.keeper.grant_messages import Epoch, SnapshotKey
 from lazysnap.keeper.granted import Held, NodeGrants, NodeLevel, RankView, SlotView, held, to_store_alone
 from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
-from lazysnap.keeper.retention import Retention, still_to_copy
+from lazysnap.keeper.retention import NodeFile, Retention, still_to_copy
 
 
 def play_many(scenario, seeds, **settings):
@@ -46,7 +46,7 @@ def test_nearly_every_granted_step_becomes_complete(scenario):
 @pytest.mark.parametrize(
     ("rule", "scenario", "promise", "seeds"),
     [
-        ("epoch", "two", simulation.NOT_STORED, [228, 284]),
+        ("epoch", "two", simulation.NOT_STORED, [11]),
         ("all", "coordinator", simulation.NOT_COMPLETE, range(3)),
         ("clean", "node", simulation.LEFT_BEHIND, range(2, 5)),
         ("list", "node", simulation.LEFT_BEHIND, range(3)),
@@ -388,9 +388,10 @@ KEY = [SnapshotKey(step, START) for step in range(100)]
 
 
 def expired(steps, *, complete, keep_last=2, protected=(), start=START, **level):
-    retention = Retention(PersistentLevel("/0", keep_last=keep_last, keep_every_n_steps=50), "s1")
+    retention = Retention(PersistentLevel("/0", keep_last=keep_last, keep_every_n_steps=50), "s1", 0, 2)
     state = NodeLevel(complete={KEY[step] for step in complete}, **level)
-    return [step for step in steps if retention.is_over(SnapshotKey(step, start), state, protected)]
+    files = [NodeFile(step, start, 0, 2) for step in steps]
+    return [file.step for file in retention.expired(files, state, protected)]
 
 
 def test_complete_steps_go_when_enough_newer_ones_are_complete_and_incomplete_ones_when_one_is():
@@ -407,5 +408,11 @@ def test_a_cancelled_step_goes_unless_it_is_granted_again():
     assert expired([10], complete=[10], cancelled=frozenset({10})) == []
 
 
-def test_snapshots_of_earlier_starts_go_as_those_of_this_one():
-    assert expired([10, 20], complete=[30], start="s0") == [10, 20]
+def test_files_of_earlier_starts_are_shared_out_and_those_of_other_nodes_left_alone():
+    retention = Retention(PersistentLevel("/0", keep_last=1), "s2", 1, 2)
+    state = NodeLevel(complete={SnapshotKey(30, "s2")})
+    files = [NodeFile(10, "s1", node, 5) for node in range(5)] + [NodeFile(10, "s2", node, 2) for node in range(2)]
+
+    mine = retention.expired(files, state)
+
+    assert mine == [NodeFile(10, "s1", 1, 5), NodeFile(10, "s1", 3, 5), NodeFile(10, "s2", 1, 2)]

@@ -9,14 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.waiting import until
 
-from lazysnap.shard.names import new_id
-
-RANKS, START = 3, new_id()
+RANKS = 3
 
 
 def ranks(job, count=RANKS, **settings):
     """Connected trainers with slots, all started at the same time."""
-    started = [job.start(rank=(rank, count), start=START, **settings) for rank in range(count)]
+    started = [job.start(rank=(rank, count), **settings) for rank in range(count)]
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(lambda trainer: trainer.connect(), started))
         assert list(pool.map(lambda trainer: trainer.reserve(count=3), started)) == [3] * count
@@ -103,7 +101,7 @@ def test_a_rank_that_says_goodbye_takes_its_memory_along_and_no_other(job):
     assert until(lambda: len(slots_of(keeper)) == 3 * (RANKS - 1))
     assert job.keeper_pid() == keeper
     assert steps(first) == [5]
-    again = job.trainer(rank=(1, RANKS), start=START)
+    again = job.trainer(rank=(1, RANKS))
     assert steps(again) == []
     assert again.capture(step=6)
     for trainer in (first, again, job.trainers[2]):

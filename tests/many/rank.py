@@ -350,8 +350,7 @@ def main() -> None:
             write("begun", step)
         else:
             write("skipped", step)
-            if engine.statistics().unprotected is None:
-                engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
+            engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
         write("waits", step, engine.statistics().slot_waits.count)

@@ -7,13 +7,12 @@ leaves a rule out, by what the simulation does around the product's code: so a t
 import heapq
 import random
 from collections import Counter
-from typing import NamedTuple
 
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.grant_messages import SnapshotKey
 from lazysnap.keeper.granted import Held, NodeGrants, NodeLevel, RankView, SlotView, held, to_store_alone
 from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
-from lazysnap.keeper.retention import Retention, still_to_copy
+from lazysnap.keeper.retention import NodeFile, Retention, still_to_copy
 
 WAITED = "1: a trainer waited for a slot"
 LOST_FILE = "2: the newest complete snapshot lost a file"
@@ -58,19 +57,6 @@ class World:
         files = {NodeFile(key.step, key.start, node, num_nodes) for node in range(num_nodes)}
         self.broken[NOT_COMPLETE] += is_newest and not files <= self.files[level]
         self.published[level].setdefault(key, self.now)
-
-
-class NodeFile(NamedTuple):
-    """A file of one node, by its name."""
-
-    step: int
-    start: str
-    node: int
-    num_nodes: int
-
-    @property
-    def key(self):
-        return SnapshotKey(self.step, self.start)
 
 
 class Slot:
@@ -242,17 +228,13 @@ class SimKeeper:
         self.mine = [set() for _ in job.settings]
         levels = [NodeLevel({f.step for f in files if self._is_own(f)}) for files in self.world.files]
         self.grants = NodeGrants(node, job.start, tuple(levels))
-        self.retention = [Retention(settings, job.start) for settings in job.settings]
+        self.retention = [Retention(settings, job.start, node, job.num_nodes) for settings in job.settings]
 
     def _file(self, step):
         return NodeFile(step, self.job.start, self.node, self.job.num_nodes)
 
     def _is_own(self, file):
         return file == self._file(file.step)
-
-    def _is_mine(self, file):
-        """Files of earlier starts are shared out."""
-        return self._is_own(file) if file.start == self.job.start else file.node % self.job.num_nodes == self.node
 
     def views(self):
         return [rank.view() for rank in self.ranks]
@@ -356,9 +338,7 @@ class SimKeeper:
             protected = set()
             for slower, settings in list(zip(self.grants.levels, self.job.settings, strict=True))[number + 1 :]:
                 protected |= still_to_copy(level, slower, settings, self.job.start)
-            for file in listing:
-                if not self._is_mine(file) or not retention.is_over(file.key, level, protected):
-                    continue
+            for file in retention.expired(listing, level, protected):
                 if "clean" in self.world.without and file.key not in level.complete:
                     kept = sorted(level.complete)[-retention.settings.keep_last :]
                     if file.step not in level.cancelled and not (kept and file.key < kept[0]):
