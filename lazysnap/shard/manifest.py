@@ -217,6 +217,11 @@ def _damage(data: bytes, got: str) -> str:
     return f"{ALGORITHM} of its body is {got}, it says {said}"
 
 
+for _kind in (CaptureMeta, _ShardFields):
+    # What msgspec knows of a type is built at its first use. Two threads at once that do so crash the process (0.22).
+    msgspec.json.Decoder(_kind)
+
+
 def _checked(value: Any, kind: Any, where: str) -> Any:
     """``value`` as an object of that type. Raises: ShardCorrupt, naming the field that does not fit."""
     try:
