@@ -1,7 +1,7 @@
 """Measure lazysnap.
 
     python -m benchmarks stall | levels | restore | scale | rollback | gpu [options]
-    python -m benchmarks compare --against before-rebuild stall [options]
+    python -m benchmarks compare --against a39cbad stall [options]
 
 Lines of JSON and tables are written to ``--out``. How each measures, and figures: docs/benchmarks.md.
 """

@@ -21,7 +21,7 @@ WORSE = 1.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--against", default="before-rebuild", help="a tag, branch or commit, or a directory")
+    parser.add_argument("--against", required=True, help="a tag, branch or commit, or a directory")
     parser.add_argument("--turns", type=int, default=1, help="how often both are measured, one after the other")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     parser.add_argument("benchmark", choices=WAYS)

@@ -68,11 +68,3 @@ def logical_facts(stored: torch.dtype, shape: tuple[int, ...], name: str | None)
     if dtype is None or _STORED_AS[dtype] is not stored or (dtype.is_complex and shape[-1:] != (2,)):
         raise ValueError(f"the logical dtype {name!r:.50} does not fit {stored} {list(shape)}")
     return dtype, shape[:-1] if dtype.is_complex else shape
-
-
-def logical_form(stored: torch.Tensor, name: str | None) -> torch.Tensor:
-    """The inverse of ``stored_form``. Raises: ValueError, if ``name`` does not fit."""
-    dtype, _ = logical_facts(stored.dtype, tuple(stored.shape), name)
-    if dtype is stored.dtype:
-        return stored
-    return torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
