@@ -1,7 +1,7 @@
 """Raw limits, measured beside every figure: memory copies, pages of memory, direct writes, a plain S3 client.
 
-The sides of a comparison (``DirectFile`` and those after it) have ``write(number)`` and ``read()``: each write makes a
-file of a new name, each read gets the last one.
+The sides of a comparison (``Copies`` and those after it) have ``write(number)`` and ``read()``: each write makes a file
+of a new name, each read gets the last one.
 """
 
 import contextlib
@@ -28,46 +28,37 @@ each page from its host at the first touch, which may take ten times as long as 
 # ------------------------------------------------------------------------------------------------ memory
 
 
-class PeakMemory:
-    """Samples the sum of PSS over a run's processes in a thread: a page that n of them map counts 1/n in each.
+@contextlib.contextmanager
+def peak_memory(run: str, interval_s: float) -> Iterator[list[int]]:
+    """The greatest sum of PSS over a run's processes, sampled; page cache is not in it."""
+    import psutil
 
-    Page cache is not in it.
-    """
+    peak, over = [0], threading.Event()
 
-    def __init__(self, run: str, interval_s: float) -> None:
-        self.peak_bytes, self._run, self._interval_s = 0, run, interval_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
+    def sample() -> None:
+        while not over.wait(interval_s):
+            total = 0
+            for process in processes(run):
+                with contextlib.suppress(psutil.Error):  # gone meanwhile
+                    total += process.memory_full_info().pss
+            peak[0] = max(peak[0], total)
 
-    def _sample(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            self.peak_bytes = max(self.peak_bytes, sum(map(_proportional_bytes, processes(self._run))))
-
-    def stop(self) -> int:
-        self._stop.set()
-        self._thread.join(30)
-        return self.peak_bytes
-
-
-def _proportional_bytes(pid: int) -> int:
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:  # gone meanwhile
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
+        yield peak
+    finally:
+        over.set()
+        thread.join()
 
 
 def slot_bytes() -> int:
     """Shared memory whose descriptors this process holds: the slots."""
     found = {}
     for entry in os.scandir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             if os.readlink(entry.path).startswith("/memfd:"):
-                facts = os.stat(entry.path)
-                found[facts.st_ino] = facts.st_blocks * 512
-        except OSError:  # the descriptor of the listing itself
-            continue
+                found[os.stat(entry.path).st_ino] = os.stat(entry.path).st_blocks * 512
     return sum(found.values())
 
 
@@ -77,45 +68,43 @@ def populate_s(size: int) -> float:
     try:
         os.ftruncate(handle, size)
         with mmap.mmap(handle, size) as room:
-            started = time.perf_counter()
-            room.madvise(23)  # MADV_POPULATE_WRITE
-            return time.perf_counter() - started
+            return timed(lambda: room.madvise(23))  # MADV_POPULATE_WRITE
     finally:
         os.close(handle)
 
 
-def memcpy_rate(size: int, threads: int) -> float:
-    """Bytes per second between two warm buffers, the median of five copies."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
-    seconds = [_timed(lambda: target.copy_(source)) for _ in range(6)]
-    torch.set_num_threads(before)
-    return size / statistics.median(seconds[1:])
-
-
-def _timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
-def limits(settings: Line) -> Iterator[Line]:
-    """A worker: what this machine can do at best, in bytes per second; ``directory``, ``size``."""
+def warm_s(work: Callable[[], object], threads: int = 0) -> float:
+    """Seconds of a call on one of several threads of torch, the mean of five; what a GPU does for it is waited for."""
+    import torch
+    from torch.utils.benchmark import Timer
+
+    return Timer("work()", globals={"work": work}, num_threads=threads or torch.get_num_threads()).timeit(5).median
+
+
+def memcpy_s(size: int, threads: int) -> float:
     import torch
 
-    size, direct = settings["size"], None
-    for name, threads in (("memcpy_1_thread", 1), ("memcpy_all_threads", torch.get_num_threads())):
-        yield {"measure": "limit", "name": name, "bytes_per_s": memcpy_rate(size, threads)}
-    try:
-        side = DirectFile(Path(settings["directory"]), warm(size), None)
-        direct = size / statistics.median([_timed(lambda n=n: side.write(n)) for n in range(4)][1:])
+    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
+    return warm_s(lambda: target.copy_(source), threads)
+
+
+def limits(job: Line) -> Iterator[Line]:
+    """A worker: what this machine can do at best, in ``directory``, with ``size`` bytes."""
+    size = job["size"]
+    for threads in (1, job["threads"]):
+        name = f"memcpy, {threads} thread{'s' * (threads > 1)}"
+        yield {"measure": "limit", "limit": name, "gb_per_s": size / memcpy_s(size, threads) / 1e9}
+    with contextlib.suppress(OSError):  # this file system has no direct writes
+        side = DirectFile(Path(job["directory"]), warm(size), None)
+        seconds = [timed(lambda n=n: side.write(n)) for n in range(4)][1:]
         side.delete()
-    except OSError:  # this file system has no direct writes
-        pass
-    yield {"measure": "limit", "name": "o_direct", "bytes_per_s": direct}
+        yield {"measure": "limit", "limit": "O_DIRECT", "gb_per_s": size / statistics.median(seconds) / 1e9}
 
 
 def warm(size: int) -> memoryview:
@@ -141,12 +130,9 @@ class Copies:
     def __init__(self, tensors: list[Any]) -> None:
         import torch
 
-        self._tensors, size = tensors, sum(tensor.nbytes for tensor in tensors)
-        self._areas = []
-        for _ in range(2):
-            area = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).zero_()
-            parts = area.split([tensor.nbytes for tensor in tensors])
-            self._areas.append([part.view(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)])
+        self._tensors, sizes = tensors, [tensor.nbytes for tensor in tensors]
+        areas = [torch.frombuffer(mmap.mmap(-1, sum(sizes)), dtype=torch.uint8).zero_() for _ in range(2)]
+        self._areas = [[part.view(tensors[0].dtype) for part in area.split(sizes)] for area in areas]
 
     def write(self, number: int) -> None:
         for area, tensor in zip(self._areas[number % 2], self._tensors, strict=True):
@@ -170,42 +156,36 @@ class DirectFile:
         directory.mkdir(parents=True, exist_ok=True)
         self._path: Path | None = None
 
+    @contextlib.contextmanager
+    def _open(self, path: Path, flags: int) -> Iterator[int]:
+        """Nothing stays in this kernel's page cache."""
+        handle = os.open(path, flags | self.flags, 0o600)
+        try:
+            yield handle
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
     def write(self, number: int) -> None:
         """Durable on return."""
-        previous, self._path = self._path, self._directory / f"raw-{type(self).__name__}-{number}"
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self.flags, 0o600)
-        try:
+        path = self._directory / f"raw-{type(self).__name__}-{number}"
+        with self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
             with contextlib.suppress(OSError):  # where our writer goes without as well
                 os.posix_fallocate(handle, 0, len(self._image))
-            _in_blocks(FILE_THREADS, lambda *span: self._write_all(handle, *span), len(self._image))
+            self._move(lambda start, end: os.pwrite(handle, self._image[start:end], start))
             os.fdatasync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
-        if previous is not None:
-            previous.unlink()
-
-    def _write_all(self, handle: int, start: int, end: int) -> None:
-        while start < end:
-            start += os.pwrite(handle, self._image[start:end], start)
+        self.delete()
+        self._path = path
 
     def read(self) -> None:
-        """Into warm memory; nothing comes from this kernel's page cache."""
+        """Into warm memory."""
         assert self._path is not None
-        handle = os.open(self._path, os.O_RDONLY | self.flags)
-        try:
-            _in_blocks(FILE_THREADS, lambda *span: self._read_all(handle, *span), len(self._image))
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
+        with self._open(self._path, os.O_RDONLY) as handle:
+            self._move(lambda start, end: os.preadv(handle, [self._out[start:end]], start))
 
-    def _read_all(self, handle: int, start: int, end: int) -> None:
-        assert self._out is not None
-        while start < end:
-            count = os.preadv(handle, [self._out[start:end]], start)
-            if not count:
-                raise EOFError(f"the file ends at {start}")
-            start += count
+    def _move(self, work: Callable[[int, int], int]) -> None:
+        if sum(_in_blocks(FILE_THREADS, work, len(self._image))) != len(self._image):
+            raise OSError("the kernel moved only a part of a block")
 
     def delete(self) -> None:
         if self._path is not None:
@@ -226,20 +206,16 @@ class S3Client:
         from botocore.config import Config
 
         self._place, self._image, self._out = {"Bucket": bucket}, image, out
-        self._client = botocore.session.get_session().create_client(
-            "s3",
-            endpoint_url=options["endpoint_url"],
-            aws_access_key_id=options["key"],
-            aws_secret_access_key=options["secret"],
-            region_name=options["client_kwargs"]["region_name"],
-            config=Config(
-                max_pool_connections=S3_THREADS,
-                retries={"total_max_attempts": 1},
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                s3={"payload_signing_enabled": False, "addressing_style": "path"},
-            ),
+        config = Config(
+            max_pool_connections=S3_THREADS,
+            retries={"total_max_attempts": 1},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            s3={"payload_signing_enabled": False, "addressing_style": "path"},
         )
+        keys = {"aws_access_key_id": options["key"], "aws_secret_access_key": options["secret"]}
+        where = {"endpoint_url": options["endpoint_url"], **options["client_kwargs"]}
+        self._client = botocore.session.get_session().create_client("s3", config=config, **keys, **where)
 
     def write(self, number: int) -> None:
         """Visible on return."""

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,35 +10,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.frame import DEADLINE_S, Line, last_line, lines_of, say, start
-from benchmarks.raw import KEEP_HEAP
-from benchmarks.training import Training, capture, ready
+from benchmarks.frame import Line, call_ranks, tell
+from benchmarks.raw import KEEP_HEAP, timed
+from benchmarks.training import Training, capture, config, ready
 
-PHASES = ("imports", "build", "load", "step", "total")
+PHASES = ("imports_s", "build_s", "load_s", "step_s", "total_s")
 STEP = 1
 
 
-def rounds(settings: Line) -> Iterator[Line]:
+def rounds(job: Line) -> Iterator[Line]:
     """A worker at one level; who comes first turns."""
-    ranks, url = settings["ranks"], settings["url"]
-    methods = [method for method in settings["methods"] if ranks == 1 or "lightning" not in method]
-    if settings["level"] == "memory":
-        methods = [method for method in methods if method.startswith("lazysnap")]
-    saved = {method: [by["saved"]["state"] for by in _run("save", method, settings)] for method in methods}
+    ranks, level = job["ranks"], job["level"]
+    methods = [method for method in job["methods"] if ranks == 1 or "lightning" not in method]
+    methods = [method for method in methods if level != "memory" or method.startswith("lazysnap")]
+    saved = {method: [by["saved"]["state"] for by in _run("save", method, job)] for method in methods}
     os.sync()
     taken: dict[str, list[Line]] = {method: [] for method in methods}
     is_exact = dict.fromkeys(methods, True)
-    for number in range(settings["rounds"]):
-        turned = number % max(1, len(methods))
-        for method in methods[turned:] + methods[:turned]:
-            for directory in {settings["forget"], *([] if "://" in url else [url])}:
+    for number in range(job["rounds"]):
+        for method in methods[number % len(methods) :] + methods[: number % len(methods)]:
+            for directory in (job["directory"], job["url"]):
                 _forget(Path(directory))
-            events = _run("load", method, settings)
-            taken[method].append(_phases(events))
+            events = _run("load", method, job)
+            taken[method].append({"state_mb": sum(by["stepped"]["bytes"] for by in events) / 1e6, **_phases(events)})
             is_exact[method] &= saved[method] == [by["loaded"]["state"] for by in events]
     for method, found in taken.items():
-        facts = {"measure": "restore", "level": settings["level"], "ranks": ranks, "method": method}
-        facts |= {"bytes": found[0]["bytes"], "exact": is_exact[method]}
+        facts = {"measure": "restore", "level": level, "ranks": ranks, "method": method}
+        facts |= {"state_mb": found[0]["state_mb"], "exact": "yes" if is_exact[method] else "NO"}
         yield {**facts, **{name: [one[name] for one in found] for name in PHASES}}
 
 
@@ -56,32 +52,22 @@ def _forget(directory: Path) -> None:
         os.close(handle)
 
 
-def _run(act: str, method: str, settings: Line) -> list[dict[str, Line]]:
-    """One job on all its ranks: the events of each by name, times from the start of its process."""
-    ranks, name = settings["ranks"], f"{method}-{settings['ranks']}"
-    job = {**settings, "act": act, "method": method, "url": f"{settings['url']}/{name}"}
-    job |= {"job_id": f"restore-{name}-{os.getpid()}", "threads": max(1, (os.cpu_count() or 1) // ranks)}
+def _run(act: str, method: str, job: Line) -> list[dict[str, Line]]:
+    """One job on all its ranks: the events of each by name."""
+    ranks, name = job["ranks"], f"{method}-{job['ranks']}"
+    job = {
+        **job,
+        "act": act,
+        "method": method,
+        "url": f"{job['url']}/{name}",
+        "job_id": f"restore-{name}-{os.getpid()}",
+    }
     if "://" not in job["url"] and job["level"] != "memory":
         Path(job["url"]).mkdir(parents=True, exist_ok=True)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        more = {**KEEP_HEAP, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
-    started, events = [], []
-    for rank in range(ranks):
-        local = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        begun = time.monotonic()
-        started.append((begun, start("restarts.rank", job, **more, **(local if ranks > 1 else {}))))
-    try:
-        for begun, process in started:
-            out, errors = process.communicate(timeout=DEADLINE_S)
-            by = {line["event"]: {**line, "at": line["at"] - begun} for line in lines_of(out)}
-            if process.returncode not in (0, -signal.SIGKILL) or ("saved" if act == "save" else "stepped") not in by:
-                raise RuntimeError(f"{act} {method}: {last_line(errors) or list(by)}")
-            events.append(by)
-    finally:
-        for _, process in started:
-            process.kill()
-            process.wait()
+    said = call_ranks("restarts.rank", job, ranks, **KEEP_HEAP)
+    events = [{line["event"]: line for line in lines} for lines in said]
+    if any(("saved" if act == "save" else "stepped") not in by for by in events):
+        raise RuntimeError(f"{act} {method}: no more than {list(map(list, events))}")
     return events
 
 
@@ -93,8 +79,7 @@ def _phases(ranks: list[dict[str, Line]]) -> Line:
         total_s = by["stepped"]["at"] - by["loaded"]["aside_s"]
         # The step with what a trainer does besides.
         found.append((imported_s, built_s - imported_s, load_s, total_s - built_s - load_s, total_s))
-    slowest = dict(zip(PHASES, map(max, zip(*found, strict=True)), strict=True))
-    return {"bytes": sum(by["stepped"]["bytes"] for by in ranks), **slowest}
+    return dict(zip(PHASES, map(max, zip(*found, strict=True)), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ one rank
@@ -115,45 +100,50 @@ def rank(job: Line) -> None:
         fsspec.config.conf["s3"] = job["options"]  # for all methods, as users set it
     if job["ranks"] > 1:
         dist.init_process_group("gloo")
-    _tell("imported")
-    torch.set_num_threads(job["threads"])
+    tell(job, "imported")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job["ranks"]))
     training = Training(job["size"], device=job["device"], ranks=job["ranks"])
     if "lightning" in job["method"]:
         _with_lightning(job, training)
         return
-    _tell("built")
-    save, load = {"lazysnap": (_save_lazysnap, _load_lazysnap), "dcp": (_save_dcp, _load_dcp)}[job["method"]]
+    tell(job, "built")
+    is_ours = job["method"] == "lazysnap"
     if job["act"] == "save":
-        save(job, training)
-        _tell("saved", state=training.fingerprint())
-        return
+        (_save_lazysnap if is_ours else _save_dcp)(job, training)
+        _saved(job, training)
     _touch(job)
     _barrier()  # nobody waits for the others while the clock runs
-    started = time.monotonic()
-    load(job, training)
-    if job["device"] == "cuda":
-        torch.cuda.synchronize()
-    _loaded(training, time.monotonic() - started)
+
+    def load() -> None:
+        (_load_lazysnap if is_ours else _load_dcp)(job, training)
+        if job["device"] == "cuda":
+            torch.cuda.synchronize()
+
+    _loaded(job, training, timed(load))
     training.backward(STEP)
     training.update()
-    _tell("stepped", bytes=training.state_bytes())
-    _barrier()
+    _stepped(job, training)
+
+
+def _saved(job: Line, training: Training) -> None:
+    tell(job, "saved", state=training.fingerprint())
     _die()
 
 
-def _tell(event: str, **facts: Any) -> None:
-    say({"event": event, "at": time.monotonic(), **facts})  # the clock is the same in all processes
-
-
-def _loaded(training: Training, seconds: float) -> None:
+def _loaded(job: Line, training: Training, seconds: float) -> None:
     """And what was loaded; the time for that is not counted."""
     started, state = time.monotonic(), training.fingerprint()
-    _tell("loaded", seconds=seconds, state=state, aside_s=time.monotonic() - started)
+    tell(job, "loaded", seconds=seconds, state=state, aside_s=time.monotonic() - started)
+
+
+def _stepped(job: Line, training: Training) -> None:
+    tell(job, "stepped", bytes=training.state_bytes())
+    _die()
 
 
 def _die() -> None:
     """As a crash: a keeper that is there stays."""
-    sys.stdout.flush()
+    _barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -174,35 +164,24 @@ def _give_state(training: Training) -> None:
     training.update()
 
 
-def _config(job: Line) -> Any:
-    from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
-
-    level = PersistentLevel(job["url"], every_n_steps=1, storage_options=job["options"])
-    levels = () if job["level"] == "memory" else (level,)
-    return SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=DEADLINE_S), job_id=job["job_id"])
-
-
 def _save_lazysnap(job: Line, training: Training) -> None:
     from lazysnap import SnapshotEngine
 
-    engine = SnapshotEngine(_config(job), training.objects())
+    engine = SnapshotEngine(config(job), training.objects())
     _give_state(training)
     engine.boundary(STEP)  # with several ranks the size of each one's part is known from here on
     ready(engine)
     _barrier()
     capture(engine, STEP + 1)
     _barrier()
-    if job["level"] == "memory":
-        _tell("saved", state=training.fingerprint())
-        _die()
-    if not engine.close():
+    if job["level"] != "memory" and not engine.close():
         raise RuntimeError("the snapshot did not become durable")
 
 
 def _load_lazysnap(job: Line, training: Training) -> None:
     from lazysnap import SnapshotEngine
 
-    found = SnapshotEngine(_config(job), training.objects()).restore("latest")
+    found = SnapshotEngine(config(job), training.objects()).restore("latest")
     if found is None or found.level != (job["url"] if job["level"] != "memory" else "memory"):
         raise RuntimeError(f"restored {found}")
 
@@ -238,49 +217,38 @@ def _with_lightning(job: Line, training: Training) -> None:
     import lightning as L
 
     is_ours, saves, is_memory = job["method"] != "lightning", job["act"] == "save", job["level"] == "memory"
+    spent: list[float] = []
 
-    class Save(L.Callback):
+    class Watch(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             if not saves:
-                _loaded(training, sum(spent))
+                _loaded(job, training, sum(spent))
             elif trainer.global_step == STEP:  # in memory alone: nothing else would end it
-                if not callbacks[-1].engine.wait(STEP, until="captured", timeout_s=DEADLINE_S):
+                if not callbacks[-1].engine.wait(STEP, until="captured", timeout_s=60.0):
                     raise RuntimeError("the capture did not become whole")
-                _tell("saved", state=training.fingerprint())
-                _die()
+                _saved(job, training)
 
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step > STEP:
-                _tell("stepped", bytes=training.state_bytes())
-                _die()
+                _stepped(job, training)
 
-    callbacks: list[Any] = [Save()]
+    callbacks: list[Any] = [Watch()]
     if is_ours:
         from lazysnap import LazySnapshotCallback
 
-        callbacks.append(LazySnapshotCallback(config=_config(job)))
-    steps = STEP if saves and not is_memory else -1
-    trainer = training.trainer(L, max_steps=steps, callbacks=callbacks)
-    connector, spent = trainer._checkpoint_connector, []
+        callbacks.append(LazySnapshotCallback(config=config(job)))
+    trainer = training.trainer(max_steps=STEP if saves and not is_memory else -1, callbacks=callbacks)
+    connector = trainer._checkpoint_connector
 
-    def timed(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            started = time.monotonic()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                spent.append(time.monotonic() - started)
-
-        return call
+    def clocked(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: spent.append(timed(lambda: original(*args, **kwargs)))
 
     for name in ("_restore_modules_and_callbacks", "restore_training_state", "resume_end"):
-        setattr(connector, name, timed(getattr(connector, name)))
+        setattr(connector, name, clocked(getattr(connector, name)))
     _touch(job)
-    batches = torch.utils.data.DataLoader([training.batch_of(n) for n in range(100)], batch_size=None)
-    _tell("built")
+    tell(job, "built")
     path = f"{job['url']}/stock.ckpt"
-    which: Line = {} if saves else {"ckpt_path": "latest" if is_ours else path, "weights_only": False}
-    trainer.fit(training.module(L), batches, **which)
+    training.fit(trainer, 100, **({} if saves else {"ckpt_path": "latest" if is_ours else path, "weights_only": False}))
     if not is_ours:
         trainer.save_checkpoint(path)
-    _tell("saved", state=training.fingerprint())
+    _saved(job, training)

@@ -1,17 +1,15 @@
 """How long does a rollback in place take, beside a plain copy of the same bytes?"""
 
 import argparse
-import statistics
-import uuid
+import functools
+import os
 from collections.abc import Iterator
 
-from benchmarks.frame import Line, Report, Targets, call, table
-from benchmarks.raw import memcpy_rate
+from benchmarks.frame import Line, Report, call
+from benchmarks.raw import memcpy_s
 
 TARGET_S = 0.5
 """For 1 GB in memory on a CPU."""
-KEYS = ("measure", "case")
-COMPARED = ("seconds", "memcpy_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,27 +18,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    for line in call("rollback.measure", {"megabytes": args.megabytes, "repeats": args.repeats}, args.timeout_s):
-        report.note(line)
-    lines, targets = list(report.of("rollback")), Targets()
-    newest = [seconds * 1e9 / lines[0]["bytes"] for seconds in lines[0]["seconds"]]
-    targets.check("newest: 1 GB", "<= {} s", TARGET_S, statistics.median(newest))
-    rows = [(line["case"], line["bytes"] / 1e6, line["seconds"], line["memcpy_s"]) for line in lines]
-    report.show(table("Rollback", ("case", "state MB", "seconds", "a copy"), rows), targets.table())
+    job = {"megabytes": args.megabytes, "repeats": args.repeats}
+    report.take("rollback", functools.partial(call, "rollback.measure", job))
+    newest = report.find(measure="rollback", case="newest")
+    report.target("newest: 1 GB", "<= {} s", TARGET_S, newest["rollback_s"] * 1e3 / newest["state_mb"])
 
 
-def measure(settings: Line) -> Iterator[Line]:
+def measure(job: Line) -> Iterator[Line]:
     """A worker: back to the last capture, as after a bad loss; and over a capture, so that a new run begins."""
     import torch
 
-    from benchmarks.training import capture, ready
+    from benchmarks.training import capture, layers, ready
     from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
 
-    width = 1024
-    layers = max(1, round(settings["megabytes"] * 1e6 / 12 / width**2))
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=0.0, slots=3))
+    model, optimizer = layers(job["megabytes"])
+    config = SnapshotConfig(job_id=f"rollback-{os.getpid()}", memory=MemoryLevel(linger_s=0.0, slots=3))
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
 
     def train(step: int) -> None:
@@ -52,16 +44,16 @@ def measure(settings: Line) -> Iterator[Line]:
 
     ready(engine)
     train(1)
-    step, size = 1, 12 * layers * width**2
-    facts = {"measure": "rollback", "bytes": size, "memcpy_s": size / memcpy_rate(size, torch.get_num_threads())}
+    step, size = 1, engine.statistics().shard_bytes
+    facts = {"measure": "rollback", "state_mb": size / 1e6, "memcpy_s": memcpy_s(size, torch.get_num_threads())}
     for case, steps in (("newest", 1), ("older", 2)):
         found = []
-        for _ in range(settings["repeats"]):
+        for _ in range(job["repeats"]):
             train(step + 1)
             train(step + 2)
             done = engine.rollback(steps=steps)
             assert done.level == "memory"
             step = done.step
             found.append(done.seconds)
-        yield {**facts, "case": case, "seconds": found}
+        yield {**facts, "case": case, "rollback_s": found}
     engine.close(drain=False)

@@ -1,13 +1,13 @@
 """The methods that ``stall`` compares, each in a worker: it trains, saves its own way, and clocks every step."""
 
-import json
+import contextlib
 import os
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,101 +19,82 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.frame import DEADLINE_S, Line
-from benchmarks.raw import populate_s, slot_bytes
-from benchmarks.training import Training
+from benchmarks.raw import populate_s, slot_bytes, timed
+from benchmarks.training import Training, capture, config
 
-# ------------------------------------------------------------------------------------------------ what is noted
-
-
-@dataclass
-class Step:
-    """One step, and the save call before it."""
-
-    boundary_s: float = 0.0
-    waited_s: float = 0.0
-    """Until the save before was done. Not in *blocked*, in the peers' favour."""
-    gate_s: float = 0.0
-    step_s: float = 0.0
-    """Without the save call, with the gate."""
-    is_taken: bool = False
-
-    @property
-    def total_s(self) -> float:
-        return self.boundary_s + self.waited_s + self.step_s
+WARM_UP = 2
 
 
 class Recorder:
-    """Clocks a loop: warm-up, steps without snapshots (the base of this process), steps with them."""
+    """Clocks a loop: steps to warm up, steps without snapshots (the base of this process), steps with them."""
 
     def __init__(self, job: Line) -> None:
-        self.job, self.base_s, self.steps, self.setup_s = job, [], [], 0.0
-        self.total = job["snapshots"] * job["every"]
-        self.last = job["warm_up"] + job["base"] + self.total
-        self._count = 0
-        self._mark = self._now()
+        self.is_ours, self._every, self._is_cuda = (
+            job["method"].startswith("lazysnap"),
+            job["every"],
+            job["device"] == "cuda",
+        )
+        self._base, self._total = job["base"], job["snapshots"] * job["every"]
+        self.last = WARM_UP + self._base + self._total
+        self.base_s: list[float] = []
+        self.steps: list[Counter[str]] = []
+        """Seconds: ``boundary`` (the save call), ``waited`` in it for the save before, ``gate``, and the ``step``."""
+        self._count, self._mark = -WARM_UP - self._base, self._now()
 
     def _now(self) -> float:
-        if self.job["device"] == "cuda":
+        if self._is_cuda:
             torch.cuda.current_stream().synchronize()  # not copies beside it
         return time.perf_counter()
 
-    def step_done(self) -> int:
-        """The number of the step that follows in the phase of snapshots, less than 0 before it."""
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time that belongs to the last save."""
+        started = time.perf_counter()
+        yield
+        if self.steps:
+            self.steps[-1][name] += time.perf_counter() - started
+
+    def step_done(self, save: Callable[[int], bool]) -> None:
+        """At the end of each step. ``save`` gets its number and says whether a snapshot was taken.
+
+        Its first call sets up threads, processes and buffers, too: they belong to the start of the run.
+        """
         now = self._now()
-        elapsed, self._mark = now - self._mark, now
         if self.steps:
-            self.steps[-1].step_s = elapsed
-        elif self._count >= self.job["warm_up"]:
-            self.base_s.append(elapsed)
+            self.steps[-1]["step"] = now - self._mark
+        elif self._count >= -self._base:
+            self.base_s.append(now - self._mark)
         self._count += 1
-        return self._count - self.job["warm_up"] - self.job["base"]
-
-    def setup(self, work: Callable[[], Any]) -> Any:
-        """Threads, processes, buffers: they belong to the start of the run."""
+        if 0 <= self._count < self._total:
+            self.steps.append(step := Counter())
+            if self.is_ours or self._count % self._every == 0:
+                with self.span("boundary"):
+                    step["taken"] = save(self._count)
+                step["boundary"] -= step["waited"]
         self._mark = self._now()
-        made = work()
-        self.setup_s = self._now() - self._mark
-        return made
-
-    def save(self, call: Callable[[], bool], wait: Callable[[], None] = lambda: None) -> None:
-        """A save call at the end of a step, and what it waits for one before."""
-        started = time.perf_counter()
-        wait()
-        waited = time.perf_counter()
-        is_taken = call()
-        self.steps.append(Step(time.perf_counter() - waited, waited - started, is_taken=is_taken))
-        self._mark = self._now()
-
-    def gate(self, wait: Callable[[], None]) -> None:
-        started = time.perf_counter()
-        wait()
-        if self.steps:
-            self.steps[-1].gate_s = time.perf_counter() - started
 
     def report(self, training: Training) -> Line:
-        """Seconds: of the start of the run, and per snapshot of the later steps."""
-        every, base_s = self.job["every"], statistics.median(self.base_s)
-        first, later = self.steps[:every], self.steps[every:]
-        taken = [step for step in later if step.is_taken]
-        found: Line = {"base_step_s": base_s, "state_bytes": training.state_bytes()}
-        found |= {"tensors": len(training.tensors()), "snapshots": sum(step.is_taken for step in self.steps)}
-        if not taken:
+        """Of the start of the run, and per snapshot of the later steps."""
+        base_s, first, later = statistics.median(self.base_s), self.steps[: self._every], self.steps[self._every :]
+        found: Line = {"base_step_ms": 1e3 * base_s, "state_mb": training.state_bytes() / 1e6}
+        count = sum(step["taken"] for step in later)
+        if not count:
             return found
 
-        def mean(seconds: Callable[[Step], float]) -> float:
-            return sum(map(seconds, later)) / len(taken)
+        def ms(*names: str) -> float:
+            return 1e3 * sum(step[name] for step in later for name in names) / count
 
-        steady_s = statistics.fmean(step.total_s for step in later)
+        parts = ("boundary", "waited", "step")
+        steady_s = statistics.fmean(step[name] for step in later for name in parts) * len(parts)
         return found | {
-            "start_lost_s": self.setup_s + sum(step.total_s - steady_s for step in first),
-            "first_blocked_s": self.setup_s + first[0].boundary_s + first[0].gate_s,
-            "boundary_s": mean(lambda step: step.boundary_s),
-            "longest_boundary_s": max(step.boundary_s for step in self.steps[1:] if step.is_taken),
-            "gate_s": mean(lambda step: step.gate_s),
-            "blocked_s": mean(lambda step: step.boundary_s + step.gate_s),
-            "longest_blocked_s": max(step.boundary_s + step.gate_s for step in self.steps[1:]),
-            "waited_s": mean(lambda step: step.waited_s),
-            "lost_s": mean(lambda step: step.total_s - base_s),
+            "boundary_ms": ms("boundary"),
+            "longest_boundary_ms": 1e3 * max(step["boundary"] for step in self.steps[1:]),
+            "gate_ms": ms("gate"),
+            "blocked_ms": ms("boundary", "gate"),
+            "waited_ms": ms("waited"),
+            "lost_ms": ms(*parts) - 1e3 * base_s * len(later) / count,
+            "first_blocked_ms": 1e3 * (first[0]["boundary"] + first[0]["gate"]),
+            "start_lost_ms": 1e3 * sum(sum(map(step.__getitem__, parts)) - steady_s for step in first),
         }
 
 
@@ -123,37 +104,30 @@ class Recorder:
 class Nothing:
     """No snapshots; what the others have in common."""
 
-    saves_each_step = False
-
-    def __init__(self, training: Training, job: Line) -> None:
-        self.training, self.job, self.directory = training, job, Path(job["directory"])
+    def __init__(self, training: Training, job: Line, recorder: Recorder) -> None:
+        self.training, self.recorder, self.directory = training, recorder, Path(job["directory"])
 
     def state(self) -> Line:
         return {name: one.state_dict() for name, one in self.training.objects().items()}
 
-    def save(self, step: int) -> bool:
+    def save(self, number: int) -> bool:
         """Whether a snapshot was taken; the time it takes is the boundary."""
         return False
-
-    def wait(self) -> None:
-        """Until another snapshot can be taken."""
 
     def gate(self) -> None:
         """Until the weights may change."""
 
     def end(self) -> Line:
         """Drain and clean up; further figures."""
-        self.wait()
         return {}
 
 
 class TorchSave(Nothing):
     """``torch.save`` and fsync, in the training thread."""
 
-    def save(self, step: int) -> bool:
-        path = self.directory / f"step-{step}.pt"
-        torch.save(self.state(), path)
-        with path.open("rb") as file:
+    def save(self, number: int) -> bool:
+        with Path(self.directory, f"step-{number}.pt").open("wb") as file:
+            torch.save(self.state(), file)
             os.fsync(file.fileno())
         return True
 
@@ -161,32 +135,32 @@ class TorchSave(Nothing):
 class DCPAsync(Nothing):
     """``dcp.async_save`` in a thread or process; tuned: one stager that reuses its buffers, and cached plans."""
 
-    def __init__(self, training: Training, job: Line) -> None:
-        super().__init__(training, job)
+    def __init__(self, training: Training, job: Line, recorder: Recorder) -> None:
+        super().__init__(training, job, recorder)
         dist.init_process_group("gloo", init_method=f"file://{self.directory}/.meeting", rank=0, world_size=1)
-        is_process, is_cuda = "process" in job["method"], job["device"] == "cuda"
-        self.pending: Future[Any] | None = None
+        is_process, self.pending = "process" in job["method"], None
         kind = AsyncCheckpointerType.PROCESS if is_process else AsyncCheckpointerType.THREAD
         self.options: Line = {"async_checkpointer_type": kind}
-        self.stager = None
         if job["method"].endswith("-cached"):
-            how = {"use_pinned_memory": is_cuda, "use_non_blocking_copy": is_cuda, "use_shared_memory": is_process}
-            self.stager = DefaultStager(StagingOptions(**how, use_async_staging=False))
-            self.options |= {"async_stager": self.stager, "planner": DefaultSavePlanner(enable_plan_caching=True)}
+            how = {"use_pinned_memory": False, "use_non_blocking_copy": False, "use_shared_memory": is_process}
+            stager = DefaultStager(StagingOptions(**how, use_async_staging=False))
+            self.options |= {"async_stager": stager, "planner": DefaultSavePlanner(enable_plan_caching=True)}
 
-    def save(self, step: int) -> bool:
-        answer = dcp.async_save(self.state(), checkpoint_id=self.directory / f"step-{step}", **self.options)
+    def save(self, number: int) -> bool:
+        with self.recorder.span("waited"):  # two saves at once are not supported
+            self.wait()
+        answer = dcp.async_save(self.state(), checkpoint_id=self.directory / f"step-{number}", **self.options)
         self.pending = answer if isinstance(answer, Future) else answer.upload_completion
         return True
 
     def wait(self) -> None:
-        if self.pending is not None:  # two saves at once are not supported
+        if self.pending is not None:
             self.pending.result(DEADLINE_S)
 
     def end(self) -> Line:
         self.wait()
-        if self.stager is not None:
-            self.stager.close()
+        if "async_stager" in self.options:
+            self.options["async_stager"].close()
         dist.destroy_process_group()
         return {}
 
@@ -194,146 +168,118 @@ class DCPAsync(Nothing):
 class Lazysnap(Nothing):
     """lazysnap at every step, in memory, or also to a local directory as often as the peers."""
 
-    saves_each_step = True
+    def __init__(self, training: Training, job: Line, recorder: Recorder) -> None:
+        from lazysnap import SnapshotEngine
 
-    def __init__(self, training: Training, job: Line) -> None:
-        from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
-
-        super().__init__(training, job)
-        self.has_disk = job["method"].endswith("-disk")
-        level = PersistentLevel(job["directory"], every_n_steps=job["every"], keep_last=10_000)
-        config = SnapshotConfig(levels=(level,) * self.has_disk, job_id=f"stall-{os.getpid()}")
-        self.engine = SnapshotEngine(config, training.objects())
+        super().__init__(training, job, recorder)
+        self.until = "durable" if job["method"] == "lazysnap-disk" else "captured"
+        where = {"level": job["method"].partition("-")[2], "url": job["directory"], "options": None}
+        how = config(where, every_n_steps=job["every"], keep_last=10_000)
+        self.engine = SnapshotEngine(how, training.objects())
         self.engine.prepare()
 
-    def save(self, step: int) -> bool:
-        return self.engine.boundary(step)
+    def save(self, number: int) -> bool:
+        return self.engine.boundary(number + 1)
 
     def gate(self) -> None:
         self.engine.gate()
 
     def end(self) -> Line:
         self.engine.gate()
-        until, idle = "durable" if self.has_disk else "captured", []
-        found: Line = {"skipped": dict(self.engine.statistics().skipped), "torn": self.engine.statistics().torn}
-        if not self.engine.wait(until=until, timeout_s=DEADLINE_S):
-            raise RuntimeError(f"the last snapshot did not become {until}: {self.engine.statistics()}")
-        found["durable_s"] = durable_s(self.directory)
-        for step in range(10_001, 10_004):  # while nothing else runs
-            started = time.perf_counter()
-            if not self.engine.boundary(step) or not self.engine.wait(step, until=until, timeout_s=DEADLINE_S):
-                raise RuntimeError(f"a capture of an idle process did not become {until}: {self.engine.statistics()}")
-            idle.append(time.perf_counter() - started)
-        found |= {f"{until}_when_idle_s": idle, "slot_bytes": slot_bytes()}
+        counted, last = self.engine.statistics(), len(self.recorder.steps)
+        if not any(step["taken"] for step in self.recorder.steps):
+            raise RuntimeError(f"no capture in {last} steps: they ended before the slots were ready; take more")
+        if not self.engine.wait(until=self.until, timeout_s=DEADLINE_S):
+            raise RuntimeError(f"the last snapshot did not become {self.until}: {self.engine.statistics()}")
+        found: Line = {"skipped": sum(counted.skipped.values()), "torn": counted.torn}
+        found["durable_s"] = durable_s(self.directory)[1:]
+        steps = range(last + 10_000, last + 10_003)  # while nothing else runs
+        found["idle_s"] = [timed(lambda step=step: capture(self.engine, step, self.until)) for step in steps]
+        size = slot_bytes()
         self.engine.close()
-        return {**found, "populate_s": populate_s(max(1, found["slot_bytes"]))}
+        return {**found, "slots_mb": size / 1e6, "raw_populate_ms": 1e3 * populate_s(max(1, size))}
 
 
 def durable_s(directory: Path) -> list[float]:
     """Seconds from capture to commit of every snapshot on disk, from the files themselves."""
-
-    def captured_ns(value: Any) -> int:
-        return max((value.get("captured_ns", 0), *map(captured_ns, value.values()))) if isinstance(value, dict) else 0
-
     paths = sorted(directory.glob("step-*/*.json"))
-    return [(path.stat().st_mtime_ns - captured_ns(json.loads(path.read_bytes()))) / 1e9 for path in paths]
+    captured = [max(map(int, re.findall(r'"captured_ns": ?(\d+)', path.read_text()))) for path in paths]
+    return [(path.stat().st_mtime_ns - ns) / 1e9 for path, ns in zip(paths, captured, strict=True)]
 
 
-PLAIN: dict[str, type[Nothing]] = {"none": Nothing, "torch-save": TorchSave}
-PLAIN |= dict.fromkeys(("dcp-thread", "dcp-thread-cached", "dcp-process", "dcp-process-cached"), DCPAsync)
-PLAIN |= dict.fromkeys(("lazysnap-memory", "lazysnap-disk"), Lazysnap)
+PLAIN: dict[str, type[Nothing]] = {"none": Nothing, "torch": TorchSave, "dcp": DCPAsync, "lazysnap": Lazysnap}
 
 
-def run_plain(training: Training, job: Line) -> Line:
-    recorder, saver = Recorder(job), None
+def train_plainly(training: Training, job: Line, recorder: Recorder) -> Line:
+    saver: Nothing | None = None
+
+    def save(number: int) -> bool:
+        nonlocal saver
+        saver = saver or PLAIN[job["method"].partition("-")[0]](training, job, recorder)
+        return saver.save(number)
+
     for step in range(1, recorder.last + 1):
         training.backward(step)
         if saver is not None:
-            recorder.gate(saver.gate)
+            with recorder.span("gate"):
+                saver.gate()
         training.update()
-        done = recorder.step_done()
-        if done == 0:
-            saver = recorder.setup(lambda: PLAIN[job["method"]](training, job))
-        if saver is not None and done < recorder.total:
-            if saver.saves_each_step or done % job["every"] == 0:
-                recorder.save(partial(saver.save, step), saver.wait)
-            else:
-                recorder.save(lambda: False)
+        recorder.step_done(save)
     assert saver is not None
-    if saver.saves_each_step and not any(step.is_taken for step in recorder.steps):
-        raise RuntimeError(f"no capture in {recorder.total} steps: they ended before the slots were ready; take more")
-    more = saver.end()
-    return {**recorder.report(training), **more}
+    return {**recorder.report(training), **saver.end()}
 
 
 # ------------------------------------------------------------------------------------------------ other doors
 
 
-def run_lightning(training: Training, job: Line) -> Line:
+def train_with_lightning(training: Training, job: Line, recorder: Recorder) -> Line:
     """``trainer.save_checkpoint`` with and without AsyncCheckpointIO; the callback of lazysnap at every step."""
     import lightning as L
     from lightning.pytorch.plugins import AsyncCheckpointIO
 
-    recorder, is_ours = Recorder(job), job["method"].startswith("lazysnap")
-
-    def save(trainer: L.Trainer, done: int) -> bool:
-        if not is_ours and done % job["every"] == 0:
-            trainer.save_checkpoint(Path(job["directory"], f"step-{done}.ckpt"))
-        return is_ours or done % job["every"] == 0
+    from lazysnap import LazySnapshotCallback
 
     class Save(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            done = recorder.step_done()
-            if 0 <= done < recorder.total:
-                recorder.save(partial(save, trainer, done))
+            def save(number: int) -> bool:
+                if not recorder.is_ours:
+                    trainer.save_checkpoint(Path(job["directory"], f"step-{number}.ckpt"))
+                return True
 
-    callbacks: list[L.Callback] = [Save()]
-    if is_ours:
-        from lazysnap import LazySnapshotCallback
+            recorder.step_done(save)
 
-        callbacks.append(LazySnapshotCallback())
-    how: Line = {"plugins": [AsyncCheckpointIO()] if job["method"].endswith("-async") else []}
-    how |= {"callbacks": callbacks, "default_root_dir": job["directory"], "max_steps": recorder.last}
-    batches = [training.batch_of(step) for step in range(recorder.last)]
-    loader = torch.utils.data.DataLoader(batches, batch_size=None)
-    training.trainer(L, **how).fit(training.module(L), loader)  # its end drains the thread
+    callbacks = [Save(), *[LazySnapshotCallback()] * recorder.is_ours]
+    plugins = [AsyncCheckpointIO()] if job["method"].endswith("-async") else []
+    how = {"callbacks": callbacks, "plugins": plugins, "max_steps": recorder.last}
+    training.fit(training.trainer(default_root_dir=job["directory"], **how), recorder.last)  # its end drains the thread
     found = recorder.report(training)
-    if is_ours:  # its captures begin with the first step: there is no base, and no call to clock
-        unknown = ("start_lost_s", "lost_s", "first_blocked_s", "longest_blocked_s")
-        found |= {**dict.fromkeys(unknown), **counted(callbacks[-1])}
+    if recorder.is_ours:  # its captures begin with the first step: there is no base, and no call to clock
+        found = {"state_mb": found["state_mb"], **counted(callbacks[-1])}
     return found
 
 
-def run_accelerate(training: Training, job: Line) -> Line:
+def train_with_accelerate(training: Training, job: Line, recorder: Recorder) -> Line:
     """``save_state``: stock to a directory, ours without an argument at every step."""
-    is_ours = job["method"].startswith("lazysnap")
-    if is_ours:
+    if recorder.is_ours:
         from lazysnap import LazyAccelerator as Accelerator
     else:
         from accelerate import Accelerator
-    recorder = Recorder(job)
     accelerator = Accelerator(cpu=job["device"] == "cpu", project_dir=job["directory"])
-    batches = torch.utils.data.DataLoader([training.batch_of(n) for n in range(recorder.last)], batch_size=None)
-    model, optimizer, loader = accelerator.prepare(training.model, training.optimizer, batches)
+    model, optimizer, loader = accelerator.prepare(training.model, training.optimizer, training.batches(recorder.last))
 
-    def save(done: int) -> bool:
-        if is_ours:
-            accelerator.save_state()
-        elif done % job["every"] == 0:
-            accelerator.save_state(str(Path(job["directory"], f"step-{done}")))
-        return is_ours or done % job["every"] == 0
+    def save(number: int) -> bool:
+        accelerator.save_state(*[] if recorder.is_ours else [f"{job['directory']}/step-{number}"])
+        return True
 
     for ids in loader:
         accelerator.backward(model(ids))
         optimizer.step()
         optimizer.zero_grad()
-        done = recorder.step_done()
-        if 0 <= done < recorder.total:
-            recorder.save(lambda done=done: save(done))
+        recorder.step_done(save)
     found = recorder.report(training)
-    if is_ours:
-        found["gate_s"] = counted(accelerator)["gate_s"]
-        found["blocked_s"] = found["boundary_s"] + found["gate_s"]
+    if recorder.is_ours:
+        found["gate_ms"] = counted(accelerator)["gate_ms"]
+        found["blocked_ms"] = found["boundary_ms"] + found["gate_ms"]
     accelerator.end_training()
     return found
 
@@ -341,9 +287,9 @@ def run_accelerate(training: Training, job: Line) -> Line:
 def counted(door: Any) -> Line:
     """What the engine of a door that calls it by itself counted, per capture, the first included."""
     own = door.statistics()
-    boundary_s, gate_s = (one.total_s / max(1, one.count) for one in (own.boundary, own.gate))
-    found: Line = {"snapshots": own.whole, "boundary_s": boundary_s, "longest_boundary_s": own.boundary.max_s}
-    return {**found, "gate_s": gate_s, "blocked_s": boundary_s + gate_s}
+    boundary_ms, gate_ms = (1e3 * one.total_s / max(1, one.count) for one in (own.boundary, own.gate))
+    found = {"boundary_ms": boundary_ms, "longest_boundary_ms": 1e3 * own.boundary.max_s}
+    return {**found, "gate_ms": gate_ms, "blocked_ms": boundary_ms + gate_ms}
 
 
 def run(job: Line, training: Training | None = None) -> list[Line]:
@@ -352,6 +298,6 @@ def run(job: Line, training: Training | None = None) -> list[Line]:
     if job["method"].startswith("lazysnap"):
         import lazysnap.engine  # noqa: F401  no part of the start of the run
     training = training or Training(job["size"], batch=job["batch"], device=job["device"])
-    door = "lightning" if "lightning" in job["method"] else "accelerate" if "accelerate" in job["method"] else None
-    runner = {None: run_plain, "lightning": run_lightning, "accelerate": run_accelerate}[door]
-    return [{"measure": "method", "method": job["method"], **runner(training, job)}]
+    doors = {"lightning": train_with_lightning, "accelerate": train_with_accelerate}
+    train = next((train for door, train in doors.items() if door in job["method"]), train_plainly)
+    return [{"measure": "stall", "method": job["method"], **train(training, job, Recorder(job))}]

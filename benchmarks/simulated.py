@@ -2,8 +2,9 @@
 
 The state is a transformer's, of one column: as many tensors, rows, files and names as a large one, and few bytes. What
 is replaced, or called beside the public API: the ranks' ``World`` and the ``KeeperClient`` of ``lazysnap.engine``;
-storage is a file system of fsspec, whose files are made by ``lazysnap.shard``; a keeper's ``Belongings`` (retention);
-``Coordinator`` of ``lazysnap.keeper.grants`` with the messages that it gets.
+storage is a file system of fsspec, whose files are made by ``lazysnap.shard``; ``LevelWriter`` of
+``lazysnap.keeper.level_writer`` (retention); ``Coordinator`` of ``lazysnap.keeper.grants`` with the messages that it
+gets.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
 from unittest import mock
@@ -26,20 +28,24 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.frame import Line
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.engine import engine as engine_module
+from lazysnap.engine.survey import fields_of
 from lazysnap.engine.world import World
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
-from lazysnap.keeper.grant_messages import LevelReport, Progress, Report
+from lazysnap.keeper.grant_messages import LevelReport, Progress, Report, SnapshotKey
+from lazysnap.keeper.granted import NodeLevel
 from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
-from lazysnap.levels import open_store
-from lazysnap.levels.belongings import Belongings, Told
-from lazysnap.levels.retention import Share
-from lazysnap.levels.shards import entry_of
+from lazysnap.keeper.level_writer import LevelWriter, Told
+from lazysnap.keeper.node_files import NodeFiles
+from lazysnap.keeper.team import Team
+from lazysnap.levels.source import MemorySource, NodeSource, shard_of
+from lazysnap.resolver import Entry, Inventory
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.layout import PAGE, Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
-from lazysnap.shard.names import ShardName, SnapshotName, parse_file_name
+from lazysnap.shard.manifest import Shard as StoredShard
+from lazysnap.shard.names import NodeName, SnapshotName, parse_file_name
 from lazysnap.state.walk import walk
-from lazysnap.topology import share
+from lazysnap.topology import places, share
 
 RUN, START, EARLIER = "00000000000000ab", "00000000000000cd", "00000000000000cc"
 URL = "imagined://run"
@@ -89,16 +95,42 @@ def shard(kind: str, rank: int, ranks: int) -> tuple[bytes, Line]:
         f"model.{name}": {"scope": scope, "global_shape": [rows()[name]], "offsets": [start]}
         for name, (start, _) in parts.items()
     }
-    checksums = Checksums.of(memoryview(data))
-    return data, {"tensors": facts, "header_bytes": len(layout.header), "checksums": checksums}
+    return data, facts
 
 
-def manifest(kind: str, rank: int, ranks: int, step: int) -> Manifest:
-    _, facts = shard(kind, rank, ranks)
+@lru_cache
+def names(ranks: int) -> list[NodeName]:
+    """Of the files of all nodes."""
+    nodes = -(-ranks // PER_NODE)
+    return [NodeName(node, nodes) for node in range(nodes)]
+
+
+@lru_cache(maxsize=16)
+def node_file(kind: str, node: int, ranks: int) -> tuple[bytes, Manifest]:
+    """The file of a node, and its manifest at step 1."""
     state = {"model": {name: {"$": "tensor", "v": f"model.{name}"} for name in rows()}}
-    where = {"run_id": RUN, "start": START, "step": step, "rank": rank, "world_size": ranks}
-    meta = CaptureMeta(**where, captured_ns=1, tensors=facts["tensors"], state=state)
-    return Manifest(meta, ShardName(rank, ranks).shard, facts["header_bytes"], facts["checksums"], 1)
+    sources = []
+    for rank in range(node * PER_NODE, min(ranks, (node + 1) * PER_NODE)):
+        data, facts = shard(kind, rank, ranks)
+        where = {"run_id": RUN, "start": START, "step": 1, "rank": rank, "world_size": ranks}
+        padded = memoryview(data.ljust(-(-len(data) // PAGE) * PAGE, b"\0"))
+        sources.append(
+            (CaptureMeta(**where, captured_ns=1, tensors=facts, state=state), MemorySource(padded, len(data)))
+        )
+    if len(sources) == 1:
+        ((meta, source),) = sources
+        made: Any = source
+        shards: tuple[StoredShard, ...] = (shard_of(meta, source),)
+    else:
+        made = NodeSource(sources)
+        shards = made.shards
+    whole = bytes(made.view(0, -(-made.size_bytes // PAGE) * PAGE)[: made.size_bytes])
+    return whole, Manifest(names(ranks)[node], shards, Checksums.of(memoryview(whole)), 1)
+
+
+def manifest(kind: str, node: int, ranks: int, step: int) -> Manifest:
+    _, made = node_file(kind, node, ranks)
+    return replace(made, shards=tuple(replace(one, meta=replace(one.meta, step=step)) for one in made.shards))
 
 
 class Clock:
@@ -142,8 +174,7 @@ class ImaginedFiles(fsspec.AbstractFileSystem):
             self.asked["lists"] += 1
             _, _, directory = self._strip_protocol(path).partition("/")
             if directory:
-                pairs = (ShardName(rank, self.ranks) for rank in range(self.ranks))
-                made = (f"run/{directory}/{name}" for pair in pairs for name in (pair.manifest, pair.shard))
+                made = (f"run/{directory}/{name}" for one in names(self.ranks) for name in (one.manifest, one.file))
                 paths = [path for path in made if path not in self.gone]
             else:
                 paths = [f"run/{SnapshotName(RUN, step, START).directory}" for step in self.steps]
@@ -157,8 +188,8 @@ class ImaginedFiles(fsspec.AbstractFileSystem):
             raise FileNotFoundError(path)
         stem, suffix = parsed
         if suffix == "json":
-            return manifest(self.kind, stem.rank, self.ranks, at.step).encode()
-        return shard(self.kind, stem.rank, self.ranks)[0]
+            return manifest(self.kind, stem.node, self.ranks, at.step).encode()
+        return node_file(self.kind, stem.node, self.ranks)[0]
 
     def info(self, path: str, **_: Any) -> Line:
         with Clock.making_up():
@@ -205,10 +236,6 @@ class Fellows(World):
         """See ``World``."""
         return self.exchange(what, work())
 
-    def has_board(self) -> bool:
-        """See ``World``."""
-        return True
-
     def _answers(self, what: str, value: Any) -> list[str]:
         text = _dumped([what, value])
         nodes = [f"node-{rank // PER_NODE:05d}.cluster/{rank // PER_NODE:036d}/net" for rank in range(self.size)]
@@ -217,35 +244,42 @@ class Fellows(World):
         if what == "what is on storage":  # one lists for all
             first = text if self.rank == 0 else _dumped([what, self._listing])
             return [first, *[_dumped([what, []])] * (self.size - 1)]
+        if what == "what of it is whole":
+            return [_dumped([what, [_whole(other, self.size)]]) for other in range(self.size)]
         answers = []
         for other, node in enumerate(nodes):
             # A rank of twice as many takes two shares of the work.
             answer = text.replace(f'"rank":{self.rank},', f'"rank":{other},')
             answer = answer.replace(f'"rank":{self.rank + self.size},', f'"rank":{other + self.size},')
             answers.append(answer.replace(nodes[self.rank], node))
+        if what == "linking keepers":  # rank 0's keeper is the one that all are to reach
+            answers[0] = _dumped([what, ["node-00000.cluster", 1, "certificate", "key"]])
         if what == "what is in memory":  # one lost what is newest, so memory has nothing whole
             other = (self.rank + 1) % self.size
             answers[other] = answers[other].replace(START, EARLIER)
         return answers
 
 
+def _whole(part: int, parts: int) -> Line:
+    """What one of so many ranks finds, who share the manifests out."""
+    ranks, entries = ImaginedFiles.ranks, []
+    for step, node in itertools.product(ImaginedFiles.steps, range(part, len(names(ranks)), parts)):
+        directory = SnapshotName(RUN, step, START).directory
+        for rank in range(node * PER_NODE, min(ranks, (node + 1) * PER_NODE)):
+            entry = Entry(URL, 1, RUN, START, step, rank, ranks, directory, file=names(ranks)[node].text)
+            entries.append(entry)
+    return fields_of(Inventory(URL, tuple(entries)))
+
+
 def _dumped(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-class ImaginedKeeper:
-    """Holds whole captures of one rank that are newer than those on storage."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        facts: Line = {"slot": None, "run_id": RUN, "frozen": None, "rank": rank, "world_size": ranks, "start": START}
-        self._held = tuple(MemoryEntry(step=10 + n, sequence=n, checksums=None, **facts) for n in range(KEPT))
-
-    def connect(self, timeout_s: float) -> None:
-        """See ``KeeperClient``."""
-
-    def inventory(self, timeout_s: float) -> MemoryHoldings:
-        """See ``KeeperClient``."""
-        return MemoryHoldings(self._held)
+def imagined_keeper(rank: int, ranks: int) -> mock.Mock:
+    """A ``KeeperClient`` that holds whole captures of one rank, newer than those on storage."""
+    facts: Line = {"slot": None, "run_id": RUN, "frozen": None, "rank": rank, "world_size": ranks, "start": START}
+    held = (MemoryEntry(step=10 + n, sequence=n, checksums=None, **facts) for n in range(KEPT))
+    return mock.Mock(**{"link_port.return_value": 1, "inventory.return_value": MemoryHoldings(tuple(held))})
 
 
 # ------------------------------------------------------------------------------------------------ simulated
@@ -276,7 +310,7 @@ def engine_of(model: torch.nn.ParameterDict, fellows: Fellows, taken: int) -> Sn
     level = PersistentLevel(URL, every_n_steps=1, keep_last=KEPT)
     with (
         mock.patch.object(engine_module, "World", return_value=fellows),
-        mock.patch.object(engine_module, "KeeperClient", return_value=ImaginedKeeper(fellows.rank, taken)),
+        mock.patch.object(engine_module, "KeeperClient", return_value=imagined_keeper(fellows.rank, taken)),
     ):
         return SnapshotEngine(SnapshotConfig(levels=(level,), job_id="imagined"), {"model": model})
 
@@ -307,8 +341,8 @@ def restart(kind: str, taken: int, ranks: int, rank: int, listing: Any = None) -
     assert found is not None
     assert (found.step, found.level, found.skipped) == (KEPT, URL, ()), found
     opened, asked = len(ImaginedFiles.opened), ImaginedFiles.asked
-    # Each shard that is opened has its manifest read once more.
-    counted = {"lists": asked["lists"], "survey_reads": asked["manifests"] - opened, "shards_opened": opened}
+    # Each file that is opened has its manifest read once more.
+    counted = {"lists": asked["lists"], "survey_reads": asked["manifests"] - opened, "files_opened": opened}
     return {"cpu_s": seconds, **counted, "told_bytes": fellows.told_bytes, "said": fellows.said}
 
 
@@ -320,24 +354,21 @@ def restarts(kind: str, taken: int, ranks: int) -> list[Line]:
 
 
 def retention(ranks: int) -> Line:
-    """What one rank's keeper asks of a level after a snapshot, once it runs evenly."""
-    rank = ranks // 2
+    """What the keeper of one node asks of a level after a snapshot, once it runs evenly."""
+    team = Team.of(places([f"node {rank // PER_NODE}" for rank in range(ranks)]), ranks // 2)
     ImaginedFiles.fill("fsdp", ranks, range(1, KEPT + 2))
-    store = open_store(URL)
-    own = Belongings(store, PersistentLevel(URL, keep_last=KEPT, verify=False), Share.of_rank(rank, ranks))
-    kept, last = tuple(range(2, KEPT + 2)), KEPT + 2
-    assert own.tidy(Told(RUN, START, kept), frozenset(), lambda: None) == [1]  # lists, once
-    ImaginedFiles.steps = [*kept, last]  # the others deleted theirs, too
-    written = manifest("fsdp", rank, ranks, last)
-    entry = entry_of(written.meta, store.url, store.speed, written.meta.name.directory)
-    told = Told(RUN, START, (*kept[1:], last))
-    ImaginedFiles.asked.clear()
-    clock = Clock()
-    own.confirm(entry, written, lambda: None)
-    own.surplus(told, frozenset(), 5, lambda: None)
-    gone = own.tidy(told, frozenset(), lambda: None)
-    seconds = clock.seconds()
-    assert gone == [2], gone
+    level = PersistentLevel(URL, keep_last=KEPT, verify=False)
+    own = LevelWriter(level, 0, NodeFiles(team, RUN, START), mock.Mock())
+    own._loop = mock.Mock()  # nothing that goes is granted again
+    for newest in (KEPT + 1, KEPT + 2):  # the first time it opens the level
+        ImaginedFiles.steps = list(range(newest - KEPT, newest + 1))  # the others deleted theirs, too
+        ImaginedFiles.asked.clear()
+        clock = Clock()
+        own.learned(Told((NodeLevel(complete={SnapshotKey(step, START) for step in range(1, newest + 1)}),)))
+        own._tidy()
+        seconds = clock.seconds()
+        gone = SnapshotName(RUN, newest - KEPT, START).directory
+        assert len([path for path in ImaginedFiles.gone if f"/{gone}/" in path and path.endswith(".json")]) == 1
     return {"cpu_s": seconds, "operations": sum(ImaginedFiles.asked.values())}
 
 
@@ -376,10 +407,10 @@ def run(settings: Line) -> Iterator[Line]:
     ranks = settings["ranks"]
     for kind in ("ddp", "fsdp"):
         yield {"measure": "plan", "kind": kind, "ranks": ranks, **_figures(plan(kind, ranks))}
-    for kind, now in itertools.product(("ddp", "fsdp"), (ranks, ranks // 2)):
+    for kind, (world, now) in itertools.product(("ddp", "fsdp"), (("same", ranks), ("half", ranks // 2))):
         each = [_figures(one) for one in restarts(kind, ranks, now)]
         worst = {name: max(one[name] for one in each) for name in each[0]}
-        yield {"measure": "restart", "kind": kind, "ranks": ranks, "now": now, **worst}
+        yield {"measure": "restart", "kind": kind, "ranks": ranks, "world": world, **worst}
     yield {"measure": "retention", "ranks": ranks, **retention(ranks)}
     yield {"measure": "coordinator", "ranks": ranks, **coordinator(ranks)}
 

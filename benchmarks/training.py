@@ -1,12 +1,13 @@
-"""The training that is measured: a transformer with AdamW, whole or sharded by FSDP2. Imported by workers only."""
+"""The training that is measured, and what workers do with lazysnap. Imported by workers only."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.frame import DEADLINE_S, ROOT
+from benchmarks.frame import DEADLINE_S, ROOT, Line
 
 sys.path.append(str(ROOT / "examples"))
 
@@ -25,7 +26,7 @@ class Net(torch.nn.Module):
 
 
 class Training:
-    """Model, optimizer, batches."""
+    """A transformer with AdamW, whole or sharded by FSDP2, and its batches."""
 
     def __init__(self, size: Sequence[int], *, batch: int = 1, device: str = "cpu", ranks: int = 1) -> None:
         self.size, self.batch, self.device = GPTSize(*size, dropout=0.0), batch, device
@@ -38,9 +39,8 @@ class Training:
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh("cpu", (ranks,))
-            for block in self.model.gpt.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+            for module in (*self.model.gpt.blocks, self.model):
+                fully_shard(module, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=ranks == 1)
 
     def batch_of(self, step: int) -> torch.Tensor:
@@ -72,11 +72,26 @@ class Training:
         flat = (tensor.detach().flatten().double() for tensor in self.tensors())
         return [float((one * torch.arange(1, len(one) + 1, device=one.device)).sum()) for one in flat]
 
-    def module(self, lightning: Any) -> Any:
-        """For a trainer of Lightning."""
+    def objects(self) -> dict[str, Any]:
+        """What is captured."""
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def batches(self, count: int) -> Any:
+        return torch.utils.data.DataLoader([self.batch_of(n) for n in range(count)], batch_size=None)
+
+    def trainer(self, **how: Any) -> Any:
+        """Of Lightning."""
+        import lightning as L
+
+        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        return L.Trainer(accelerator="cpu", devices=1, **dict.fromkeys(quiet, False), **how)
+
+    def fit(self, trainer: Any, count: int, **which: Any) -> None:
+        import lightning as L
+
         outer = self
 
-        class Module(lightning.LightningModule):
+        class Module(L.LightningModule):
             def __init__(self) -> None:
                 super().__init__()
                 self.net = outer.model
@@ -87,25 +102,36 @@ class Training:
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 return outer.optimizer
 
-        return Module()
+        trainer.fit(Module(), self.batches(count), **which)
 
-    def trainer(self, lightning: Any, **how: Any) -> Any:
-        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        accelerator = "gpu" if self.device == "cuda" else "cpu"
-        return lightning.Trainer(accelerator=accelerator, devices=1, **dict.fromkeys(quiet, False), **how)
 
-    def objects(self) -> dict[str, Any]:
-        """What is captured."""
-        return {"model": self.model, "optimizer": self.optimizer}
+def layers(megabytes: float) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    """A model whose weights and two moments take so much."""
+    width = max(8, int((megabytes * 1e6 / 12 / 8) ** 0.5))
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ lazysnap
+
+
+def config(job: Line, **level: Any) -> Any:
+    """Snapshots in memory, and at the level of the job if it has another one."""
+    from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
+
+    more = {"every_n_steps": 1, "storage_options": job["options"], **level}
+    levels = () if job["level"] == "memory" else (PersistentLevel(job["url"], **more),)
+    name = job.get("job_id") or f"benchmark-{os.getpid()}"
+    return SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=300.0), job_id=name)
 
 
 def ready(engine: Any) -> None:
-    """Wait until captures need not wait for memory. Nothing to do for an engine that has no such call."""
-    if hasattr(engine, "wait_ready") and not engine.wait_ready(DEADLINE_S):
+    """Wait until captures need not wait for memory."""
+    if not engine.wait_ready(DEADLINE_S):
         raise RuntimeError(f"the keeper made no slots: {engine.statistics()}")
 
 
-def capture(engine: Any, step: int) -> None:
-    """One capture, until it is whole."""
-    if not engine.boundary(step) or not engine.wait(step, until="captured", timeout_s=DEADLINE_S):
-        raise RuntimeError(f"step {step} was not captured: {engine.statistics()}")
+def capture(engine: Any, step: int, until: str = "captured") -> None:
+    """One capture, until it is whole, or durable."""
+    if not engine.boundary(step) or not engine.wait(step, until=until, timeout_s=DEADLINE_S):
+        raise RuntimeError(f"step {step} was not {until}: {engine.statistics()}")

@@ -1,6 +1,6 @@
-"""One worker process: ``worker.py MODULE.FUNCTION SETTINGS_AS_JSON`` calls a function and prints its lines as JSON.
+"""One worker process: ``worker.py MODULE.FUNCTION JOB_AS_JSON`` calls a function and prints its lines as JSON.
 
-This checkout's benchmark, but the package of the tree that ``LAZYSNAP_TREE`` names.
+This checkout's benchmark, but the package of the checkout that ``LAZYSNAP_TREE`` names.
 """
 
 import importlib
@@ -11,18 +11,13 @@ import sys
 import warnings
 from pathlib import Path
 
-
-def main() -> None:
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    frame = importlib.import_module("benchmarks.frame")
+    importlib.import_module("benchmarks")
     sys.path[0] = os.environ["LAZYSNAP_TREE"]
     # What the package tells its user is not measured, and would be taken for the reason of a failure.
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     module, function = sys.argv[1].split(".")
     for line in getattr(importlib.import_module(f"benchmarks.{module}"), function)(json.loads(sys.argv[2])) or ():
-        frame.say(line)
-
-
-if __name__ == "__main__":
-    main()
+        print(json.dumps(line), flush=True)

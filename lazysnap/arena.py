@@ -46,12 +46,17 @@ class Word(enum.IntEnum):
     META_CHECKSUM = 7
     IMAGE_BYTES = 8
     WATERMARK = 9  # image bytes [0, WATERMARK) are copied
-    PIN = 10  # storage reads the slot: set by the trainer at begin, cleared by the keeper
+    PIN = 10  # step + 1 of the capture that storage reads, or is going to; 0: none. See ``KEEP``
+    GRANT = 15  # step + 1 that storage takes next, in every slot of the node; 0: none
     VOID = 11  # the capture was, or may have been, torn
     READY = 12  # pages are populated
     UNCHECKED = 14  # copied by a device, sources not compared since: not to be stored yet
     PLAN = 13  # checksum of the header in the image, 0: none
     REACHED = 20  # step + 1 of the last boundary, in the slot of the newest capture
+
+
+KEEP = 1 << 63
+"""Added to ``Word.PIN`` by a trainer: the step must be stored, so the pin stays until that is answered."""
 
 
 class SlotPhase(enum.Enum):
@@ -72,8 +77,14 @@ class SlotStatus:
     sequence: int
     image_bytes: int
     watermark: int
-    pinned: bool
+    pinned_step: int | None
+    """The step that the slot is pinned for; ``None``: it is not pinned."""
     ready: bool
+
+    @property
+    def pinned(self) -> bool:
+        """Whether storage reads the slot, or is going to: it is not to be reused."""
+        return self.pinned_step is not None
 
 
 def _round_up(size_bytes: int) -> int:
@@ -184,6 +195,7 @@ class Slot:
     def status(self) -> SlotStatus:
         """Read the control words: END before BEGIN, so that a capture that begins now does not look whole."""
         end, void, begin = self.word(Word.END), self.word(Word.VOID), self.word(Word.BEGIN)
+        pin = self.word(Word.PIN) & ~KEEP
         if begin == 0:
             phase = SlotPhase.EMPTY
         elif void:
@@ -196,7 +208,7 @@ class Slot:
             sequence=self.word(Word.SEQUENCE),
             image_bytes=self.word(Word.IMAGE_BYTES),
             watermark=self.word(Word.WATERMARK),
-            pinned=bool(self.word(Word.PIN)),
+            pinned_step=pin - 1 if pin else None,
             ready=bool(self.word(Word.READY)),
         )
 
@@ -212,6 +224,7 @@ class Slot:
             )
         words = self._words
         words[Word.END] = 0
+        words[Word.META_CHECKSUM] = 0  # until all below is there, no metadata can be read: not that of before either
         words[Word.BEGIN] = step + 1
         words[Word.VOID] = 0
         words[Word.UNCHECKED] = 0
@@ -222,7 +235,18 @@ class Slot:
         self._bytes[PAGE : PAGE + len(meta)] = meta
         words[Word.META_BYTES] = len(meta)
         words[Word.META_CHECKSUM] = xxhash.xxh3_64_intdigest(meta)
-        words[Word.PIN] = int(pin)
+        words[Word.PIN] = step + 1 if pin else 0
+
+    def is_granted(self, step: int) -> bool:
+        """Whether the levels are to store this step next."""
+        return self.word(Word.GRANT) == step + 1
+
+    def pin(self, step: int, *, until_stored: bool = False) -> None:
+        """Keep the capture of ``step``, which is in the slot, from being written over: a level is to read it.
+
+        ``until_stored``: whether the keeper leaves the pin until it can say what became of the step.
+        """
+        self._words[Word.PIN] = (step + 1) | (KEEP if until_stored else 0)
 
     def advance(self, watermark: int) -> None:
         """Publish that image bytes below ``watermark`` are copied."""
@@ -246,7 +270,7 @@ class Slot:
         return True
 
     def unpin(self) -> None:
-        """Storage no longer reads this slot. Called by the keeper."""
+        """No level reads this slot any more."""
         self._words[Word.PIN] = 0
 
     def read_meta(self) -> bytes:

@@ -73,8 +73,7 @@ class PersistentLevel:
     url: str
     """Path or URL of the directory that holds ``step-…`` directories. Made absolute when local."""
     every_n_steps: int = field(default=100, kw_only=True)
-    """With one rank: store the newest capture when the level is idle, at most once in so many steps.
-    With several ranks: store captures whose step is a multiple of it, on all ranks."""
+    """Store captures whose step is a multiple of it, on all ranks. What comes while the level is busy is left out."""
     keep_last: int = field(default=2, kw_only=True)
     """Complete snapshots of this run to keep; older ones are deleted."""
     keep_every_n_steps: int | None = field(default=None, kw_only=True)
@@ -151,11 +150,14 @@ class SnapshotConfig:
     """The name of the job, by which a restart finds its memory. Default: the environment variable
     ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""
     gate_timeout_s: float = 60.0
-    """How long an optimizer step waits for an unfinished copy before that snapshot is dropped. Also how long captures
-    wait altogether for storage that holds all slots, before they bypass it until it keeps up."""
+    """How long an optimizer step waits for an unfinished copy before that snapshot is dropped. Also how long a capture
+    waits for a free slot, where it waits for one at all."""
     keeper_timeout_s: float = 20.0
     """How long to wait for the keeper to start or answer (restart, drain). If it does not answer for so long while
     training runs, there is a warning."""
+    link_address: str | None = None
+    """With several nodes: the address of rank 0's node at which the keepers of the other nodes reach its keeper.
+    Default: ``MASTER_ADDR``, if that is the node's own, else that of its default route."""
     averaging_period: int | None = None
     """With local SGD, where ranks synchronise by averaging their weights: steps from one averaging to the next.
     Captures fall on averagings, so ``every_n_steps`` must be a multiple of it. Default: gradients are averaged at every

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Entry:
-    """One rank's committed shard of one snapshot at one level."""
+    """One rank's committed shard of one snapshot at one level: part of a node's file, or a slot."""
 
     level: str
     """Name of the level: ``memory`` or its URL."""
@@ -27,6 +27,8 @@ class Entry:
     """The node that can read it; ``None``: all nodes."""
     names: tuple[str, ...] = ()
     """Names given by ``keep``."""
+    file: str = ""
+    """The name of the node's file that holds it, without suffix; empty in memory."""
 
 
 @dataclass(frozen=True)

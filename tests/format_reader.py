@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 STEP = re.compile(r"step-(\d{8,})-([0-9a-f]{16})-([0-9a-f]{16})")
-SHARD = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.json")
+FILE = re.compile(r"node-(\d{5,})-of-(\d{5,})\.json")
 DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": "u2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1"}
 DTYPES |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?", "C64": "c8"}
 DTYPES |= dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), "u1")
@@ -33,49 +33,55 @@ def manifest_of(path: Path) -> dict:
     return manifest
 
 
-def shard_of(manifest_path: Path) -> tuple[dict, dict[str, np.ndarray]]:
-    """Manifest and tensors of one shard, each block compared with its checksum."""
-    manifest = manifest_of(manifest_path)
-    facts, data = manifest["shard"], (manifest_path.parent / manifest["shard"]["file"]).read_bytes()
+def shards_of(path: Path, manifest: dict) -> list[tuple[dict, dict[str, np.ndarray]]]:
+    """Facts and tensors of the shards in one file, each block compared with its checksum."""
+    facts, data = manifest["file"], (path.parent / manifest["file"]["name"]).read_bytes()
     size = facts["checksum"]["block_bytes"]
     blocks = [xxhash.xxh3_128_hexdigest(data[at : at + size]) for at in range(0, len(data), size)]
-    assert len(data) == facts["size_bytes"], f"{manifest_path}: another size"
-    assert blocks == facts["checksum"]["blocks"], f"{manifest_path}: another block"
+    assert len(data) == facts["size_bytes"], f"{path}: another size"
+    assert blocks == facts["checksum"]["blocks"], f"{path}: another block"
+    places = [shard["place"] for shard in manifest["shards"]]
+    parts = [data[place["offset"] : place["offset"] + place["size_bytes"]] for place in places]
+    return [(shard, tensors_of(shard, part)) for shard, part in zip(manifest["shards"], parts, strict=True)]
+
+
+def tensors_of(shard: dict, data: bytes) -> dict[str, np.ndarray]:
     start = 8 + int.from_bytes(data[:8], "little")
     tensors = {}
     for name, entry in json.loads(data[8:start].decode("utf-8", "surrogatepass")).items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
             array = np.frombuffer(data[start + begin : start + end], np.dtype(DTYPES[entry["dtype"]]).newbyteorder("<"))
-            logical = manifest["tensors"].get(name, {}).get("dtype")
+            logical = shard["tensors"].get(name, {}).get("dtype")
             array = array.reshape(entry["shape"])
             tensors[name] = array.view("<c16")[..., 0] if logical == "complex128" else array
-    return manifest, tensors
+    return tensors
 
 
 class Snapshot:
     """One complete snapshot."""
 
-    def __init__(self, directory: Path, world_size: int) -> None:
-        names = [f"rank-{rank:05}-of-{world_size:05}.json" for rank in range(world_size)]
-        self.shards = [shard_of(directory / name) for name in names]
-        for number, (manifest, tensors) in enumerate(self.shards):
-            assert manifest["rank"] == number
-            if "frozen" in manifest:
-                path = directory.parent / f"frozen-{manifest['frozen']['digest']}" / "rank-00000-of-00001.json"
-                image, immutable = shard_of(path)
-                assert image["shard"]["checksum"]["whole"] == manifest["frozen"]["digest"]
+    def __init__(self, files: list[tuple[Path, dict]]) -> None:
+        found = {shard["rank"]: (shard, tensors) for file in files for shard, tensors in shards_of(*file)}
+        self.shards = [found[rank] for rank in sorted(found)]
+        for shard, tensors in self.shards:
+            if "frozen" in shard:
+                digest = shard["frozen"]["digest"]
+                path = files[0][0].parent.parent / f"frozen-{digest}" / "node-00000-of-00001.json"
+                manifest = manifest_of(path)
+                assert manifest["file"]["checksum"]["whole"] == digest
+                ((image, immutable),) = shards_of(path, manifest)
                 tensors.update(immutable)
-                manifest["aliases"].update(image["aliases"])
+                shard["aliases"].update(image["aliases"])
 
     def tensor(self, name: str, rank: int = 0) -> np.ndarray:
         """Of one rank: its own tensor, or the whole of which ranks hold boxes."""
         order = [rank, *(other for other in range(len(self.shards)) if other != rank)]
         whole = None
         for other in order:
-            manifest, tensors = self.shards[other]
-            stored = manifest["aliases"].get(name, name)
-            facts = manifest["tensors"].get(stored, {})
+            shard, tensors = self.shards[other]
+            stored = shard["aliases"].get(name, name)
+            facts = shard["tensors"].get(stored, {})
             if stored not in tensors or (other != rank and "scope" not in facts):
                 continue
             if "scope" not in facts:
@@ -118,10 +124,10 @@ def newest(level: Path) -> Snapshot | None:
         if found := STEP.fullmatch(directory.name):
             keys.append((found[2], int(found[1]), found[3], directory))
     for *_, directory in sorted(keys, reverse=True):
-        names = [found for path in directory.iterdir() if (found := SHARD.fullmatch(path.name))]
-        for size in {int(found[2]) for found in names}:
-            if {int(found[1]) for found in names if int(found[2]) == size} == set(range(size)):
-                return Snapshot(directory, size)
+        files = [(path, manifest_of(path)) for path in sorted(directory.iterdir()) if FILE.fullmatch(path.name)]
+        shards = [shard for _, manifest in files for shard in manifest["shards"]]
+        if shards and {shard["rank"] for shard in shards} == set(range(shards[0]["world_size"])):
+            return Snapshot(files)
     return None
 
 

@@ -41,7 +41,6 @@ TORCH_FREE = (
     "lazysnap.faults",
     "lazysnap.keeper",
     "lazysnap.levels",
-    "lazysnap.policy",
     "lazysnap.resolver",
     "lazysnap.shard",
 )
@@ -53,6 +52,21 @@ def run_python(code: str) -> str:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def test_nothing_draws_from_the_global_random_generators():
+    """They are the training's, also where storage is written on a thread of its process."""
+    drawn = re.compile(
+        r"(?<![\w.])(random|np\.random|numpy\.random)\."
+        r"(random|uniform|getrandbits|rand\w*|choices?|shuffle|sample|bytes|gauss|normal)\("
+    )
+    found = {
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (ROOT / "lazysnap").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if drawn.search(line)
+    }
+    assert not found
 
 
 def test_the_exported_names_are_exactly_the_documented_ones():

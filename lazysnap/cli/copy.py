@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from lazysnap.cli.output import Output, count_of
 from lazysnap.cli.stores import open_existing, open_place
 from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, SnapshotNotFound
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_shard
+from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
 from lazysnap.shard.checksum import BLOCK_BYTES
@@ -87,18 +87,16 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
 
 
 def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output: Output) -> Copied:
-    """Copy what is not there yet: first the frozen tensors, then the shards, last the names."""
+    """Copy what is not there yet: first the frozen tensors, then the files, last the names."""
     entries = [offers[0] for offers in plan.sources]
-    parts: list[tuple[Entry | FrozenEntry, Manifest]] = [
-        *catalogue.frozen(plan),
-        *zip(entries, catalogue.manifests(plan), strict=True),
-    ]
+    files = {(entry.location, entry.file): (entry, manifest) for entry, manifest in catalogue.shards(plan)}
+    parts: list[tuple[Entry | FrozenEntry, Manifest]] = [*catalogue.frozen(plan), *files.values()]
     size = sum(manifest.size_bytes for _, manifest in parts)
     copied = Copied(plan.step, plan.run_id, entries[0].location)
     try:
         with output.bar(f"step {plan.step}", size if target.storage.checks_writes else 2 * size) as advance:
             for entry, manifest in parts:
-                copied.size_bytes += _copy_shard(catalogue.store, target, entry, manifest, advance)
+                copied.size_bytes += _copy_file(catalogue.store, target, entry, manifest, advance)
         for entry in entries:
             _give_names(target, entry)
     except (FormatError, FileNotFoundError) as error:
@@ -107,14 +105,14 @@ def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output
     return copied
 
 
-def _copy_shard(
+def _copy_file(
     source: SnapshotStore,
     target: SnapshotStore,
     entry: Entry | FrozenEntry,
     manifest: Manifest,
     advance: Callable[[int], None],
 ) -> int:
-    """Copy one shard, or the frozen tensors of one digest, unless it is there and whole; returns the bytes written.
+    """Copy one node's file, or the frozen tensors of one digest, unless it is there and whole; the bytes written.
 
     Raises: ShardCorrupt, if it is damaged where it is read; FileNotFoundError; LevelError.
     """
@@ -127,17 +125,17 @@ def _copy_shard(
         advance(size)
 
     blocks = FileBlocks(place, manifest)
-    with place.storage.lease(place.shard_path), contextlib.closing(blocks):
+    with place.storage.lease(place.file_path), contextlib.closing(blocks):
         bytes_read = VerifiedSource(blocks, count)
         if isinstance(entry, FrozenEntry):
-            written = target.write_frozen(manifest.meta, bytes_read, entry.digest)
+            written = target.write_frozen(manifest.shards[0], bytes_read, entry.digest)
         else:
             same_blocks = manifest.checksums.block_bytes == BLOCK_BYTES
             expected = manifest.checksums.whole if same_blocks else None
-            written = target.write_entry(manifest.meta, bytes_read, expected=expected)[1]
+            written = target.write_file(manifest.name, manifest.shards, bytes_read, expected=expected)
     if moved and not target.storage.checks_writes:
         try:
-            read_shard(target.place(entry), written, beat=advance)
+            read_node_file(target.place(entry), written, beat=advance)
         except (FormatError, FileNotFoundError) as error:
             raise LevelUnavailable(
                 f"{target.url}/{entry.location}: reads back other bytes than were written"

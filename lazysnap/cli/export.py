@@ -108,7 +108,7 @@ def _file(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, out
         snapshot = open_snapshot(catalogue, plan, verify=True)
         if format_of(args.to, args.format) == "safetensors":
             return _weights(snapshot, args.only, temp, output)
-        with output.bar("reading", sum(shard.blocks.size_bytes for shard in snapshot.ranks[0])) as advance:
+        with output.bar("reading", sum(shard.layout.size_bytes for shard in snapshot.ranks[0])) as advance:
             return _state(snapshot, args, temp, advance)
 
 

@@ -11,7 +11,7 @@ from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """List. Blocks: reads every manifest, no shard. Raises: LevelError."""
+    """List. Blocks: reads every manifest, no tensors. Raises: LevelError."""
     store = open_existing(args.url, args.storage_option)
     seen = Catalogue(store).contents(run=args.run)
     near = levels_near(store) if seen.is_empty else []

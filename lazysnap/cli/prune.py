@@ -9,17 +9,17 @@ from rich.filesize import decimal
 
 from lazysnap.cli.output import OK, Output, fields_of
 from lazysnap.cli.stores import open_existing
+from lazysnap.cli.verify import GONE, Verdict, check, check_frozen
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import ConfigError, FormatError, ShardCorrupt, SnapshotNotFound
-from lazysnap.levels.blocks import read_shard
+from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels.leftovers import is_settled, leftovers, lone_names
-from lazysnap.levels.shards import ShardPlace
+from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.policy import expired
-from lazysnap.resolver import Entry, FrozenEntry
+from lazysnap.resolver import FrozenEntry, SnapshotKey
 from lazysnap.shard.manifest import Manifest
-from lazysnap.shard.names import is_directory_of_ours, parse_keep_file_name
+from lazysnap.shard.names import is_directory_of_ours
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
+from lazysnap.snapshots.retention import is_over
 
 
 @dataclass
@@ -95,12 +95,11 @@ class _Planner:
         self._output = output
         self._run = None if args.run is None else catalogue.run_of(args.run)
         self._name = args.name
-        self._level = None
-        """Its settings say what to keep; ``None``: everything."""
-        if args.keep_last is not None:
-            self._level = PersistentLevel(args.url, keep_last=args.keep_last, keep_every_n_steps=args.keep_every)
-        self._checked_frozen: dict[str, str] = {}
-        """By digest: what is wrong with it, empty if nothing."""
+        self._count = args.keep_last or 0
+        """How many snapshots of a run have to be sound before others may go; 0: none may."""
+        self._level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
+        self._frozen: dict[str, Verdict] = {}
+        """By digest, of the frozen tensors that were read back."""
 
     def plan(self) -> Plan:
         """Blocks. Raises: LevelError."""
@@ -119,58 +118,52 @@ class _Planner:
 
     def _plan_run(self, plan: Plan, snapshots: list[Found]) -> None:
         complete = [found for found in snapshots if found.is_complete]
-        steps = [found.step for found in complete]
-        sound = self._sound(complete, self._level.keep_last) if self._level else []
-        old = expired(steps, self._level, sound=sound) if self._level else []
+        sound = self._sound(complete)
         for found in snapshots:
-            reason = None
-            names = sorted(set(found.names) - {self._name})
-            if names:
-                reason = "called " + ", ".join(names)
-            elif not found.is_complete:
-                # As in retention: a snapshot that never became complete is garbage once a newer one is sound.
-                if not sound or found.step >= max(sound) or not self._is_settled(found):
-                    reason = "incomplete: changed within a day, or nothing newer is known to be sound"
-            elif found.step not in old:
-                reason = "newest complete" if found.step == steps[-1] else "to be kept"
+            reason = self._why_kept(found, sound, is_newest=found in complete[-1:])
             reason = reason or next(filter(None, (one.why_it_stays() for one in _places(self._store, found))), None)
             if reason is None:
                 plan.delete.append(found)
             else:
                 plan.keep.append((found, reason))
 
-    def _sound(self, complete: list[Found], count: int) -> list[int]:
-        """The newest ``count`` steps that read back whole: nothing is deleted in favour of a damaged snapshot."""
-        sound: list[int] = []
+    def _why_kept(self, found: Found, sound: list[SnapshotKey], *, is_newest: bool) -> str | None:
+        """By the rule of retention. ``sound``: the newest snapshots of its run that count."""
+        names = sorted(set(found.names) - {self._name})
+        if names:
+            return "called " + ", ".join(names)
+        may_go = is_over(found.key, self._level, sound, is_complete=found.is_complete)
+        if found.is_complete:
+            return None if may_go else "newest complete" if is_newest else "to be kept"
+        if may_go and self._is_settled(found):
+            return None
+        return "incomplete: changed within a day, or nothing newer is known to be sound"
+
+    def _sound(self, complete: list[Found]) -> list[SnapshotKey]:
+        """The newest that read back whole, as many as are to be kept: nothing is deleted in favour of a damaged one."""
+        sound: list[SnapshotKey] = []
         for found in reversed(complete):
-            if len(sound) == count:
+            if len(sound) == self._count:
                 break
-            try:
-                for digest in found.frozen:
-                    self._check_frozen(digest)
-                for entry, manifest in found.shards:
-                    self._read(f"reading back step {found.step}", entry, manifest)
-            except (FormatError, FileNotFoundError) as error:
-                self.problems.append(f"step {found.step} does not count, and nothing is deleted for it: {error}")
+            problems = self._read_back(found)
+            if problems:
+                text = f"step {found.step} does not count, and nothing is deleted for it"
+                self.problems.append(f"{text}: {'; '.join(problems)}")
             else:
-                sound = [*sound, found.step] if found.step not in sound else sound
+                sound.append(found.key)
         return sound
 
-    def _check_frozen(self, digest: str) -> None:
-        """Read frozen tensors back, each digest once. Raises: ShardCorrupt."""
-        if digest not in self._checked_frozen:
-            self._checked_frozen[digest] = ""
-            try:
-                for one, manifest in (pair for pair in self.seen.frozen if pair[0].digest == digest):
-                    self._read("reading back frozen tensors", one, manifest)
-            except (FormatError, FileNotFoundError) as error:
-                self._checked_frozen[digest] = str(error)
-        if self._checked_frozen[digest]:
-            raise ShardCorrupt(self._checked_frozen[digest])
-
-    def _read(self, what: str, entry: Entry | FrozenEntry, manifest: Manifest) -> None:
-        with self._output.bar(what, manifest.size_bytes) as advance:
-            read_shard(self._store.place(entry), manifest, beat=advance)
+    def _read_back(self, found: Found) -> list[str]:
+        """What is damaged of a snapshot. Frozen tensors are read once."""
+        new = [pair for pair in self.seen.frozen if pair[0].digest in set(found.frozen) - self._frozen.keys()]
+        total = found.size_bytes + sum(manifest.size_bytes for _, manifest in new)
+        with self._output.bar(f"reading back step {found.step}", total) as advance:
+            for one, manifest in new:
+                self._frozen[one.digest] = check_frozen(self._store, one, manifest, advance)
+            verdict = check(self._store, found, self._frozen, advance)
+        frozen = [problem for digest in found.frozen for problem in self._frozen[digest].problems]
+        gone = ["it was deleted meanwhile"] if verdict.state == GONE else []
+        return [*verdict.problems, *frozen, *gone]
 
     def _is_settled(self, found: Found) -> bool:
         """Whether no file of it changed for a day, so that nobody is just copying the rest of it."""
@@ -201,8 +194,8 @@ class _Planner:
         return found
 
 
-def _places(store: SnapshotStore, found: Found) -> list[ShardPlace]:
-    return [store.place(entry) for entry, _ in found.shards]
+def _places(store: SnapshotStore, found: Found) -> list[FilePlace]:
+    return [store.place(entry) for entry, _ in found.files]
 
 
 def _carry_out(store: SnapshotStore, plan: Plan, name: str, output: Output) -> list[str]:
@@ -213,26 +206,17 @@ def _carry_out(store: SnapshotStore, plan: Plan, name: str, output: Output) -> l
     with output.bar("deleting", plan.size_bytes) as advance:
         for found in plan.delete:
             advance(found.size_bytes)
-            places = _places(store, found)
-            # Again, because the question to the user may have taken a while.
-            if any(place.why_it_stays() for place in places) or _is_named(store, found):
+            # Asked again, because the question to the user may have taken a while.
+            if delete_files(_places(store, found)):
+                deleted.append(found.location)
+            else:
                 output.say(f"{found.location} stays: somebody reads it, or gave it a name meanwhile")
-                continue
-            for place in places:
-                place.delete()
-            deleted.append(found.location)
         wanted = {entry.frozen for entry in store.inventory().entries} if plan.frozen else set()
         for one, manifest in plan.frozen:
             advance(manifest.size_bytes)
-            place = store.place(one)
-            if one.digest not in wanted and not place.why_it_stays():
-                place.delete()
+            if one.digest not in wanted and delete_files([store.place(one)]):
                 deleted.append(one.location)
     return [*deleted, *store.sweep()]
-
-
-def _is_named(store: SnapshotStore, found: Found) -> bool:
-    return any(parse_keep_file_name(file) for file in store.storage.list(found.location))
 
 
 def _agreed(output: Output) -> bool:

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
-    manifests = catalogue.manifests(plan)
+    manifests = list({(entry.location, entry.file): manifest for entry, manifest in catalogue.shards(plan)}.values())
     return {
         "url": catalogue.store.url,
         "step": plan.step,
@@ -51,7 +51,7 @@ def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
         "world_size": plan.world_size,
         "location": plan.sources[0][0].location,
         "names": sorted({name for offers in plan.sources for name in offers[0].names}),
-        "captured_ns": max(manifest.meta.captured_ns for manifest in manifests),
+        "captured_ns": max(shard.meta.captured_ns for manifest in manifests for shard in manifest.shards),
         "created_ns": max(manifest.created_ns for manifest in manifests),
         "size_bytes": sum(manifest.size_bytes for manifest in manifests),
         "frozen": [

@@ -1,4 +1,4 @@
-"""``lazysnap verify``: every byte of every shard and of all frozen tensors, against its checksum."""
+"""``lazysnap verify``: every byte of every file, against its checksum."""
 
 import argparse
 import time
@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from lazysnap.cli.output import Output, count_of, fields_of
 from lazysnap.cli.stores import open_existing
 from lazysnap.errors import FormatError, SnapshotNotFound
-from lazysnap.levels.blocks import read_shard
+from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import Manifest
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise SnapshotNotFound(f"{seen.url}: no snapshot of step {', '.join(map(str, args.step))}")
     total = sum(found.size_bytes for found in seen.snapshots) + sum(manifest.size_bytes for _, manifest in seen.frozen)
     with output.bar("reading", total) as advance:
-        frozen = {one.digest: _check_frozen(store, one, manifest, advance) for one, manifest in seen.frozen}
-        snapshots = [_check(store, found, frozen, advance) for found in seen.snapshots]
+        frozen = {one.digest: check_frozen(store, one, manifest, advance) for one, manifest in seen.frozen}
+        snapshots = [check(store, found, frozen, advance) for found in seen.snapshots]
     verdicts = [*snapshots, *frozen.values()]
     bad = [*unreadable, *(problem for verdict in verdicts for problem in verdict.problems)]
     _print(output, seen, snapshots, bad)
@@ -65,12 +65,13 @@ def run(args: argparse.Namespace, output: Output) -> int:
     )
 
 
-def _check_frozen(
+def check_frozen(
     store: SnapshotStore, frozen: FrozenEntry, manifest: Manifest, advance: Callable[[int], None]
 ) -> Verdict:
+    """Read every byte of a file of frozen tensors. Blocks. Raises: LevelError."""
     verdict = Verdict({"location": frozen.location, "digest": frozen.digest, "size_bytes": manifest.size_bytes})
     try:
-        read_shard(store.place(frozen), manifest, beat=advance)
+        read_node_file(store.place(frozen), manifest, beat=advance)
     except FormatError as error:
         verdict.blame(str(error))
     except FileNotFoundError:
@@ -78,11 +79,12 @@ def _check_frozen(
     return verdict
 
 
-def _check(store: SnapshotStore, found: Found, frozen: dict[str, Verdict], advance: Callable[[int], None]) -> Verdict:
+def check(store: SnapshotStore, found: Found, frozen: dict[str, Verdict], advance: Callable[[int], None]) -> Verdict:
+    """Read every byte of a snapshot's shards; ``frozen``: by digest. Blocks. Raises: LevelError."""
     verdict = Verdict(fields_of(found), GOOD if found.is_complete else INCOMPLETE)
-    for entry, manifest in found.shards:
+    for entry, manifest in found.files:
         try:
-            read_shard(store.place(entry), manifest, beat=advance)
+            read_node_file(store.place(entry), manifest, beat=advance)
         except FormatError as error:
             verdict.blame(str(error))
         except FileNotFoundError:

@@ -18,7 +18,7 @@ from lazysnap.engine import report
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.collector import collector_paused
 from lazysnap.engine.direct import DirectStorage
-from lazysnap.engine.durability import Durability, Progress
+from lazysnap.engine.durability import Durability, Progress, meet_keepers
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.former import FormerRanks
 from lazysnap.engine.names import check_name
@@ -29,6 +29,7 @@ from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.refusal import together
 from lazysnap.engine.restart import Restart, fetch, part_ways
 from lazysnap.engine.rollback import Branch, Data, Rollback, WayBack, check_data, line_of
+from lazysnap.engine.slots import kept_whole
 from lazysnap.engine.snapshot import Absence, NewRun, Snapshot
 from lazysnap.engine.statistics import Statistics
 from lazysnap.engine.world import World
@@ -36,6 +37,7 @@ from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, Unsupported
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.protocol import Run
 from lazysnap.keeper.team import Team
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.optimizers import check_optimizers
@@ -88,13 +90,18 @@ class SnapshotEngine:
         self._lock = threading.RLock()
         self._statistics = Statistics()
         self._protection = Protection(config, self._statistics)
-        self._events = EventLog(self._statistics, self._protection, is_alone=self._world.is_alone)
+        self._events = EventLog(config, self._statistics, self._protection)
         self._events.tells_rates = self._world.rank == 0
         self._direct = DirectStorage(config, self._client, team)
         self._recorder = Recorder(config, self._source, self._direct, self._captures, self._events)
         if not self._world.is_alone:
             self._recorder.join(self._world)
-        self._durability = Durability(config, self._direct, self._world, self._recorder.meta.start)
+        self._durability = Durability(config, self._direct, self._world)
+        self._peers = None if self._world.is_alone else meet_keepers(self._world, self._client, config, identity.job_id)
+        self._from_step = 0
+        """What is captured from now on is of later steps."""
+        self._stored: dict[str, list[tuple[str, int]]] = {}
+        """By level: start and step of the complete snapshots that training goes on from."""
         self._former = FormerRanks(config, self._client, self._world)
         restart = Restart(config, self._source, self._client, identity, self._world)
         self._way_back = WayBack(restart, self._recorder)
@@ -233,7 +240,8 @@ class SnapshotEngine:
             new, left = snapshot.new_run, snapshot.new_run.left
             logger.warning(
                 "a new run %s begins at step %d of run %s, which was chosen. The newest snapshot is step %d of run %s: "
-                'it stays, and "latest" means it until run %s has a complete snapshot. To go back to it, '
+                "it stays where it is stored (in memory it is overwritten in the next steps), and "
+                '"latest" means it until run %s has a complete snapshot. To go back to it, '
                 'restore("run:%s") or ckpt_path="run:%s"',
                 new.name,
                 snapshot.step,
@@ -251,9 +259,10 @@ class SnapshotEngine:
         self._way_back.past.go_on(meta.run_id, snapshot.run_id, snapshot.step)
         meta.run_id = run.run_id
         meta.follow(snapshot.newest_start)
-        self._recorder.resume(snapshot.step, is_new_run=run is not snapshot)
+        self._recorder.resume(snapshot.step)
         self._step, self._last_due = snapshot.step, None
-        self._durability.begin(meta.start, snapshot.stored)
+        self._from_step = snapshot.step
+        self._stored = {url: [*stored] for url, stored in snapshot.stored.items()}
 
     def tell_start(self, line: str | None = None) -> None:
         """Tell the user how this training starts, if that was not told yet: ``line``, or that it starts fresh, and why.
@@ -289,7 +298,21 @@ class SnapshotEngine:
     def _begin_run(self, *, is_fresh: bool = False) -> None:
         """From now on captures are of this run. ``is_fresh``: others that are at the levels are named, once."""
         self._is_begun = True
-        self._client.adopt_run(self._recorder.meta.run_id, names_others=is_fresh and self._world.rank == 0)
+        meta, num_kept = self._recorder.meta, kept_whole(self.config, self._world.size)
+        self._client.adopt_run(
+            Run(
+                meta.run_id,
+                meta.start,
+                step=self._from_step,
+                floor=0,
+                every_n_steps=self.config.every_n_steps,
+                num_kept=num_kept,
+                stored=self._stored,
+                peers=self._peers,
+                is_new=True,
+                names_others=is_fresh and self._world.rank == 0,
+            )
+        )
 
     # ---------------------------------------------------------------- training
 
@@ -387,7 +410,9 @@ class SnapshotEngine:
                 raise refusal
             if step < (self._recorder.seen_step or 0):  # a loop that begins again: these are other snapshots
                 self._recorder.meta.follow(None)
-                self._durability.begin(self._recorder.meta.start, {})
+                self._from_step, self._stored = max(0, step - 1), {}
+                self._events.begin(step)
+                self._begin_run()
             if not self._recorder.is_due(step, force=force):
                 return False
             self._last_due = step
@@ -597,7 +622,7 @@ class SnapshotEngine:
         self._check_open("release")
         check_name(name)
         with self._lock:
-            self._recorder.names.release(name, self._recorder.meta.run_id)
+            self._recorder.names.release(name)
 
     # ---------------------------------------------------------------- waiting and ending
 
@@ -755,8 +780,8 @@ class SnapshotEngine:
             self._tell_end(report.Ending.LINGERING)
 
     def _leave(self) -> None:
+        self.statistics()  # as they are while the keeper is there
         self._closed = True
-        self._durability.close()
         self._gates.remove()
         self._captures.close(self.config.gate_timeout_s)
         self._recorder.close()

@@ -1,7 +1,8 @@
 """What the keeper told, as log lines and counters; only ever handled on the training thread."""
 
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lazysnap.config import SnapshotConfig
@@ -9,7 +10,6 @@ from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.events import (
-    Complete,
     KeeperAnswers,
     KeeperEvent,
     KeeperLost,
@@ -17,43 +17,29 @@ from lazysnap.keeper.events import (
     KeeperSilent,
     KeeperUnreachable,
 )
-from lazysnap.keeper.protocol import Durable, LeftRun, LevelDropped, LevelFailed, MemoryRefused, NameFailed
+from lazysnap.keeper.protocol import Complete, Durable, LeftRun, LevelFailed, MemoryRefused, NameFailed, Unlinked
 from lazysnap.keeper.room import readable
 from lazysnap.levels.redaction import shown
 
 logger = logging.getLogger("lazysnap.engine")
 
-_REMEMBERED = 64
-
 
 class EventLog:
     """One log line per kind of trouble until it is over; every occurrence is counted."""
 
-    def __init__(self, statistics: Statistics, protection: Protection | None = None, *, is_alone: bool = True) -> None:
-        """``is_alone``: one rank; of several, a snapshot is durable when it is on all of them."""
+    def __init__(self, config: SnapshotConfig, statistics: Statistics, protection: Protection | None = None) -> None:
         self.statistics = statistics
-        self.protection = protection or Protection(SnapshotConfig(), statistics)
-        self._is_alone = is_alone
+        self.protection = protection or Protection(config, statistics)
         self.tells_rates = True
         """Whether the first snapshot at each level is worth a line: on one rank it is."""
+        self._due = {level.url: math.lcm(level.every_n_steps, config.every_n_steps) for level in config.levels}
+        self._from_step = 0
         self._timed: set[str] = set()
         self._noted: set[str] = set()
-        self._newest: dict[str, int] = {}
-        self._floor = 0
-        self._durable: dict[str, int] = {}
-        """By level: the newest step that is durable of this rank."""
-        self.durable_at_loss: dict[str, int] = {}
-        """By level: the newest durable step when the last keeper was lost. What its successor made durable since then
-        has not the names that the dead one was told."""
-        self.stored: dict[int, Durable] = {}
-        """By sequence number: what this rank's keeper committed at some level, and that nobody took from here yet; the
-        last few."""
 
-    def begin_run(self, newest_sequence: int) -> None:
-        """A new run begins: no capture up to ``newest_sequence`` is of it, and nothing of it is durable yet."""
-        self._floor = newest_sequence
-        self._durable.clear()
-        self.durable_at_loss = {}
+    def begin(self, step: int) -> None:
+        """Captures from now on are of another start, which goes on from ``step``: nothing of it is durable yet."""
+        self._from_step = step
         self.statistics.last_durable_step.clear()
 
     def note_once(self, topic: str, message: str, *values: Any) -> None:
@@ -73,38 +59,25 @@ class EventLog:
         for event in events:
             if isinstance(event, Durable):
                 self._time(event)
-                if event.sequence <= self._floor:
-                    self.statistics.persisted[event.level] += self._is_alone
-                    continue
-                # A milestone may come after newer ones.
-                if event.sequence >= self._newest.get(event.level, 0):
-                    self._newest[event.level] = event.sequence
-                    self._durable[event.level] = event.step
-                self.stored[event.sequence] = event
-                if len(self.stored) > _REMEMBERED:  # without captures into memory nobody takes them
-                    del self.stored[min(self.stored)]
-                if self._is_alone:
-                    self._count(event.level, self._durable[event.level], 1)
-                    self._works(event.level, event.step)
             elif isinstance(event, Complete):
-                self._count(event.level, event.step, event.count)
-                # Not before: with several ranks what one of them committed is still to be read back.
-                self._works(event.level, event.step)
+                self._count(event.level, event.steps)
+                self._works(event.level, event.steps[-1])
             elif isinstance(event, LevelFailed):
                 self.statistics.level_failures[event.level] += 1
                 message = "step %d is not persisted, training goes on and the next snapshot is tried again: %s"
                 self.note_once(event.level, message, event.step, event.text)
-            elif isinstance(event, LevelDropped):
-                self.statistics.dropped[event.level] += 1
+            elif isinstance(event, Unlinked) and event.text:
+                self._noted.add("links")
+                logger.warning("nothing is stored, memory alone protects: %s", event.text)
+            elif isinstance(event, Unlinked):
+                self.end("links", "the keepers of all nodes reach each other again: snapshots are stored again")
             elif isinstance(event, NameFailed):
                 logger.warning("%s: the name %r is not as asked for: %s", shown(event.level), event.name, event.text)
             elif isinstance(event, KeeperLost):
                 self.statistics.keepers_lost += 1
-                self.durable_at_loss = dict(self._durable)
                 self.note_once("keeper", "the keeper is gone, a new one is being started: %s", event.text)
             elif isinstance(event, KeeperUnreachable):
                 self.statistics.keepers_lost += 1
-                self.durable_at_loss = dict(self._durable)
                 self.protection.lost(KeeperUnavailable(event.text), is_told=event.is_refusal)
             elif isinstance(event, KeeperReady):
                 self._noted -= {"keeper", "silent"}
@@ -137,6 +110,12 @@ class EventLog:
     def _works(self, level: str, step: int) -> None:
         self.end(level, "%s works again: step %d is durable there", shown(level), step)
 
-    def _count(self, level: str, step: int, number: int) -> None:
-        self.statistics.persisted[level] += number
-        self.statistics.last_durable_step[level] = step
+    def _count(self, level: str, steps: Sequence[int]) -> None:
+        """``steps``: complete since the last time, oldest first."""
+        statistics, every = self.statistics, self._due.get(level, 1)
+        statistics.persisted[level] += len(steps)
+        for step in steps:
+            before = statistics.last_durable_step.get(level, self._from_step)
+            if step > before:
+                statistics.dropped[level] += max(0, (step - 1) // every - before // every)
+                statistics.last_durable_step[level] = step

@@ -52,6 +52,10 @@ class LiveSlot(Slot):
         self.unpin()
         self._job = None
 
+    def let_go(self) -> None:
+        """No reader sees a tensor any more; the words stay as they are."""
+        self._job = None
+
     def read(self, offset: int, length: int) -> memoryview:
         """Copies of the bytes, zeros behind the end. Raises: CaptureAborted."""
         job = self._job

@@ -27,40 +27,47 @@ class Names:
         self._client = client
         self.wanted: list[str] = []
         """For the next capture."""
-        self._given: dict[int, tuple[int, str, list[str]]] = {}
-        """By sequence number: the step, its run and its names."""
+        self._given: dict[int, tuple[int, list[str]]] = {}
+        """By sequence number: the step and its names."""
 
-    def give(self, step: int, run_id: str, sequence: int, names: list[str]) -> None:
+    def give(self, step: int, sequence: int, names: list[str]) -> None:
         """The capture gets these names, at every level."""
-        *_, held = self._given.get(sequence, (step, run_id, []))
-        self._given[sequence] = step, run_id, [*held, *names]
+        _, held = self._given.get(sequence, (step, []))
+        self._given[sequence] = step, [*held, *names]
         for name in names:
-            self._client.keep(name, step, run_id, sequence)
+            self._client.keep(name, step)
 
     def lost(self, sequence: int) -> None:
         """The capture is worth nothing: the next one is called so."""
-        *_, names = self._given.pop(sequence, (0, "", []))
+        _, names = self._given.pop(sequence, (0, []))
         self.wanted += names
 
-    def forget_wanted(self) -> None:
+    def overwritten(self, sequence: int) -> None:
+        """The capture goes from memory: if storage did not get it, the next one is called so."""
+        step, _ = self._given.get(sequence, (0, []))
+        if sequence in self._given and not self._client.is_stored(step):
+            self.lost(sequence)
+
+    def begin_run(self) -> None:
         """Another state is loaded: the next capture is not the one that was to be called so."""
+        self._given = {}
         if self.wanted:
             logger.warning("no snapshot is called %s: training went back before it was captured", self.wanted)
             self.wanted = []
 
-    def say_again(self, durable: int) -> None:
-        """To a keeper that is new: what is newer than the step that is ``durable`` at every level."""
-        for sequence, (step, run_id, names) in list(self._given.items()):
-            if step <= durable:
-                del self._given[sequence]
-            else:
-                for name in names:
-                    self._client.keep(name, step, run_id, sequence)
+    def say_again(self) -> None:
+        """To a keeper that is new: all names of this start.
 
-    def release(self, name: str, run_id: str) -> None:
+        Those of steps that are stored, too: the last keeper may have died before it wrote them.
+        """
+        for step, names in self._given.values():
+            for name in names:
+                self._client.keep(name, step)
+
+    def release(self, name: str) -> None:
         """Take the name from every snapshot of the run."""
         self.wanted = [wanted for wanted in self.wanted if wanted != name]
-        for _, of_run, names in self._given.values():
-            if of_run == run_id and name in names:
+        for _, names in self._given.values():
+            if name in names:
                 names.remove(name)
-        self._client.release(name, run_id)
+        self._client.release(name)

@@ -1,5 +1,6 @@
 """What a training is told once, when the size of its state is known: what it takes, and whether there is room."""
 
+import math
 import os
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -28,7 +29,10 @@ def opening_line(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protect
     per_rank = " per rank" if ranks > 1 else ""
     once = f" and {readable(sizes.frozen_bytes)} that are not trained, once" if sizes.frozen_bytes else ""
     memory = sizes.slots * sizes.slot_bytes + sizes.frozen_bytes
-    places = [f"snapshots at {shown(level.url)} every {_steps(level.every_n_steps)}" for level in config.levels]
+    places = [
+        f"snapshots at {shown(level.url)} every {_steps(math.lcm(level.every_n_steps, config.every_n_steps))}"
+        for level in config.levels
+    ]
     lack = "" if is_protected else "no memory: it would take "
     return (
         f"state {readable(sizes.state_bytes)}{per_rank}{once}, {lack}{sizes.slots} slots = {readable(memory)} of memory"

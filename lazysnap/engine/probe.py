@@ -1,12 +1,12 @@
-"""Whether storage levels answer at all: a small object is written, read back and deleted at each of them."""
+"""Whether storage levels answer at all, before a training that requires them."""
 
 import functools
-import secrets
 from collections.abc import Callable, Sequence
 
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import LevelUnavailable
 from lazysnap.levels import open_store
+from lazysnap.levels.probe import probe
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Watchdog
 
@@ -26,13 +26,4 @@ def check_levels(levels: Sequence[PersistentLevel]) -> None:
 
 
 def _probe(level: PersistentLevel, beat: Callable[[], None]) -> None:
-    store, text = open_store(level.url, options=level.storage_options), secrets.token_hex(8)
-    path = f"lazysnap-probe-{text}"
-    store.storage.put(path, text.encode())
-    beat()
-    try:
-        found = store.storage.get(path)
-    finally:
-        store.storage.delete(path)
-    if found != text.encode():
-        raise LevelUnavailable(f"{path}: what was written was read back as {found!r:.40}")
+    probe(open_store(level.url, options=level.storage_options).storage, beat)

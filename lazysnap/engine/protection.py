@@ -1,6 +1,7 @@
 """Whether captures go into memory that outlives the training process, and what the user is told while they do not."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -91,10 +92,10 @@ class Protection:
 
     def what_is_done(self) -> str:
         """What becomes of snapshots meanwhile, for a message."""
-        levels, writes = self._config.levels, self._statistics.direct
+        levels, writes, every = self._config.levels, self._statistics.direct, self._config.every_n_steps
         if not levels:
             return "nothing is captured or stored, a crash loses all: name a place with SnapshotConfig(levels=...)"
-        places = ", ".join(f"{shown(level.url)} every {level.every_n_steps} steps" for level in levels)
+        places = ", ".join(f"{shown(level.url)} every {math.lcm(level.every_n_steps, every)} steps" for level in levels)
         cost = f" (the last one took {writes.last_s:.1f} s)" if writes.count else ""
         return (
             f"stored at {places} by blocking writes: training waits for each{cost}, and a crash loses the steps since "

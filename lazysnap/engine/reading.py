@@ -13,6 +13,7 @@ from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
+from lazysnap.shard.manifest import Manifest
 from lazysnap.snapshots.reader import OpenShard, open_shard, read
 
 _Beat = Callable[[], None]
@@ -27,6 +28,7 @@ class LevelReader:
         self._speed = speed
         self._store: SnapshotStore | None = None
         self._opening = threading.Lock()
+        self._manifests: dict[str, Manifest] = {}
 
     @property
     def url(self) -> str:
@@ -70,14 +72,18 @@ class LevelReader:
 
         def work(beat: _Beat) -> tuple[OpenShard, contextlib.ExitStack]:
             store = self._open()
-            manifest = store.read_manifest(entry)
-            beat()
             place = store.place(entry)
+            manifest = self._manifests.get(place.manifest_path)
+            if manifest is None:  # one file may hold the shards of many ranks
+                manifest = self._manifests[place.manifest_path] = store.read_manifest(entry)
+            beat()
+            rank = entry.rank if isinstance(entry, Entry) else 0
             with contextlib.ExitStack() as until_read:
-                until_read.enter_context(place.storage.lease(place.shard_path))
+                until_read.enter_context(place.storage.lease(place.file_path))
                 beat()  # nobody may wait any more
-                shard = open_shard(place, manifest, verify=True)
+                shard = open_shard(place, manifest, rank, verify=True)
                 until_read.callback(shard.blocks.close)
+                beat()  # as above: nobody would let go of what is open
                 return shard, until_read.pop_all()
 
         shard, held = self._attempt(f"opening {where}", work)

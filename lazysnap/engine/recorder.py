@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase, SlotStatus, Word, capacity_fits
+from lazysnap.arena import Slot, SlotPhase, Word, capacity_fits
 from lazysnap.capture.frozen import FrozenSet
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature
@@ -20,7 +20,6 @@ from lazysnap.capture.registration import registrar
 from lazysnap.capture.unchanged import is_unchanged
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.alike import check_alike, common_settings
-from lazysnap.engine.backpressure import Backpressure
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.estimate import bytes_of_one, bytes_of_share, estimate_image_bytes
@@ -37,15 +36,11 @@ from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.client import Capture
 from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.slot_pool import fits, free_bytes
-from lazysnap.levels.redaction import shown
-from lazysnap.policy import is_due, is_wanted
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import StateWalker, Walk
 
 _REMEMBERED = 64
-_ASK_S = 5.0
-"""How long the keeper is waited for, once, to name what holds training up."""
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
 
@@ -97,7 +92,6 @@ class Recorder:
         self._seen_step: int | None = None
         self._skipped: tuple[int | None, str] | None = None
         """The step that was left out last, and why."""
-        self._last_pinned: int | None = None
         self.has_lost_last = False
         """Whether the last capture that began was dropped."""
         self._keepers_lost = 0
@@ -108,7 +102,8 @@ class Recorder:
         """Whether the next capture waits for memory: the first one, also after ``resume`` and ``wait_ready``."""
         self._waits_until = 0.0
         """Until when the capture that is being begun waits for memory."""
-        self._backpressure = Backpressure(config.gate_timeout_s)
+        self._waits_for_storage = True
+        """Whether a capture waits for a slot that storage reads: not again, once it waited in vain."""
 
     def join(self, world: World) -> None:
         """Record one of several ranks' part from now on. Collective."""
@@ -146,19 +141,17 @@ class Recorder:
     def _slots_needed(self) -> int:
         return slots_needed(self._config, self.meta.world_size)
 
-    def resume(self, step: int, *, is_new_run: bool = False) -> None:
+    def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
         self.last_step = self._seen_step = step
         if self.frozen.names:
             self._plan = None  # it refers to a set that is chosen anew
         self.frozen.reset()
-        self.names.forget_wanted()
-        self._last_pinned = None  # the first capture from here on goes to storage
+        self.names.begin_run()
         self._whole, self.has_lost_last, self._first_sequence = {}, False, 0
         self.is_promised = True
         self._log.statistics.last_whole_step = None  # from here on
-        if is_new_run:
-            self._log.begin_run(self._client.newest_sequence())
+        self._log.begin(step)
 
     @property
     def seen_step(self) -> int | None:
@@ -176,17 +169,11 @@ class Recorder:
         """Whether the boundary after ``step`` is to be captured."""
         self._seen_step = step
         self._reach(step)
-        last = self.last_step
-        if self._world is not None and step != last and step % self._config.every_n_steps == 0:
-            return True  # of the step alone: on all ranks alike
-        if self._world is not None:
-            if step % (self._config.averaging_period or 1):
-                return False  # between two averagings ranks have no step in common
-            # While storage is bypassed names wait for a capture that storage gets: no rank takes one more than others.
-            return step != last and (force or (bool(self.names.wanted) and not self._backpressure.is_bypassed))
-        if last is None or step < last or step - last >= self._config.every_n_steps:
-            return True
-        return step != last and (force or bool(self.names.wanted))
+        if step == self.last_step or step % (self._config.averaging_period or 1):
+            return False  # between two averagings ranks have no step in common
+        # Of the step alone: on all ranks alike. The first boundary shows whether the state can be captured at all.
+        is_first = self.last_step is None and self._config.averaging_period is None
+        return is_first or step % self._config.every_n_steps == 0 or force or bool(self.names.wanted)
 
     def _reach(self, step: int) -> None:
         """Note in memory that training passed ``step``: after its death the keeper knows how many steps are lost."""
@@ -246,9 +233,7 @@ class Recorder:
         slot = self._free(slots, lambda: self._fitting(plan, len(meta)))
         if slot is None:
             return self.skip("all slots are in use")
-        others = [other.status() for other in slots if other is not slot]
-        job = CaptureJob(plan, slot, step, walked.tensors)
-        self._start(job, meta, pin=self._wants_persistence(step, others))
+        self._start(CaptureJob(plan, slot, step, walked.tensors), meta)
         return True
 
     def is_unprotected(self) -> bool:
@@ -275,7 +260,8 @@ class Recorder:
         """Write the state to storage now, if it is due there. Blocks: until a level has it, or fails."""
         self._log.statistics.unprotected_steps += 1
         self._log.protection.remind()
-        is_due = bool(self._config.levels) and (force or self._wants_persistence(step, []))
+        is_wanted = force or self.stores_next or bool(self.names.wanted)
+        is_due = bool(self._config.levels) and (is_wanted or self._direct.is_due(step))
         # With several ranks the walk may end in a collective: all of them take it at the same steps.
         if not is_due and self.encoded_once and self._world is None:
             return self.skip("no memory")
@@ -293,7 +279,7 @@ class Recorder:
             return self.skip("storage failed just now")
         meta = self.meta.write(step, plan, walked, None)
         self._sequence = max(self._sequence, self._client.newest_sequence()) + 1
-        self.last_step = self._last_pinned = step
+        self.last_step, self.stores_next = step, False
         job = self._direct.write(plan, walked.tensors, meta, (step, self._sequence))
         self._log.statistics.direct.add(job.copy_s)
         self._log.statistics.shard_bytes = plan.layout.size_bytes
@@ -330,30 +316,34 @@ class Recorder:
             self._asked = walked.names, any(isinstance(tensor, DTensor) for tensor in walked.tensors)
         return replace(walked, tensors=list(map(local_of, walked.tensors))) if self._asked[1] else walked
 
-    def _start(self, job: CaptureJob, meta: bytes, *, pin: bool) -> None:
+    def _start(self, job: CaptureJob, meta: bytes) -> None:
         slot, step, size = job.slot, job.step, job.plan.layout.size_bytes
         self._sequence = job.sequence = self._next_sequence()
         faults.point("engine.begin")
-        slot.begin(step, sequence=job.sequence, image_bytes=size, meta=meta, pin=pin)
-        if pin:
-            self._client.begun(slot, step)
+        self.names.overwritten(slot.word(Word.SEQUENCE))
+        slot.begin(step, sequence=job.sequence, image_bytes=size, meta=meta, pin=slot.is_granted(step))
+        if slot.status().pinned and not slot.is_granted(step):
+            slot.unpin()  # withdrawn in between: the keeper, which looks the other way round, may have missed the pin
+        self._client.begun()
         self._captures.begin(job)
         self._log.protection.regained()
         self._direct.retire()
         faults.point("engine.begun")
         self._first_sequence = self._first_sequence or job.sequence
         self._begun = _Begun(step, slot, job.sequence, job.versions)
-        self.stores_next = False
         self.last_step, self.has_lost_last = step, False
-        self._last_pinned = step if pin else self._last_pinned
         self._log.statistics.began += 1
         if self._skipped is not None and self._skipped[0] == step:  # tried again, with success
             self._log.statistics.skipped -= Counter([self._skipped[1]])
         self._log.statistics.shard_bytes = size
         if job.plan.frozen is not None:
             self.frozen.began(slot, job.sequence)
-        if pin or not self._backpressure.is_bypassed:
-            self._name(step, job.sequence)
+        if self._config.levels and (self.stores_next or self.names.wanted):
+            slot.pin(step, until_stored=True)
+        if self.stores_next:
+            self.stores_next = False
+            self._client.wish(step)
+        self._name(step, job.sequence)
 
     def _next_sequence(self) -> int:
         return max(self._sequence, self._client.newest_sequence()) + 1
@@ -467,101 +457,34 @@ class Recorder:
         self._client.make_ready(registrar(self._source.expected().values()))
 
     def _free(self, slots: list[Slot], look_again: Callable[[], list[Slot]]) -> Slot | None:
+        """A slot for the next capture. Of as many as ``slots_needed`` tells one is free; else storage may hold it."""
         # With several ranks no capture is left out on one of them alone: then no common one might be left.
         waits = self._config.on_busy == "wait" or self._world is not None or self.is_promised
-        started, made = time.monotonic(), len(slots)
-        has_waited = False
-        self._look_at_storage(slots)
-        while True:
-            slot = self._choose(slots)
-            waited_s = time.monotonic() - started
-            if slot is None and (self._client.is_silent or self._backpressure.is_over(waited_s if waits else 0.0)):
-                slot = self._choose_without_storage(slots, waited_s)
-            is_over = waited_s >= (self._config.gate_timeout_s if waits else 0.0) or self._client.is_silent
-            if slot is not None or is_over:
+        timeout_s = self._config.gate_timeout_s if waits and self._waits_for_storage else 0.0
+        started, made, has_waited = time.monotonic(), len(slots), False
+        while (slot := self._choose(slots)) is None and time.monotonic() - started < timeout_s:
+            if self._client.is_silent:
                 break
             has_waited = True
             time.sleep(0.001)
             slots = look_again()  # those of another size may have made room for more
-        if has_waited:
-            if len(slots) <= made:  # else it waited for memory that was still being made, not for storage
-                self._backpressure.waited(waited_s)
-            self._log.statistics.slot_waits.add(waited_s)
+        if has_waited and len(slots) <= made:  # else it waited for memory that was still being made
+            self._log.statistics.slot_waits.add(time.monotonic() - started)
+        if slot is not None:
+            self._waits_for_storage = self._waits_for_storage or not has_waited
+            return slot
+        if waits or self._client.is_silent:
+            # What reads a slot whose pin is passed over finds another capture there, and commits nothing.
+            slot = self._choose(slots, is_pin_passed_over=True)
+            self._waits_for_storage = False
         return slot
 
-    def _choose(self, slots: list[Slot], spared: int | None = None) -> Slot | None:
-        """The slot for the next capture; ``spared``: of this many alone the pins count."""
+    def _choose(self, slots: list[Slot], *, is_pin_passed_over: bool = False) -> Slot | None:
         statuses = [slot.status() for slot in slots]
-        if spared is not None:
-            statuses = self._backpressure.without_pins(statuses, spared)
+        if is_pin_passed_over:
+            statuses = [replace(status, pinned_step=None) for status in statuses]
         index = choose_slot(statuses, self._idle(slots), self._kept())
         return None if index is None else slots[index]
-
-    # ---------------------------------------------------------------- storage that does not keep up
-
-    def _look_at_storage(self, slots: list[Slot]) -> None:
-        """Notice what storage did since the last boundary."""
-        stored, self._log.stored = self._log.stored, {}
-        statuses = [slot.status() for slot in slots]
-        first = self._backpressure.look(statuses, stored.values())
-        if first is not None:
-            self._log.end(
-                "storage",
-                "storage of rank %d takes snapshots again: step %d is stored at %s, %d that were due are left out",
-                self.meta.rank,
-                first.step,
-                shown(first.level),
-                self._backpressure.left_out,
-            )
-        if self._client.is_silent:
-            self._backpressure.bypass(statuses)
-
-    def _choose_without_storage(self, slots: list[Slot], waited_s: float) -> Slot | None:
-        """A slot that storage holds and should have let go: training waits no longer for it."""
-        # One rank may leave a capture out, so that storage gets to the end of another one.
-        spared = max(len(slots) - self._kept() - 1, 0 if self._world is not None or self._client.is_silent else 1)
-        before = [slot.status() for slot in slots]
-        slot = self._choose(slots, spared)
-        if slot is not None and not self._backpressure.is_bypassed:
-            self._backpressure.bypass(before)
-            self._tell_bypassed(waited_s)
-        if slot is not None and slot.status().pinned:
-            self.names.lost(slot.status().sequence)
-        return slot
-
-    def _tell_bypassed(self, waited_s: float) -> None:
-        at_work = self._client.busy_levels(min(_ASK_S, self._config.keeper_timeout_s))
-        if self._client.is_silent:
-            return  # that is said by itself
-        self._log.note_once(
-            "storage",
-            "storage of rank %d holds all slots, and training has waited %.1f s for it: %s. Training and captures into "
-            "memory go on and wait no longer; storage gets a snapshot only when it has stored the one before, until it "
-            "keeps up with every_n_steps of the level. Check the disk, mount or endpoint, or raise every_n_steps",
-            self.meta.rank,
-            self._backpressure.waited_s + waited_s,
-            "; ".join(at_work) or "no level is at work",
-        )
-
-    def _wants_persistence(self, step: int, others: list[SlotStatus]) -> bool:
-        """Whether storage is to get the capture of ``step``; ``others``: what the other slots hold."""
-        levels, world_size, backpressure = self._config.levels, self.meta.world_size, self._backpressure
-        is_held = any(status.pinned for status in others)
-        # Retention asks for some very step, whatever is being written.
-        is_named = bool(self.names.wanted) or (self.stores_next and bool(levels))
-        is_asked_for = is_named or any(is_wanted(level, step) for level in levels)
-        # Never of what is idle here, with several ranks: all persist the same steps.
-        if not is_asked_for and world_size == 1 and is_held:
-            return False
-        due = [level for level in levels if is_due(level, step, self._last_pinned, world_size)]
-        if not due and not is_named:
-            return False
-        is_turn = is_named or any(backpressure.is_turn(level, step) for level in due)
-        pinned = not backpressure.is_bypassed or (is_turn and not is_held)
-        backpressure.passed(self._next_sequence(), pinned=pinned, held=others)
-        if not pinned:
-            self._log.statistics.dropped.update(level.url for level in due)
-        return pinned
 
     # ---------------------------------------------------------------- what became of it
 
@@ -634,13 +557,13 @@ class Recorder:
     def keep(self, name: str) -> int:
         """Name the capture of the last boundary, or else that of the next; its step (of the next: the least)."""
         begun = self._begun
-        if begun is not None and begun.step == self._seen_step and self._is_there(begun) and self._may_pin(begun.slot):
+        if begun is not None and begun.step == self._seen_step and self._is_there(begun):
             # Before the keeper hears of it: from now on the slot is not used for another capture.
-            begun.slot.set_word(Word.PIN, 1)
-            self.names.give(begun.step, self.meta.run_id, begun.sequence, [name])
+            begun.slot.pin(begun.step, until_stored=True)
+            self.names.give(begun.step, begun.sequence, [name])
             return begun.step
         if self._seen_step is not None and self._direct.has_step(self._seen_step):
-            self.names.give(self._seen_step, self.meta.run_id, self._sequence, [name])
+            self.names.give(self._seen_step, self._sequence, [name])
             return self._seen_step
         self.names.wanted.append(name)
         return (self._seen_step or 0) + 1
@@ -650,7 +573,7 @@ class Recorder:
         begun, plan, partition = self._begun, self._plan, self._partition
         if begun is None or plan is None or begun.step != self._seen_step or not self._is_there(begun):
             return None
-        if begun.slot.status().phase is not SlotPhase.WHOLE or not self._may_pin(begun.slot):
+        if begun.slot.status().phase is not SlotPhase.WHOLE:
             return None
         everything = self._walker.walk(self._source.collect())
         if partition is not None and not partition.holds_for(everything):
@@ -664,11 +587,6 @@ class Recorder:
         state = json.loads(everything.text)
         return {part: state[part] for part in parts if part in state}
 
-    def _may_pin(self, slot: Slot) -> bool:
-        """Whether storage may be given a capture now; one at a time, where it does not keep up."""
-        others = [other for other in self._client.slots() if other is not slot]
-        return not (self._backpressure.is_bypassed and any(other.status().pinned for other in others))
-
     @staticmethod
     def _is_there(begun: _Begun) -> bool:
         status = begun.slot.status()
@@ -677,15 +595,14 @@ class Recorder:
     def _name(self, step: int, sequence: int) -> None:
         if self.names.wanted:
             wanted, self.names.wanted = self.names.wanted, []
-            self.names.give(step, self.meta.run_id, sequence, wanted)
+            self.names.give(step, sequence, wanted)
 
     def tell_new_keeper(self) -> None:
         """After a keeper's death: the next one does not know what was asked of the last."""
         lost = self._log.statistics.keepers_lost
         if lost != self._keepers_lost and self._client.slots():
             self._keepers_lost = lost
-            durable = self._log.durable_at_loss
-            self.names.say_again(min((durable.get(level.url, -1) for level in self._config.levels), default=-1))
+            self.names.say_again()
 
     # ---------------------------------------------------------------- ending
 

@@ -130,9 +130,9 @@ def summary(statistics: Statistics, end: End) -> list[str]:
             f"NOT DURABLE: step {newest}, the newest capture, is not at {', '.join(map(shown, missing))}"
             f"{_failures(statistics, missing)}; {_fate(end)}"
         )
-    elif newest is None:
+    elif newest is None and not any(url in statistics.last_durable_step for url in end.urls):
         lines.append("NOTHING OF THIS TRAINING IS CAPTURED: a restart would not find any of its steps")
-    elif end.ending is Ending.LINGERING:
+    elif newest is not None and end.ending is Ending.LINGERING:
         lines.append(f"step {newest}: {_fate(end)}")
     return lines
 

@@ -106,7 +106,11 @@ def fetch(which: int | str, told: Restart) -> Snapshot | Absence:
                 skipped=tuple(search.problems),
                 end=search.end() if choice.is_latest else None,
                 newest_start=newest_start(inventories),
-                stored={level.url: _stored(inventories, level, snapshot) for level in told.config.levels if is_newest},
+                stored={
+                    level.url: _stored(inventories, level, snapshot)
+                    for level in told.config.levels
+                    if is_newest and any(inventory.level == level.url for inventory in inventories)
+                },
                 run=short_ids(runs_in(inventories))[snapshot.run_id],
                 new_run=None if is_newest else _new_run(told.world, inventories, newest),
             )

@@ -96,7 +96,7 @@ def check_levels(urls: Sequence[Sequence[str]], places: Sequence[Place]) -> None
         if list(mine) != list(urls[other]):
             raise ConfigError(
                 f"ranks {other} and {rank} are on one node and have other levels: {list(map(shown, urls[other]))} and "
-                f"{list(map(shown, mine))}; give all ranks the same URLs, each writes files of its own there"
+                f"{list(map(shown, mine))}; give all ranks the same URLs, their node writes one file for all of them"
             )
 
 

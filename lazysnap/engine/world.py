@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from lazysnap.capture.plan import Key
-from lazysnap.engine.board import Board, BoardUnavailable
 from lazysnap.engine.partition import Partition
 from lazysnap.errors import WaitTimeout
 from lazysnap.state.walk import Walk
@@ -183,19 +182,6 @@ class World:
                 raise
             self._shares = _agree({rank: told[rank] for rank in self.crew})
         return partition if self._shares else Partition(walked, (), self.rank, (self.rank,))
-
-    def board(self) -> Board:
-        """Where ranks tell each other what needs no collective; each call connects anew. Blocks: one round trip.
-
-        Raises: BoardUnavailable.
-        """
-        if self._group is None:
-            raise BoardUnavailable("the process group was destroyed")
-        try:
-            store = self._group.get_group_store()
-        except (AttributeError, RuntimeError) as error:
-            raise BoardUnavailable(f"this torch does not give the process group's store: {error}") from error
-        return Board(store, self._timeout.total_seconds())
 
     def ends(self) -> bool:
         """Whether all ranks came to the end of their training. Collective. Blocks: until the deadline."""

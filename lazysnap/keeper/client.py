@@ -12,8 +12,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from lazysnap.arena import Slot
 from lazysnap.config import SnapshotConfig
@@ -37,15 +39,15 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection, Received, Unclaimed
 from lazysnap.keeper.protocol import (
     Abandon,
+    Address,
     Adopt,
     Adopted,
     AdoptFrozen,
     Answer,
-    AskBusyLevels,
+    AskAddress,
     AskFrozen,
     AskInventory,
-    BusyLevels,
-    CompleteThere,
+    Complete,
     Drain,
     Drained,
     DrainProgress,
@@ -65,10 +67,10 @@ from lazysnap.keeper.protocol import (
     Run,
     SlotMade,
     Superseded,
+    Wish,
 )
 from lazysnap.keeper.questions import Questions
 from lazysnap.keeper.team import Team
-from lazysnap.levels import belongings
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +123,10 @@ class KeeperClient:
         self._durable = DurableSteps()
         self._run: Run | None = None
         """What the keeper is told of the run that goes on, also the next keeper."""
-        self.listener: Callable[[KeeperEvent], None] = lambda event: None
-        """Is told every event at once, on this client's thread; must not block."""
+        self._lent: Sequence[Slot] = ()
+        """Control words that the keeper sees, of captures that are not in its memory."""
+        self._handed_over: Sequence[Slot] = ()
+        """Those of them that this keeper was given with the hello."""
         self.note_listener: Callable[[Message], None] = lambda message: None
         """Receives every note for the keeper as well; must not block. For a process that also writes to storage."""
         self._said_goodbye = False
@@ -178,6 +182,7 @@ class KeeperClient:
                     if not is_over:
                         if self._run is not None:  # at once: nobody asks before it is told
                             self._notes.append(self._run)
+                            self._run = msgspec.structs.replace(self._run, is_new=False)
                         self._connection = connection
                         self.was_attached = True
                         self._events.append(KeeperReady(connection.peer_pid))
@@ -185,7 +190,8 @@ class KeeperClient:
                 if is_over:
                     self._leave(connection)
                     return
-                self.listener(KeeperReady(connection.peer_pid))
+                if self._lent is not self._handed_over:  # lent while the keeper was starting
+                    self._send_lent(connection)
                 self._send_notes()
                 if self._wanted is not None:
                     self._reserve()
@@ -218,12 +224,16 @@ class KeeperClient:
     def _hand_over(self, connection: Connection) -> None:
         """After a keeper's death: its successor gets the slots that this process still maps, before it even runs."""
         with self._changed:
-            orphans, frozen = self._slots.orphans(), self._frozen.orphans()
+            orphans, frozen, self._handed_over = self._slots.orphans(), self._frozen.orphans(), self._lent
         # Frozen tensors first: no capture is taken up before what it refers to.
         for digest, slot in frozen:
             connection.send(AdoptFrozen(digest), (slot.fd,))
-        for slot in orphans:
+        for slot in [*orphans, *self._handed_over]:
             connection.send(Adopt(), (slot.fd,))
+        if (
+            self._run is not None and not self._run.is_new
+        ):  # or it could not tell whose captures it got, if this one dies
+            connection.send(self._run)
 
     def _listen(self, connection: Connection) -> None:
         connection.set_receive_timeout(None)
@@ -295,28 +305,46 @@ class KeeperClient:
                 self._frozen.drop(message.digest)
             elif isinstance(message, DrainProgress):
                 self._progress = message.done, message.total
-            event = message if isinstance(message, News) else None
-            if event is not None:
-                self._events.append(event)
-            self._durable.hear(message)
+            if isinstance(message, Complete):
+                news = self._durable.hear(message)
+                message = msgspec.structs.replace(message, steps=news)
+            if isinstance(message, News) and not (isinstance(message, Complete) and not message.steps):
+                self._events.append(message)
             self._questions.hear(message)
             self._changed.notify_all()
-        if event is not None:
-            self.listener(event)
 
     # ---------------------------------------------------------------- what training uses
 
-    def adopt_run(self, run_id: str, *, names_others: bool = False) -> None:
-        """Say which run goes on: the keeper deletes snapshots of no other one. Does not block.
+    def adopt_run(self, run: Run) -> None:
+        """Say what is captured from now on; ``floor`` is set here. Does not block.
 
-        ``names_others``: a ``LeftRun`` in the events tells of the newest other run at the levels, if there is one.
-        From now on ``wait_durable`` counts only captures of this run that begin after this call: what an earlier
-        attempt got to storage, even at a greater step, does not make this one's steps safe.
+        From now on ``wait_durable`` counts only captures of that start: what an earlier attempt got to storage, even at
+        a greater step, does not make this one's steps safe.
         """
         with self._changed:
-            self._durable.adopt(run_id, self._slots.newest_sequence())
-            self._run = Run(run_id, names_others)
-        self._note(self._run)
+            self._durable.adopt(run.start)
+            run = self._run = msgspec.structs.replace(run, floor=self._slots.newest_sequence())
+            is_told = self._connection is not None
+        self._note(run)
+        if is_told:
+            self._run = msgspec.structs.replace(run, is_new=False)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a keeper now."""
+        return self._connection is not None
+
+    def lend(self, slots: Sequence[Slot]) -> None:
+        """Let the keeper see the control words of slots that stay this process's. Does not block for long."""
+        with self._changed:
+            self._lent, connection = slots, self._connection
+        if connection is not None:
+            self._send_lent(connection)
+
+    def _send_lent(self, connection: Connection) -> None:
+        with contextlib.suppress(OSError):  # the next keeper gets them with the hello
+            for slot in self._lent:
+                connection.send(Adopt(), (slot.fd,))
 
     def make_ready(self, work: Callable[[Slot], None]) -> None:
         """Have ``work`` done for every slot in the background, before ``slots`` shows it."""
@@ -366,7 +394,7 @@ class KeeperClient:
         """Why this process is not the job's trainer: another one is attached. ``None`` as long as nothing says so."""
         return self._fatal if isinstance(self._fatal, JobBusy) and not self.was_attached else None
 
-    def begun(self, slot: Slot, step: int) -> None:
+    def begun(self) -> None:
         """A capture began. A hint: the words in the slot are the truth."""
         self._note(Look())
 
@@ -419,10 +447,6 @@ class KeeperClient:
         self._note(Superseded(first))
         return True
 
-    def complete(self, url: str, told: belongings.Told) -> None:
-        """Say what all ranks have at a level. Does not block."""
-        self._note(CompleteThere(url, told))
-
     def poll_events(self) -> list[KeeperEvent]:
         """What happened since the last call."""
         self._send_notes()
@@ -450,17 +474,6 @@ class KeeperClient:
                 tuple(reply.local_ranks),
             )
 
-    def busy_levels(self, timeout_s: float) -> list[str]:
-        """What each level that reads or writes is doing, and for how long nothing has moved, in words.
-
-        Blocks. Nothing, if there is no answer in time; then the keeper counts as silent.
-        """
-        connection = self._connection
-        reply = self._questions.ask(AskBusyLevels(), timeout_s)
-        if reply is None and connection is not None and connection is self._connection:
-            self._silent(connection)
-        return reply.levels if isinstance(reply, BusyLevels) else []
-
     def frozen_slot(self, digest: str) -> Slot | None:
         """Where frozen tensors of that digest are, or go; ``None`` if no live keeper holds them."""
         with self._changed:
@@ -481,13 +494,22 @@ class KeeperClient:
         """This process writes no more into the slot of that digest. Does not block."""
         self._note(FrozenFilled(digest))
 
-    def keep(self, name: str, step: int, run_id: str, sequence: int) -> None:
-        """Have the capture with that sequence number kept on every level, under ``name``. Does not block."""
-        self._note(Keep(name, step, run_id, sequence))
+    def keep(self, name: str, step: int) -> None:
+        """Have the capture of a step kept on every level, under ``name``. Does not block."""
+        self._note(Keep(name, step))
 
-    def release(self, name: str, run_id: str) -> None:
+    def release(self, name: str) -> None:
         """Take ``name`` from the run's snapshots. Does not block."""
-        self._note(Release(name, run_id))
+        self._note(Release(name))
+
+    def wish(self, step: int) -> None:
+        """Have a step stored at every level, due or not. Does not block."""
+        self._note(Wish(step))
+
+    def link_port(self, host: str, timeout_s: float) -> int:
+        """A port of that address of this machine for the links of the keepers; 0 if there is none. Blocks."""
+        reply = self._questions.ask(AskAddress(host=host), timeout_s)
+        return reply.port if isinstance(reply, Address) else 0
 
     def wait_durable(self, step: int, timeout_s: float) -> bool:
         """Block until ``step`` or a later one is committed at the first level; ``False`` after the deadline."""
@@ -501,6 +523,11 @@ class KeeperClient:
                 self._changed.wait(min(remaining, 0.5))
             return True
 
+    def is_stored(self, step: int) -> bool:
+        """Whether that very step is known to be at every level."""
+        with self._changed:
+            return all(self._durable.has(level.url, step) for level in self._config.levels)
+
     def drain(
         self, timeout_s: float, progress: Callable[[int, int], None] | None = None, newest: Capture | None = None
     ) -> bool:
@@ -510,8 +537,7 @@ class KeeperClient:
         ``progress`` is called with bytes that levels have, and bytes that all of them together are to have. A keeper
         that is lost meanwhile is replaced, and the next one is asked.
         """
-        urls = [level.url for level in self._config.levels]
-        if not urls and newest is None:
+        if newest is None:
             return True
         self._progress = (0, 0)
 
@@ -519,17 +545,10 @@ class KeeperClient:
             if progress is not None and self._progress[1]:
                 progress(*self._progress)
 
-        question = Drain(sequence=0 if newest is None else newest.sequence)
-        if newest is None:  # nothing that another keeper would have to be waited for
-            reply = self._questions.ask(question, timeout_s, show)
-        else:
-            reply = self._ask_any_keeper(question, time.monotonic() + timeout_s, show)
+        reply = self._ask_any_keeper(Drain(step=newest.step), time.monotonic() + timeout_s, show)
         if not isinstance(reply, Drained):
             return False
         show()
-        if reply.ok and newest is not None:
-            with self._changed:
-                self._durable.confirm(urls, newest.sequence, newest.step)
         return reply.ok
 
     def _ask_any_keeper(self, question: Question, deadline: float, meanwhile: Callable[[], None]) -> Answer | None:

@@ -21,6 +21,8 @@ from lazysnap.keeper.links import Links, Message
 
 logger = logging.getLogger(__name__)
 
+_draws = random.SystemRandom()
+"""The global generators are the training's."""
 COORDINATOR_NODE = 0
 _POLL_S = 0.02
 """While a granted step is waited for, the words of the slots are looked at so often."""
@@ -62,21 +64,35 @@ class GrantLoop:
         self._events: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, Callable[[], bool]]] = []
         self._count = itertools.count()
-        self._lock = threading.Lock()
-        self._is_left = False
-        self._is_linked = coordinator is not None
+        self._lock = threading.RLock()
+        self._is_left = self._is_closed = False
+        self._unreached: frozenset[int] = frozenset()
+        self._changed_at = time.monotonic()
         self._alone_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="lazysnap-grants", daemon=True)
 
     def start(self, links: Links | None) -> None:
         """Begin. ``links`` have this as their handler; ``None``: this node is the only one."""
         self._links = links
+        if self._coordinator is None:
+            self._unreached = frozenset({COORDINATOR_NODE})
+        else:
+            self._unreached = frozenset(range(self._coordinator.num_nodes)) - {COORDINATOR_NODE}
         self._thread.start()
 
     def close(self) -> None:
         """Stop deciding. Blocks: until the present decision is done."""
+        self._is_closed = True
         self._events.put(None)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._links is not None:
+            self._links.close()
+
+    @property
+    def unreached(self) -> tuple[frozenset[int], float]:
+        """Nodes without which nothing is stored and to which there is no link, and for how many seconds that is so."""
+        return self._unreached, time.monotonic() - self._changed_at
 
     # What the links tell
 
@@ -98,14 +114,20 @@ class GrantLoop:
         """A trainer began a step, died or came back."""
         self._events.put(lambda: False)
 
-    def wish(self, step: int) -> None:
+    def wish(self, step: int, *, is_urgent: bool = False) -> None:
         """The step must be stored at every level."""
-        self._events.put(lambda: self._node.wish(step))
+        self._events.put(lambda: self._node.wish(step, is_urgent=is_urgent))
+
+    def listed(self, level: int, steps: set[int]) -> None:
+        """What an earlier keeper of this start stored, read back."""
+        with self._lock:
+            self._node.levels[level].stored |= steps
 
     def is_wanted(self, write: Write) -> bool:
         """Ask just before the commit, and obey."""
+        # When this start is over, what was under way may still come to its end: nobody counts it.
         with self._lock:
-            return self._node.is_wanted(write)
+            return self._is_closed or self._node.is_wanted(write)
 
     def committed(self, write: Write) -> None:
         """The file is there; ``verified`` or ``failed`` follows."""
@@ -127,9 +149,10 @@ class GrantLoop:
         """A small write to the level worked."""
         self._events.put(lambda: self._node.probed(level))
 
-    def deleted(self, level: int, step: int) -> None:
-        """The node's file of this step is gone."""
-        self._events.put(lambda: self._quietly(lambda: self._node.deleted(level, step)))
+    def give_up(self, level: int, step: int) -> bool:
+        """Ask before the node's file of this step is deleted, and obey."""
+        with self._lock:
+            return not self._is_closed and self._node.give_up(level, step)
 
     @staticmethod
     def _quietly(call: Callable[[], None]) -> bool:
@@ -170,8 +193,8 @@ class GrantLoop:
     def _act(self, events: Sequence[Callable[[], bool]]) -> None:
         """Deal with what came together; one report and one decision for all of it."""
         with self._lock:
-            is_news = any([event() for event in events])
-            while True:
+            is_news = any([self._is_news(event) for event in events])
+            while not self._is_closed:
                 views = self._keeping.views()
                 look = self._node.look(views)
                 if look.pin and self._node.word is not None:
@@ -184,9 +207,17 @@ class GrantLoop:
                 self._is_left = report.left is not None
                 self._send(report, is_news=is_news)
                 if not self._decide(views):
-                    break
+                    self._act_alone(views)
+                    return
                 is_news = False
-            self._act_alone(views)
+
+    @staticmethod
+    def _is_news(event: Callable[[], bool]) -> bool:
+        try:
+            return event()
+        except Exception:  # those that came with it must not be lost
+            logger.exception("grants: an event could not be dealt with; storage goes on with the next")
+            return True
 
     def _send(self, report: Report, *, is_news: bool) -> None:
         """To the coordinator; the own one always has the newest."""
@@ -212,17 +243,23 @@ class GrantLoop:
     def _greet(self, node: int) -> bool:
         if self._coordinator is not None and self._links is not None:
             self._links.send(node, self._coordinator.order())
-        self._is_linked = self._is_linked or node == COORDINATOR_NODE
+        self._reach(self._unreached - {node})
         return node == COORDINATOR_NODE
 
     def _lose(self, node: int) -> bool:
-        self._is_linked = self._is_linked and node != COORDINATOR_NODE
+        if self._coordinator is not None or node == COORDINATOR_NODE:
+            self._reach(self._unreached | {node})
         return False
+
+    def _reach(self, unreached: frozenset[int]) -> None:
+        if bool(unreached) != bool(self._unreached):
+            self._changed_at = time.monotonic()
+        self._unreached = unreached
 
     def _hear(self, report: Report) -> None:
         assert self._coordinator is not None
         if self._coordinator.receive(report):
-            due = time.monotonic() + self._coordinator.pause_s(random.random())
+            due = time.monotonic() + self._coordinator.pause_s(_draws.random())
             heapq.heappush(self._timers, (due, next(self._count), self._outbid))
 
     def _outbid(self) -> bool:
@@ -236,7 +273,8 @@ class GrantLoop:
         if self._coordinator is None:
             return False
         held = set.intersection(*({slot.step for slot in rank.slots} for rank in views)) if views else set()
-        own = Own(max((rank.begun for rank in views), default=-1), frozenset(held))
+        begun = [rank.begun for rank in views] or [-1]
+        own = Own(max(begun), frozenset(held), min(begun))
         if not self._coordinator.decide(own):
             return False
         self._order()
@@ -254,7 +292,7 @@ class GrantLoop:
 
     def _act_alone(self, views: Sequence[RankView]) -> None:
         """All trainers of the node are dead, and node 0 is not reached: once, after ``alone_s``."""
-        if self._is_linked or not self._is_left:
+        if COORDINATOR_NODE not in self._unreached or not self._is_left:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = time.monotonic()

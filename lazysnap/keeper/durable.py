@@ -1,47 +1,36 @@
-"""What a trainer knows to be durable of its own part, by level."""
+"""What a trainer knows to be durable, by level."""
 
-from collections import defaultdict
-from collections.abc import Iterable
+from lazysnap.keeper.protocol import Complete
 
-from lazysnap.keeper.protocol import Durable, LevelFailed, Message
-
-_REMEMBERED = 8
+_REMEMBERED = 1024
 
 
 class DurableSteps:
-    """Of one run, and of captures that began after it was adopted. Not thread-safe."""
+    """Of the start that goes on. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._steps: dict[str, dict[int, int]] = defaultdict(dict)
-        """By level: the last few, by the sequence numbers of their captures."""
-        self._run_id: str | None = None
-        self._floor = 0
+        self._steps: dict[str, set[int]] = {}
+        self._start = ""
 
-    def adopt(self, run_id: str, newest_sequence: int) -> None:
+    def adopt(self, start: str) -> None:
         """Forget what was before: what an earlier attempt got to storage does not make this one's steps safe."""
-        self._run_id, self._floor = run_id, newest_sequence
-        self._steps.clear()
+        self._start, self._steps = start, {}
 
-    def confirm(self, urls: Iterable[str], sequence: int, step: int) -> None:
-        """The keeper answered that a capture of this run is committed at those levels."""
-        for url in urls:
-            self._note(url, sequence, step)
-
-    def _note(self, url: str, sequence: int, step: int) -> None:
-        steps = self._steps[url]
-        steps[sequence] = step
-        if len(steps) > _REMEMBERED:
-            del steps[min(steps)]
-
-    def hear(self, message: Message) -> None:
-        """The keeper said something: that a snapshot was committed, or that one that was is read back damaged."""
-        if isinstance(message, Durable):
-            if self._run_id in (None, message.run_id) and message.sequence > self._floor:
-                self._note(message.level, message.sequence, message.step)
-        elif isinstance(message, LevelFailed):
-            self._steps[message.level].pop(message.sequence, None)
+    def hear(self, event: Complete) -> list[int]:
+        """What of it is news, oldest first."""
+        if event.start != self._start:
+            return []
+        known = self._steps.setdefault(event.level, set())
+        news = sorted(set(event.steps) - known)
+        known.update(news)
+        if len(known) > 2 * _REMEMBERED:
+            self._steps[event.level] = set(sorted(known)[-_REMEMBERED:])
+        return news
 
     def newest(self, url: str) -> int:
-        """The step of the last capture at a level, which may come there before older ones; -1 if there is none."""
-        steps = self._steps[url]
-        return steps[max(steps)] if steps else -1
+        """The greatest step at a level; -1 if there is none."""
+        return max(self._steps.get(url, ()), default=-1)
+
+    def has(self, url: str, step: int) -> bool:
+        """Whether that very step is at a level."""
+        return step in self._steps.get(url, ())

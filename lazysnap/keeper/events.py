@@ -5,16 +5,15 @@ from dataclasses import dataclass, field
 
 from lazysnap.arena import Slot
 from lazysnap.keeper.protocol import (
+    Complete,
     Durable,
     Held,
     LeftRun,
-    LevelDropped,
     LevelFailed,
     MemoryRefused,
     NameFailed,
-    Sound,
-    Surplus,
     TrainerEnd,
+    Unlinked,
 )
 from lazysnap.shard.checksum import Checksums
 
@@ -58,16 +57,6 @@ class MemoryHoldings:
 
 
 @dataclass(frozen=True)
-class Complete:
-    """With several ranks: one more snapshot is durable, and sound, on all of them. News by a thread of the trainer."""
-
-    level: str
-    step: int
-    count: int
-    """Snapshots that became complete there since the last time."""
-
-
-@dataclass(frozen=True)
 class KeeperLost:
     """The connection to the keeper ended; another keeper is being started."""
 
@@ -104,7 +93,7 @@ class KeeperAnswers:
     pid: int
 
 
-News = Durable | Sound | Surplus | LevelFailed | LevelDropped | NameFailed | MemoryRefused | LeftRun
+News = Durable | Complete | LevelFailed | NameFailed | MemoryRefused | LeftRun | Unlinked
 """Messages of the keeper that the trainer's training thread wants to know of."""
 
-KeeperEvent = News | Complete | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent | KeeperAnswers
+KeeperEvent = News | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent | KeeperAnswers

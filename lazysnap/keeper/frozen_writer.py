@@ -7,7 +7,7 @@ from lazysnap.errors import FormatError, LevelUnavailable
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.source import FileSource, MemorySource, RateLimitedSource
+from lazysnap.levels.source import FileSource, MemorySource, RateLimitedSource, shard_of
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import frozen_directory_name
@@ -35,16 +35,16 @@ class FrozenWriter:
         if slot is not None:
             own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of frozen tensors")
             held = MemorySource(slot.image, frozen.size_bytes)
-            store.write_frozen(own, RateLimitedSource(held, self._pace, beat), frozen.digest, beat)
+            store.write_frozen(shard_of(own, held), RateLimitedSource(held, self._pace, beat), frozen.digest, beat)
             return
         if origin is None:
             raise LevelUnavailable(f"the frozen tensors {frozen.digest} of step {meta.step} are gone from memory")
         entry = FrozenEntry(origin.url, origin.speed, frozen.digest, frozen_directory_name(frozen.digest))
         try:
-            own = origin.read_manifest(entry).meta
-            source = FileSource(origin.storage, origin.place(entry).shard_path, frozen.size_bytes)
+            shard = origin.read_manifest(entry).shards[0]
+            source = FileSource(origin.storage, origin.place(entry).file_path, frozen.size_bytes)
         except (FormatError, FileNotFoundError) as error:
             where = shown(origin.url)
             raise LevelUnavailable(f"{where}: the frozen tensors {frozen.digest} are not there any more") from error
         with source:
-            store.write_frozen(own, RateLimitedSource(source, self._pace, beat), frozen.digest, beat)
+            store.write_frozen(shard, RateLimitedSource(source, self._pace, beat), frozen.digest, beat)

@@ -103,6 +103,8 @@ class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     """Steps whose grant was cancelled: files of them are incomplete, unless the step is granted again."""
     lost: Steps
     """Steps that had to be stored, and that no node can store any more."""
+    is_ready: bool = True
+    """Whether the level works on all nodes."""
 
 
 class Order(Struct, frozen=True, tag="order", forbid_unknown_fields=True):

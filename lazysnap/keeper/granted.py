@@ -5,7 +5,6 @@ the trainers read, *then* it removes every pin of another step. A trainer does i
 reads the word again. So a slot that is pinned for a step that is not wanted any more is let go by one of the two.
 """
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,23 +39,12 @@ class RankView:
         return next((slot for slot in self.slots if slot.step == step), None)
 
 
-class Held(enum.Enum):
-    """Whether the slots of all ranks hold what is being written."""
-
-    WHOLE = "whole"
-    COPYING = "copying"
-    LOST = "lost"
-
-
-def held(step: int, ranks: Sequence[RankView]) -> Held:
-    """Look before every commit: a slot pinned after the fact may have been taken by its trainer just before."""
-    slots = [rank.holding(step) for rank in ranks]
-    if any(
-        slot is None or slot.pin != step or (rank.is_gone and not slot.is_whole)
-        for rank, slot in zip(ranks, slots, strict=True)
-    ):
-        return Held.LOST
-    return Held.WHOLE if all(slot is not None and slot.is_whole for slot in slots) else Held.COPYING
+def _is_missed(step: int, ranks: Sequence[RankView]) -> bool:
+    """Whether a rank does not hold the step, and never will."""
+    # While other ranks of the node live, a dead one says nothing of steps that nobody began: the next grant would be
+    # missed as fast, and the one after it.
+    is_begun = any(rank.begun >= step for rank in ranks) or all(rank.is_gone for rank in ranks)
+    return any(rank.holding(step) is None and (rank.begun >= step or (rank.is_gone and is_begun)) for rank in ranks)
 
 
 def common_whole(ranks: Sequence[RankView]) -> set[int]:
@@ -112,6 +100,8 @@ class NodeLevel:
     complete: set[SnapshotKey] = field(default_factory=set)
     cancelled: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
+    works: bool = True
+    """Whether the level works on all nodes."""
 
     @property
     def reads_slots(self) -> bool:
@@ -126,7 +116,7 @@ class NodeLevel:
 
     def obey(self, order: LevelOrder) -> bool:
         """Take the order; whether there is something to report."""
-        self.cancelled, self.lost = frozenset(order.cancelled), frozenset(order.lost)
+        self.cancelled, self.lost, self.works = frozenset(order.cancelled), frozenset(order.lost), order.is_ready
         if order.grant == self.grant:
             return False
         self.grant, self.source = order.grant, order.source
@@ -158,6 +148,8 @@ class NodeGrants:
     epoch: Epoch = field(default_factory=Epoch)
     """That of the coordinator that is obeyed."""
     wishes: set[int] = field(default_factory=set)
+    urgent: set[int] = field(default_factory=set)
+    """Wishes for steps that trainers keep in their slots meanwhile: what is being written gives way to them."""
 
     @property
     def word(self) -> int | None:
@@ -183,13 +175,16 @@ class NodeGrants:
             if not order.is_hello and level.obey(said):
                 is_news = True
         self.wishes = {step for step in self.wishes if not self.is_answered(step)}
+        self.urgent &= self.wishes
         return is_news
 
-    def wish(self, step: int) -> bool:
+    def wish(self, step: int, *, is_urgent: bool = False) -> bool:
         """The step must be stored at every level; whether to report. It may be begun, or still lie ahead."""
         if self.is_answered(step):
             return False
         self.wishes.add(step)
+        if is_urgent:
+            self.urgent.add(step)
         return True
 
     def is_answered(self, step: int) -> bool:
@@ -207,6 +202,9 @@ class NodeGrants:
         pin: set[int] = set()
         writes, is_news = [], False
         for index, level in enumerate(self.levels):
+            if level.progress is Progress.WRITING and level.source is None and self._is_pressed(level):
+                # Memory has one slot to spare for storage, and that one is held for another step now.
+                level.attempt, level.progress, is_news = level.attempt + 1, Progress.YIELDED, True
             if level.progress is not Progress.WAITING or level.grant is None:
                 continue
             step = level.grant
@@ -215,10 +213,7 @@ class NodeGrants:
             else:
                 slots = [rank.holding(step) for rank in ranks]
                 is_there = None not in slots
-                is_missed = any(
-                    slot is None and (rank.begun >= step or rank.is_gone)
-                    for rank, slot in zip(ranks, slots, strict=True)
-                )
+                is_missed = _is_missed(step, ranks)
                 # Also slots of a step that was begun before the order came: they still hold it.
                 pin |= {number for number, slot in enumerate(slots) if slot is not None and slot.pin != step}
             if is_missed:
@@ -229,6 +224,9 @@ class NodeGrants:
                 level.attempt, level.progress = level.attempt + 1, Progress.WRITING
                 writes.append(Write(index, step, level.source, level.attempt))
         return Look(tuple(sorted(pin)) if self.word is not None else (), tuple(writes), is_news)
+
+    def _is_pressed(self, level: NodeLevel) -> bool:
+        return level.grant not in self.wishes and any(not self._is_answered(level, step) for step in self.urgent)
 
     def _has_to_yield(self, level: NodeLevel, step: int, ranks: Sequence[RankView]) -> bool:
         """Trainers that flush wait for a step that they began: the granted one, which lies ahead, would never come."""
@@ -241,7 +239,7 @@ class NodeGrants:
 
     def committed(self, write: Write) -> None:
         """The file is there. The slots are free again; it counts once it was read back."""
-        if self.is_wanted(write):
+        if self.is_wanted(write) and self._is_granted(write):
             self.levels[write.level].progress = Progress.VERIFYING
 
     def verified(self, write: Write) -> bool:
@@ -250,7 +248,8 @@ class NodeGrants:
             return False
         level = self.levels[write.level]
         level.stored.add(write.step)
-        level.progress = Progress.COMMITTED
+        if self._is_granted(write):
+            level.progress = Progress.COMMITTED
         return True
 
     def missed(self, write: Write) -> bool:
@@ -265,15 +264,25 @@ class NodeGrants:
     def _end(self, write: Write, progress: Progress) -> bool:
         level = self.levels[write.level]
         if self.is_wanted(write):
-            level.progress = progress
+            if self._is_granted(write):
+                level.progress = progress
             level.attempt += 1
         return True
+
+    def _is_granted(self, write: Write) -> bool:
+        """Whether the write is for the present grant: what a node stores alone says nothing of that."""
+        return self.levels[write.level].grant == write.step
 
     def probed(self, level: int) -> bool:
         """A small write to the level worked; whether to report."""
         was_ready, self.levels[level].is_ready = self.levels[level].is_ready, True
         return not was_ready
 
-    def deleted(self, level: int, step: int) -> None:
-        """The file of this start is gone."""
+    def give_up(self, level: int, step: int) -> bool:
+        """Ask before a file of this start is deleted: ``False``, if it was cancelled and is granted again. From now on
+        the node does not count it.
+        """
+        if self.levels[level].grant == step and SnapshotKey(step, self.start) not in self.levels[level].complete:
+            return False
         self.levels[level].stored.discard(step)
+        return True

@@ -35,6 +35,12 @@ class Own:
     """Newest step that a rank began to capture; -1 before the first."""
     held: frozenset[int] = frozenset()
     """Steps that the slots of all ranks hold, whole or being copied."""
+    slowest: int | None = None
+    """Newest step that the slowest rank began; ``None``: all of them began the newest."""
+
+    def is_gone(self, step: int) -> bool:
+        """Whether the slots do not hold the step any more. Before the slowest rank began it, that is not known."""
+        return step <= (self.begun if self.slowest is None else self.slowest) and step not in self.held
 
 
 @dataclass
@@ -102,14 +108,14 @@ class LevelGrants:
                 self.lost.add(self.grant)
         self.grant = None
 
-    def order(self, start: str, wishes: Collection[int]) -> LevelOrder:
-        """What every node is told."""
+    def order(self, start: str, wishes: Collection[int], *, is_ready: bool) -> LevelOrder:
+        """What every node is told. ``is_ready``: whether the level works on all nodes."""
         keys = {SnapshotKey(step, start) for step in self.complete} | self.earlier
         told = set(heapq.nlargest(min(max(16, self.settings.keep_last), MAX_TOLD), keys))
         # An answered wish may be older than the newest that are told.
         told |= {SnapshotKey(step, start) for step in newest(self.complete.intersection(wishes))}
         lost = tuple(sorted({*newest(self.lost), *newest(self.lost.intersection(wishes))}))
-        return LevelOrder(self.grant, self.source, tuple(sorted(told)), newest(self.cancelled), lost)
+        return LevelOrder(self.grant, self.source, tuple(sorted(told)), newest(self.cancelled), lost, is_ready)
 
 
 @dataclass
@@ -146,7 +152,12 @@ class Coordinator:
 
     def order(self) -> Order:
         """The present state, for every node."""
-        return Order(self.epoch, not self.is_open, tuple(x.order(self.start, self.wishes) for x in self.levels))
+        levels = enumerate(self.levels)
+        told = tuple(x.order(self.start, self.wishes, is_ready=self._is_ready(index)) for index, x in levels)
+        return Order(self.epoch, not self.is_open, told)
+
+    def _is_ready(self, index: int) -> bool:
+        return all(report.levels[index].is_ready for report in self.reports.values())
 
     def pause_s(self, draw: float) -> float:
         """Seconds until ``outbid``; ``draw`` is a random number from 0 to 1.
@@ -199,6 +210,7 @@ class Coordinator:
                 (x.grant, x.source, len(x.complete), len(x.complete & wishes), len(x.cancelled), len(x.lost))
                 for x in self.levels
             ],
+            [self._is_ready(index) for index in range(len(self.levels))],
         )
         return self._told != before
 
@@ -258,7 +270,7 @@ class Coordinator:
         elif source is None and not left:
             self._give_up(level, source, own)
             step = self._ahead(index, own)
-            is_ahead = step > own.begun + 1 + level.margin
+            is_ahead = step > own.begun + (self.num_nodes > 1) + level.margin
             step = self._unless_others_pin(level, step, own.begun)
         if source is not None:
             self._give_up(level, source, own)
@@ -269,7 +281,7 @@ class Coordinator:
     def _give_up(self, level: LevelGrants, source: int | None, own: Own) -> None:
         """Wishes that came too late."""
         for step in self.wishes - level.complete:
-            if source is None and step <= own.begun and step not in own.held:
+            if source is None and own.is_gone(step):
                 level.lost.add(step)
             if source is not None and step in self.levels[source].lost:
                 level.lost.add(step)
@@ -302,7 +314,8 @@ class Coordinator:
         must |= {begun // every * every for every in kept} & own.held
         must = {step for step in must if not level.is_done_with(step)}
         every = level.settings.every_n_steps
-        due = ((begun + 1 + level.margin) // every + 1) * every
+        # Ranks of other nodes may be a step ahead.
+        due = ((begun + (self.num_nodes > 1) + level.margin) // every + 1) * every
         first = min(must, default=due)
         return first if first <= due + level.span else due
 

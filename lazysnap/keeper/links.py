@@ -30,6 +30,8 @@ from lazysnap.keeper.grant_messages import MAX_NODES, Order, Report, StartId
 
 logger = logging.getLogger(__name__)
 
+_draws = random.SystemRandom()
+"""The global generators are the training's."""
 PROTOCOL = 1
 """Version of the messages between keepers. Raised with every change that the other end sees."""
 MAX_FRAME_BYTES = 1 << 20
@@ -317,7 +319,7 @@ class Links:
     async def _keep_up(self, node: int, host: str, port: int) -> None:
         deadlines, pause_s = self._deadlines, 0.0
         while True:
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            await asyncio.sleep(pause_s * _draws.uniform(0.5, 1.0))
             pause_s = min(max(2 * pause_s, deadlines.shortest_pause_s), deadlines.longest_pause_s)
             try:
                 peer = await self._dial(node, host, port)

@@ -18,17 +18,15 @@ from lazysnap.keeper.holdings import Holdings
 from lazysnap.keeper.left_runs import begin_search
 from lazysnap.keeper.lifecycle import Event, Phase, next_phase
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.persist import Persister
+from lazysnap.keeper.node_storage import NodeStorage, Wait
 from lazysnap.keeper.protocol import (
+    LENT,
     Abandon,
     Adopt,
     Adopted,
     AdoptFrozen,
-    AskBusyLevels,
     AskFrozen,
     Busy,
-    BusyLevels,
-    CompleteThere,
     Drain,
     Drained,
     DrainProgress,
@@ -49,14 +47,17 @@ from lazysnap.keeper.protocol import (
     Run,
     SlotMade,
     Welcome,
+    Wish,
 )
 from lazysnap.keeper.slot_pool import SlotPool
 from lazysnap.keeper.team import Team
+from lazysnap.shard.checksum import Checksums
 
 logger = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S = 3600.0
 """What a rank without a trainer holds goes after so long even if a level still hangs."""
+_RUNS_KEPT = 4
 _AWAY_GRACE_S = 1.5
 """A trainer that lives and lost its connection comes back sooner; until then no other process takes its place. Less
 than the time for which a new trainer asks again (``attach._BUSY_GRACE_S``).
@@ -72,11 +73,16 @@ class LocalRank:
         close: Callable[[Connection], None],
         last_words: Callable[[Connection], None],
         frozen: FrozenPool,
+        storage: Callable[[], NodeStorage | None],
     ) -> None:
-        """``close`` ends a connection, which leads to ``lost_connection``; ``last_words`` reads what is left there."""
+        """``close`` ends a connection, which leads to ``lost_connection``; ``last_words`` reads what is left there.
+
+        ``storage``: what stores the captures of the node now.
+        """
         self._selector = selector
         self._close = close
         self._last_words = last_words
+        self._storage = storage
         self.phase = Phase.WAITING
         self._phase_since = self._deadline = time.monotonic()
         self._linger_s = 0.0
@@ -85,40 +91,67 @@ class LocalRank:
         self._trainer_pid = 0
         self._pidfd = -1
         self._pool = SlotPool(self._slot_made)
+        self._lent: list[Slot] = []
+        """The words of captures that are not in this memory: their trainer stores them itself."""
         self._frozen = frozen
         self._frozen_asked: deque[tuple[Connection, AskFrozen]] = deque()
-        self._levels: tuple[PersistentLevel, ...] = ()
-        self._team = Team()
-        self._persister = self._make_persister()
-        self.holdings = Holdings(self._pool, self._frozen, lambda slot: self._persister.checksums_of(slot))
+        self.levels: tuple[PersistentLevel, ...] = ()
+        self.team = Team()
+        self.holdings = Holdings(self._pool, self._frozen, self._checksums_of)
         self._max_bytes: int | None = None
         self._wanted: tuple[int, int, int] | None = None
         self._settled: tuple[int, int, int] | None = None
         self._least: int | None = None
         self._pool.is_outdated = lambda wanted: wanted != self._wanted
         self._memory_wake = threading.Event()
-        self._drain_request: Drain | None = None
+        self._drain: tuple[Drain, Wait | None] | None = None
+        self._is_superseded = False
+        """Whether nobody needs what it holds."""
+        self._last: Wait | None = None
+        """While it drains: what becomes of the newest step that the node holds."""
         self._progress = (0, 0)
-        self._run_id: str | None = None
-        """The run that goes on; empty while a trainer is attached that has not told; ``None`` if none ever did."""
+        self.is_choosing = False
+        """Whether its trainer did not tell yet which run it goes on with: until then nothing may be deleted."""
+        self._runs: list[tuple[Run, Team]] = []
+        """What its trainers were capturing, and who they were then, the newest last."""
         threading.Thread(target=self._provide_memory, name="memory", daemon=True).start()
-
-    def _make_persister(self) -> Persister:
-        return Persister(self._levels, self._pool.all, self._emit, self._frozen.get, self._team)
 
     @property
     def is_used(self) -> bool:
         """Whether it has a trainer, which may have lost its connection for a moment."""
         return self.phase in (Phase.ATTACHED, Phase.AWAY)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether its trainer is dead, or said goodbye: what is whole in its slots stays as it is."""
+        return self.phase not in (Phase.WAITING, Phase.ATTACHED, Phase.AWAY)
+
+    def slots(self) -> list[Slot]:
+        """All of them, also those that have their words alone."""
+        return [*self._pool.all(), *self._lent]
+
+    def holds(self, slot: Slot, start: str) -> bool:
+        """Whether what the slot shows is a capture of that start. Its words alone tell: this is asked often."""
+        sequence, found = slot.word(Word.SEQUENCE), None
+        for run, _ in self._runs:
+            if sequence > run.floor:
+                found = run.start
+        return found == start
+
+    def has_begun(self, start: str) -> bool:
+        """Whether its trainer captures, or captured, for that start."""
+        return any(run.start == start for run, _ in self._runs)
+
+    def _checksums_of(self, slot: Slot) -> Checksums | None:
+        storage = self._storage()
+        return None if storage is None else storage.checksums_of(slot)
+
     def tick(self) -> None:
         """Do what is due; called about ten times a second."""
         self._memory_wake.set()
-        if self._drain_request is not None:
-            self._tell_progress()
-            if self._is_drained(self._drain_request):
-                self._reply_drained(self._drain_request)
-        if self.phase is Phase.DRAINING and self._persister.is_drained():
+        if self._drain is not None:
+            self._look_at_drain(*self._drain)
+        if self.phase is Phase.DRAINING and self.is_drained():
             self.go(Event.DRAINED)
         if self.phase is not Phase.ATTACHED and time.monotonic() > self._deadline:
             self.go(Event.TIME_UP)
@@ -133,38 +166,37 @@ class LocalRank:
         before, self.phase = self.phase, next_phase(self.phase, event)
         if self.phase is before:
             return
-        logger.info("local rank %d: %s -> %s on %s", self._team.local_rank, before.value, self.phase.value, event.value)
+        logger.info("local rank %d: %s -> %s on %s", self.team.local_rank, before.value, self.phase.value, event.value)
         faults.point(f"keeper.{self.phase.name.lower()}")
         self._phase_since = time.monotonic()
         limit = self._linger_s if self.phase in (Phase.AWAY, Phase.LINGERING) else DRAIN_LIMIT_S
         self._deadline = time.monotonic() + limit
-        if event is Event.SUPERSEDED:
-            self._persister.set_force(0)  # what is newer is complete: only what has a name or is due is still written
-            return
-        if before is Phase.LINGERING and self.phase is Phase.DRAINING:
-            self._persister.try_again()  # a level that was away when the trainer died may be back
-        # Of several ranks that died the newest capture that all have may be an older one: each writes what it has.
-        many = self._team.world_size > 1 and Phase.LINGERING in (before, self.phase)
-        force = len(self._pool.all()) if many else 1
-        self._persister.set_force(force if self.phase in (Phase.LINGERING, Phase.DRAINING) else 0)
+        self._is_superseded = event is Event.SUPERSEDED
+        if self.phase is Phase.DRAINING and not self._is_superseded:
+            self.await_newest()
+        storage = self._storage()
+        if storage is not None:
+            storage.look()
+
+    def await_newest(self) -> None:
+        """Ask anew for the newest step that the node holds: a level that was away may be back."""
+        storage = self._storage()
+        step = None if storage is None else storage.common_step()
+        self._last = None if storage is None or step is None else storage.wait_for(step)
 
     def close(self) -> None:
         """Let everything go. Threads that hang at a level end when it answers, or with the process."""
-        self._persister.stop()
         if self.trainer is not None:
             self._close(self.trainer)
         self._unwatch()
         self.phase = Phase.GONE
-        self._frozen.forget(self._team.local_rank)
+        self._frozen.forget(self.team.local_rank)
         self._memory_wake.set()
         self._free()
 
     def _free(self) -> None:
+        self._forget_lent()
         self._pool.close()
-
-    def slots(self) -> list[Slot]:
-        """Those for captures."""
-        return self._pool.all()
 
     def tell_dropped(self, digest: str) -> None:
         """Frozen tensors were let go."""
@@ -175,19 +207,19 @@ class LocalRank:
     @property
     def has_levels(self) -> bool:
         """Whether captures are stored anywhere."""
-        return bool(self._levels)
-
-    def try_again(self) -> None:
-        """Forget failures of levels."""
-        self._persister.try_again()
+        return bool(self.levels)
 
     def is_drained(self) -> bool:
-        """Whether the newest whole capture was brought, or tried, to every level."""
-        return self._persister.is_drained()
+        """Whether the newest step that the node held was brought, or tried, to every level."""
+        if self._is_superseded:
+            return True
+        if self._last is None:
+            self.await_newest()
+        return self._last is None or self._last.result() is not None
 
     def is_durable(self) -> bool:
         """Whether it is at every level; also if nobody wants it any more."""
-        return self.phase is not Phase.LINGERING or self._persister.is_durable_everywhere()
+        return self.phase is not Phase.LINGERING or self._last is None or self._last.result() is True
 
     def newest_step(self) -> int | None:
         """Of the newest whole capture."""
@@ -199,7 +231,7 @@ class LocalRank:
 
     def lost_connection(self) -> None:
         """The connection to the trainer ended."""
-        self.trainer, self._drain_request = None, None
+        self.trainer, self._drain, self.is_choosing = None, None, False
         if self._is_trainer_alive():
             self.go(Event.CONNECTION_LOST)
         else:
@@ -236,14 +268,8 @@ class LocalRank:
         self.holdings.trainer_came()
         self._unwatch()
         self._watch(trainer)
-        if (levels, team) != (self._levels, self._team):
-            self._persister.stop()
-            self._levels, self._team = levels, team
-            self._persister = self._make_persister()
-        if self._run_id is not None:
-            # The trainer may choose another run: until it tells, a late capture may not push out what it chooses.
-            self._run_id = self._persister.run_id = ""
-        self._settled = None
+        self.levels, self.team = levels, team
+        self.is_choosing, self._last, self._settled = True, None, None
         self.go(Event.HELLO)
         self._emit(Welcome(os.getpid()))
         for number, slot in self._pool.items():
@@ -282,7 +308,8 @@ class LocalRank:
     def _trainer_died(self) -> None:
         """Nothing is written into the slots any more. What is not whole is void."""
         self._unwatch()
-        self._frozen.filled(self._team.local_rank)
+        self._forget_lent()
+        self._frozen.filled(self.team.local_rank)
         self.holdings.trainer_ended()
         for slot in self._pool.all():
             if slot.status().phase is SlotPhase.CAPTURING:
@@ -299,13 +326,13 @@ class LocalRank:
 
     def handle(self, message: Message, fds: tuple[int, ...]) -> None:
         """Do what the trainer says. Raises: ValueError, if a trainer says no such thing; LazySnapError."""
+        storage = self._storage()
         match message:
             case Look():
-                self._persister.wake()
+                if storage is not None:
+                    storage.look()
             case Ping():
                 self._emit(Pong())
-            case Run():
-                self._begin_run(message)
             case Reserve():
                 self._wanted, self._least = (message.meta, message.image, message.count), message.least
                 self._settled = None  # what was there once may have been returned meanwhile
@@ -317,39 +344,44 @@ class LocalRank:
                 self._adopt(fds)
             case AdoptFrozen():
                 for slot in Slot.attach_all(fds):
-                    self._frozen.adopt(self._team.local_rank, message.digest, slot)
+                    self._frozen.adopt(self.team.local_rank, message.digest, slot)
                     self._hand_over(message.digest)
             case AskFrozen():
                 assert self.trainer is not None
                 self._frozen_asked.append((self.trainer, message))
                 self._memory_wake.set()
             case FrozenFilled():
-                self._frozen.filled(self._team.local_rank, message.digest)
-                self._persister.wake()
+                self._frozen.filled(self.team.local_rank, message.digest)
+                if storage is not None:
+                    storage.look()
             case Keep():
-                if not self._persister.keep(message.name, message.run_id, message.sequence):
-                    logger.warning("step %s is gone: it cannot be kept as %s", message.step, message.name)
+                if storage is not None:
+                    storage.keep(message.name, message.step)
             case Release():
-                self._persister.release(message.name, message.run_id)
-            case CompleteThere():
-                self._persister.tell(message.level, message.told)
-            case AskBusyLevels():
-                self._emit(BusyLevels(id=message.id, levels=self._persister.busy_levels()))
+                if storage is not None:
+                    storage.release(message.name)
+            case Wish():
+                if storage is not None:
+                    storage.wish(message.step, is_urgent=True)
             case Drain():
-                self._progress, self._drain_request = (0, 0), message
-                self._persister.try_again()  # whoever waits for a level that failed before wants to know how it is now
-                self._persister.set_force(1)
+                self._progress = (0, 0)
+                has_levels = bool(self.levels) and storage is not None
+                self._drain = message, storage.wait_for(message.step) if storage is not None and has_levels else None
             case Abandon():  # it leaves as if it died, and its process may live on
-                self.trainer, self._drain_request = None, None
+                self.trainer, self._drain = None, None
                 self._trainer_died()
             case Goodbye():
-                self._drain_request = None
+                self._drain = None
                 self.go(Event.GOODBYE)
             case _:
                 raise ValueError("no message of a trainer")
 
-    def _begin_run(self, run: Run) -> None:
-        self._run_id = self._persister.run_id = run.run_id
+    def begin_run(self, run: Run) -> None:
+        """Captures from now on are of this run and start."""
+        self.is_choosing = False
+        if self.last is None or self.last[0].start != run.start:
+            earlier = [known for known in self._runs if known[0].floor < run.floor]
+            self._runs = [*earlier, (run, self.team)][-_RUNS_KEPT:]
         trainer = self.trainer
 
         def tell(answer: Message) -> None:
@@ -357,33 +389,59 @@ class LocalRank:
                 self._emit(answer)
 
         if run.names_others:
-            begin_search(self._levels, run.run_id, tell)
+            begin_search(self.levels, run.run_id, tell)
+
+    @property
+    def last(self) -> tuple[Run, Team] | None:
+        """What its trainers were capturing last, as far as anything of it may be held, and who they were then."""
+        return self._runs[-1] if self._runs else None
+
+    def forget_run(self, start: str) -> None:
+        """Nothing of that start is held."""
+        self._runs = [known for known in self._runs if known[0].start != start]
 
     def _adopt(self, fds: tuple[int, ...]) -> None:
         """A trainer outlived the keeper before: its slots, and the captures in them, are kept on."""
         for slot in Slot.attach_all(fds):
+            if slot.image_capacity == 0:
+                self._lend(slot)
+                continue
             inode = os.fstat(slot.fd).st_ino
             self._emit(Adopted(self._pool.adopt(slot), inode))
-        self._persister.wake()
 
-    def _tell_progress(self) -> None:
-        progress = self._persister.progress()
+    def _lend(self, slot: Slot) -> None:
+        """Of several the newest: a trainer that needs larger ones, or connects again, lends all of them anew."""
+        self._lent, gone = [*self._lent, slot][-LENT:], [*self._lent, slot][:-LENT]
+        for old in gone:
+            old.close()
+
+    def _forget_lent(self) -> None:
+        self._lent, gone = [], self._lent
+        for slot in gone:
+            slot.close()
+
+    def _look_at_drain(self, request: Drain, wait: Wait | None) -> None:
+        if wait is None:  # without levels, what counts is that this keeper has it
+            whole = [slot.status() for slot in self._pool.all()]
+            self._answer(request, any(s.step == request.step and s.phase is SlotPhase.WHOLE for s in whole))
+            return
+        progress = wait.progress()
         if progress != self._progress:
             self._progress = progress
             self._emit(DrainProgress(*progress))
+        result = wait.result()
+        if result is not None:
+            self._answer(request, result)
 
-    def _is_drained(self, request: Drain) -> bool:
-        statuses = [slot.status() for slot in self._pool.all()]
-        is_coming = any(s.phase is SlotPhase.CAPTURING and s.sequence == request.sequence for s in statuses)
-        return not is_coming and self._persister.is_drained()
-
-    def _reply_drained(self, request: Drain) -> None:
-        self._drain_request = None
-        self._persister.set_force(0)
-        is_done = self._persister.is_durable_everywhere(request.sequence)
-        self._emit(Drained(id=request.id, ok=is_done))
+    def _answer(self, request: Drain, ok: bool) -> None:
+        self._drain = None
+        self._emit(Drained(id=request.id, ok=ok))
 
     # ---------------------------------------------------------------- other threads
+
+    def emit(self, message: Message) -> None:
+        """Tell the trainer, if there is one."""
+        self._emit(message)
 
     def _emit(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         trainer = self.trainer
@@ -405,11 +463,9 @@ class LocalRank:
             wanted = self._wanted
             if wanted is None or wanted == self._settled or self.phase is not Phase.ATTACHED:
                 continue
-            bound = (
-                None if self._max_bytes is None else self._max_bytes - self._frozen.size_bytes(self._team.local_rank)
-            )
+            bound = None if self._max_bytes is None else self._max_bytes - self._frozen.size_bytes(self.team.local_rank)
             try:
-                if self._pool.provide(wanted, bound, lambda slot: self._persister.is_reading(slot), self._least):
+                if self._pool.provide(wanted, bound, self._is_reading, self._least):
                     self._settled = wanted
             except LazySnapError as error:
                 self._settled = wanted
@@ -419,12 +475,16 @@ class LocalRank:
                 self._settled = wanted
         self._free()  # what was made meanwhile
 
+    def _is_reading(self, slot: Slot) -> bool:
+        storage = self._storage()
+        return storage is not None and storage.is_reading(slot)
+
     def _provide_frozen(self, trainer: Connection, asked: AskFrozen) -> None:
         """Answer with a slot for frozen tensors. Another trainer than the one that asked needs no answer."""
         reply: Message
         fds: tuple[int, ...]
         try:
-            rank, sizes, free = self._team.local_rank, (asked.meta, asked.image), None
+            rank, sizes, free = self.team.local_rank, (asked.meta, asked.image), None
             if self._max_bytes is not None:
                 others = self._frozen.size_bytes(rank, without=asked.digest)
                 free = self._max_bytes - others - self._capture_bytes()

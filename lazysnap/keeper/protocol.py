@@ -9,10 +9,12 @@ import msgspec
 
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.team import Team
-from lazysnap.levels.belongings import Told
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
+
+LENT = 2
+"""Slots that a rank lends whose captures are not in its keeper's memory: one of them the keeper may be looking at."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -46,7 +48,7 @@ class Hello(Message, frozen=True):
 
 
 class Adopt(Message, frozen=True):
-    """Comes with slots that an earlier keeper gave it."""
+    """Comes with slots that an earlier keeper gave it, or that it lends (``LENT``)."""
 
 
 class AdoptFrozen(Message, frozen=True):
@@ -55,10 +57,36 @@ class AdoptFrozen(Message, frozen=True):
     digest: str
 
 
+class Peers(msgspec.Struct, frozen=True):
+    """How the keepers of several nodes reach each other."""
+
+    job: str
+    host: str
+    port: int
+    """Where the keeper of node 0 listens."""
+    cert_pem: str
+    key_pem: str
+
+
 class Run(Message, frozen=True):
-    """The run that goes on."""
+    """What is captured from now on: which run it is of, and which start."""
 
     run_id: str
+    start: str
+    step: int
+    """Where training stands: captures are of later steps."""
+    floor: int
+    """The greatest sequence number of a capture before it."""
+    every_n_steps: int
+    """From one capture to the next."""
+    num_kept: int
+    """So many of its newest whole captures a rank never writes over."""
+    stored: dict[str, list[tuple[str, int]]]
+    """By level: start and step of the complete snapshots that it goes on from."""
+    peers: Peers | None
+    """With several nodes."""
+    is_new: bool
+    """Whether no keeper was told before."""
     names_others: bool
     """Whether to look for other runs at the levels; see ``LeftRun``."""
 
@@ -102,36 +130,34 @@ class Keep(Message, frozen=True):
 
     name: str
     step: int
-    run_id: str
-    sequence: int
 
 
 class Release(Message, frozen=True):
-    """A name is taken from the snapshots of a run."""
+    """A name is taken from the snapshots of the run."""
 
     name: str
-    run_id: str
 
 
-class CompleteThere(Message, frozen=True):
-    """What all ranks have at a level."""
+class Wish(Message, frozen=True):
+    """A step must be stored at every level, due or not."""
 
-    level: str
-    told: Told
+    step: int
 
 
 class AskInventory(Question, frozen=True):
     """Answered by ``Inventory``."""
 
 
-class AskBusyLevels(Question, frozen=True):
-    """Answered by ``BusyLevels``."""
-
-
 class Drain(Question, frozen=True, kw_only=True):
-    """Bring the newest whole capture, at least that of this sequence number, to all levels. Answered by ``Drained``."""
+    """Bring a step to all levels. Answered by ``Drained``, when it is there, or every other level was tried."""
 
-    sequence: int
+    step: int
+
+
+class AskAddress(Question, frozen=True, kw_only=True):
+    """A free port of this address of the machine, for the links. Answered by ``Address``."""
+
+    host: str
 
 
 class Superseded(Message, frozen=True):
@@ -252,10 +278,10 @@ class Drained(Answer, frozen=True, kw_only=True):
     ok: bool
 
 
-class BusyLevels(Answer, frozen=True, kw_only=True):
-    """What each level that is at work is doing, in words."""
+class Address(Answer, frozen=True, kw_only=True):
+    """Where the keeper will listen; no port, if it cannot."""
 
-    levels: list[str]
+    port: int
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -298,32 +324,19 @@ class Inventory(Answer, frozen=True, kw_only=True):
 
 
 class Durable(Message, frozen=True):
-    """A snapshot was committed at a level."""
+    """The node's part of a snapshot is at a level, read back where the level does that."""
 
     level: str
     step: int
     num_bytes: int
-    """Of this rank's part."""
     seconds: float
-    sequence: int
-    run_id: str = ""
 
 
-class Sound(Message, frozen=True):
-    """With several ranks: a snapshot that became durable was read back, too, where the level does that."""
+class Complete(Message, frozen=True):
+    """Snapshots of a start are durable at a level: the parts of all nodes are there."""
 
     level: str
-    step: int
-    run_id: str
-    start: str
-
-
-class Surplus(Message, frozen=True):
-    """A level has more snapshots of this rank than there may be whose other parts are missing: this one may go."""
-
-    level: str
-    step: int
-    run_id: str
+    steps: list[int]
     start: str
 
 
@@ -333,15 +346,12 @@ class LevelFailed(Message, frozen=True):
     level: str
     step: int
     text: str
-    sequence: int = 0
-    """Of a capture that was told to be durable, and is read back damaged; else 0."""
 
 
-class LevelDropped(Message, frozen=True):
-    """A level left a snapshot out because a newer one was there before it came to it."""
+class Unlinked(Message, frozen=True):
+    """Keepers of nodes do not reach each other, so nothing is stored; said again and again. Empty: they do again."""
 
-    level: str
-    step: int
+    text: str
 
 
 class NameFailed(Message, frozen=True):

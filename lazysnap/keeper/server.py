@@ -8,6 +8,8 @@ import signal
 import socket
 import time
 
+import msgspec
+
 from lazysnap import faults
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable, LazySnapError
@@ -15,19 +17,24 @@ from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.messages import Connection, OtherVersion
+from lazysnap.keeper.node_storage import NodeStorage, Surroundings
 from lazysnap.keeper.protocol import (
+    Address,
     Adopt,
     AdoptFrozen,
+    AskAddress,
     AskInventory,
     Hello,
     Inventory,
     Leaving,
     Message,
     NotDurable,
+    Run,
     ShowRank,
     Stop,
     Superseded,
 )
+from lazysnap.keeper.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +69,11 @@ class Server:
         self._is_leaving = False
         """Whether it was told to: then nobody is served any more."""
         self._asked_to_stop: Connection | None = None
+        self._storage: NodeStorage | None = None
+        self._crew = 1
+        """How many ranks the node has."""
+        self._reserved: socket.socket | None = None
+        """Holds the port of the links, from before they listen there."""
 
     # ---------------------------------------------------------------- main loop
 
@@ -71,6 +83,8 @@ class Server:
             for key, _ in self._selector.select(_TICK_S):
                 key.data()
             self._tick()
+        if self._storage is not None:
+            self._storage.close()
         for rank in self._ranks.values():
             rank.close()
         self._frozen.close()
@@ -89,6 +103,8 @@ class Server:
         if self._is_terminated:
             self._is_terminated = False
             self._leave()
+        if self._storage is not None and self._storage.is_abandoned():
+            self._go_back()
         is_used = any(rank.is_used for rank in self._ranks.values())
         for number, rank in list(self._ranks.items()):
             if is_used:
@@ -100,6 +116,58 @@ class Server:
         self._frozen.sweep([slot for rank in self._ranks.values() for slot in rank.slots()])
         if self._asked_to_stop is not None and all(rank.is_drained() for rank in self._ranks.values()):
             self._answer_stop(self._asked_to_stop)
+
+    # ---------------------------------------------------------------- what is stored
+
+    def _begin_run(self, rank: LocalRank, run: Run) -> None:
+        rank.begin_run(run)
+        storage = self._storage
+        if storage is not None and storage.run.start == run.start:
+            for message in storage.again():  # also what was told while it was away
+                rank.emit(message)
+            storage.look()
+        elif storage is None or run.is_new or run.start > storage.run.start:
+            self._store(rank, run, rank.team)
+
+    def _store(self, rank: LocalRank, run: Run, team: Team) -> None:
+        """From now on captures of this start are stored, and of no other."""
+        if self._storage is not None:
+            self._storage.close()
+        self._crew = len(team.crew)
+        around = Surroundings(self._ranks_here, self._frozen.get, self._emit)
+        self._storage = NodeStorage(rank.levels, run, team, around)
+
+    def _go_back(self) -> None:
+        """Nothing was captured since the last start, and its trainers are gone: what was before still counts."""
+        assert self._storage is not None
+        for rank in self._ranks.values():
+            rank.forget_run(self._storage.run.start)
+        left = [(rank, *rank.last) for rank in self._ranks.values() if rank.last is not None]
+        if left:
+            # With the team of then: the ranks may be on other nodes since.
+            rank, run, team = max(left, key=lambda found: found[1].start)
+            self._store(rank, msgspec.structs.replace(run, is_new=False), team)
+
+    def _ranks_here(self) -> list[LocalRank | None]:
+        return [self._ranks.get(number) for number in range(self._crew)]
+
+    def _emit(self, message: Message) -> None:
+        for rank in list(self._ranks.values()):
+            rank.emit(message)
+
+    def _reserve(self, question: AskAddress) -> Address:
+        if self._reserved is None:
+            family = socket.AF_INET6 if ":" in question.host else socket.AF_INET
+            reserved = socket.socket(family, socket.SOCK_STREAM)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                reserved.bind((question.host, 0))
+            except OSError as error:
+                reserved.close()
+                logger.warning("no port of %s can be had: %s", question.host, error)
+                return Address(id=question.id, port=0)
+            self._reserved = reserved
+        return Address(id=question.id, port=self._reserved.getsockname()[1])
 
     def _frozen_dropped(self, digest: str) -> None:
         for rank in self._ranks.values():
@@ -184,6 +252,10 @@ class Server:
             for number, other in self._ranks.items():
                 if number >= message.first:
                     other.go(Event.SUPERSEDED)
+        elif isinstance(message, Run):
+            self._begin_run(rank, message)
+        elif isinstance(message, AskAddress):
+            connection.send(self._reserve(message))
         elif isinstance(message, AskInventory):
             connection.send(rank.holdings.told(sorted(self._ranks), message.id))
         else:
@@ -201,7 +273,9 @@ class Server:
             connection.send(Leaving(os.getpid()))
             return
         if rank is None:
-            rank = self._ranks[number] = LocalRank(self._selector, self._close, self._last_words, self._frozen)
+            rank = self._ranks[number] = LocalRank(
+                self._selector, self._close, self._last_words, self._frozen, lambda: self._storage
+            )
         self._has_served = True
         faults.set_peer(connection.peer_pid)
         rank.attach(connection, levels, memory, hello.team)
@@ -231,7 +305,7 @@ class Server:
             self._agree_to_leave(connection)
         else:
             for rank in ranks:
-                rank.try_again()  # a level that was away may be back
+                rank.await_newest()
             self._asked_to_stop = connection
 
     def _answer_stop(self, connection: Connection) -> None:

@@ -28,6 +28,9 @@ class SlotSource:
         self._check()
         meta = slot.read_meta()
         self._check()
+        # What was chosen may have been seen half begun: its number is written before its size, and that before these.
+        if slot.word(Word.IMAGE_BYTES) != self.size_bytes:
+            raise CaptureAborted(f"the capture of step {self._step} was just being begun")
         self.meta = CaptureMeta.from_bytes(meta, "a slot of the arena")
         if self.meta.step != chosen.step:
             raise FormatError(f"a slot of the arena: its words say step {chosen.step}, its metadata {self.meta.step}")

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lazysnap.levels.retention import Share
 from lazysnap.topology import Place
 
 
@@ -15,16 +14,15 @@ class Team:
     world_size: int = 1
     local_rank: int = 0
     node: int = 0
+    """Nodes are numbered in the order of their first ranks, so rank 0 is on node 0."""
     nodes: int = 1
+    crew: tuple[int, ...] = (0,)
+    """The ranks of the node, in order."""
 
     @classmethod
     def of(cls, places: Sequence[Place], rank: int) -> "Team":
         """From where every rank of the training runs."""
         place = places[rank]
         nodes = list(dict.fromkeys(other.node for other in places))
-        return cls(rank, len(places), place.local_rank, nodes.index(place.node), len(nodes))
-
-    @property
-    def share(self) -> Share:
-        """The files that this rank looks after; the first of a node, files of frozen tensors as well."""
-        return Share(frozenset({self.rank}), self.world_size, has_images=self.local_rank == 0)
+        crew = tuple(other.rank for other in places if other.node == place.node)
+        return cls(rank, len(places), place.local_rank, nodes.index(place.node), len(nodes), crew)

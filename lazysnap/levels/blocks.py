@@ -15,15 +15,15 @@ from typing import Protocol
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.shards import ShardPlace
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.storage import Reader
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
-from lazysnap.shard.manifest import Manifest
+from lazysnap.shard.manifest import Manifest, Shard
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """Bytes ``[start, stop)`` of a shard, and the function that receives them."""
+    """Bytes ``[start, stop)`` of a file, or of a shard in memory, and the function that receives them."""
 
     start: int
     stop: int
@@ -52,10 +52,10 @@ class Buffers:
 
 
 class Blocks(Protocol):
-    """The blocks of one shard, in a file or in memory. Thread-safe."""
+    """The blocks of a node's file, or of one shard in memory. Thread-safe."""
 
     where: str
-    """The shard, for messages."""
+    """The file, for messages."""
     threads: int
     """How many blocks to read at a time."""
     size_bytes: int
@@ -71,9 +71,9 @@ class Blocks(Protocol):
 
 
 class FileBlocks:
-    """The blocks of a committed shard at a level. The first read opens the file."""
+    """The blocks of a committed file at a level. The first read opens it."""
 
-    def __init__(self, place: ShardPlace, manifest: Manifest) -> None:
+    def __init__(self, place: FilePlace, manifest: Manifest) -> None:
         self.where = place.where
         self.threads = place.storage.parallel_reads
         self.size_bytes = manifest.size_bytes
@@ -98,20 +98,22 @@ class FileBlocks:
                 self._checksums.verify_block(index, data, self.where)
             yield data
 
-    def header(self, size_bytes: int) -> memoryview:
-        """The first bytes, verified. Their blocks are kept for the next ``block``. Raises: as ``block``."""
-        header = map_anonymous(size_bytes)
-        for index in range(-(-size_bytes // self.block_bytes)):
+    def header(self, shard: Shard) -> memoryview:
+        """Of a shard, verified. Its blocks are kept for the next ``block``. Raises: as ``block``."""
+        header = map_anonymous(shard.header_bytes)
+        first, stop = shard.offset, shard.offset + shard.header_bytes
+        for index in range(first // self.block_bytes, -(-stop // self.block_bytes)):
             with self.block(index, Buffers()) as data:  # its own memory, because it is kept
                 self._kept[index] = data
                 start = index * self.block_bytes
-                header[start : start + len(data)] = data[: size_bytes - start]
+                part = data[max(first - start, 0) : stop - start]
+                header[max(start - first, 0) :][: len(part)] = part
         return header
 
     def _opened(self) -> Reader:
         with self._opening:
             if self._reader is None:
-                self._reader = self._place.storage.reader(self._place.shard_path)
+                self._reader = self._place.storage.reader(self._place.file_path)
             return self._reader
 
     def close(self) -> None:
@@ -161,7 +163,7 @@ class MemoryBlocks:
 
 
 class VerifiedSource:
-    """A committed shard as a ``BlockSource``: a damaged block ends the write before the copy is visible."""
+    """A committed file as a ``BlockSource``: a damaged block ends the write before the copy is visible."""
 
     def __init__(self, blocks: Blocks, beat: Callable[[int], None]) -> None:
         """``beat`` receives the bytes of each piece that was read; what it raises ends the write."""
@@ -170,7 +172,7 @@ class VerifiedSource:
         self._beat = beat
 
     def wait(self, upto: int) -> None:
-        """Nothing to do: the shard is whole."""
+        """Nothing to do: the file is whole."""
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``. Raises: ShardCorrupt."""
@@ -191,19 +193,19 @@ class VerifiedSource:
         """Nothing to do: every block was compared when it was read."""
 
 
-def read_shard(
-    place: ShardPlace,
+def read_node_file(
+    place: FilePlace,
     manifest: Manifest,
     *,
     out: memoryview | None = None,
     beat: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Read a whole committed shard, compare every block with its checksum, and copy it into ``out`` if that is given.
+    """Read a whole committed file, compare every block with its checksum, and copy it into ``out`` if that is given.
 
-    Blocks; ``beat`` receives the bytes of each block, and may raise. Retention leaves the shard alone meanwhile.
+    Blocks; ``beat`` receives the bytes of each block, and may raise. Retention leaves the file alone meanwhile.
     Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelError.
     """
-    size = place.storage.size(place.shard_path)
+    size = place.storage.size(place.file_path)
     if size != manifest.size_bytes:
         raise ShardCorrupt(f"{place.where}: {size} bytes, the manifest says {manifest.size_bytes}")
 
@@ -212,8 +214,9 @@ def read_shard(
             out[at : at + len(data)] = data
 
     blocks = FileBlocks(place, manifest)
-    with place.storage.lease(place.shard_path), contextlib.closing(blocks):
-        manifest.layout(blocks.header(manifest.header_bytes), place.where)
+    with place.storage.lease(place.file_path), contextlib.closing(blocks):
+        for shard in manifest.shards:
+            shard.layout(blocks.header(shard), place.where)
         fill({blocks: [Wanted(0, size, put)]}, beat=beat)
 
 

@@ -1,35 +1,36 @@
-"""What nobody needs at a level and no writer of ours will come back for: the one place that decides it.
+"""What dead writers left at a level: files that nobody needs and no writer of ours will come back for.
 
 Listed is only what bears exactly a name of ours, in a snapshot's directory that is no symbolic link:
 
 * temporary files of writers; whether the writer is dead, the storage is asked when they are deleted;
-* a shard without a manifest that did not change for a day: before, it may be somebody's copy on its way (``cp``,
+* a file without a manifest that did not change for a day: before, it may be somebody's copy on its way (``cp``,
   ``rsync``, ``aws s3 cp``);
 * names (``keep-…``) in a directory where nothing else is, with our content, that did not change for a day.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lazysnap import faults
 from lazysnap.levels.files import TEMP_MARK
 from lazysnap.levels.names import is_given_by_a_run
 from lazysnap.levels.storage import Storage
 from lazysnap.shard.names import (
-    ShardName,
+    NodeName,
     is_directory_of_ours,
     parse_file_name,
     parse_frozen_directory_name,
     parse_keep_file_name,
 )
 
-if TYPE_CHECKING:
-    from lazysnap.levels.retention import Share
-
 _TEMPORARY = re.compile(r"\.(.+)" + re.escape(TEMP_MARK) + r"[0-9]{1,10}-[0-9a-f]{8}")
-_RANK_0 = ShardName(0, 1)
+_NODE_0 = NodeName(0, 1)
 """Whose share the temporary files of names are."""
+
+
+IsOurs = Callable[[NodeName], bool]
+"""Whether a writer looks after files of that name."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class Leftover:
     """It stays if this is there: a commit that came meanwhile."""
 
 
-def is_shard_path(path: str) -> bool:
-    """Whether this is where a shard of ours would be."""
+def is_node_file_path(path: str) -> bool:
+    """Whether this is where a file of ours would be."""
     directory, _, name = path.rpartition("/")
     parsed = parse_file_name(name)
     return is_directory_of_ours(directory) and parsed is not None and parsed[1] == "safetensors"
 
 
-def _owner_of(name: str) -> ShardName | None:
+def _owner_of(name: str) -> NodeName | None:
     """Whose temporary file this is; ``None`` for any other name."""
     match = _TEMPORARY.fullmatch(name)
     if match is None:
@@ -56,11 +57,11 @@ def _owner_of(name: str) -> ShardName | None:
     parsed = parse_file_name(match[1])
     if parsed is not None:
         return parsed[0]
-    return _RANK_0 if parse_keep_file_name(match[1]) is not None else None
+    return _NODE_0 if parse_keep_file_name(match[1]) is not None else None
 
 
-def leftovers(storage: Storage, directory: str, share: "Share | None") -> Iterator[Leftover]:
-    """What of a share's files (``None``: of all) may go in a directory of ours.
+def leftovers(storage: Storage, directory: str, is_ours: IsOurs | None) -> Iterator[Leftover]:
+    """What of a writer's files (``None``: of all files) may go in a directory of ours.
 
     Blocks. Raises: LevelError.
     """
@@ -69,16 +70,16 @@ def leftovers(storage: Storage, directory: str, share: "Share | None") -> Iterat
     names = storage.list(directory)
     is_frozen = parse_frozen_directory_name(directory) is not None
 
-    def is_ours(shard: ShardName) -> bool:
-        return share is None or is_frozen or share.has(shard)
+    def is_wanted(file: NodeName) -> bool:
+        return is_ours is None or is_frozen or is_ours(file)
 
     for name in names:
         parsed, owner, path = parse_file_name(name), _owner_of(name), f"{directory}/{name}"
-        if owner is not None and is_ours(owner):
+        if owner is not None and is_wanted(owner):
             yield Leftover(path)
         if parsed is None or parsed[1] != "safetensors" or parsed[0].manifest in names:
             continue
-        if is_ours(parsed[0]) and is_settled(storage, path):
+        if is_wanted(parsed[0]) and is_settled(storage, path):
             yield Leftover(path, f"{directory}/{parsed[0].manifest}")
 
 
@@ -107,3 +108,22 @@ def is_settled(storage: Storage, path: str) -> bool:
         return storage.is_settled(path)
     except FileNotFoundError:
         return False
+
+
+def sweep(storage: Storage, is_ours: IsOurs | None) -> list[str]:
+    """See ``SnapshotStore.sweep``."""
+    gone: list[str] = []
+    for directory in filter(is_directory_of_ours, storage.list()):
+        before = len(gone)
+        for leftover in leftovers(storage, directory, is_ours):
+            faults.point("level.store.sweep")
+            if storage.delete_abandoned(leftover.path, unless=leftover.unless):
+                gone.append(leftover.path)
+        for path in lone_names(storage, directory):
+            storage.delete(path)
+            gone.append(path)
+        if len(gone) > before or is_empty_and_settled(storage, directory):
+            storage.delete_directory(directory)
+    # Uploads that no listing shows: parts of dead writers, which cost money until they are given up.
+    gone += storage.abort_stale()
+    return gone

@@ -1,4 +1,4 @@
-"""Which shards a level has by their names alone: one listing per directory, whatever the number of ranks.
+"""Which files a level has by their names alone: one listing per directory, whatever the number of ranks.
 
 Small enough to be told to all ranks, who then look at the manifests together, each at its share.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from lazysnap.errors import LevelError
 from lazysnap.levels.storage import Storage
-from lazysnap.shard.names import ShardName, is_directory_of_ours, parse_file_name, parse_keep_file_name
+from lazysnap.shard.names import NodeName, is_directory_of_ours, parse_file_name, parse_keep_file_name
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Directory:
 
     name: str
     ranges: tuple[tuple[int, int, int], ...]
-    """Manifests: number of ranks, first and last one."""
+    """Manifests: number of nodes, first and last one."""
     names: tuple[str, ...] = ()
     """That were given to the snapshot."""
     mark: Any = None
@@ -28,8 +28,8 @@ class Directory:
         """Names of the manifests; with ``share`` (number, of how many) every n-th of them."""
         part, parts = share or (0, 1)
         for count, first, last in self.ranges:
-            for rank in range(first + (part - first) % parts, last + 1, parts):
-                yield ShardName(rank, count).manifest
+            for node in range(first + (part - first) % parts, last + 1, parts):
+                yield NodeName(node, count).manifest
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def _ranges(files: list[str]) -> tuple[tuple[int, int, int], ...]:
     parsed = [found for found in map(parse_file_name, files) if found is not None]
     stems = [stem for stem, suffix in parsed if suffix == "json"]
     found: list[tuple[int, int, int]] = []
-    for stem in sorted(stems, key=lambda stem: (stem.world_size, stem.rank)):
+    for stem in sorted(stems, key=lambda stem: (stem.nodes, stem.node)):
         count, first, last = found[-1] if found else (0, 0, 0)
-        if (count, last + 1) == (stem.world_size, stem.rank):
-            found[-1] = (count, first, stem.rank)
+        if (count, last + 1) == (stem.nodes, stem.node):
+            found[-1] = (count, first, stem.node)
         else:
-            found.append((stem.world_size, stem.rank, stem.rank))
+            found.append((stem.nodes, stem.node, stem.node))
     return tuple(found)

@@ -7,7 +7,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from lazysnap.errors import LevelError, ShardCorrupt
-from lazysnap.levels.leftovers import is_shard_path
+from lazysnap.levels.leftovers import is_node_file_path
 from lazysnap.levels.probe import is_probe, probe_name
 from lazysnap.levels.s3_client import PATIENCE_S, STALL_S, S3Client
 from lazysnap.levels.s3_errors import Failure, Kind
@@ -173,7 +173,7 @@ class S3Storage(Storage):
         gone: list[str] = []
         for key, upload, age_s in self._uploads(self.client.key(f"{path}/" if path else "")):
             inner = key[len(self.client.key("")) :]
-            if age_s >= SETTLED * self.abandoned_after_s and (is_shard_path(inner) or is_probe(inner)):
+            if age_s >= SETTLED * self.abandoned_after_s and (is_node_file_path(inner) or is_probe(inner)):
                 self.client.abort(key, upload)
                 gone.append(inner)
         return gone

@@ -24,6 +24,8 @@ from lazysnap.levels.storage import level_error
 
 logger = logging.getLogger(__name__)
 
+_draws = random.SystemRandom()
+"""The global generators are the training's."""
 Result = TypeVar("Result")
 
 PATIENCE_S = 45.0
@@ -260,7 +262,7 @@ class S3Client:
             if failure.kind not in (Kind.TRANSIENT, Kind.DAMAGED) or now >= deadline:
                 raise self._error(what, failure, number) from self.redaction.cause(cause)
             logger.debug("%s: %s: attempt %d: %s", self.shown_url, what, number, self.redaction.clean(failure))
-            delay_s = random.uniform(0.5, 1.0) * min(_MAX_DELAY_S, 0.1 * 2 ** min(number, 10))
+            delay_s = _draws.uniform(0.5, 1.0) * min(_MAX_DELAY_S, 0.1 * 2 ** min(number, 10))
             time.sleep(min(delay_s, max(0.0, deadline - now)))
         raise AssertionError("attempts without end")
 

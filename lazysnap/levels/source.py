@@ -1,16 +1,19 @@
-"""Sources of a shard's bytes while it is written: a slot that is still being filled, or a complete file."""
+"""Sources of a file's bytes while it is written: slots that are still being filled, or a complete file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol
 
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.storage import Storage
+from lazysnap.shard.layout import PAGE, Layout
+from lazysnap.shard.manifest import CaptureMeta, Shard
+from lazysnap.shard.node_layout import join
 
 
 class BlockSource(Protocol):
-    """The bytes of one shard, readable block by block as they arrive."""
+    """The bytes of a shard, or of a file, readable block by block as they arrive."""
 
     size_bytes: int
 
@@ -33,8 +36,71 @@ class BlockSource(Protocol):
         ...
 
 
+def shard_of(meta: CaptureMeta, source: BlockSource, offset: int = 0) -> Shard:
+    """What a manifest says of a shard. Blocks: until its header is there. Raises: CaptureAborted."""
+    return Shard(meta, offset, source.size_bytes, _header_bytes(source))
+
+
+def _header_bytes(source: BlockSource) -> int:
+    source.wait(min(PAGE, source.size_bytes))
+    return 8 + int.from_bytes(source.view(0, PAGE)[:8], "little")
+
+
+def _header(source: BlockSource) -> memoryview:
+    length = min(_header_bytes(source), source.size_bytes)
+    source.wait(length)
+    return source.view(0, -(-length // PAGE) * PAGE)[:length]
+
+
+class NodeSource:
+    """The file of a node with several ranks: a header, and the shards one behind the other."""
+
+    def __init__(self, sources: Sequence[tuple[CaptureMeta, BlockSource]]) -> None:
+        """Blocks: until the headers are there. Raises: CaptureAborted; ShardCorrupt, if one is no header."""
+        layouts = []
+        for meta, source in sources:
+            layouts.append((meta.rank, Layout.parse(_header(source), source.size_bytes, f"rank {meta.rank}")))
+        header, offsets = join(layouts)
+        self.shards = tuple(
+            Shard(meta, offset, source.size_bytes, len(layout.header))
+            for (meta, source), (_, layout), offset in zip(sources, layouts, offsets, strict=True)
+        )
+        self.size_bytes = self.shards[-1].offset + self.shards[-1].size_bytes
+        padded = map_anonymous(len(header))
+        padded[:] = header
+        self._parts: list[tuple[int, BlockSource]] = [(0, MemorySource(padded, len(header)))]
+        self._parts += [(shard.offset, source) for shard, (_, source) in zip(self.shards, sources, strict=True)]
+
+    def wait(self, upto: int) -> None:
+        """See ``BlockSource.wait``."""
+        for start, source in self._parts:
+            if start < upto:
+                source.wait(min(upto - start, source.size_bytes))
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """See ``BlockSource.view``. A block that lies in several shards is put together."""
+        last_start, last = self._parts[-1]
+        if offset >= last_start:
+            return last.view(offset - last_start, length)
+        out = map_anonymous(length)
+        for start, source in self._parts:
+            first, stop = max(offset, start), min(offset + length, start + source.size_bytes)
+            if (first, stop) == (offset, offset + length):
+                return source.view(offset - start, length)
+            if first < stop:
+                # Shards begin on pages, and so do blocks: what is asked for does, too.
+                part = source.view(first - start, -(-(stop - first) // PAGE) * PAGE)
+                out[first - offset : stop - offset] = part[: stop - first]
+        return out
+
+    def finish(self) -> None:
+        """See ``BlockSource.finish``."""
+        for _, source in self._parts:
+            source.finish()
+
+
 class FileSource:
-    """A shard that is committed at another level.
+    """A file that is committed at another level.
 
     The file is opened once: a slow level copies it to the end even if the other level deletes it meanwhile.
     """

@@ -67,6 +67,8 @@ class Storage(ABC):
     parallel_reads = 2
     """Threads that read blocks with profit."""
     abandoned_after_s = ABANDONED_AFTER_S
+    is_shared = True
+    """Whether every node surely sees the same there."""
 
     @property
     def checks_writes(self) -> bool:
@@ -130,7 +132,7 @@ class Storage(ABC):
     # ---------------------------------------------------------------- readers and writers that live or are dead
 
     def lease(self, path: str) -> AbstractContextManager[None]:
-        """While held, retention anywhere leaves the snapshot alone whose shard or manifest ``path`` is.
+        """While held, retention anywhere leaves the snapshot alone whose file or manifest ``path`` is.
 
         Never fails for want of rights: a reader that may not write gets no protection, and reads all the same.
         """

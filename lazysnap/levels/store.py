@@ -1,25 +1,25 @@
-"""Snapshots at one level: shard first, manifest last; the manifest is the commit, and the first thing to go.
+"""Snapshots at one level: file first, manifest last; the manifest is the commit, and the first thing to go.
 
 Layout (docs/format.md)::
 
-    step-00001000-<run>-<start>/rank-00000-of-00001.safetensors
-    step-00001000-<run>-<start>/rank-00000-of-00001.json
+    step-00001000-<run>-<start>/node-00000-of-00001.safetensors     the shards of the ranks of a node
+    step-00001000-<run>-<start>/node-00000-of-00001.json
     step-00001000-<run>-<start>/keep-before-anneal
-    frozen-<digest>/rank-00000-of-00001.safetensors     frozen tensors, once for all snapshots at the level
-    frozen-<digest>/rank-00000-of-00001.json
+    frozen-<digest>/node-00000-of-00001.safetensors     frozen tensors, once for all snapshots at the level
+    frozen-<digest>/node-00000-of-00001.json
 
 The name of a directory says what is in it, so no two writers ever want the same name for different bytes.
 """
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from lazysnap import faults
-from lazysnap.config import PersistentLevel, resolve_url
+from lazysnap.config import resolve_url
 from lazysnap.errors import (
     ConfigError,
     FormatError,
@@ -28,26 +28,26 @@ from lazysnap.errors import (
     LevelUnavailable,
     ShardCorrupt,
 )
-from lazysnap.levels.blocks import read_shard
+from lazysnap.levels.blocks import read_node_file
+from lazysnap.levels.leftovers import IsOurs, sweep
 from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.names import is_given_by_a_run
-from lazysnap.levels.retention import Share, retain, sweep
-from lazysnap.levels.shards import (
+from lazysnap.levels.node_file import (
     FROZEN_NAME,
-    ShardPlace,
+    FilePlace,
     check_place,
-    entry_of,
+    entries_of,
     place_of,
     read_committed,
-    write_shard,
+    write_node_file,
 )
-from lazysnap.levels.source import BlockSource
+from lazysnap.levels.source import BlockSource, shard_of
 from lazysnap.levels.storage import Storage, level_error
 from lazysnap.resolver import Entry, FrozenEntry, Inventory
-from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.manifest import CaptureMeta, Manifest, Shard
 from lazysnap.shard.names import (
-    ShardName,
+    NodeName,
     SnapshotName,
     frozen_directory_name,
     is_keep_name,
@@ -89,80 +89,84 @@ class SnapshotStore:
         self.storage = storage
         self.url = storage.url
         self.speed = speed
-        # By path of the manifest: its stamp when it was read, size of the shard, what it holds.
-        self._known: dict[str, tuple[object, int, Entry]] = {}
-        # By path of the manifest: ``created_ns`` and stamp of the snapshot that was read back whole.
-        self._sound: dict[str, tuple[int, object]] = {}
+        # By path of the manifest: its stamp when it was read, size of the file, what it holds.
+        self._known: dict[str, tuple[object, int, list[Entry]]] = {}
         self._frozen_read: set[str] = set()
         """Digests of frozen tensors that this store read back whole."""
 
     # ---------------------------------------------------------------- writing
 
-    def write(self, meta: CaptureMeta, source: BlockSource) -> Manifest:
-        """Write and commit one shard while its later bytes may still be on their way; see ``write_entry``."""
-        return self.write_entry(meta, source)[1]
+    def write(self, meta: CaptureMeta, source: BlockSource, beat: Callable[[], None] | None = None) -> Manifest:
+        """Write and commit the shard of a rank that is alone on its node, or stores alone; see ``write_file``."""
+        return self.write_file(NodeName(meta.rank, meta.world_size), [shard_of(meta, source)], source, beat=beat)
 
-    def write_entry(
+    def write_file(
         self,
-        meta: CaptureMeta,
+        name: NodeName,
+        shards: Sequence[Shard],
         source: BlockSource,
         *,
         expected: str | None = None,
         beat: Callable[[], None] | None = None,
-    ) -> tuple[Entry, Manifest]:
-        """Write and commit one shard; where it is now, and its manifest.
+    ) -> Manifest:
+        """Write and commit the file of a node, while its later bytes may still be on their way; its manifest.
 
-        Durable: on return, shard and manifest survive a power cut. What is committed already is not written again.
-        Raises: LevelError, and nothing of the shard is left or visible; CaptureAborted likewise; ShardCorrupt, if what
-        was read has not the ``expected`` digest (``Checksums.whole``).
+        Durable: on return, file and manifest survive a power cut. What is committed already is not written again.
+        Raises: LevelError, and nothing of the file is left or visible, also if other ranks committed a file of that
+        name, which stays; CaptureAborted likewise; ShardCorrupt, if what was read has not the ``expected`` digest
+        (``Checksums.whole``).
         """
-        place = ShardPlace(self.storage, meta.name.directory, ShardName(meta.rank, meta.world_size))
+        meta = shards[0].meta
+        place = FilePlace(self.storage, meta.name.directory, name)
         with self._naming(f"writing step {meta.step}"):
-            manifest = self._committed(place, meta, beat)
+            manifest = self._committed(place, shards, beat)
             if manifest is None:
-                manifest = write_shard(place, meta, source, expected=expected, beat=beat)
-                if self.storage.checks_writes:
-                    self._sound[place.manifest_path] = manifest.created_ns, None
+                manifest = write_node_file(place, shards, source, expected=expected, beat=beat)
         # Nothing after the commit may fail the snapshot.
         faults.point("level.store.committed")
-        return entry_of(meta, self.url, self.speed, place.directory), manifest
+        return manifest
 
-    def _committed(self, place: ShardPlace, meta: CaptureMeta, beat: Callable[[], None] | None) -> Manifest | None:
-        """The manifest, if this very capture is there and reads back whole: a keeper before this one may have done it.
-
-        A damaged one is written again.
+    def _committed(self, place: FilePlace, shards: Sequence[Shard], beat: Callable[[], None] | None) -> Manifest | None:
+        """The manifest, if these very captures are there and read back whole: a keeper before this one may have done
+        it. What is damaged is written again. Raises: LevelError, if it is of other ranks.
         """
         try:
-            if place.read_manifest().meta != meta:
+            found = place.read_manifest()
+            if _ranks(found.shards) != _ranks(shards):
+                raise LevelError(
+                    f"{place.where}: holds ranks {_ranks(found.shards)}, somebody else's; not written over with ranks "
+                    f"{_ranks(shards)}"
+                )
+            if found.shards != tuple(shards):
                 return None
-            return self.verify_entry(entry_of(meta, self.url, self.speed, place.directory), beat)
+            return self.verify(place, beat)
         except (FormatError, FileNotFoundError):
             return None
 
     def write_frozen(
-        self, meta: CaptureMeta, source: BlockSource, digest: str, beat: Callable[[], None] | None = None
+        self, shard: Shard, source: BlockSource, digest: str, beat: Callable[[], None] | None = None
     ) -> Manifest:
         """Write and commit frozen tensors, unless they are there already.
 
         Blocks; ``beat`` is called meanwhile. Raises: ShardCorrupt, if what was read has not that digest; LevelError;
         CaptureAborted.
         """
-        place = ShardPlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
+        place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         with self._naming(f"writing the frozen tensors {digest}"):
             if self.has_frozen(digest, beat):
                 return place.read_manifest()
-            manifest = write_shard(place, meta, source, expected=digest, beat=beat)
+            manifest = write_node_file(place, [shard], source, expected=digest, beat=beat)
         if self.storage.checks_writes:
             self._frozen_read.add(digest)
         return manifest
 
     def has_frozen(self, digest: str, beat: Callable[[], None] | None = None) -> bool:
         """Whether frozen tensors are committed and whole. Blocks: reads them back, later only their manifest."""
-        place = ShardPlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
+        place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         try:
             manifest = read_committed(place)
             if digest not in self._frozen_read:
-                read_shard(place, manifest, beat=lambda count: beat() if beat else None)
+                read_node_file(place, manifest, beat=lambda count: beat() if beat else None)
         except (FormatError, FileNotFoundError):
             self._frozen_read.discard(digest)
             return False
@@ -212,23 +216,22 @@ class SnapshotStore:
                     found = self._look_at(directory.name, parsed[0])
                 except FileNotFoundError as error:
                     lost = error.filename or error
-                    problems.append(f"{passed_over}{self.url}/{directory.name}: a manifest without its shard: {lost}")
+                    problems.append(f"{passed_over}{self.url}/{directory.name}: a manifest without its file: {lost}")
                 except (FormatError, LevelError) as error:
                     # One file that cannot be read says nothing about the others.
                     problems.append(f"{passed_over}{error}")
                 else:
                     if frozen is None:
-                        entries.append(replace(found, names=directory.names))
+                        entries += [replace(entry, names=directory.names) for entry in found]
                     else:
                         images.append(FrozenEntry(self.url, self.speed, frozen, directory.name))
         if share is None:
-            for known in (self._known, self._sound):
-                for path in known.keys() - seen:
-                    known.pop(path, None)  # a run may write millions
+            for path in self._known.keys() - seen:
+                self._known.pop(path, None)  # a run may write millions
         return Inventory(self.url, tuple(entries), tuple(images), tuple(problems))
 
-    def _look_at(self, directory: str, stem: ShardName) -> Entry:
-        """Check one manifest, and that its shard is there. Manifests that did not change are not read again.
+    def _look_at(self, directory: str, stem: NodeName) -> list[Entry]:
+        """Check one manifest, and that its file is there. Manifests that did not change are not read again.
 
         Raises: FormatError, LevelError, FileNotFoundError.
         """
@@ -237,24 +240,24 @@ class SnapshotStore:
         known = self._known.get(path)
         if known is None or stamp is None or known[0] != stamp:
             manifest = Manifest.decode(self.storage.get(path), f"{self.url}/{path}")
-            check_place(manifest, ShardPlace(self.storage, directory, stem))
-            entry = entry_of(manifest.meta, self.url, self.speed, directory)
-            known = self._known[path] = (stamp, manifest.size_bytes, entry)
-        _, expected, entry = known
-        shard = f"{directory}/{stem.shard}"
-        size = self.storage.size(shard)
+            check_place(manifest, FilePlace(self.storage, directory, stem))
+            entries = entries_of(manifest, self.url, self.speed, directory)
+            known = self._known[path] = (stamp, manifest.size_bytes, entries)
+        _, expected, entries = known
+        file = f"{directory}/{stem.file}"
+        size = self.storage.size(file)
         if size != expected:
-            raise ShardCorrupt(f"{self.url}/{shard}: {size} bytes, the manifest says {expected}")
-        return entry
+            raise ShardCorrupt(f"{self.url}/{file}: {size} bytes, the manifest says {expected}")
+        return entries
 
     # ---------------------------------------------------------------- reading
 
-    def place(self, entry: Entry | FrozenEntry) -> ShardPlace:
+    def place(self, entry: Entry | FrozenEntry) -> FilePlace:
         """Where the files of an entry are."""
         return place_of(self.storage, entry)
 
     def read_manifest(self, entry: Entry | FrozenEntry) -> Manifest:
-        """What is written beside a shard or an image.
+        """What is written beside the file of a shard or of frozen tensors.
 
         Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable.
         """
@@ -263,46 +266,14 @@ class SnapshotStore:
             raise ShardCorrupt(f"{self.url}/{entry.location}: holds {manifest.checksums.whole}")
         return manifest
 
-    def read_image(
-        self,
-        entry: Entry | FrozenEntry,
-        manifest: Manifest,
-        out: memoryview,
-        beat: Callable[[], None] | None = None,
-    ) -> None:
-        """Read a shard or a file of frozen tensors into ``out`` (``manifest.size_bytes`` long).
+    def verify(self, place: FilePlace, beat: Callable[[], None] | None = None) -> Manifest:
+        """Read every byte of a node's file and compare; its manifest. Meanwhile retention leaves it alone.
 
-        Every block is verified as it arrives, and ``beat`` called. While it is read, retention leaves it alone.
-        Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable. ``out`` is garbage then.
+        Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable.
         """
-        if len(out) != manifest.size_bytes:
-            raise ShardCorrupt(f"{self.url}/{entry.location}: {manifest.size_bytes} bytes into {len(out)}")
-        read_shard(self.place(entry), manifest, out=out, beat=lambda count: beat() if beat else None)
-
-    def verify_entry(self, entry: Entry | FrozenEntry, beat: Callable[[], None] | None = None) -> Manifest:
-        """Read every byte of a shard and compare; its manifest. Raises: as ``read_image``."""
-        place = self.place(entry)
         manifest = place.read_manifest()
-        read_shard(place, manifest, beat=lambda count: beat() if beat else None)
-        self._sound[place.manifest_path] = manifest.created_ns, None
+        read_node_file(place, manifest, beat=lambda count: beat() if beat else None)
         return manifest
-
-    def forget(self, place: ShardPlace) -> None:
-        """It was deleted."""
-        self._sound.pop(place.manifest_path, None)
-
-    def is_sound(self, entry: Entry) -> bool:
-        """Whether this store read the snapshot back, or the place checked every part, since it was committed."""
-        path = self.place(entry).manifest_path
-        created_ns, seen = self._sound.get(path, (None, None))
-        # What the last inventory saw: a manifest with the same stamp need not be read again each time.
-        stamp = self._known[path][0] if path in self._known else None
-        if stamp is not None and stamp == seen:
-            return True
-        if created_ns is None or self.read_manifest(entry).created_ns != created_ns:
-            return False
-        self._sound[path] = created_ns, stamp
-        return True
 
     # ---------------------------------------------------------------- keeping and deleting
 
@@ -314,50 +285,43 @@ class SnapshotStore:
             )
         file = keep_file_name(name)
         with self._naming(f"naming step {entry.step} {name!r}"):
-            if file in self.storage.list(entry.location, file) and not self._is_our_name(entry.location, file):
+            if file in self.storage.list(entry.location, file) and self._is_of_others(entry.location, file):
                 raise ConfigError(f"{self.url}/{entry.location}/{file}: a file of somebody else; take another name")
             self.storage.put(f"{entry.location}/{file}", entry.run_id.encode())
 
     def release(self, run_id: str | None, name: str) -> list[str]:
         """Take a name from the snapshots of a run (``None``: of all runs); the directories that had it."""
         freed, file = [], keep_file_name(name)
-        for entry in self.inventory().entries:
-            if name in entry.names and run_id in (None, entry.run_id) and entry.location not in freed:
-                if self._is_our_name(entry.location, file):
-                    self.storage.delete(f"{entry.location}/{file}")
-                    freed.append(entry.location)
-                else:
-                    logger.warning("%s/%s/%s: not deleted, no run wrote it", self.url, entry.location, file)
+        # No manifest is read: every node of a training does this.
+        for directory in self.listing().directories:
+            snapshot = SnapshotName.parse(directory.name)
+            if snapshot is None or name not in directory.names or run_id not in (None, snapshot.run_id):
+                continue
+            if self._is_our_name(directory.name, file):
+                self.storage.delete(f"{directory.name}/{file}")
+                freed.append(directory.name)
+            elif self._is_of_others(directory.name, file):
+                logger.warning("%s/%s/%s: not deleted, no run wrote it", self.url, directory.name, file)
         return freed
+
+    def _is_of_others(self, directory: str, file: str) -> bool:
+        """Whether a ``keep-…`` object is there that no run gave. Another node may just have taken it away."""
+        return not self._is_our_name(directory, file) and self.storage.exists(f"{directory}/{file}")
 
     def _is_our_name(self, directory: str, file: str) -> bool:
         """Whether a ``keep-…`` object is one that a run gave, which can be told by its content."""
         path = f"{directory}/{file}"
         return is_given_by_a_run(self.storage, path) and not self.storage.is_link(path)
 
-    def retain(
-        self,
-        level: PersistentLevel,
-        run_id: str,
-        protect: frozenset[int] = frozenset(),
-        beat: Callable[[], None] | None = None,
-    ) -> list[int]:
-        """Delete what ``level`` need not keep of this run's complete snapshots; the steps that went.
-
-        For the only writer of a run; of several each has its ``levels.belongings``.
-        Counts only snapshots that are complete and were read back whole. Steps in ``protect`` stay (another level has
-        still to copy them), and so does what has a name or is being read by a restore.
-        Crash-safe: the manifest goes first, so that a half-deleted snapshot is garbage, not a snapshot.
-        Raises: ShardCorrupt, if the newest one was read back damaged; nothing is deleted on its account.
-        """
-        with self._naming("deleting old snapshots"):
-            return retain(self, level, run_id, protect, beat or (lambda: None))
-
-    def sweep(self, share: Share | None = None) -> list[str]:
-        """Remove what dead writers left of a share's files (``None``: of all): temporary ones, uncommitted shards.
+    def sweep(self, is_ours: IsOurs | None = None) -> list[str]:
+        """Remove what dead writers left of somebody's files (``None``: of all): temporary ones, uncommitted files.
 
         Also what falls to it of ranks that are no more. What a living writer works on stays, whoever it is.
         What went is returned.
         """
         with self._naming("sweeping"):
-            return sweep(self.storage, share)
+            return sweep(self.storage, is_ours)
+
+
+def _ranks(shards: Sequence[Shard]) -> list[int]:
+    return [shard.meta.rank for shard in shards]

@@ -12,6 +12,10 @@ Result = TypeVar("Result")
 _CHECK_S = 0.25
 
 
+class WriteCancelled(CaptureAborted):
+    """What is written is not wanted any more; whoever waits goes on waiting, until it is cleaned up."""
+
+
 class Watchdog(Generic[Result]):
     """Runs ``work(beat)`` in a daemon thread of its own. ``beat()`` reports progress.
 
@@ -23,6 +27,7 @@ class Watchdog(Generic[Result]):
         self.name = name
         self._moved = time.monotonic()
         self._given_up = False
+        self._deciding = threading.Lock()
         self._done = threading.Event()
         self._result: list[Result] = []
         self._error: BaseException | None = None
@@ -39,9 +44,10 @@ class Watchdog(Generic[Result]):
 
     def beat(self) -> None:
         """Report progress. Raises: CaptureAborted, if the deadline has passed and nobody waits any more."""
-        self._moved = time.monotonic()
-        if self._given_up:
-            raise CaptureAborted(f"{self.name}: came back after its deadline")
+        with self._deciding:  # after a beat that did not raise, somebody waits
+            self._moved = time.monotonic()
+            if self._given_up:
+                raise CaptureAborted(f"{self.name}: came back after its deadline")
 
     @property
     def idle_s(self) -> float:
@@ -59,8 +65,10 @@ class Watchdog(Generic[Result]):
         Raises: LevelHangs.
         """
         while not self._done.wait(min(_CHECK_S, timeout_s)):
-            if self.idle_s > timeout_s:
-                self._given_up = True
+            with self._deciding:
+                is_hanging = self.idle_s > timeout_s
+                self._given_up = self._given_up or is_hanging
+            if is_hanging:
                 raise LevelHangs(
                     f"{self.name} did not move for {timeout_s:g} s; check the mount or endpoint, or raise "
                     "PersistentLevel(timeout_s=...)"

@@ -1,1 +1,1 @@
-"""The shard format: one safetensors file and one JSON manifest per rank, or per node (docs/format.md)."""
+"""The shard format: one safetensors file and one JSON manifest per node (docs/format.md)."""

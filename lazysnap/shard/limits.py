@@ -22,7 +22,7 @@ MAX_BLOCK_BYTES = 256 << 20
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_NAME = 4096
 """Characters of the name of a tensor, and of names and versions of packages."""
-MAX_NESTING = 310
+MAX_NESTING = 312
 """Lists and objects inside each other, in a manifest."""
 MAX_HEADER_NESTING = 3
 MAX_SMALL_OBJECT_BYTES = 4096

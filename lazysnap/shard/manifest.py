@@ -1,4 +1,4 @@
-"""The manifest beside a shard: it describes the bytes, and it is the commit, because it is written last.
+"""The manifest beside a node's file: it describes the bytes, and it is the commit, because it is written last.
 
 A file is ``{"digest":"xxh3-128:<hex>","manifest":<body>}`` and a newline; the digest is over the exact bytes of the
 body, so that a flipped byte anywhere in the file is found (docs/format.md).
@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from lazysnap.errors import FormatError, FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
-from lazysnap.shard.layout import Layout
+from lazysnap.shard.layout import PAGE, Layout
 from lazysnap.shard.limits import (
     MAX_BLOCK_BYTES,
     MAX_COUNT,
@@ -26,7 +26,7 @@ from lazysnap.shard.limits import (
     MAX_TENSORS,
     load_json,
 )
-from lazysnap.shard.names import ShardName, SnapshotName
+from lazysnap.shard.names import NodeName, SnapshotName
 
 FORMAT = "lazysnap"
 TAG = "$"
@@ -122,32 +122,59 @@ class _ChecksumFields(msgspec.Struct, forbid_unknown_fields=True):
     whole: Digest
 
 
-class _ShardFields(msgspec.Struct, forbid_unknown_fields=True):
-    file: str
+class _FileFields(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    size_bytes: Count
+    checksum: _ChecksumFields
+
+
+class _PlaceFields(msgspec.Struct, forbid_unknown_fields=True):
+    offset: Count
     size_bytes: Count
     header_bytes: Count
-    checksum: _ChecksumFields
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's shard, and where it lies in the file of its node."""
+
+    meta: CaptureMeta
+    offset: int
+    """From the start of the file; a multiple of 4096."""
+    size_bytes: int
+    header_bytes: int
+
+    def layout(self, head: "bytes | memoryview", where: str) -> Layout:
+        """Where the tensors lie in the shard, from the header at its start. Raises: ShardCorrupt."""
+        return Layout.parse(head, self.size_bytes, where)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One rank's shard of one snapshot, as committed."""
+    """The file that one node wrote of one snapshot, as committed."""
 
-    meta: CaptureMeta
-    file: str
-    """Name of the shard file, beside the manifest."""
-    header_bytes: int
+    name: NodeName
+    shards: tuple[Shard, ...]
+    """In the order of the file; at least one."""
     checksums: Checksums
     created_ns: int
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the shard file."""
+        """Bytes of the file."""
         return self.checksums.size_bytes
 
-    def layout(self, head: "bytes | memoryview", where: str) -> Layout:
-        """Where the tensors lie in the file, from the header at its start. Raises: ShardCorrupt."""
-        return Layout.parse(head, self.size_bytes, where)
+    @property
+    def meta(self) -> CaptureMeta:
+        """Of the first shard: run, step and start are those of all."""
+        return self.shards[0].meta
+
+    def of(self, rank: int) -> Shard:
+        """The shard of a rank. Raises: ShardCorrupt, if it is not here."""
+        for shard in self.shards:
+            if shard.meta.rank == rank:
+                return shard
+        raise ShardCorrupt(f"{self.name.file}: holds no shard of rank {rank}")
 
     def encode(self) -> bytes:
         """The bytes of the manifest file."""
@@ -155,12 +182,10 @@ class Manifest:
             {
                 "format": FORMAT,
                 "version": FORMAT_VERSION,
-                **self.meta.to_fields(),
                 "created_ns": self.created_ns,
-                "shard": {
-                    "file": self.file,
+                "file": {
+                    "name": self.name.file,
                     "size_bytes": self.checksums.size_bytes,
-                    "header_bytes": self.header_bytes,
                     "checksum": {
                         "algorithm": ALGORITHM,
                         "block_bytes": self.checksums.block_bytes,
@@ -168,6 +193,17 @@ class Manifest:
                         "whole": self.checksums.whole,
                     },
                 },
+                "shards": [
+                    {
+                        **shard.meta.to_fields(),
+                        "place": {
+                            "offset": shard.offset,
+                            "size_bytes": shard.size_bytes,
+                            "header_bytes": shard.header_bytes,
+                        },
+                    }
+                    for shard in self.shards
+                ],
             }
         )
         if len(body) > MAX_MANIFEST_BYTES - _BODY_START - len(_TAIL):
@@ -196,13 +232,16 @@ class Manifest:
                 f"{where}: format version {version}, this lazysnap reads version {FORMAT_VERSION}; upgrade lazysnap"
             )
         created_ns = _checked(fields.pop("created_ns", None), Count, f"{where}: created_ns")
-        shard: _ShardFields = _checked(fields.pop("shard", None), _ShardFields, f"{where}: shard")
-        meta = CaptureMeta.from_fields(fields, where)
-        if shard.file != ShardName(meta.rank, meta.world_size).shard:
-            raise ShardCorrupt(f"{where}: unexpected shard name {shard.file!r:.100}")
-        if not 8 <= shard.header_bytes <= min(shard.size_bytes, 8 + MAX_HEADER_BYTES):
-            raise ShardCorrupt(f"{where}: a header of {shard.header_bytes} bytes in {shard.size_bytes}")
-        return cls(meta, shard.file, shard.header_bytes, _checksums(shard, where), created_ns)
+        file: _FileFields = _checked(fields.pop("file", None), _FileFields, f"{where}: file")
+        name = NodeName.parse(file.name.removesuffix(".safetensors"))
+        if name is None or name.file != file.name:
+            raise ShardCorrupt(f"{where}: unexpected name of a file {file.name!r:.100}")
+        shards = fields.pop("shards", None)
+        if fields or not isinstance(shards, list) or not 1 <= len(shards) <= MAX_RANKS:
+            raise ShardCorrupt(f"{where}: expected a list of shards and no other keys, got {sorted(fields)!s:.500}")
+        manifest = cls(name, tuple(_shard(shard, where) for shard in shards), _checksums(file, where), created_ns)
+        _check_places(manifest, where)
+        return manifest
 
 
 def _damage(data: bytes, got: str) -> str:
@@ -217,7 +256,7 @@ def _damage(data: bytes, got: str) -> str:
     return f"{ALGORITHM} of its body is {got}, it says {said}"
 
 
-for _kind in (CaptureMeta, _ShardFields):
+for _kind in (CaptureMeta, _FileFields, _PlaceFields):
     # What msgspec knows of a type is built at its first use. Two threads at once that do so crash the process (0.22).
     msgspec.json.Decoder(_kind)
 
@@ -261,11 +300,37 @@ def _is_facts(facts: Any) -> bool:
     )
 
 
-def _checksums(shard: _ShardFields, where: str) -> Checksums:
-    fields = shard.checksum
-    if len(fields.blocks) != -(-shard.size_bytes // fields.block_bytes):
-        raise ShardCorrupt(f"{where}: the number of block checksums does not fit {shard.size_bytes} bytes")
-    checksums = Checksums(shard.size_bytes, fields.block_bytes, fields.blocks)
+def _shard(fields: Any, where: str) -> Shard:
+    if not isinstance(fields, dict):
+        raise ShardCorrupt(f"{where}: a shard must be an object, got {fields!r:.100}")
+    place: _PlaceFields = _checked(fields.pop("place", None), _PlaceFields, f"{where}: place")
+    if not 8 <= place.header_bytes <= min(place.size_bytes, 8 + MAX_HEADER_BYTES):
+        raise ShardCorrupt(f"{where}: a header of {place.header_bytes} bytes in {place.size_bytes}")
+    return Shard(CaptureMeta.from_fields(fields, where), place.offset, place.size_bytes, place.header_bytes)
+
+
+def _check_places(manifest: Manifest, where: str) -> None:
+    """The shards are of one snapshot, of different ranks, and lie one behind the other up to the end of the file."""
+    end = 0
+    if len(manifest.shards) == 1 and manifest.shards[0].offset:
+        raise ShardCorrupt(f"{where}: the only shard begins at byte {manifest.shards[0].offset}")
+    for shard in manifest.shards:
+        if (shard.meta.name, shard.meta.world_size) != (manifest.meta.name, manifest.meta.world_size):
+            raise ShardCorrupt(f"{where}: shards of different snapshots: {shard.meta.name}, {manifest.meta.name}")
+        if shard.offset < end or shard.offset % PAGE:
+            raise ShardCorrupt(f"{where}: the shard of rank {shard.meta.rank} begins at byte {shard.offset}")
+        end = shard.offset + shard.size_bytes
+    if end != manifest.size_bytes:
+        raise ShardCorrupt(f"{where}: the shards end at byte {end}, the file has {manifest.size_bytes}")
+    if len({shard.meta.rank for shard in manifest.shards}) != len(manifest.shards):
+        raise ShardCorrupt(f"{where}: several shards of one rank")
+
+
+def _checksums(file: _FileFields, where: str) -> Checksums:
+    fields = file.checksum
+    if len(fields.blocks) != -(-file.size_bytes // fields.block_bytes):
+        raise ShardCorrupt(f"{where}: the number of block checksums does not fit {file.size_bytes} bytes")
+    checksums = Checksums(file.size_bytes, fields.block_bytes, fields.blocks)
     if checksums.whole != fields.whole:
         raise ShardCorrupt(f"{where}: the checksum over the block checksums does not agree")
     return checksums

@@ -15,7 +15,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 _TIME_DIGITS = 11
 _DIRECTORY = re.compile(r"step-([0-9]{8,19})-([0-9a-f]{16})-([0-9a-f]{16})")
 _FROZEN_DIRECTORY = re.compile(r"frozen-([0-9a-f]{32})")
-_SHARD = re.compile(r"rank-([0-9]{5,7})-of-([0-9]{5,7})")
+_FILE = re.compile(r"node-([0-9]{5,7})-of-([0-9]{5,7})")
 _SUFFIXES = ("safetensors", "json")
 _KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
@@ -96,39 +96,42 @@ def parse_keep_file_name(file: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class ShardName:
-    """The common part of the names of a shard and its manifest: the rank, and the number of ranks."""
+class NodeName:
+    """The common part of the names of a node's file and its manifest: number of the node, and of how many.
 
-    rank: int
-    world_size: int
+    A rank that stores its shard by itself, for want of a keeper's memory, counts as a node: rank of world size.
+    """
+
+    node: int
+    nodes: int
 
     @classmethod
-    def parse(cls, text: str) -> "ShardName | None":
+    def parse(cls, text: str) -> "NodeName | None":
         """``None`` for any text that ``text`` does not give, or that exceeds the limits of the format."""
-        match = _SHARD.fullmatch(text)
+        match = _FILE.fullmatch(text)
         if match is None:
             return None
         name = cls(int(match[1]), int(match[2]))
-        return name if name.rank < name.world_size <= MAX_RANKS and name.text == text else None
+        return name if name.node < name.nodes <= MAX_RANKS and name.text == text else None
 
     @property
     def text(self) -> str:
-        """``rank-00003-of-00008``."""
-        return f"rank-{self.rank:05d}-of-{self.world_size:05d}"
+        """``node-00003-of-00008``."""
+        return f"node-{self.node:05d}-of-{self.nodes:05d}"
 
     @property
-    def shard(self) -> str:
-        """``rank-00003-of-00008.safetensors``."""
+    def file(self) -> str:
+        """``node-00003-of-00008.safetensors``."""
         return f"{self.text}.safetensors"
 
     @property
     def manifest(self) -> str:
-        """``rank-00003-of-00008.json``."""
+        """``node-00003-of-00008.json``."""
         return f"{self.text}.json"
 
 
-def parse_file_name(file: str) -> tuple[ShardName, str] | None:
-    """Name and suffix (``safetensors`` or ``json``) of a shard or manifest, ``None`` for any other file."""
+def parse_file_name(file: str) -> tuple[NodeName, str] | None:
+    """Name and suffix (``safetensors`` or ``json``) of a node's file or manifest, ``None`` for any other file."""
     text, _, suffix = file.rpartition(".")
-    name = ShardName.parse(text)
+    name = NodeName.parse(text)
     return (name, suffix) if name is not None and suffix in _SUFFIXES else None

@@ -15,7 +15,7 @@ from lazysnap.errors import FormatError, LevelError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.listing import Directory, list_directory
-from lazysnap.levels.shards import FROZEN_NAME, ShardPlace, entry_of, read_committed
+from lazysnap.levels.node_file import FROZEN_NAME, FilePlace, entries_of, read_committed
 from lazysnap.resolver import (
     Entry,
     FrozenEntry,
@@ -29,7 +29,6 @@ from lazysnap.resolver import (
 from lazysnap.runs import RunChoice, check_choice, run_of, runs_in, short_ids
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import (
-    ShardName,
     SnapshotName,
     frozen_directory_name,
     parse_file_name,
@@ -46,6 +45,7 @@ _NO_KEY = SnapshotKey("", -1, "", 0)
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 Shard = tuple[Entry, Manifest]
+"""One rank's shard, and the manifest of the file that holds it."""
 
 
 def in_parallel(work: Callable[[Given], Result], items: Sequence[Given]) -> list[Result]:
@@ -110,12 +110,17 @@ class Found:
     @property
     def size_bytes(self) -> int:
         """Bytes of its files."""
-        return sum(manifest.size_bytes for _, manifest in self.shards)
+        return sum(manifest.size_bytes for _, manifest in self.files)
+
+    @property
+    def files(self) -> list[Shard]:
+        """Its files, each with one of the shards in it."""
+        return list({(entry.location, entry.file): (entry, manifest) for entry, manifest in self.shards}.values())
 
     @property
     def captured_ns(self) -> int:
         """When the last rank began to capture it, Unix time."""
-        return max(manifest.meta.captured_ns for _, manifest in self.shards)
+        return max(shard.meta.captured_ns for _, manifest in self.files for shard in manifest.shards)
 
     @property
     def frozen(self) -> list[str]:
@@ -244,13 +249,13 @@ class Catalogue:
         """The short id of every run."""
         return short_ids(_name_of(directory).run_id for directory in self._list(lambda at: True) if directory.ranges)
 
-    def manifests(self, plan: RestartPlan) -> list[Manifest]:
-        """By rank: the manifest of the first source of a plan of this catalogue."""
+    def shards(self, plan: RestartPlan) -> list[Shard]:
+        """By rank: the first source of a plan of this catalogue, and the manifest of its file."""
         found = []
         for entry in (offers[0] for offers in plan.sources):
             manifest = self._manifests[self.store.place(entry).manifest_path]
             assert manifest is not None
-            found.append(manifest)
+            found.append((entry, manifest))
         return found
 
     def frozen(self, plan: RestartPlan) -> list[tuple[FrozenEntry, Manifest]]:
@@ -310,7 +315,7 @@ class Catalogue:
             parsed = parse_file_name(file[1])
             assert parsed is not None
             try:
-                return read_committed(ShardPlace(self.store.storage, file[0], parsed[0]))
+                return read_committed(FilePlace(self.store.storage, file[0], parsed[0]))
             except FileNotFoundError:
                 return None  # deleted since it was listed
             except (FormatError, LevelError) as error:
@@ -327,8 +332,8 @@ class Catalogue:
         found = []
         for one in directories:
             for manifest in filter(None, (self._manifests[_path(one.name, file)] for file in one.manifests())):
-                entry = entry_of(manifest.meta, self.store.url, self.store.speed, one.name)
-                found.append((replace(entry, names=one.names), manifest))
+                for entry in entries_of(manifest, self.store.url, self.store.speed, one.name):
+                    found.append((replace(entry, names=one.names), manifest))
         return found
 
     def _frozen(self, wanted: Collection[str]) -> list[tuple[FrozenEntry, Manifest]]:
@@ -356,10 +361,10 @@ class Catalogue:
         for key, held_entries in sorted(snapshots(entries).items()):
             missing = sorted(set(range(key.world_size)) - {entry.rank for entry in held_entries})
             if missing:
-                shown = ", ".join(ShardName(rank, key.world_size).manifest for rank in missing[:5])
+                shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
                 self.incomplete.append(
-                    f"{self.store.url}: step {step} is not complete: {len(missing)} of {key.world_size} ranks have no "
-                    f"valid manifest, among them {shown}"
+                    f"{self.store.url}: step {step} is not complete: no valid manifest there has rank {shown}; "
+                    f"{len(missing)} of {key.world_size} ranks are missing"
                 )
 
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 from lazysnap.errors import FormatError, ShardCorrupt, SnapshotNotFound
 from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.shards import ShardPlace
-from lazysnap.resolver import RestartPlan
+from lazysnap.levels.node_file import FilePlace
+from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.pieces import Extent, extent_of
@@ -24,13 +24,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class OpenShard:
-    """One shard, or the file of frozen tensors, whose header was read."""
+    """One shard, or the frozen tensors, whose header was read."""
 
     rank: int
     """The rank that wrote it. Frozen tensors serve all ranks."""
     meta: CaptureMeta
     layout: Layout
     blocks: Blocks
+    offset: int = 0
+    """Where it begins in these blocks."""
     unverified: memoryview | None = None
     """The header, if it was not compared with its checksum yet: ``read`` does that."""
 
@@ -52,7 +54,7 @@ class OpenShard:
         logical = facts.get("dtype")
         if not isinstance(logical, (str, type(None))):
             raise ShardCorrupt(f"{self.where}: tensor {name}: bad dtype {logical!r:.50}")
-        return Stored(self, name, spec, offset, facts)
+        return Stored(self, name, spec, self.offset + offset, facts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,7 @@ class Stored:
     name: str
     spec: TensorSpec
     offset: int
+    """In the blocks of the shard."""
     facts: Mapping[str, object]
     """Its entry in the manifest."""
 
@@ -99,7 +102,7 @@ class OpenSnapshot:
     """The shards of all ranks, each with the frozen tensors that it refers to."""
 
     def __init__(
-        self, plan: RestartPlan, ranks: Sequence[tuple[OpenShard, ...]], places: Sequence[ShardPlace] = ()
+        self, plan: RestartPlan, ranks: Sequence[tuple[OpenShard, ...]], places: Sequence[FilePlace] = ()
     ) -> None:
         """``places``: of the shards, for leases while they are read."""
         self.plan = plan
@@ -123,7 +126,7 @@ class OpenSnapshot:
         """Hold leases, so that retention does not delete the snapshot."""
         with contextlib.ExitStack() as stack:
             for place in self._leased:
-                stack.enter_context(place.storage.lease(place.shard_path))
+                stack.enter_context(place.storage.lease(place.file_path))
             yield
 
     @contextlib.contextmanager
@@ -137,24 +140,24 @@ class OpenSnapshot:
             raise ShardCorrupt(f"{self.plan.level}: step {self.plan.step}: {error}") from error
 
 
-def open_shard(place: ShardPlace, manifest: Manifest, *, verify: bool) -> OpenShard:
-    """Read the header of a shard, and compare it with its checksum: now (``verify``), or in ``read``.
+def open_shard(place: FilePlace, manifest: Manifest, rank: int, *, verify: bool) -> OpenShard:
+    """Read the header of a rank's shard, and compare it with its checksum: now (``verify``), or in ``read``.
 
     Blocks: reads the header alone, or with ``verify`` its blocks. Raises: ShardCorrupt; FileNotFoundError;
     LevelError.
     """
-    blocks = FileBlocks(place, manifest)
+    shard, blocks = manifest.of(rank), FileBlocks(place, manifest)
     try:
         if verify:
-            header = blocks.header(manifest.header_bytes)
+            header = blocks.header(shard)
         else:
-            header = map_anonymous(manifest.header_bytes)
-            place.storage.read_into(place.shard_path, 0, header)
-        layout = manifest.layout(header, place.where)
+            header = map_anonymous(shard.header_bytes)
+            place.storage.read_into(place.file_path, shard.offset, header)
+        layout = shard.layout(header, place.where)
     except BaseException:
         blocks.close()
         raise
-    return OpenShard(manifest.meta.rank, manifest.meta, layout, blocks, None if verify else header)
+    return OpenShard(rank, shard.meta, layout, blocks, shard.offset, None if verify else header)
 
 
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
@@ -163,23 +166,24 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
     ``plan``: of this catalogue. Blocks. Raises: ShardCorrupt, naming a shard that is damaged; LevelError;
     FileNotFoundError.
     """
-    entries = [offers[0] for offers in plan.sources]
-    found = catalogue.frozen(plan)
-    places = [*map(catalogue.store.place, entries), *(catalogue.store.place(one) for one, _ in found)]
-    manifests = [*catalogue.manifests(plan), *(manifest for _, manifest in found)]
+    ranks, found = catalogue.shards(plan), catalogue.frozen(plan)
+    entries = [entry for entry, _ in ranks]
+    all_of_them: list[tuple[Entry | FrozenEntry, Manifest]] = [*ranks, *found]
+    places = [catalogue.store.place(entry) for entry, _ in all_of_them]
 
-    def opened(pair: tuple[ShardPlace, Manifest]) -> OpenShard:
-        return open_shard(*pair, verify=verify)
+    def opened(one: tuple[Entry | FrozenEntry, Manifest]) -> OpenShard:
+        rank = one[0].rank if isinstance(one[0], Entry) else 0
+        return open_shard(catalogue.store.place(one[0]), one[1], rank, verify=verify)
 
-    shards = in_parallel(opened, list(zip(places, manifests, strict=True)))
+    shards = in_parallel(opened, all_of_them)
     frozen = {one.digest: shard for (one, _), shard in zip(found, shards[len(entries) :], strict=True)}
-    ranks = [
+    opens = [
         (shard,) if entry.frozen is None else (shard, frozen[entry.frozen])
         for entry, shard in zip(entries, shards, strict=False)
     ]
-    for held in ranks:
+    for held in opens:
         _check_apart(held)
-    return OpenSnapshot(plan, ranks, places)
+    return OpenSnapshot(plan, opens, places)
 
 
 def open_best(
@@ -249,4 +253,4 @@ def _compared(shard: OpenShard, header: memoryview) -> Wanted:
         if header[at : at + len(data)] != data:
             raise ShardCorrupt(f"{shard.where}: the header changed while it was read")
 
-    return Wanted(0, len(header), put)
+    return Wanted(shard.offset, shard.offset + len(header), put)

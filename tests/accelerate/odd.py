@@ -33,13 +33,14 @@ class Odd:
         level = PersistentLevel(str(directory / "level"), every_n_steps=5)
         config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=200))
         self.accelerator = LazyAccelerator(cpu=True, project_dir=str(directory), snapshots=config, **self.settings)
-        self.progress, self.dies_after = Progress(steps=0, epoch=0), dies_after
+        self.progress, self.dies_after = Progress(steps=0, epoch=0, batches=0), dies_after
         self.accelerator.register_for_checkpointing(self.progress)
         self.prepare()
         self.found = self.accelerator.load_state("latest")
         self.begins = self.progress["steps"]
         self.trace = (directory / "trace").open("a")
-        self.write(resumed=self.found and self.found.step, level=self.found and self.found.level)
+        resumed = {"resumed": self.found and self.found.step, "level": self.found and self.found.level}
+        self.write(**resumed, batches=self.progress["batches"])
 
     def write(self, **facts):
         self.trace.write(json.dumps(facts) + "\n")
@@ -72,7 +73,8 @@ class Odd:
 
     def done(self, **facts):
         self.progress["steps"] += 1
-        self.write(step=self.progress["steps"], draw=random.random(), **facts)
+        self.progress["batches"] += 1
+        self.write(step=self.progress["steps"], batches=self.progress["batches"], draw=random.random(), **facts)
 
 
 class Scaled(Odd):
@@ -81,7 +83,6 @@ class Scaled(Odd):
     def prepare(self):
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         super().prepare()
-        self.batches = 0
 
     def update(self, optimizer, loss):
         super().update(optimizer, loss)

@@ -12,7 +12,8 @@ from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.cli import main
 from lazysnap.levels.files import PAGE
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.source import MemorySource
+from lazysnap.levels.node_file import entries_of
+from lazysnap.levels.source import MemorySource, shard_of
 from lazysnap.levels.store import open_store
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import Checksums
@@ -28,7 +29,7 @@ def at(step: int, run_id: str = RUN, start: str = START) -> str:
     return directory_of(step, run_id, start)
 
 
-SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
+SHARD, MANIFEST = "node-00000-of-00001.safetensors", "node-00000-of-00001.json"
 
 
 def run(*arguments: str) -> int:
@@ -100,7 +101,7 @@ def put(
     if tensors[True]:
         digest = immutable.digest
         meta = CaptureMeta(run_id, START, 0, 0, 1, 3, immutable.logical, immutable.aliases)
-        store.write_frozen(meta, immutable.source, digest)
+        store.write_frozen(shard_of(meta, immutable.source), immutable.source, digest)
         reference = FrozenReference(digest, immutable.size_bytes)
     meta = CaptureMeta(
         run_id=run_id,
@@ -115,7 +116,7 @@ def put(
         packages={"lazysnap": "0.1.0", "torch": torch.__version__},
         frozen=reference,
     )
-    entry, _ = store.write_entry(meta, shard.source)
+    (entry,) = entries_of(store.write(meta, shard.source), store.url, store.speed, meta.name.directory)
     for name in names:
         store.keep(entry, name)
     return entry

@@ -45,8 +45,8 @@ VALUES: list[Any] = [
     {"$": "deque", "v": [], "maxlen": -1}, {"$": "defaultdict", "v": [], "factory": "exec"}, NESTED,
 ]  # fmt: skip
 NAMES = [
-    "rank-00000-of-9999999999", "rank-9999999999-of-9999999999", "rank-00000-of-1048577", "rank-00001-of-00001",
-    "rank-00000-of-00000", "rank-0-of-1", "rank-\u0660\u0660\u0660\u0660\u0660-of-00001", "node-00000-of-9999999",
+    "node-00000-of-9999999999", "node-9999999999-of-9999999999", "node-00000-of-1048577", "node-00001-of-00001",
+    "node-00000-of-00000", "rank-0-of-1", "rank-\u0660\u0660\u0660\u0660\u0660-of-00001", "node-00000-of-9999999",
     "x\ud800",
 ]  # fmt: skip
 DIRECTORIES = [
@@ -109,11 +109,11 @@ class Changes:
         fields = json.loads(path.read_bytes())["manifest"]
         world = self.rng.choice([number for number in NUMBERS if number > 0])
         rank = self.rng.choice([0, 1, world // 2, world - 1])
-        fields |= {"rank": rank, "world_size": world}
-        self._move(path, fields, f"rank-{rank:05d}-of-{world:05d}"[:200])
+        fields["shards"][0] |= {"rank": rank, "world_size": world}
+        self._move(path, fields, f"node-{rank:05d}-of-{world:05d}"[:200])
 
     def _move(self, path: Path, fields: dict[str, Any], stem: str) -> None:
-        fields["shard"]["file"] = f"{stem}.safetensors"
+        fields["file"]["name"] = f"{stem}.safetensors"
         path.with_suffix(".safetensors").rename(path.with_name(f"{stem}.safetensors"))
         path.unlink()
         path.with_name(f"{stem}.json").write_bytes(with_digest(fields, 1))
@@ -138,8 +138,8 @@ class Changes:
         fields = json.loads(path.read_bytes())["manifest"]
         checksums = Checksums.of(memoryview(new), self.rng.choice([16 << 20, 4096, 1 << 40]))
         sums = {"block_bytes": checksums.block_bytes, "blocks": list(checksums.blocks), "whole": checksums.whole}
-        fields["shard"] |= {"size_bytes": len(new), "header_bytes": min(8 + claimed, len(new))}
-        fields["shard"]["checksum"] |= sums
+        fields["shards"][0]["place"] |= {"size_bytes": len(new), "header_bytes": min(8 + claimed, len(new))}
+        fields["file"] |= {"size_bytes": len(new), "checksum": {**fields["file"]["checksum"], **sums}}
         path.write_bytes(with_digest(fields, 1))
 
     def data(self) -> None:

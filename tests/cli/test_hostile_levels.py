@@ -53,7 +53,7 @@ def claim(url: str, **claims: object) -> None:
             *parents, last = name.split("__")
             target = fields
             for parent in parents:
-                target = target[parent]
+                target = target[int(parent) if parent.isdigit() else parent]
             target[last] = value
         body = json.dumps(fields).encode()
         data[:] = b'{"digest":"%s:%s","manifest":%s}\n' % (ALGORITHM.encode(), digest(body).encode(), body)
@@ -65,8 +65,8 @@ def claim(url: str, **claims: object) -> None:
 def test_a_claim_of_many_ranks_makes_a_snapshot_incomplete_and_nothing_more(make_url, ranks, capsys):
     url = make_url("local")
     put(url, 10)
-    stem = f"rank-00000-of-{ranks:05d}"
-    claim(url, world_size=ranks, shard__file=f"{stem}.safetensors")
+    stem = f"node-00000-of-{ranks:05d}"
+    claim(url, shards__0__world_size=ranks, file__name=f"{stem}.safetensors")
     directory = Path(url) / at(10)
     (directory / SHARD).rename(directory / f"{stem}.safetensors")
     (directory / MANIFEST).rename(directory / f"{stem}.json")
@@ -88,14 +88,14 @@ def test_a_claim_of_many_ranks_makes_a_snapshot_incomplete_and_nothing_more(make
 @pytest.mark.parametrize(
     ("claims", "expected"),
     [
-        ({"shard__checksum__block_bytes": 1 << 40}, "$.checksum.block_bytes"),
-        ({"shard__header_bytes": 1 << 62}, "a header of"),
-        ({"shard__size_bytes": 1 << 62}, "does not fit"),
-        ({"step": 1 << 63}, "$.step"),
-        ({"tensors": {"w": {"offsets": [0] * 65}}}, "tensors must be"),
-        ({"packages": {"x" * 5000: "1"}}, "length <= 4096"),
-        ({"state": {"loss": float("nan")}}, "NaN is no JSON"),
-        ({"state": json.loads("[" * 311 + "]" * 311)}, "nested more than 310 deep"),
+        ({"file__checksum__block_bytes": 1 << 40}, "$.checksum.block_bytes"),
+        ({"shards__0__place__header_bytes": 1 << 62}, "a header of"),
+        ({"file__size_bytes": 1 << 62}, "does not fit"),
+        ({"shards__0__step": 1 << 63}, "$.step"),
+        ({"shards__0__tensors": {"w": {"offsets": [0] * 65}}}, "tensors must be"),
+        ({"shards__0__packages": {"x" * 5000: "1"}}, "length <= 4096"),
+        ({"shards__0__state": {"loss": float("nan")}}, "NaN is no JSON"),
+        ({"shards__0__state": json.loads("[" * 313 + "]" * 313)}, "nested more than 312 deep"),
     ],
     ids=str,
 )
@@ -116,7 +116,7 @@ def test_a_claim_beyond_the_limits_is_one_line(make_url, monkeypatch, tmp_path, 
 def test_a_state_at_the_limit_is_shown_and_exported(make_url, tmp_path):
     url = make_url("local")
     put(url, 10)
-    claim(url, state=json.loads('{"a":' * 100 + "[" * 200 + "]" * 200 + "}" * 100))
+    claim(url, shards__0__state=json.loads('{"a":' * 100 + "[" * 200 + "]" * 200 + "}" * 100))
     assert open_store(url).inventory().problems == ()
     assert run("show", url, "10") == 0
     assert run("show", url, "10", "--json") == 0

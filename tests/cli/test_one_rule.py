@@ -5,7 +5,6 @@ from cli_level import OTHER, RUN, at, put, run, run_json
 from support.names import START
 
 from lazysnap import latest_path
-from lazysnap.config import PersistentLevel
 from lazysnap.levels.store import open_store
 from lazysnap.resolver import candidates
 
@@ -65,11 +64,13 @@ def test_what_an_earlier_start_half_wrote_is_beside_the_complete_one(url, capsys
     assert complete(f"{url}-2") == [SECOND]
 
 
-def test_retention_counts_by_the_same_rule(url):
-    put_ranks(url, (0, FIRST), (1, SECOND))
-    store = open_store(url)
+def test_prune_counts_each_complete_snapshot_of_a_step_that_two_starts_passed(url):
+    put_ranks(url, (0, FIRST), (1, FIRST), (0, SECOND), (1, SECOND))
+    put(url, 20)
 
-    assert store.retain(PersistentLevel(url, keep_last=1), RUN) == []
+    assert run("prune", url, "--keep-last", "2", "--yes") == 0
+
+    assert complete(url) == [START, SECOND]
 
 
 def test_ls_shows_runs_by_their_first_digits_and_which_is_the_newest(url, capsys):

@@ -13,18 +13,16 @@ from support.faulty import FaultyStorage
 from support.place import BLOCK, WAIT_S, MakeStorage, Place, everything, write_object
 from support.snapshots import RUN, SHARD, Snapshot, directory, look
 
-from lazysnap.config import PersistentLevel
-from lazysnap.errors import FormatError, LazySnapError, LevelError, LevelHangs
+from lazysnap.errors import LazySnapError, LevelError, LevelHangs
+from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.rate_limiter import RateLimiter
-from lazysnap.levels.retention import Share
-from lazysnap.levels.source import RateLimitedSource
+from lazysnap.levels.source import RateLimitedSource, shard_of
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.resolver import candidates
 from lazysnap.shard.manifest import FrozenReference
 
-LAST = PersistentLevel("/any", keep_last=1, verify=True)
 BASE = Snapshot(0, elements=7000)
 Beat = Callable[[], None]
 Work = Callable[[SnapshotStore, Beat], object]
@@ -52,17 +50,13 @@ def _write_again(store: SnapshotStore, beat: Beat) -> None:
 
 
 def _write_with_base(store: SnapshotStore, beat: Beat) -> None:
-    store.write_frozen(BASE.meta, RateLimitedSource(BASE.source(), RateLimiter(None), beat), BASE.digest)
+    paced = RateLimitedSource(BASE.source(), RateLimiter(None), beat)
+    store.write_frozen(shard_of(BASE.meta, BASE.source()), paced, BASE.digest)
     Snapshot(3, frozen=FrozenReference(BASE.digest, len(BASE.image))).write(store, beat)
 
 
-def _retain(store: SnapshotStore, beat: Beat) -> None:
-    store.retain(LAST, RUN, beat=beat)
-
-
-def _write_and_retain(store: SnapshotStore, beat: Beat) -> None:
-    Snapshot(4).write(store, beat)
-    _retain(store, beat)
+def _delete(store: SnapshotStore, beat: Beat) -> None:
+    Snapshot(1).delete(store, beat)
 
 
 def _leave_rests(store: SnapshotStore, beat: Beat) -> None:
@@ -71,7 +65,7 @@ def _leave_rests(store: SnapshotStore, beat: Beat) -> None:
 
 
 def _sweep(store: SnapshotStore, beat: Beat) -> None:
-    store.sweep(Share.of_rank(0, 1))
+    store.sweep()
 
 
 def _read(store: SnapshotStore, beat: Beat) -> None:
@@ -88,8 +82,7 @@ SCENARIOS = {
     "write": Scenario(_write),
     "write again": Scenario(_write_again),
     "write with frozen tensors": Scenario(_write_with_base),
-    "retain": Scenario(_retain, may_go=frozenset({1})),
-    "retain frozen tensors": Scenario(_write_and_retain, _write_with_base, frozenset({1, 2})),
+    "delete": Scenario(_delete, may_go=frozenset({1})),
     "sweep": Scenario(_sweep, _leave_rests),
     "read": Scenario(_read),
     "name": Scenario(_name),
@@ -119,7 +112,7 @@ def _needed(store: SnapshotStore) -> list[str]:
     """The objects of all that is offered."""
     inventory = store.inventory()
     directories = {entry.location for entry in inventory.entries} | {image.location for image in inventory.frozen}
-    objects = {f"{name}/rank-00000-of-00001.{kind}" for name in directories for kind in ("safetensors", "json")}
+    objects = {f"{name}/node-00000-of-00001.{kind}" for name in directories for kind in ("safetensors", "json")}
     names = {f"{entry.location}/keep-{given}" for entry in inventory.entries for given in entry.names}
     return sorted(objects | names)
 
@@ -165,17 +158,12 @@ class BreakageContract(Place):
         # Unless bytes were lost in silence there is nothing to complain of.
         assert is_silent or findings.problems == ()
 
-        # Retention counts what is whole only, whatever the inventory says.
-        newest = max(findings.steps())
-        with contextlib.suppress(FormatError):
-            store.retain(LAST, RUN)
-        assert newest in look(store).steps()
-
         # The run goes on, and nothing stays that nobody needs.
-        Snapshot(9).write(store)
-        store.retain(LAST, RUN)
+        newest = Snapshot(9).write(store)
+        for entry in store.inventory().entries:
+            assert entry == newest or delete_files([store.place(entry)]) != bool(entry.names)
         assert 9 in look(store).steps()
-        store.sweep(Share.of_rank(0, 1))
+        store.sweep()
         if not is_silent:
             assert everything(store.storage) == _needed(store)
 
@@ -202,7 +190,7 @@ class BreakageContract(Place):
                 raise AssertionError(f"{what}: {operation}, operation {n}, {how}: {error}") from error
 
     @pytest.mark.usefixtures("no_patience")
-    @pytest.mark.parametrize("what", ["write", "write again", "write with frozen tensors", "retain", "read"])
+    @pytest.mark.parametrize("what", ["write", "write again", "write with frozen tensors", "delete", "read"])
     def test_a_hang_is_a_deadline(self, make_storage: MakeStorage, what: str) -> None:
         """At every operation; and when it comes back, what was given up leaves nothing half behind."""
         scenario = SCENARIOS[what]

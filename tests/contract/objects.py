@@ -22,13 +22,13 @@ from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.storage import Storage
 
 NAMES = (
-    "step-00000000/rank-00000-of-00001.safetensors",
-    "step-00001000-0199f3a2b4c51d2e-0199f3a2b4d7ff01/rank-00003-of-00008.json",
-    "step-123456789012/rank-00000-of-00001.json",
+    "step-00000000/node-00000-of-00001.safetensors",
+    "step-00001000-0199f3a2b4c51d2e-0199f3a2b4d7ff01/node-00003-of-00008.json",
+    "step-123456789012/node-00000-of-00001.json",
     "step-00000002/keep-before-anneal",
     "step-00000002/keep-Epoch_3.v2-final..x",
     "step-00000002/keep-" + "n" * 64,
-    "frozen-0123456789abcdef0123456789abcdef/rank-00000-of-00001.safetensors",
+    "frozen-0123456789abcdef0123456789abcdef/node-00000-of-00001.safetensors",
 )
 """All kinds of names that lazysnap gives."""
 SIZES = (0, 1, PAGE - 1, PAGE, PAGE + 1, 300_000)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 from support.place import BLOCK, PAGE, WAIT_S, at_once, everything, in_another_process
-from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, directory, level, look, read_whole
+from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, directory, look, read_whole
 
 from contract.frozen import FrozenContract
-from lazysnap.errors import CaptureAborted, FormatError, ShardCorrupt
-from lazysnap.levels.retention import Share
+from lazysnap.errors import CaptureAborted, ShardCorrupt
+from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.source import MemorySource
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import candidates
@@ -74,7 +74,7 @@ class StoreContract(FrozenContract):
 
         (entry,) = other.inventory().entries
         assert (entry.step, entry.run_id) == (1, RUN)
-        assert other.read_manifest(entry) == manifest == other.verify_entry(entry)
+        assert other.read_manifest(entry) == manifest == other.verify(other.place(entry))
         read_whole(other, entry)
         assert everything(store.storage) == [f"{directory(1)}/{MANIFEST}", f"{directory(1)}/{SHARD}"]
 
@@ -83,7 +83,6 @@ class StoreContract(FrozenContract):
         inventory = store.inventory()
         assert (inventory.entries, inventory.frozen, inventory.problems) == ((), (), ())
         assert store.sweep() == []
-        assert store.retain(level(1), RUN) == []
 
     @pytest.mark.parametrize("at", ["wait", "finish"])
     def test_an_aborted_capture_leaves_nothing(self, store: SnapshotStore, at: str) -> None:
@@ -136,25 +135,25 @@ class StoreContract(FrozenContract):
         assert look(store).steps() == [1, 2, 3, 4, 5, 6]
 
     def test_the_same_step_of_another_run_is_beside_it(self, make_store: Callable[[], SnapshotStore]) -> None:
-        """And is left alone when the first run's go."""
+        """And is left alone when the first run's goes."""
         for run_id in (RUN, OTHER):
             for step in (1, 2):
                 Snapshot(step, run_id).write(make_store())
         store = make_store()
         assert look(store).steps(RUN) == look(store).steps(OTHER) == [1, 2]
-        assert store.retain(level(1), OTHER) == [1]
+        assert Snapshot(1, OTHER).delete(store)
         assert look(store).steps(RUN) == [1, 2]
         assert look(store).steps(OTHER) == [2]
 
     def test_the_same_step_of_a_later_start_is_beside_it(self, store: SnapshotStore) -> None:
-        """A resumed run passes a step again, perhaps with other bytes; retention then takes the older one."""
+        """A resumed run passes a step again, perhaps with other bytes; the older one may go."""
         Snapshot(1).write(store)
         again = Snapshot(1, elements=6000, start="2" * 16)
         again.write(store)
         assert look(store).steps() == [1, 1]
         assert candidates([store.inventory()])[0].start == again.start
 
-        assert store.retain(level(1), RUN) == [1]
+        assert Snapshot(1).delete(store)
         (entry,) = look(store).whole
         assert entry.start == again.start
         assert len(everything(store.storage)) == 2
@@ -193,7 +192,7 @@ class StoreContract(FrozenContract):
             assert findings.steps() == sorted(3 * list(range(1, step + 1)))
 
     def test_damage_of_every_kind_is_found(self, make_store: Callable[[], SnapshotStore]) -> None:
-        """Before a byte of it is believed, by one who knew it and one who did not; nothing is deleted for its sake."""
+        """Before a byte of it is believed, by one who knew it and one who did not."""
         store = make_store()
         for step in range(1, 2 + len(DAMAGES)):
             Snapshot(step).write(store)
@@ -214,21 +213,18 @@ class StoreContract(FrozenContract):
             for entry in client.inventory().entries:
                 if entry.step != 1:
                     with pytest.raises(ShardCorrupt):
-                        client.verify_entry(entry)
-        with contextlib.suppress(FormatError):  # it may say so
-            assert make_store().retain(level(1), RUN) == []
-        assert look(make_store()).steps() == [1]
+                        client.verify(client.place(entry))
 
-    def test_retention_keeps_the_last_the_multiples_and_the_protected(
-        self, make_store: Callable[[], SnapshotStore]
-    ) -> None:
-        """And nothing is left of the others."""
+    def test_nothing_is_left_of_what_is_deleted(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """And the others stay; what is not there any more is deleted without complaint."""
         store = make_store()
-        for step in range(1, 10):
+        for step in (1, 2, 3):
             Snapshot(step).write(store)
-        assert make_store().retain(level(2, 3), RUN, frozenset({4})) == [1, 2, 5, 7]
-        assert look(store).steps() == [3, 4, 6, 8, 9]
-        assert len(everything(store.storage)) == 10
+        for step in (1, 2, 2):
+            assert Snapshot(step).delete(make_store())
+        assert look(store).steps() == [3]
+        assert len(everything(store.storage)) == 2
+        assert directory(1) not in store.storage.list()
 
     def test_a_name_keeps_a_snapshot_until_it_is_taken_away(self, make_store: Callable[[], SnapshotStore]) -> None:
         """Two names need both to go; the same step again leaves the named one."""
@@ -236,37 +232,40 @@ class StoreContract(FrozenContract):
         entry = Snapshot(1).write(store)
         for name in ("first", "before-anneal_v1.2"):
             store.keep(entry, name)
-        for step in (2, 3):
-            Snapshot(step).write(store)
-        Snapshot(1, elements=6000, start="2" * 16).write(store)
+        again = Snapshot(1, elements=6000, start="2" * 16)
+        again.write(store)
         named = [entry for entry in make_store().inventory().entries if entry.names]
         assert [(entry.step, sorted(entry.names)) for entry in named] == [(1, ["before-anneal_v1.2", "first"])]
-        make_store().retain(level(1), RUN)
-        assert set(look(store).steps()) == {1, 3}
+        assert not Snapshot(1).delete(make_store())
+        assert again.delete(make_store())
+        assert look(store).steps() == [1]
         assert [plan.step for plan in candidates([make_store().inventory()], name="first")] == [1]
 
         assert make_store().release(RUN, "first") == [entry.location]
-        store.retain(level(1), RUN)
-        assert set(look(store).steps()) == {1, 3}
+        assert not Snapshot(1).delete(store)
+        assert look(store).steps() == [1]
         assert make_store().release(None, "before-anneal_v1.2") == [entry.location]
-        store.retain(level(1), RUN)
-        assert look(store).steps() == [3]
-        assert len(everything(store.storage)) == 2
+        assert Snapshot(1).delete(store)
+        assert everything(store.storage) == []
 
     def test_what_is_being_read_is_not_deleted(self, make_store: Callable[[], SnapshotStore]) -> None:
-        """By another client: it stays until the reader is done, and goes then."""
+        """By another client: it stays, all ranks of it, until the reader is done, and goes then."""
         if not self.has_leases:
             pytest.skip("this place has no leases")
         store, reader = make_store(), make_store()
-        for step in (1, 2):
-            Snapshot(step).write(store)
-        entry = next(entry for entry in reader.inventory().entries if entry.step == 1)
-        gone: list[int] = []
-        read_whole(reader, entry, lambda: gone.extend(make_store().retain(level(1), RUN)))
+        entries = [Snapshot(1, rank=rank, world_size=2).write(store) for rank in (0, 1)]
+        went: list[bool] = []
 
-        assert gone == []
-        assert make_store().retain(level(1), RUN) == [1]
-        assert look(store).steps() == [2]
+        def delete() -> None:
+            went.append(delete_files([make_store().place(entry) for entry in entries]))
+
+        read_whole(reader, entries[1], delete)
+        assert went
+        assert not any(went)
+        assert look(store).steps() == [1, 1]
+        delete()
+        assert went[-1]
+        assert everything(store.storage) == []
 
     def test_a_sweep_leaves_snapshots_and_living_writers_alone(self, make_store: Callable[[], SnapshotStore]) -> None:
         """Whoever sweeps, also in the middle of a write."""
@@ -275,7 +274,7 @@ class StoreContract(FrozenContract):
         snapshot = Snapshot(2, elements=BLOCK)
 
         def sweep() -> None:
-            swept.extend(make_store().sweep(Share.of_rank(0, 1)))
+            swept.extend(make_store().sweep())
 
         for at in ("wait", "finish"):
             store.write(snapshot.meta, HookedSource(snapshot, at=at, action=sweep))
@@ -291,7 +290,7 @@ class StoreContract(FrozenContract):
         assert look(reader).steps() == [1]
         Snapshot(2).write(store)
         assert look(reader).steps() == [1, 2]
-        store.retain(level(1), RUN)
+        assert Snapshot(1).delete(store)
         assert look(reader).steps() == [2]
         assert look(reader).problems == ()
 
@@ -317,19 +316,18 @@ SnapshotStore(storage).write(snapshot.meta, HookedSource(snapshot, at="finish", 
         assert look(store).steps() == [1]
         assert look(store).problems == ()
         Snapshot(2).write(store)
-        store.sweep(Share.of_rank(0, 1))
+        store.sweep()
         assert look(store).steps() == [1, 2]
         if self.notices_death:
             assert len(everything(store.storage)) == 4
 
-    def test_a_long_read_and_retention_do_not_wait_for_each_other(
+    def test_a_long_read_and_a_deletion_do_not_wait_for_each_other(
         self, make_store: Callable[[], SnapshotStore]
     ) -> None:
         """A reader that stands still holds its own snapshot only."""
         store, reading, go_on = make_store(), threading.Event(), threading.Event()
-        for step in (1, 2, 3):
-            Snapshot(step).write(store)
-        entry = next(entry for entry in store.inventory().entries if entry.step == 1)
+        entry = Snapshot(1).write(store)
+        Snapshot(2).write(store)
 
         def stand_still() -> None:
             reading.set()
@@ -344,7 +342,8 @@ SnapshotStore(storage).write(snapshot.meta, HookedSource(snapshot, at="finish", 
             )
             thread.start()
             assert reading.wait(WAIT_S)
-            assert 2 in make_store().retain(level(1), RUN)
+            assert Snapshot(1).delete(make_store()) is not self.has_leases
+            assert Snapshot(2).delete(make_store())
         thread.join(WAIT_S)
         if self.has_leases:
             assert errors == [None]

@@ -23,8 +23,8 @@ from support.place import (
 from lazysnap.errors import LevelUnavailable
 from lazysnap.levels.storage import Storage
 
-SHARD = "step-00000001/rank-00000-of-00001.safetensors"
-MANIFEST = "step-00000001/rank-00000-of-00001.json"
+SHARD = "step-00000001/node-00000-of-00001.safetensors"
+MANIFEST = "step-00000001/node-00000-of-00001.json"
 DATA = pattern(3 * PAGE + 1)
 
 
@@ -242,14 +242,14 @@ wait()
         storage, other = make_storage(), make_storage()
         write_object(storage, SHARD, DATA)
         storage.put(MANIFEST, b"manifest")
-        storage.put("step-00000002/rank-00000-of-00001.json", b"manifest")
+        storage.put("step-00000002/node-00000-of-00001.json", b"manifest")
         before = everything(storage)
         assert not storage.is_leased(MANIFEST)
         with storage.lease(MANIFEST):
             if self.has_leases:
                 assert storage.is_leased(MANIFEST)
                 assert other.is_leased(MANIFEST)
-            assert not other.is_leased("step-00000002/rank-00000-of-00001.json")
+            assert not other.is_leased("step-00000002/node-00000-of-00001.json")
             assert storage.get(MANIFEST) == b"manifest"
             assert read_object(storage, SHARD) == DATA
         assert not storage.is_leased(MANIFEST)

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 
 import torch
 from support.names import START
+from support.snapshots import lone_manifest
 from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.capture.plan import view_of
 from lazysnap.levels import open_store
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.source import MemorySource
+from lazysnap.levels.source import MemorySource, shard_of
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest
-from lazysnap.shard.names import ShardName, SnapshotName
+from lazysnap.shard.names import SnapshotName
 from lazysnap.state.sharding import held_part
 from lazysnap.state.walk import walk
 from lazysnap.topology import share
@@ -85,9 +86,9 @@ def write(snapshot: Snapshot, rank: int, boxes: dict, state, aliases=None, froze
         return store.write(meta, MemorySource(room, layout.size_bytes))
     image = room[: layout.size_bytes]
     checksums = Checksums.of(image, snapshot.block_bytes)
-    manifest = Manifest(meta, ShardName(rank, snapshot.world).shard, len(layout.header), checksums, time.time_ns())
-    store.storage.put(f"{snapshot.directory}/{manifest.file}", bytes(image))
-    store.storage.put(f"{snapshot.directory}/{ShardName(rank, snapshot.world).manifest}", manifest.encode())
+    manifest = lone_manifest(meta, len(layout.header), checksums, time.time_ns())
+    store.storage.put(f"{snapshot.directory}/{manifest.name.file}", bytes(image))
+    store.storage.put(f"{snapshot.directory}/{manifest.name.manifest}", manifest.encode())
     return manifest
 
 
@@ -105,7 +106,8 @@ def _write_frozen(store, snapshot, tensors):
     digest = Checksums.of(room[: layout.size_bytes]).whole
     facts = {name: fields for name, tensor in tensors.items() if (fields := _facts(tensor, None))}
     meta = CaptureMeta(snapshot.run, START, 0, 0, 1, 3, tensors=facts)
-    store.write_frozen(meta, MemorySource(room, layout.size_bytes), digest)
+    source = MemorySource(room, layout.size_bytes)
+    store.write_frozen(shard_of(meta, source), source, digest)
     return FrozenReference(digest, layout.size_bytes)
 
 

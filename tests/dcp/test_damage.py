@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from saving import Snapshot, directory_of, rows, write, write_all
+from support.snapshots import lone_manifest
 from test_reader import blank, load, refused
 
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -27,7 +28,7 @@ def folder(tmp_path):
 
 
 def shard(folder, rank):
-    return folder / f"rank-{rank:05d}-of-{WORLD:05d}.safetensors"
+    return folder / f"node-{rank:05d}-of-{WORLD:05d}.safetensors"
 
 
 def manifest(folder, rank):
@@ -115,7 +116,7 @@ def test_a_lost_shard_is_named(folder, rank):
 def test_a_lost_manifest_is_named(folder, rank):
     manifest(folder, rank).unlink()
 
-    with refused("step 10 is not complete", manifest(folder, rank).name):
+    with refused("step 10 is not complete", f"no valid manifest there has rank {rank};"):
         load(folder.parent, blank(state()))
 
 
@@ -195,7 +196,7 @@ def test_ranks_that_disagree_on_a_tensor_are_an_error(tmp_path, difference):
     second, whole = (torch.zeros(3, 2), (5, 2)) if difference == "shape" else (torch.zeros(2, 2).double(), (4, 2))
     write(snapshot, 1, {"w": (second, (whole, (2, 0), "shard"))}, skeleton)
 
-    with refused("rank-00001", "tensor w is", "elsewhere"):
+    with refused("node-00001", "tensor w is", "elsewhere"):
         load(tmp_path, {"w": torch.zeros(4, 2)})
 
 
@@ -234,7 +235,8 @@ def tampered(folder, rank, change):
     fields = {**found.meta.to_fields()}
     change(fields)
     meta = CaptureMeta.from_fields(fields, "x")
-    path.write_bytes(Manifest(meta, found.file, found.header_bytes, found.checksums, found.created_ns).encode())
+    header_bytes = found.shards[0].header_bytes
+    path.write_bytes(lone_manifest(meta, header_bytes, found.checksums, found.created_ns).encode())
 
 
 NONSENSE = {

@@ -103,7 +103,7 @@ def test_sharded_weights_of_several_ranks_come_back_whole(tmp_path):
         assert list(loaded) == list(weights)
         assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in weights.items()}
 
-    next((tmp_path / directory_of(20, OTHER)).glob("rank-00001-*.json")).unlink()
+    next((tmp_path / directory_of(20, OTHER)).glob("node-00001-*.json")).unlink()
     with pytest.raises(SnapshotNotFound, match=r"no complete snapshot 20 that can be read; found: .*1 of 2 ranks"):
         lazysnap.load_weights(tmp_path, 20)
 

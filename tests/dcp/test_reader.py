@@ -446,8 +446,8 @@ def test_the_shards_of_a_snapshot_may_stand_in_two_directories(tmp_path):
     cut = rows(2)
     old, new = (Snapshot(str(tmp_path), 2, step=3, run=run) for run in (RUN, OTHER))
     write_all(old, {"w": torch.full((4,), 1.0)}, lambda name, t, rank: cut(name, t, rank))
-    (tmp_path / directory_of(3) / "rank-00001-of-00002.json").unlink()
-    (tmp_path / directory_of(3) / "rank-00001-of-00002.safetensors").unlink()
+    (tmp_path / directory_of(3) / "node-00001-of-00002.json").unlink()
+    (tmp_path / directory_of(3) / "node-00001-of-00002.safetensors").unlink()
     write_all(new, {"w": torch.full((4,), 2.0)}, cut)
     assert len(list(tmp_path.iterdir())) == 2
     target = {"w": torch.zeros(4)}
@@ -485,12 +485,12 @@ def test_a_reader_looks_again_at_every_load(tmp_path):
 def test_an_incomplete_snapshot_is_passed_over_and_said(tmp_path, caplog):
     save_step(tmp_path, 3)
     save_step(tmp_path, 4)
-    (tmp_path / directory_of(4) / "rank-00001-of-00002.json").unlink()
+    (tmp_path / directory_of(4) / "node-00001-of-00002.json").unlink()
 
     assert loaded(tmp_path) == 3
     assert "step 4 is not complete" in caplog.text
-    assert "rank-00001-of-00002.json" in caplog.text
-    with refused("step 4 is not complete", "rank-00001-of-00002.json"):
+    assert "no valid manifest there has rank 1; 1 of 2 ranks are missing" in caplog.text
+    with refused("step 4 is not complete", "rank 1;"):
         loaded(tmp_path, step=4)
 
 
@@ -580,7 +580,7 @@ def test_retention_leaves_alone_what_is_read(tmp_path):
     dcp.load(blank(state), storage_reader=reader)
 
     assert storage.protected == [True]
-    assert not storage.is_leased(f"{directory_of(10)}/rank-00000-of-00001.safetensors")
+    assert not storage.is_leased(f"{directory_of(10)}/node-00000-of-00001.safetensors")
 
 
 def test_tensors_of_inference_mode_are_filled(tmp_path):

@@ -30,6 +30,6 @@ def test_a_snapshot_in_a_bucket_is_loaded_with_rights_to_read_only(s3_server, s3
 
     assert bits(target["w"]) == bits(weight)
     assert target["epoch"] == 7
-    store.storage.delete(f"{directory_of(10)}/rank-00001-of-00002.safetensors")
+    store.storage.delete(f"{directory_of(10)}/node-00001-of-00002.safetensors")
     with pytest.raises(CheckpointException, match="the shard of rank 1 is lost"):
         dcp.load(target, storage_reader=SnapshotReader(s3_url, storage_options=s3_server.options()))

@@ -74,7 +74,7 @@ def test_ranks_that_looked_at_different_moments_read_one_snapshot(worlds, tmp_pa
 
 def test_every_rank_hears_of_a_lost_shard_and_none_waits_for_ever(worlds, tmp_path):
     save_step(str(tmp_path), 3)
-    (shard,) = tmp_path.glob("*/rank-00001-of-00002.safetensors")
+    (shard,) = tmp_path.glob("*/node-00001-of-00002.safetensors")
     shard.unlink()
 
     found = worlds.run(3, "fail", url=str(tmp_path))
@@ -84,7 +84,7 @@ def test_every_rank_hears_of_a_lost_shard_and_none_waits_for_ever(worlds, tmp_pa
 
 def test_every_rank_hears_of_a_damaged_block_that_only_one_reads(worlds, tmp_path):
     save_step(str(tmp_path), 3)
-    (shard,) = tmp_path.glob("*/rank-00001-of-00002.safetensors")
+    (shard,) = tmp_path.glob("*/node-00001-of-00002.safetensors")
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

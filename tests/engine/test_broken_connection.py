@@ -83,6 +83,10 @@ def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_
     assert 4 not in steps_at(tmp_path)
 
 
+def named(path):
+    return [entry.step for entry in open_store(str(path)).inventory().entries if "best" in entry.names]
+
+
 def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job, tmp_path):
     training = job.start(tmp_path)
     training.run(1, 2)
@@ -102,5 +106,5 @@ def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job,
     training.run(5, 5)
     assert training.engine.flush(TIMEOUT_S)
     assert training.engine.statistics().keepers_lost == 0
-    assert [entry.step for entry in open_store(str(tmp_path)).inventory().entries if "best" in entry.names] == [4]
+    until(lambda: named(tmp_path) == [4], lambda: str(named(tmp_path)))
     assert training.engine.close()

@@ -1,34 +1,50 @@
 """What is told of a level that fails, and works again: once each."""
 
-import pytest
-
+from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.statistics import Statistics
-from lazysnap.keeper.events import Complete
-from lazysnap.keeper.protocol import Durable, LevelFailed
+from lazysnap.keeper.protocol import Complete, Durable, LevelFailed
 
 
 def said(caplog):
     return [" ".join(record.getMessage().split()[:3]) for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_disk_of_one_rank_that_writes_garbage_is_told_once(caplog):
-    """It commits each time, and is read back damaged each time."""
-    log = EventLog(Statistics(), is_alone=False)
+def log_of(every=1):
+    return EventLog(SnapshotConfig(levels=(PersistentLevel("/disk", every_n_steps=every),)), Statistics())
 
-    for step in range(1, 6):
-        log.drain([Durable("/disk", step, 100, 0.1, step), LevelFailed("/disk", step, "read back damaged")])
 
+def complete(*steps):
+    return Complete("/disk", list(steps), "s1")
+
+
+def test_a_level_that_fails_is_told_once_and_once_that_it_works_again(caplog):
+    log = log_of()
+
+    log.drain([LevelFailed("/disk", step, "read back damaged") for step in range(1, 6)])
     assert said(caplog) == ["step 1 is"]
-    log.drain([Durable("/disk", 6, 100, 0.1, 6), Complete("/disk", 6, 1)])
+
+    log.drain([Durable("/disk", 6, 100, 0.1), complete(6), complete(7)])
     assert said(caplog) == ["step 1 is", "/disk works again:"]
+    assert log.statistics.level_failures == {"/disk": 5}
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_level_of_one_rank_works_again_when_it_commits(caplog, steps):
-    log = EventLog(Statistics(), is_alone=True)
+def test_steps_that_were_due_between_two_that_are_stored_count_as_left_out():
+    log = log_of(every=10)
 
-    log.drain([LevelFailed("/disk", step, "full") for step in range(steps)])
-    log.drain([Durable("/disk", step, 100, 0.1, step) for step in range(steps, 2 * steps)])
+    log.drain([complete(10), complete(30), complete(33), complete(40)])
 
-    assert said(caplog) == ["step 0 is", "/disk works again:"]
+    assert log.statistics.persisted == {"/disk": 4}
+    assert log.statistics.dropped == {"/disk": 1}
+    assert log.statistics.last_durable_step == {"/disk": 40}
+
+
+def test_after_going_back_only_what_comes_behind_that_step_counts():
+    log = log_of()
+    log.drain([complete(9)])
+
+    log.begin(4)
+    log.drain([complete(6)])
+
+    assert log.statistics.dropped == {"/disk": 8 + 1}
+    assert log.statistics.last_durable_step == {"/disk": 6}

@@ -31,7 +31,7 @@ def check_whole(tuning, root):
     inventory = store.inventory()
     assert inventory.problems == ()
     for entry in [*inventory.entries, *inventory.frozen]:
-        store.verify_entry(entry)
+        store.verify(store.place(entry))
     return [entry.step for entry in inventory.entries]
 
 

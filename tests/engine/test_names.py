@@ -68,7 +68,7 @@ def test_the_next_boundary_is_captured_and_named_where_the_last_was_not(job, tmp
     assert training.engine.keep("fourth") == 4
     training.run(4, 5)
 
-    assert training.began == [True, False, False, True, False]
+    assert training.began == [True, False, False, True, True]
     assert training.engine.close()
     assert named(tmp_path) == {"first": 1, "fourth": 4}
 
@@ -100,13 +100,30 @@ def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp
     until(lambda: training.engine.statistics().keepers_lost == 1)
     assert training.engine.keep("kept") == 4
     assert training.engine.wait_ready(TIMEOUT_S)
-    # The next keeper has it on storage before it is told of the name, at the next boundary.
-    until(lambda: training.engine.statistics().last_durable_step[str(tmp_path)] == 4)
-
+    # The next keeper is told of the name at the next boundary.
     durable(training, 5, 8)
 
     assert training.engine.close()
     assert named(tmp_path) == {"kept": 4}
+
+
+def test_a_name_of_a_stored_snapshot_that_the_keeper_died_before_writing_is_given(job, tmp_path):
+    training = job.start(tmp_path)
+    durable(training, 1, 3)
+    assert training.engine.keep("kept") == 3
+    until(lambda: named(tmp_path) == {"kept": 3})
+    keeper = training.engine._client._connection.peer_pid
+    os.kill(keeper, signal.SIGSTOP)
+    [path] = tmp_path.rglob("keep-kept")
+    path.unlink()  # as if it had not come so far
+    os.kill(keeper, signal.SIGKILL)
+    until(lambda: training.engine.statistics().keepers_lost == 1)
+    assert training.engine.wait_ready(TIMEOUT_S)
+    durable(training, 4, 8)
+
+    assert training.engine.close()
+    assert named(tmp_path) == {"kept": 3}
+    assert steps_at(tmp_path) == [3, 7, 8]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65, "latest", "12", 7])

@@ -40,3 +40,12 @@ def test_a_level_that_is_required_and_fails_does_not_say_that_training_goes_on(t
     with pytest.raises(LevelUnavailable, match="Not a directory") as caught:
         check_levels([PersistentLevel(tmp_path / "file" / "run")])
     assert "training goes on" not in str(caught.value)
+
+
+def test_that_nothing_is_captured_is_said_only_where_storage_has_nothing_either():
+    statistics, end = Statistics(began=8, whole=8), report.End(report.Ending.CLOSED, ("/a",), 1800)
+    assert report.summary(statistics, end)[-1].startswith("NOTHING OF THIS TRAINING IS CAPTURED")
+
+    statistics.last_durable_step["/a"] = 8  # its keeper was lost since
+
+    assert not any("NOTHING" in line for line in report.summary(statistics, end))

@@ -90,7 +90,7 @@ def test_a_flipped_byte_costs_that_snapshot_and_is_named(job, tmp_path, where):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("safetensors", "bytes, the manifest says"), ("json", "the manifest is damaged"), ("gone", "without its shard")],
+    [("safetensors", "bytes, the manifest says"), ("json", "the manifest is damaged"), ("gone", "without its file")],
 )
 def test_one_line_says_which_snapshot_is_passed_over_and_why(job, tmp_path, caplog, kind, reason):
     saved(job, tmp_path)

@@ -11,7 +11,7 @@ from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed, slots_t
 
 
 def status(phase, sequence, pinned=False):
-    return SlotStatus(phase, sequence, sequence, 0, 0, pinned, True)
+    return SlotStatus(phase, sequence, sequence, 0, 0, sequence if pinned else None, True)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -132,7 +132,7 @@ class Machine:
             self.finish()
         if self.chance.random() < 0.3:
             index = self.chance.randrange(len(self.slots))
-            self.slots[index] = replace(self.slots[index], pinned=False)
+            self.slots[index] = replace(self.slots[index], pinned_step=None)
 
     def finish(self):
         if self.writing is not None:

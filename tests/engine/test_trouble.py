@@ -71,15 +71,13 @@ def test_a_memory_bound_that_is_too_small_is_said_once_and_training_goes_on(job,
 @pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/proc/version"), reason="needs /proc")
 def test_a_level_that_refuses_is_said_once_and_memory_still_protects(job, caplog):
     training = job.start("/proc/lazysnap-cannot-write-here")
-    training.run(1, 1)
-    until(lambda: sum(training.engine.statistics().level_failures.values()) > 0)
-    training.run(2, 4)
-    until(lambda: sum(training.engine.statistics().level_failures.values()) > 1)
+    training.run(1, 4)
 
     assert training.began == [True] * 4
-    assert len(warnings(caplog, "not persisted")) == 1
     assert training.engine.fetch("latest").step == 4
-    assert not training.engine.flush(TIMEOUT_S)
+    assert not training.engine.flush(TIMEOUT_S)  # the level was tried again meanwhile, with what is small
+    assert sum(training.engine.statistics().level_failures.values()) >= 1
+    assert len(warnings(caplog, "not persisted")) == 1
 
 
 def test_a_copy_that_does_not_end_is_dropped_at_the_deadline(job):
@@ -126,7 +124,9 @@ def test_snapshots_that_a_slow_level_leaves_out_are_counted(job, tmp_path):
 
     until(is_dropped)
 
-    assert training.engine.statistics().dropped[fast.url] == 0
+    statistics = training.engine.statistics()
+    newest = statistics.last_durable_step[slow.url]
+    assert statistics.persisted[slow.url] + statistics.dropped[slow.url] == newest
 
 
 def test_an_engine_that_captured_nothing_has_nothing_to_lose(job, tmp_path, caplog):

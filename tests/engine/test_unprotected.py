@@ -127,17 +127,17 @@ def stored(directory):
 def test_a_training_without_memory_is_stored_and_told_and_resumes(kind, job, tmp_path, monkeypatch, caplog):
     with trouble(kind, job, tmp_path, monkeypatch) as (settings, word):
         training = start(job, tmp_path / "level", **settings)
-        training.run(1, 9)
+        training.run(1, 8)
         facts = training.facts()
 
-        assert [step for step, began in enumerate(training.began, 1) if began] == [1, 5, 9]
-        assert training.engine.wait(9, until="captured", timeout_s=0)
-        assert training.engine.wait(9, until="durable", timeout_s=TIMEOUT_S)
+        assert [step for step, began in enumerate(training.began, 1) if began] == [4, 8]
+        assert training.engine.wait(8, until="captured", timeout_s=0)
+        assert training.engine.wait(8, until="durable", timeout_s=TIMEOUT_S)
         assert training.engine.close()
-        assert stored(tmp_path / "level") == [5, 9]
+        assert stored(tmp_path / "level") == [4, 8]
         [warning, end] = warnings(caplog, "NOT protected")
-        assert end.startswith("9 steps of this training were NOT protected")
-        assert f"{tmp_path / 'level'}: step 9" in end
+        assert end.startswith("8 steps of this training were NOT protected")
+        assert f"{tmp_path / 'level'}: step 8" in end
         assert word in warning
         assert f"stored at {tmp_path / 'level'} every 4 steps" in warning
         for wrong in ("a new one is being started", "wait_ready", "what an earlier run left"):
@@ -145,7 +145,7 @@ def test_a_training_without_memory_is_stored_and_told_and_resumes(kind, job, tmp
 
         second = Training(dataclasses.replace(training.engine.config))
         job.trainings.append(second)
-        assert second.engine.restore("latest").step == 9
+        assert second.engine.restore("latest").step == 8
         assert second.facts() == facts
 
 
@@ -242,7 +242,7 @@ def test_a_level_that_fails_as_well_costs_snapshots_and_no_step(job, tmp_path, c
     statistics = training.engine.statistics()
     assert training.counters["seen"] == 32
     assert training.began == [False] * 4
-    assert 1 <= sum(statistics.level_failures.values()) == statistics.failed <= 4
+    assert 1 <= sum(statistics.level_failures.values()) <= statistics.failed <= 4
     assert len(warnings(caplog, "is not persisted")) == 1
     assert not training.engine.flush(TIMEOUT_S)
     assert not training.engine.close()
@@ -281,25 +281,25 @@ def test_without_memory_or_levels_the_end_says_that_nothing_is_saved(job, caplog
 
 
 def test_names_and_slower_levels_work_without_memory(job, tmp_path):
-    fast = PersistentLevel(str(tmp_path / "fast"), every_n_steps=2, keep_last=1)
+    fast = PersistentLevel(str(tmp_path / "fast"), every_n_steps=4, keep_last=1)
     slow = PersistentLevel(str(tmp_path / "slow"), every_n_steps=1000, keep_last=1)
     config = dataclasses.replace(job.config(memory=MemoryLevel(max_bytes=1 << 16)), levels=(fast, slow))
     training = Training(config)
     job.trainings.append(training)
     training.engine.wait_ready(TIMEOUT_S)
-    training.run(1, 1)
-    assert training.engine.keep("first") == 1  # just stored
-    training.run(2, 2)
-    assert training.engine.keep("second") == 3  # the next one, due or not
-    training.run(3, 8)
+    training.run(1, 4)
+    assert training.engine.keep("first") == 4  # just stored
+    training.run(5, 5)
+    assert training.engine.keep("second") == 6  # the next one, due or not
+    training.run(6, 9)
     training.train()
-    assert training.engine.boundary(9, force=True)
+    assert training.engine.boundary(10, force=True)
 
     assert training.engine.close()
 
     names = {entry.step: entry.names for entry in open_store(fast.url).inventory().entries}
-    assert names == {1: ("first",), 3: ("second",), 9: ()}
-    assert {entry.step for entry in open_store(slow.url).inventory().entries} == {1, 3, 9}
+    assert names == {4: ("first",), 6: ("second",), 10: ()}
+    assert {entry.step for entry in open_store(slow.url).inventory().entries} == {4, 6, 10}
 
 
 def test_a_source_that_changes_while_it_is_written_is_never_committed(job, tmp_path):

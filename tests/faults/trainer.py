@@ -50,6 +50,8 @@ def main() -> None:
         scheduler.step()
         journal.write("trained", step)
         began = engine.boundary(step)
+        if not began and engine.wait_ready(timeout_s=30):  # the keeper was being replaced
+            began = engine.boundary(step)
         journal.write("begun" if began else "skipped", step)
         engine.gate()
         journal.write("gated", step)

@@ -15,10 +15,11 @@ import threading
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.certificate import Certificate
 from lazysnap.keeper.coordinator import GrantLoop
-from lazysnap.keeper.granted import Held, NodeGrants, NodeLevel, RankView, SlotView, held
+from lazysnap.keeper.grant_messages import SnapshotKey
+from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.keeper.grants import Coordinator, LevelGrants
 from lazysnap.keeper.links import Deadlines, Hello, Links
-from lazysnap.keeper.retention import NodeFile, Retention
+from lazysnap.keeper.retention import Retention
 
 NUM_RANKS = 2
 QUICK = Deadlines(connect_s=20, send_s=20, alive_s=0.2, silence_s=20, shortest_pause_s=0.02, longest_pause_s=0.2)
@@ -38,7 +39,7 @@ class Node:
         self.node, self.num_nodes, self.directory = node, num_nodes, pathlib.Path(directory)
         self.lock, self.word, self.begun, self.is_gone = threading.RLock(), None, -1, False
         self.slots = [{"step": None, "pin": None} for _ in range(NUM_RANKS * 3)]
-        self.retention = Retention(PersistentLevel(str(directory), every_n_steps=10), "s1", node, num_nodes)
+        self.retention = Retention(PersistentLevel(str(directory), every_n_steps=10), "s1")
 
     def path(self, step):
         return self.directory / f"step-{step}" / f"node-{self.node}"
@@ -86,7 +87,8 @@ class Node:
         threading.Thread(target=self._write, args=(write,), daemon=True).start()
 
     def _write(self, write):
-        if held(write.step, self.views()) is not Held.WHOLE:
+        slots = [rank.holding(write.step) for rank in self.views()]
+        if any(slot is None or slot.pin != write.step for slot in slots):
             self.loop.missed(write)
         elif self.loop.is_wanted(write):
             self.path(write.step).parent.mkdir(parents=True, exist_ok=True)
@@ -97,10 +99,9 @@ class Node:
     def learned(self, levels):
         complete = sorted(key.step for key in levels[0].complete)
         say("complete", *complete)
-        listing = [NodeFile(step, "s1", self.node, self.num_nodes) for step in self.stored()]
-        for file in self.retention.expired(listing, levels[0]):
-            self.path(file.step).unlink()
-            self.loop.deleted(0, file.step)
+        for step in self.stored():
+            if self.retention.is_over(SnapshotKey(step, "s1"), levels[0]) and self.loop.give_up(0, step):
+                self.path(step).unlink()
 
     def store_alone(self, steps):
         for step in steps:

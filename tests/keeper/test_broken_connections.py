@@ -105,14 +105,13 @@ def test_a_keeper_knows_the_run_before_anything_is_asked(tmp_path):
 
     with keeper_at(identity.address, answer):
         client = KeeperClient(identity, config)
-        client.adopt_run("ab" * 8)
-        asking = threading.Thread(target=lambda: answers.append(client.drain(DEADLINE_S, newest=Capture(1, 1))))
+        client.adopt_run(Run("ab" * 8, "1" * 16, 0, 0, 1, 1, {}, None, is_new=True, names_others=False))
 
-        def ask_at_once(_):
-            asking.start()
-            assert until(lambda: Drain in heard)
+        def ask_at_once():
+            until(lambda: client.is_attached)
+            answers.append(client.drain(DEADLINE_S, newest=Capture(1, 1)))
 
-        client.listener = ask_at_once
+        threading.Thread(target=ask_at_once, daemon=True).start()
         client.connect(DEADLINE_S)
         assert until(lambda: answers) == [True]
         client.abandon()

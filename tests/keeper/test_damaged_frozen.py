@@ -2,12 +2,12 @@
 
 import pytest
 from frozen_damage import DAMAGES, NOTICED, SHARD, damage, flip, frozen_at
+from support.node_rig import STARTS, Rig, frozen_slot, steps_at
 from support.waiting import until
-from test_levels import Rig, frozen_slot
 
+from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import FormatError
-from lazysnap.keeper.protocol import Durable, LevelFailed
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
@@ -23,8 +23,8 @@ def frozen():
 def rig():
     rigs = []
 
-    def make(*levels, **settings):
-        rigs.append(Rig(*levels, **settings))
+    def make(*levels, run_id="ab" * 8, **settings):
+        rigs.append(Rig(*levels, **settings).begin(run_id=run_id))
         return rigs[-1]
 
     yield make
@@ -39,17 +39,11 @@ def restorable(level):
     for plan in candidates([store.inventory()]):
         try:
             for offers in [*plan.sources, *plan.frozen.values()]:
-                store.verify_entry(offers[0])
-        except FormatError:
+                store.verify(store.place(offers[0]))
+        except (FormatError, FileNotFoundError):  # damaged, or deleted just now
             continue
         steps.append(plan.step)
     return sorted(steps)
-
-
-def capture(trainer, reference, *steps):
-    for step in steps:
-        trainer.capture(step, frozen=reference)
-        trainer.settle()
 
 
 @pytest.mark.parametrize("how", NOTICED)
@@ -57,34 +51,37 @@ def test_in_the_middle_of_a_run_it_is_replaced_from_memory_before_the_next_snaps
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=2)
     slot, reference = frozen
     trainer = rig(level, frozen={reference.digest: slot})
-    capture(trainer, reference, 1, 2)
+    for _ in range(2):
+        trainer.store(frozen=reference)
 
     damage(level.url, how)
-    capture(trainer, reference, 3)
+    assert trainer.store(frozen=reference) == 6
 
-    assert trainer.told(Durable) == [1, 2, 3]
-    assert trainer.told(LevelFailed) == []
-    assert restorable(level) == [2, 3]
-    capture(trainer, reference, 4, 5)
-    assert restorable(level) == [4, 5]
+    assert trainer.failed() == []
+    assert until(lambda: restorable(level) == [4, 6])
+    for _ in range(2):
+        trainer.store(frozen=reference)
+    assert until(lambda: restorable(level) == [8, 10])
     assert open_store(level.url).inventory().problems == ()
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_over_a_restart_of_the_keeper_it_is_replaced_before_the_first_snapshot(rig, frozen, tmp_path, how):
+def test_over_a_restart_of_the_keeper_it_is_replaced_and_costs_no_snapshot(rig, frozen, tmp_path, how):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=2)
     slot, reference = frozen
-    first = rig(level, frozen={reference.digest: slot})
-    capture(first, reference, 1, 2)
-    first.persister.stop()
+    trainer = rig(level, frozen={reference.digest: slot})
+    for _ in range(2):
+        trainer.store(frozen=reference)
+    trainer.storages[0].close()
     damage(level.url, how)
 
-    second = rig(level, frozen={reference.digest: slot})
-    capture(second, reference, 3)
+    trainer.replace()
+    assert until(lambda: trainer.granted == 6)
+    assert steps_at(level) == [2, 4], "they are as whole as the frozen tensors will be"
+    assert trainer.store(frozen=reference) == 6
 
-    assert second.told(Durable) == [3]
-    assert second.told(LevelFailed) == []
-    assert restorable(level) == [2, 3]
+    assert trainer.failed() == []
+    assert 6 in restorable(level)
 
 
 @pytest.mark.parametrize("how", NOTICED)
@@ -94,14 +91,14 @@ def test_at_a_slower_level_it_is_replaced_from_the_faster_one_if_memory_has_it_n
     slot, reference = frozen
     held = {reference.digest: slot}
     trainer = rig(fast, slow, frozen=held)
-    capture(trainer, reference, 1)
+    trainer.store(frozen=reference)
     held.clear()
 
     damage(slow.url, how)
-    capture(trainer, reference, 2)
+    trainer.store(frozen=reference)
 
-    assert trainer.told(Durable, slow.url) == [1, 2]
-    assert restorable(slow) == [1, 2]
+    assert trainer.complete(slow) == [2, 4]
+    assert restorable(slow) == [2, 4]
 
 
 @pytest.mark.parametrize("how", NOTICED)
@@ -110,63 +107,68 @@ def test_what_cannot_be_replaced_fails_the_level_until_it_can(rig, frozen, tmp_p
     slot, reference = frozen
     held = {reference.digest: slot}
     trainer = rig(level, frozen=held)
-    capture(trainer, reference, 1)
+    trainer.store(frozen=reference)
     held.clear()
     damage(level.url, how)
 
-    capture(trainer, reference, 2, 3)
+    trainer.train_until(lambda: len(trainer.failed()) > 1, frozen=reference)
 
-    assert trainer.told(Durable) == [1]
-    assert trainer.told(LevelFailed) == [2, 3]
+    assert trainer.complete(level) == [2]
     assert restorable(level) == []
     held[reference.digest] = slot
-    capture(trainer, reference, 4)
-    assert trainer.told(Durable) == [1, 4]
-    assert restorable(level) == [1, 4]
+    trainer.train_until(lambda: len(trainer.complete(level)) > 1, frozen=reference)
+    assert until(lambda: restorable(level) == trainer.complete(level))
 
 
-def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig, frozen, tmp_path):
+def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig, frozen, tmp_path, monkeypatch):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
     slot, reference = frozen
-    trainer = rig(level, frozen={reference.digest: slot})
-    trainer.capture(1)
-    trainer.settle()
+    trainer, original, committed = rig(level, frozen={reference.digest: slot}), faults.point, []
 
-    [lane] = trainer.persister._lanes
-    read_back = lane._is_sound
+    def point(name):
+        if name == "keeper.persist.committed":
+            committed.append(True)
+            if len(committed) == 2:
+                flip(frozen_at(level.url) / SHARD)
+        original(name)
 
-    def damage(item):
-        if item.entry.step == 2:
-            flip(frozen_at(level.url) / SHARD)
-        return read_back(item)
+    monkeypatch.setattr(faults, "point", point)
+    assert trainer.store() == 2
+    assert trainer.train(frozen=reference) == 4
 
-    lane._is_sound = damage
-    capture(trainer, reference, 2)
-
-    assert until(lambda: trainer.told(LevelFailed) == [2])
-    assert restorable(level) == [1]
-    capture(trainer, reference, 3)
-    assert restorable(level) == [3]
+    assert until(lambda: trainer.failed() == [4])
+    assert trainer.complete(level) == [2]
+    assert 2 in steps_at(level)
+    trainer.train_until(lambda: len(trainer.complete(level)) > 1, frozen=reference)
+    assert until(lambda: restorable(level) == trainer.complete(level)[-1:])
 
 
-def test_two_jobs_of_one_run_share_frozen_tensors_that_are_damaged_under_them(rig, frozen, tmp_path):
+def test_two_runs_share_frozen_tensors_that_are_damaged_under_them(rig, frozen, tmp_path):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=50)
     slot, reference = frozen
-    jobs = [rig(level, frozen={reference.digest: slot}) for _ in range(2)]
-    step = 0
+    jobs = [rig(level, frozen={reference.digest: slot}, run_id=run) for run in ("ab" * 8, "cd" * 8)]
     for how in [*DAMAGES, *DAMAGES]:
         for job in jobs:
-            step += 1
-            job.capture(step, frozen=reference)
-        for job in jobs:
-            job.settle()
+            step = job.train(frozen=reference)
+            assert until(lambda job=job, step=step: step in job.complete(level) + job.failed())
         damage(level.url, how)
     for job in jobs:
-        step += 1
-        capture(job, reference, step)
+        job.store(frozen=reference)
 
-    durable = [told for job in jobs for told in job.told(Durable)]
-    assert {step, step - 1} <= set(durable)
-    assert set(durable) <= set(restorable(level))
-    assert len(set(durable)) > step // 2
+    complete = {step for job in jobs for step in job.complete(level)}
+    assert complete <= set(restorable(level))
     assert len(open_store(level.url).inventory().frozen) == 1
+
+
+def test_frozen_tensors_of_another_start_are_taken_as_they_are(rig, frozen, tmp_path):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1)
+    slot, reference = frozen
+    trainer = rig(level, frozen={reference.digest: slot})
+    trainer.store(frozen=reference)
+    written = (frozen_at(level.url) / SHARD).stat().st_mtime_ns
+
+    trainer.begin(STARTS[1], stored={level.url: [(STARTS[0], 2)]})
+    trainer.store(frozen=reference)
+
+    assert (frozen_at(level.url) / SHARD).stat().st_mtime_ns == written
+    assert trainer.complete(level)[-1] in restorable(level)

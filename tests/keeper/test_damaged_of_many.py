@@ -1,75 +1,113 @@
 """One of two ranks reads back damaged what it wrote: that is no snapshot, and it does not fill the disk either."""
 
 import pathlib
+import threading
 
 import pytest
 from frozen_damage import SHARD, flip, frozen_at, truncate
-from node_jobs import RUN, START, Lead, Member, frozen_slot
-from support.names import directory_of
+from support.node_rig import Rig, check, frozen_slot, steps_at
 from support.waiting import until
 
-from lazysnap.keeper.protocol import Durable, LevelFailed, Sound, Surplus
-from lazysnap.levels.belongings import Told
+from lazysnap import faults
+from lazysnap.config import PersistentLevel
+
+
+@pytest.fixture(params=[(1, 2), (2, 1)], ids=["one node", "two nodes"])
+def ranks(request):
+    """How many nodes, with how many ranks each."""
+    return dict(zip(("nodes", "ranks"), request.param, strict=True))
 
 
 @pytest.fixture
-def lead(tmp_path):
-    """Its persister in this process, at a level where each rank has its own file; step 1 is sound at all of them."""
-    member = Member(tmp_path, keep_last=1)
-    lead = Lead(member)
-    lead.url = pathlib.Path(member.url)
-    yield lead
-    lead.close()
+def rig():
+    rigs = []
+
+    def make(*levels, **settings):
+        rigs.append(Rig(*levels, **settings).begin())
+        return rigs[-1]
+
+    yield make
+    for one in rigs:
+        one.close()
 
 
-def begin(lead, **settings):
-    lead.adopt(1, pin=True, **settings)
-    assert until(lambda: lead.told(Sound) == [1])
-    lead.persister.tell(str(lead.url), Told(RUN, START, (1,)))
+def damage(monkeypatch, flip_one):
+    """From now on, whatever is committed, before it is read back."""
+    original, one_at_a_time = faults.point, threading.Lock()
+
+    def point(name):
+        if name == "keeper.persist.committed":
+            with one_at_a_time:
+                flip_one()
+        original(name)
+
+    monkeypatch.setattr(faults, "point", point)
 
 
-def damage(lead, flip_one):
-    """From now on, whatever is committed."""
-
-    def emit(event):
-        if isinstance(event, Durable):
-            flip_one(event.step)
-        lead.events.append(event)
-
-    lead.persister.emit = emit
+def flip_new(trainer, level, flipped):
+    """What the last node committed since, but for step 2."""
+    last = f"node-{len(trainer.nodes) - 1:05d}-of-{len(trainer.nodes):05d}.safetensors"
+    for path in set(pathlib.Path(level.url).glob(f"*/{last}")) - flipped:
+        if path.parent != trainer.directory(level, 2) and path.with_suffix(".json").exists():
+            flipped.add(path)
+            flip(path)
 
 
-def capture(lead, *steps, **settings):
-    for step in steps:
-        lead.adopt(step, pin=True, **settings)
-        assert until(lambda step=step: step in lead.told(LevelFailed))
-        assert until(lead.persister.is_drained)
-        del lead.slots[:-1]  # so many more wait for other ranks
-    assert until(lead.persister.is_drained)
-    assert lead.told(LevelFailed) == list(steps)
+def files(level, pattern):
+    return sorted(path.parent.name for path in pathlib.Path(level.url).rglob(pattern))
 
 
-def shards(lead):
-    return sorted(path.parent.name for path in lead.url.rglob("*.safetensors"))
+def test_shards_that_are_always_read_back_damaged_go_and_what_was_whole_stays(rig, ranks, tmp_path, monkeypatch):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
+    trainer = rig(level, **ranks)
+    assert trainer.store() == 2
+
+    flipped = set()
+    damage(monkeypatch, lambda: flip_new(trainer, level, flipped))
+    node = len(trainer.nodes) - 1
+    trainer.train_until(lambda: len(trainer.failed(node=node)) > 2)
+
+    assert trainer.complete(level) == [2]
+    monkeypatch.undo()
+    trainer.train_until(lambda: len(trainer.complete(level)) > 1)
+    newest = trainer.complete(level)[-1]
+    assert until(lambda: steps_at(level) == [newest])
+    check(level, newest)
+    assert until(lambda: len(files(level, "*.safetensors")) == len(trainer.nodes))
 
 
-def test_the_bytes_of_shards_that_are_always_read_back_damaged_go_at_once(lead):
-    begin(lead)
-    damage(lead, lambda step: flip(next((lead.url / directory_of(step, RUN, START)).glob("*.safetensors"))))
+def test_while_all_is_read_back_damaged_little_is_left_of_it(rig, ranks, tmp_path, monkeypatch):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
+    trainer = rig(level, **ranks)
+    assert trainer.store() == 2
+    seen, flipped = [], set()
 
-    capture(lead, 2, 3, 4)
+    def flip_one():
+        flip_new(trainer, level, flipped)
+        seen.append(len(files(level, "*.safetensors")))
 
-    assert shards(lead) == [directory_of(1, RUN, START)]
-    assert not (lead.url / directory_of(4, RUN, START)).exists()
+    damage(monkeypatch, flip_one)
+    node = len(trainer.nodes) - 1
+    trainer.train_until(lambda: len(trainer.failed(node=node)) > 3)
+
+    check(level, 2)
+    # One step that is whole, one that is being written, and one for which the level was not well yet.
+    assert max(seen) <= 3 * len(trainer.nodes)
 
 
-def test_shards_whose_frozen_tensors_are_always_damaged_are_offered_to_be_taken_back(lead):
-    slot, reference = frozen_slot(b"a" * 7000)
-    lead.frozen[reference.digest] = slot
-    begin(lead, frozen=reference)
-    damage(lead, lambda _: truncate(frozen_at(lead.url) / SHARD))
+def test_snapshots_whose_frozen_tensors_are_always_read_back_damaged_go(rig, tmp_path, monkeypatch):
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
+    slot, reference = frozen_slot()
+    trainer = rig(level, ranks=2, frozen={reference.digest: slot})
+    assert trainer.store(frozen=reference) == 2
+    damage(monkeypatch, lambda: truncate(frozen_at(level.url) / SHARD))
 
-    capture(lead, 2, 3, 4, 5, 6, 7, 8, frozen=reference)
+    trainer.train_until(lambda: len(trainer.failed()) > 2, frozen=reference)
 
-    assert lead.told(Surplus) == [2, 3]
+    assert trainer.complete(level) == [2]
+    assert 2 in steps_at(level)
+    monkeypatch.undo()
+    trainer.train_until(lambda: len(trainer.complete(level)) > 1, frozen=reference)
+    newest = trainer.complete(level)[-1]
+    assert until(lambda: steps_at(level) == [newest])
     slot.close()

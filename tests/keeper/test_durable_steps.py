@@ -1,52 +1,51 @@
 """What a trainer makes of what its keeper says is durable."""
 
+import pytest
+
 from lazysnap.keeper.durable import DurableSteps
-from lazysnap.keeper.protocol import Durable, LevelFailed
+from lazysnap.keeper.protocol import Complete
 
-RUN = "ab" * 8
+START, OTHER = "0" * 15 + "1", "0" * 15 + "2"
 
 
-def heard(*told, known=None):
-    known = known or DurableSteps()
-    for sequence, step in told:
-        known.hear(Durable("/a", step, 1, 1.0, sequence, RUN))
+@pytest.fixture
+def known():
+    known = DurableSteps()
+    known.adopt(START)
     return known
 
 
-def damaged(*told, known):
-    for sequence, step in told:
-        known.hear(LevelFailed("/a", step, "damaged", sequence))
-    return known
+def test_each_step_is_news_once(known):
+    assert known.hear(Complete("/a", [10, 20], START)) == [10, 20]
+    assert known.hear(Complete("/a", [20, 30, 10], START)) == [30]
+    assert known.hear(Complete("/b", [20], START)) == [20]
 
 
-def test_a_level_that_takes_the_newest_first_has_it_still_when_it_came_to_older_ones():
-    assert heard((3, 30), (2, 20)).newest("/a") == 30
+def test_older_steps_that_come_later_do_not_hide_newer_ones(known):
+    known.hear(Complete("/a", [30], START))
+    known.hear(Complete("/a", [20], START))
 
-
-def test_a_step_that_is_passed_again_counts_by_its_capture():
-    assert heard((3, 30), (4, 10)).newest("/a") == 10
-
-
-def test_what_is_read_back_damaged_leaves_the_one_before():
-    known = heard((3, 30), (4, 40))
-
-    assert damaged((4, 40), known=known).newest("/a") == 30
+    assert known.newest("/a") == 30
+    assert known.has("/a", 20)
+    assert not known.has("/a", 10)
     assert known.newest("/b") == -1
 
 
-def test_captures_of_before_a_run_was_adopted_do_not_count_nor_those_of_another_run():
-    known = DurableSteps()
-    known.adopt(RUN, 5)
-
-    assert heard((4, 40), (5, 50), known=known).newest("/a") == -1
-    assert heard((6, 10), known=known).newest("/a") == 10
-    known.adopt("cd" * 8, 0)
-    assert heard((7, 70), known=known).newest("/a") == -1
-
-
-def test_only_the_last_few_are_remembered():
-    known = heard(*((sequence, sequence) for sequence in range(1, 100)))
-
-    damaged(*((sequence, sequence) for sequence in range(91, 100)), known=known)
-
+def test_steps_of_another_start_do_not_count(known):
+    assert known.hear(Complete("/a", [50], OTHER)) == []
     assert known.newest("/a") == -1
+
+    known.hear(Complete("/a", [50], START))
+    known.adopt(OTHER)
+    assert known.newest("/a") == -1
+    assert not known.has("/a", 50)
+    assert known.hear(Complete("/a", [10], OTHER)) == [10]
+
+
+def test_of_a_long_run_the_newest_are_remembered(known):
+    for step in range(5000):
+        known.hear(Complete("/a", [step], START))
+
+    assert known.newest("/a") == 4999
+    assert known.has("/a", 4500)
+    assert not known.has("/a", 0)

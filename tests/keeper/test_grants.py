@@ -7,10 +7,10 @@ import pytest
 from support import grant_simulation as simulation
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.grant_messages import Epoch, SnapshotKey
-from lazysnap.keeper.granted import Held, NodeGrants, NodeLevel, RankView, SlotView, held, to_store_alone
+from lazysnap.keeper.grant_messages import Epoch, Progress, SnapshotKey
+from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView, Write, to_store_alone
 from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
-from lazysnap.keeper.retention import NodeFile, Retention, still_to_copy
+from lazysnap.keeper.retention import Retention, still_to_copy
 
 
 def play_many(scenario, seeds, **settings):
@@ -46,7 +46,7 @@ def test_nearly_every_granted_step_becomes_complete(scenario):
 @pytest.mark.parametrize(
     ("rule", "scenario", "promise", "seeds"),
     [
-        ("epoch", "two", simulation.NOT_STORED, [11]),
+        ("epoch", "two", simulation.NOT_STORED, [228, 284]),
         ("all", "coordinator", simulation.NOT_COMPLETE, range(3)),
         ("clean", "node", simulation.LEFT_BEHIND, range(2, 5)),
         ("list", "node", simulation.LEFT_BEHIND, range(3)),
@@ -123,6 +123,45 @@ class Cluster:
         return sorted(key.step for key in self.nodes[-1].levels[level].complete)
 
 
+def test_what_a_node_stores_alone_is_not_counted_for_the_step_that_was_granted():
+    cluster = Cluster()
+    cluster.train(3)
+    cluster.train(10)
+    cluster.finish(nodes=[0])
+    node = cluster.nodes[1]
+    node.missed(cluster.writes.pop((1, 0)))  # and its link is down: nobody hears it
+    alone = Write(0, 5, None, node.levels[0].attempt)
+
+    node.committed(alone)
+    node.verified(alone)
+    cluster.coordinator.receive(node.report([cluster.ranks[1]]))
+    cluster.coordinator.decide(Own(10, frozenset()))
+
+    assert cluster.coordinator.levels[0].complete == set()
+    assert node.levels[0].stored == {5}
+
+
+def test_a_cancelled_step_that_is_granted_again_is_not_deleted_and_one_that_is_deleted_is_written_again():
+    cluster = Cluster()
+    cluster.nodes[0].wish(10)
+    cluster.train(3)
+    cluster.train(10)
+    cluster.finish(nodes=[0])
+    cluster.fail(0, node=1)
+    first = cluster.nodes[0]
+    assert (first.levels[0].grant, 10 in first.levels[0].cancelled, first.levels[0].stored) == (None, True, {10})
+
+    assert first.give_up(0, 10)  # its file is being deleted
+    cluster.nodes[1].probed(0)
+    cluster.report()
+
+    assert cluster.granted() == [10]
+    assert not first.give_up(0, 10)
+    assert first.levels[0].progress is Progress.WRITING
+    cluster.finish()
+    assert cluster.complete() == [10]
+
+
 def test_a_step_is_complete_when_all_nodes_have_reported_it_and_not_before():
     cluster = Cluster()
     cluster.train(3)
@@ -183,10 +222,6 @@ def test_a_node_pins_a_step_that_was_begun_before_the_order_came():
 
     assert look.pin == (0,)
     assert [write.step for write in look.writes] == [10]
-    # Its trainer had chosen the slot just before: the pin is gone, and nothing is committed.
-    assert held(10, [RankView(20, False, (SlotView(20, False), SlotView(15, True)))]) is Held.LOST
-    assert held(10, [RankView(15, False, (SlotView(10, False, 10), SlotView(15, True)))]) is Held.COPYING
-    assert held(10, [RankView(15, True, (SlotView(10, False, 10), SlotView(15, True)))]) is Held.LOST
 
 
 def test_a_failed_write_gives_its_pins_back_and_can_never_commit():
@@ -297,6 +332,20 @@ def test_a_wish_is_granted_after_the_fact_while_slots_hold_the_step_and_is_lost_
     assert not cluster.nodes[0].wish(15)
 
 
+def test_a_step_that_one_rank_waits_for_and_a_slower_one_did_not_begin_yet_is_not_lost():
+    coordinator = Coordinator(7, START, 1, (LevelGrants(PersistentLevel("/0", every_n_steps=10)),))
+    node = NodeGrants(0, START, (NodeLevel(),))
+    node.receive(coordinator.order())
+    node.wish(5)
+    coordinator.receive(node.report([RankView(5, False, (SlotView(5, True),)), RankView(4, False, ())]))
+    coordinator.decide(Own(5, frozenset(), slowest=4))
+    assert (coordinator.levels[0].grant, coordinator.levels[0].lost) == (5, set())
+
+    coordinator.levels[0].grant = None
+    coordinator.decide(Own(5, frozenset(), slowest=5))
+    assert coordinator.levels[0].lost == {5}
+
+
 def test_a_grant_that_lies_ahead_yields_to_a_step_for_which_training_waits():
     cluster = Cluster(*two_levels())
     cluster.train(5)
@@ -340,6 +389,27 @@ def test_nothing_is_granted_while_some_nodes_train_and_others_are_dead():
 
     cluster.train(6)
     assert cluster.granted() == [10]
+
+
+def test_what_a_node_is_granted_while_one_of_its_ranks_is_dead_is_missed_once_and_not_again_and_again():
+    settings = PersistentLevel("/0")
+    coordinator = Coordinator(7, START, 1, (LevelGrants(settings),))
+    node = NodeGrants(0, START, (NodeLevel(),))
+    alive, dead = RankView(5, False, (SlotView(5, True),)), RankView(5, True, (SlotView(5, True),))
+    decisions = 0
+    node.receive(coordinator.order())
+    for ranks in ([alive, dead], [alive, dead], [dead, dead]):
+        node.look(ranks)
+        coordinator.receive(node.report(ranks))
+        while decisions < 10 and coordinator.decide(Own(5, frozenset({5}))):
+            decisions += 1
+            node.receive(coordinator.order())
+            node.look(ranks)
+            coordinator.receive(node.report(ranks))
+
+    assert decisions < 10
+    assert coordinator.levels[0].grant == 5  # what both hold, now that nobody trains
+    assert coordinator.levels[0].margin <= 1
 
 
 def test_without_a_coordinator_a_node_stores_what_all_its_ranks_hold_whole():
@@ -388,10 +458,9 @@ KEY = [SnapshotKey(step, START) for step in range(100)]
 
 
 def expired(steps, *, complete, keep_last=2, protected=(), start=START, **level):
-    retention = Retention(PersistentLevel("/0", keep_last=keep_last, keep_every_n_steps=50), "s1", 0, 2)
+    retention = Retention(PersistentLevel("/0", keep_last=keep_last, keep_every_n_steps=50), "s1")
     state = NodeLevel(complete={KEY[step] for step in complete}, **level)
-    files = [NodeFile(step, start, 0, 2) for step in steps]
-    return [file.step for file in retention.expired(files, state, protected)]
+    return [step for step in steps if retention.is_over(SnapshotKey(step, start), state, protected)]
 
 
 def test_complete_steps_go_when_enough_newer_ones_are_complete_and_incomplete_ones_when_one_is():
@@ -408,11 +477,5 @@ def test_a_cancelled_step_goes_unless_it_is_granted_again():
     assert expired([10], complete=[10], cancelled=frozenset({10})) == []
 
 
-def test_files_of_earlier_starts_are_shared_out_and_those_of_other_nodes_left_alone():
-    retention = Retention(PersistentLevel("/0", keep_last=1), "s2", 1, 2)
-    state = NodeLevel(complete={SnapshotKey(30, "s2")})
-    files = [NodeFile(10, "s1", node, 5) for node in range(5)] + [NodeFile(10, "s2", node, 2) for node in range(2)]
-
-    mine = retention.expired(files, state)
-
-    assert mine == [NodeFile(10, "s1", 1, 5), NodeFile(10, "s1", 3, 5), NodeFile(10, "s2", 1, 2)]
+def test_snapshots_of_earlier_starts_go_as_those_of_this_one():
+    assert expired([10, 20], complete=[30], start="s0") == [10, 20]

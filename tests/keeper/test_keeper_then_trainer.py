@@ -14,7 +14,7 @@ DEADLINE_S = 60
 def killed(job, fault, **settings):
     """A trainer that captured two steps, whose keeper was killed, and that died itself at ``fault``."""
     trainer = job.trainer(environment={"LAZYSNAP_FAULT": fault}, **settings)
-    trainer.capture(step=1, pin=True)
+    trainer.capture(step=1, must=True)
     if settings:
         assert trainer.wait_durable(step=1, timeout_s=DEADLINE_S)
     trainer.capture(step=2)

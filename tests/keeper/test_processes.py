@@ -20,6 +20,10 @@ def steps_at(url):
     return sorted(entry.step for entry in open_store(str(url)).inventory().entries)
 
 
+def starts_at(url):
+    return [entry.start for entry in open_store(str(url)).inventory().entries]
+
+
 def stat_of(pid):
     """State, parent, process group and session of a process."""
     return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:4]
@@ -88,11 +92,25 @@ def test_a_trainers_death_makes_its_newest_whole_capture_durable_even_behind_a_t
     level = job.level(every_n_steps=1)
     first = job.trainer(levels=[level])
     first.capture(step=1)
-    first.begin(step=2, pin=True)
+    first.begin(step=2, must=True)
     assert until(lambda: any(".tmp" in name.name for name in (job.root / "level").rglob("*")))
     first.kill()
 
     assert until(lambda: steps_at(level["url"]) == [1])
+
+
+def test_what_a_trainer_asked_a_keeper_to_store_is_stored_by_the_next_one(job):
+    """Its slot says so; else nothing would ever take the pin away."""
+    first = job.trainer(levels=[job.level(every_n_steps=1000)])
+    keeper = job.keeper_pid()
+    first.begin(step=1, must=True)
+    os.kill(keeper, signal.SIGKILL)
+    assert until(lambda: job.keeper_pid() not in (None, keeper))
+    assert until(lambda: first.slots() == 3)
+    first.commit()
+
+    assert first.wait_durable(step=1, timeout_s=60)
+    assert until(lambda: first.pinned() == 0)
 
 
 def test_bytes_that_rest_in_memory_get_checksums(job):
@@ -379,10 +397,10 @@ def test_slots_beyond_the_bound_are_refused_with_the_bytes_needed_and_allowed(jo
 def test_a_torn_capture_that_was_pinned_does_not_end_persistence(job):
     level = job.level()
     first = job.trainer(levels=[level])
-    first.begin(step=1, pin=True)
+    first.begin(step=1, must=True)
     first.discard()
     assert until(lambda: first.pinned() == 0)
-    first.capture(step=2, pin=True)
+    first.capture(step=2, must=True)
 
     assert first.wait_durable(step=2, timeout_s=60)
 
@@ -392,27 +410,30 @@ def test_a_failing_level_is_told_once_and_the_next_capture_is_tried_again(job):
     blocker.write_text("not a directory")
     level = job.level()
     first = job.trainer(levels=[level])
-    first.capture(step=1, pin=True)
+    first.capture(step=1, must=True)
     assert not first.drain()
     failed = [event for name, event in first.take_events() if name == "LevelFailed"]
     assert {event["step"] for event in failed} == {1}  # tried again for whoever waits
     assert str(blocker) in failed[0]["text"]
     blocker.unlink()
-    first.capture(step=2, pin=True)
+    first.capture(step=2, must=True)
 
     assert first.wait_durable(step=2, timeout_s=60)
 
 
 def test_drain_brings_the_newest_capture_to_every_level_even_if_the_step_repeats(job):
-    """A run resumed from an older step passes steps again that its levels have already."""
+    """A run resumed from an older step passes steps again that its levels have already: that is another start."""
     levels = [job.level("one"), job.level("two", every_n_steps=100)]
     first = job.trainer(levels=levels)
     first.capture(step=5)
     assert first.drain()
+    before = {level["url"]: starts_at(level["url"]) for level in levels}
+    first.adopt_run(run_id="ab" * 8)
     first.capture(step=5)
     assert first.drain()
 
-    assert steps_at(levels[0]["url"]) == steps_at(levels[1]["url"]) == [5]
+    for level in levels:
+        assert set(starts_at(level["url"])) - set(before[level["url"]])
 
 
 def test_what_an_earlier_run_made_durable_is_not_taken_for_this_ones(job):

@@ -30,7 +30,7 @@ def test_an_answer_that_comes_after_the_deadline_is_not_kept(ends):
     lock = threading.Condition()
     questions = Questions(lock, lambda: ours)
 
-    assert questions.ask(Drain(sequence=1), 0.0) is None
+    assert questions.ask(Drain(step=1), 0.0) is None
     late = asked(theirs)
     with lock:
         questions.hear(Drained(id=late.id, ok=True))
@@ -42,7 +42,7 @@ def test_each_question_gets_its_own_answer(ends):
     ours, theirs = ends
     lock = threading.Condition()
     questions, answers = Questions(lock, lambda: ours), []
-    thread = threading.Thread(target=lambda: answers.append(questions.ask(Drain(sequence=1), 20)))
+    thread = threading.Thread(target=lambda: answers.append(questions.ask(Drain(step=1), 20)))
     thread.start()
     number = asked(theirs).id
     with lock:
@@ -59,15 +59,15 @@ def test_nobody_waits_for_an_answer_on_a_connection_that_ended(ends):
     lock = threading.Condition()
     held, answers = [ours], []
     questions = Questions(lock, lambda: held[0])
-    thread = threading.Thread(target=lambda: answers.append(questions.ask(Drain(sequence=1), 60)))
+    thread = threading.Thread(target=lambda: answers.append(questions.ask(Drain(step=1), 60)))
     thread.start()
-    assert asked(theirs).sequence == 1
+    assert asked(theirs).step == 1
     with lock:
         held[0] = None
         lock.notify_all()
 
     assert until(lambda: answers == [None])
-    assert questions.ask(Drain(sequence=1), 60) is None
+    assert questions.ask(Drain(step=1), 60) is None
 
 
 def test_who_is_told_of_progress_holds_up_no_answer(ends):
@@ -81,7 +81,7 @@ def test_who_is_told_of_progress_holds_up_no_answer(ends):
         told.set()
         assert goes_on.wait(60)
 
-    thread = threading.Thread(target=lambda: answers.append(questions.ask(Drain(sequence=1), 60, meanwhile)))
+    thread = threading.Thread(target=lambda: answers.append(questions.ask(Drain(step=1), 60, meanwhile)))
     thread.start()
     number = asked(theirs).id
     assert told.wait(60)

@@ -9,12 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.waiting import until
 
-RANKS = 3
+from lazysnap.levels import open_store
+from lazysnap.shard.names import new_id
+
+RANKS, START = 3, new_id()
 
 
 def ranks(job, count=RANKS, **settings):
     """Connected trainers with slots, all started at the same time."""
-    started = [job.start(rank=(rank, count), **settings) for rank in range(count)]
+    started = [job.start(rank=(rank, count), start=START, **settings) for rank in range(count)]
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(lambda trainer: trainer.connect(), started))
         assert list(pool.map(lambda trainer: trainer.reserve(count=3), started)) == [3] * count
@@ -101,7 +104,7 @@ def test_a_rank_that_says_goodbye_takes_its_memory_along_and_no_other(job):
     assert until(lambda: len(slots_of(keeper)) == 3 * (RANKS - 1))
     assert job.keeper_pid() == keeper
     assert steps(first) == [5]
-    again = job.trainer(rank=(1, RANKS))
+    again = job.trainer(rank=(1, RANKS), start=START)
     assert steps(again) == []
     assert again.capture(step=6)
     for trainer in (first, again, job.trainers[2]):
@@ -151,4 +154,25 @@ def test_sigterm_makes_the_newest_capture_of_every_rank_durable(job):
 
     assert until(job.is_gone)
     names = [path.name for path in pathlib.Path(level["url"]).glob("step-00000003-*/*.json")]
-    assert sorted(names) == [f"rank-0000{rank}-of-0000{RANKS}.json" for rank in range(RANKS)]
+    assert names == ["node-00000-of-00001.json"]
+
+
+def test_what_an_earlier_start_left_is_stored_as_of_the_ranks_and_nodes_that_it_had(job):
+    level = job.level(every_n_steps=100)
+    for trainer in ranks(job, 2, levels=[level]):
+        trainer.capture(step=3)
+        trainer.kill()
+    later = [job.start(rank=(rank, 2), levels=[level], floor=1, elsewhere=True) for rank in range(2)]
+    for trainer in later:
+        assert isinstance(trainer.connect(), float)
+    for trainer in later:
+        trainer.adopt_run(run_id="ab" * 8)
+        assert steps(trainer) == [3]  # its keeper heard of the later start by now
+    for trainer in later:
+        trainer.kill()
+    os.kill(job.keeper_pid(), signal.SIGTERM)
+
+    assert until(job.is_gone)
+    found = open_store(level["url"]).inventory().entries
+    assert [(entry.step, entry.start, entry.file) for entry in found] == [(3, START, "node-00000-of-00001")] * 2
+    assert [(entry.rank, entry.world_size) for entry in found] == [(0, 2), (1, 2)]

@@ -3,60 +3,117 @@
 import pathlib
 
 import pytest
-from node_jobs import RUN, Lead, Member, image_of
 from support.names import directory_of
+from support.node_rig import RUN, STARTS, Rig, check, image_of, steps_at
 from support.waiting import until
 
-from lazysnap.keeper.protocol import Sound
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper.protocol import Complete
 from lazysnap.levels import open_store
-from lazysnap.levels.belongings import Told
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.source import MemorySource
 from lazysnap.levels.storage import Storage
 from lazysnap.shard.manifest import CaptureMeta
 
-FIRST, ELSEWHERE, SECOND, THIRD = (f"000000000000000{number}" for number in range(1, 5))
+FIRST, ELSEWHERE, SECOND, THIRD = STARTS[:4]
 
 
 @pytest.fixture
-def lead(tmp_path):
-    """The first of two ranks, each with files of its own."""
-    member = Member(tmp_path, keep_last=1)
-    lead = Lead(member)
-    lead.url = pathlib.Path(member.url)
-    yield lead
-    lead.close()
+def level(tmp_path):
+    return PersistentLevel(tmp_path / "level", every_n_steps=1, keep_last=1)
 
 
-def train(lead, step, start):
-    lead.adopt(step, pin=True, start=start)
-    assert until(lambda: step in lead.told(Sound))
-    lead.persister.tell(str(lead.url), Told(RUN, start, (step,)))
-    assert until(lead.persister.is_drained)
+@pytest.fixture
+def rig(level):
+    rig = Rig(level, ranks=2)
+    yield rig
+    rig.close()
 
 
-def write_elsewhere(lead, step):
-    """What another keeper of the same rank wrote there meanwhile."""
-    image = image_of(0, step)
+def write(level, step, start, rank, world_size=2):
+    """What another keeper wrote there."""
+    image = image_of(step, rank)
     room = map_anonymous(-(-len(image) // 4096) * 4096)
     room[: len(image)] = image
-    meta = CaptureMeta(RUN, ELSEWHERE, step, 0, 2, 3)
-    open_store(str(lead.url)).write(meta, MemorySource(room, len(image)))
+    meta = CaptureMeta(RUN, start, step, rank, world_size, 3)
+    open_store(level.url).write(meta, MemorySource(room, len(image)))
 
 
-def test_what_was_written_elsewhere_between_two_starts_goes_and_what_is_half_written_a_day_later(lead, monkeypatch):
-    train(lead, 1, FIRST)
-    train(lead, 2, FIRST)  # now it knows what is there
-    write_elsewhere(lead, 3)
-    write_elsewhere(lead, 4)
-    next((lead.url / directory_of(4, RUN, ELSEWHERE)).glob("*.json")).unlink()
+def directories(level):
+    return sorted({path.parent.name for path in pathlib.Path(level.url).rglob("*.safetensors")})
 
-    train(lead, 5, SECOND)
-    found = [path.parent.name for path in lead.url.rglob("*.safetensors")]
-    assert sorted(found) == [directory_of(4, RUN, ELSEWHERE), directory_of(5, RUN, SECOND)], (
-        "it may be a copy on its way"
-    )
+
+def test_what_was_written_elsewhere_between_two_starts_goes_and_what_is_half_written_a_day_later(
+    rig, level, monkeypatch
+):
+    rig.begin(FIRST)
+    assert [rig.store() for _ in range(2)] == [2, 4]
+    for rank in (0, 1):
+        write(level, 1, ELSEWHERE, rank)
+    write(level, 3, ELSEWHERE, 0)
+    next((pathlib.Path(level.url) / directory_of(3, RUN, ELSEWHERE)).glob("*.json")).unlink()
+
+    rig.begin(SECOND, stored={level.url: [(ELSEWHERE, 1)]})
+    half = directory_of(3, RUN, ELSEWHERE)
+    newest = [rig.store() for _ in range(3)][-1]
+    assert newest == 6
+    assert until(lambda: directories(level) == sorted([half, directory_of(6, RUN, SECOND)])), "a copy on its way?"
 
     monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)
-    train(lead, 6, THIRD)
-    assert sorted(path.parent.name for path in lead.url.rglob("*.safetensors")) == [directory_of(6, RUN, THIRD)]
+    rig.begin(THIRD, stored={level.url: [(SECOND, 6)]})
+    newest = [rig.store() for _ in range(4)][-1]
+    assert newest == 8
+    assert until(lambda: directories(level) == [directory_of(8, RUN, THIRD)])
+
+
+def test_snapshots_that_a_start_goes_on_from_stay_until_something_newer_is_complete(rig, level):
+    rig.begin(FIRST)
+    assert [rig.store() for _ in range(2)] == [2, 4]
+
+    rig.begin(SECOND, stored={level.url: [(FIRST, 4)]})
+    assert rig.store() == 2
+    assert until(lambda: 4 in steps_at(level))
+    assert rig.store() == 4  # of two starts the later one is newer
+    assert until(lambda: directories(level) == [directory_of(4, RUN, SECOND)])
+
+
+def test_nothing_is_deleted_while_a_trainer_chooses_what_to_go_on_with(rig, level):
+    rig.begin(FIRST)
+    assert rig.store() == 2
+    rig.ranks[0].is_choosing = True
+    assert [rig.store() for _ in range(3)] == [4, 6, 8]
+
+    assert steps_at(level) == [2, 4, 6, 8]
+    rig.ranks[0].is_choosing = False
+    assert until(lambda: steps_at(level) == [8])
+
+
+def test_a_slot_of_another_rank_is_not_stored_under_the_names_of_the_crew(rig, level):
+    rig.begin(FIRST)
+    first, second = rig.ranks
+    first.rank, second.rank = 1, 0
+    strange = rig.train()
+    first.rank, second.rank = 0, 1
+    rig.train_until(lambda: rig.complete(level))
+
+    assert strange not in rig.complete(level)
+    check(level, rig.complete(level)[0])
+
+
+def test_what_cannot_be_told_is_told_with_what_comes_next(rig, level):
+    class Ear(list):
+        is_deaf = True
+
+        def append(self, message):
+            if self.is_deaf and isinstance(message, Complete):
+                self.is_deaf = False
+                raise RuntimeError("nobody foresaw it")
+            super().append(message)
+
+    rig.ears = Ear
+    rig.begin(FIRST)
+    first = rig.train()
+    assert until(lambda: not rig.told_to[0].is_deaf)
+    second = rig.store()
+
+    assert rig.complete(level) == [first, second]

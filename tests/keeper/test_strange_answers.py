@@ -7,18 +7,25 @@ import struct
 import threading
 
 import pytest
-from node_jobs import Member, capture, reach_keeper
 from support.waiting import until
 
 from lazysnap.arena import PAGE, Slot
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import FormatError, KeeperUnavailable
+from lazysnap.keeper.attach import attach
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.protocol import PROTOCOL, Adopt, FrozenSlot, Hello, Inventory, SlotMade, Welcome, encode
 from lazysnap.keeper.team import Team
 from lazysnap.keeper.visit import Visit
+
+
+@pytest.fixture
+def slot():
+    with contextlib.closing(Slot.create(PAGE, PAGE)) as slot:
+        yield slot
 
 
 @contextlib.contextmanager
@@ -68,8 +75,8 @@ def copies(*fds):
     return count
 
 
-def test_all_slots_are_mapped_or_none():
-    with contextlib.closing(capture(1, 5)) as slot, open(os.memfd_create("empty")) as empty:
+def test_all_slots_are_mapped_or_none(slot):
+    with open(os.memfd_create("empty")) as empty:
         before = copies(slot.fd, empty.fileno())
         [found] = Slot.attach_all([os.dup(slot.fd)])
         assert found.status() == slot.status()
@@ -82,12 +89,12 @@ def test_all_slots_are_mapped_or_none():
 
 
 @pytest.mark.parametrize("told", [SlotMade(7), FrozenSlot(digest="7" * 32)], ids=["slot", "frozen"])
-def test_what_cannot_be_mapped_costs_a_trainer_no_descriptor_and_nothing_else(tmp_path, told):
+def test_what_cannot_be_mapped_costs_a_trainer_no_descriptor_and_nothing_else(tmp_path, told, slot):
     """Neither a slot for which there is no room, nor what follows a message that cannot be used."""
     config = SnapshotConfig(job_id=str(tmp_path), keeper_timeout_s=20.0)
     identity = JobIdentity.from_config(config)
     has_more = threading.Event()
-    with contextlib.closing(capture(0, 5)) as slot, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         large = too_large()
         stack.callback(os.close, large)
 
@@ -101,7 +108,7 @@ def test_what_cannot_be_mapped_costs_a_trainer_no_descriptor_and_nothing_else(tm
         before = copies(large, slot.fd)
         client = KeeperClient(identity, config)
         client.connect(20)
-        client.begun(slot, 1)
+        client.begun()
 
         assert has_more.wait(20)
         assert until(lambda: [type(event).__name__ for event in client.poll_events()][-1:] == ["KeeperUnreachable"])
@@ -137,11 +144,12 @@ def test_descriptors_before_bytes_that_are_no_message_are_closed():
         assert copies(sent.fileno()) == 1
 
 
-def test_a_hello_that_cannot_be_understood_makes_nobody_the_trainer(tmp_path):
-    member = Member(tmp_path)
-    with contextlib.closing(member), contextlib.closing(reach_keeper(member.identity)) as other:
+def test_a_hello_that_cannot_be_understood_makes_nobody_the_trainer(job):
+    first = job.trainer()
+    with contextlib.closing(try_connect(job.identity)) as other:
         other.send(Hello([{"url": 7, "pace": "fast"}], 1.0, None, Team(local_rank=1)))
 
-        member.start()  # else this one is refused while the other stays
-
-        member.adopt(5, pin=True)
+        config = SnapshotConfig(job_id=job.job_id)
+        connection, _ = attach(job.identity, config, Team(local_rank=1))  # else refused while the other stays
+        connection.close()
+    assert first.capture(step=1)

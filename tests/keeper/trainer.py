@@ -1,6 +1,8 @@
 """A trainer without torch, driven line by line: a JSON command on standard input, a JSON answer on standard output.
 
-usage: trainer.py JOB_ID CONFIG_JSON     (CONFIG_JSON: levels, linger_s, max_bytes, rank: number and of how many)
+usage: trainer.py JOB_ID CONFIG_JSON     (CONFIG_JSON: levels, linger_s, max_bytes, rank: number and of how many, start,
+which ranks of one training have in common, floor: the greatest number of a capture before it, and elsewhere: whether
+all of them are on the second of two nodes)
 """
 
 import json
@@ -14,14 +16,13 @@ import msgspec
 
 from lazysnap.arena import SlotPhase, Word
 from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
-from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.client import Capture, KeeperClient
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.protocol import Run
 from lazysnap.keeper.team import Team
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import new_id
-
-START = new_id()
 
 TIMEOUT_S = 60.0
 # A shell starts what runs in the background with this signal ignored, and so all that it starts.
@@ -41,11 +42,16 @@ class Trainer:
         config = SnapshotConfig(job_id=job_id, levels=levels, memory=memory, keeper_timeout_s=TIMEOUT_S)
         self.timeout_s = settings.get("timeout_s", TIMEOUT_S)
         rank, ranks = self.rank = settings.get("rank", (0, 1))
-        self.client = KeeperClient(JobIdentity.from_config(config), config, Team(rank, ranks, rank))
+        team = Team(rank, ranks, rank, crew=tuple(range(ranks)))
+        if settings.get("elsewhere"):
+            team = Team(ranks + rank, 2 * ranks, rank, 1, 2, crew=tuple(range(ranks, 2 * ranks)))
+        self.client = KeeperClient(JobIdentity.from_config(config), config, team)
+        self.floor = settings.get("floor", 0)
         self.size = settings.get("size", 100_000)
         self.run_id = settings.get("run_id", "ab" * 8)
         self.events = []
-        self.open = None
+        self.open = self.newest = self.started = None
+        self.start_id = settings.get("start") or new_id()
         self.kept = settings.get("kept", 1)
 
     def connect(self):
@@ -105,23 +111,31 @@ class Trainer:
         self.events += self.client.poll_events()
         return [event.text for event in self.events if type(event).__name__ == "MemoryRefused"]
 
-    def begin(self, step, pin=False):
+    def begin(self, step, must=False):
+        """``must``: whether it has to be stored, also if it is not due."""
+        if self.started is None:
+            self._begin_run()
         slots = self.fitting()
         whole = [slot for slot in slots if slot.status().phase is SlotPhase.WHOLE]
         newest = max(whole, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
         slot = next(slot for slot in slots if slot is not newest and not slot.status().pinned)
         sequence = 1 + max(other.word(Word.SEQUENCE) for other in self.client.slots())
-        meta = CaptureMeta(self.run_id, START, step, *self.rank, 0).to_bytes()
+        meta = CaptureMeta(self.run_id, self.started, step, *self.rank, 0).to_bytes()
         image = content(self.run_id, step, self.size)
-        slot.begin(step, sequence=sequence, image_bytes=len(image), meta=meta, pin=pin)
-        self.client.begun(slot, step)
+        slot.begin(step, sequence=sequence, image_bytes=len(image), meta=meta, pin=slot.is_granted(step))
+        if slot.status().pinned and not slot.is_granted(step):
+            slot.unpin()
+        if must:
+            slot.pin(step, until_stored=True)
+            self.client.wish(step)
+        self.client.begun()
         slot.image[: len(image) // 2] = image[: len(image) // 2]
         slot.advance(len(image) // 2)
-        self.open = slot, image, step
+        self.open = slot, image, Capture(sequence, step)
         return True
 
     def commit(self):
-        slot, image, _ = self.open
+        slot, image, self.newest = self.open
         slot.image[: len(image)] = image
         slot.commit()
         return self.return_others()
@@ -130,8 +144,8 @@ class Trainer:
         self.open[0].discard()
         return True
 
-    def capture(self, step, pin=False):
-        return self.begin(step, pin) and self.commit()
+    def capture(self, step, must=False):
+        return self.begin(step, must) and self.commit()
 
     def pinned(self):
         return sum(slot.status().pinned for slot in self.client.slots())
@@ -150,15 +164,32 @@ class Trainer:
         return len(self.client._notes)
 
     def adopt_run(self, run_id):
-        self.run_id = run_id
-        self.client.adopt_run(run_id)
+        self.run_id, self.start_id = run_id, new_id()
+        return self._begin_run()
+
+    def _begin_run(self):
+        self.started = self.start_id
+        self.client.adopt_run(
+            Run(
+                self.run_id,
+                self.started,
+                step=0,
+                floor=self.floor,
+                every_n_steps=1,
+                num_kept=self.kept,
+                stored={},
+                peers=None,
+                is_new=True,
+                names_others=False,
+            )
+        )
         return True
 
     def wait_durable(self, step, timeout_s):
         return self.client.wait_durable(step, timeout_s)
 
     def drain(self, timeout_s=TIMEOUT_S):
-        return self.client.drain(timeout_s)
+        return self.client.drain(timeout_s, newest=self.newest)
 
     def take_events(self):
         self.events += self.client.poll_events()

@@ -17,7 +17,7 @@ from lazysnap.shard.checksum import BLOCK_BYTES, block_ranges
 
 MIB = 1 << 20
 DIRECTORY = directory_of(1)
-SHARD = f"{DIRECTORY}/rank-00000-of-00001.safetensors"
+SHARD = f"{DIRECTORY}/node-00000-of-00001.safetensors"
 SIZE = 18_000_000
 """Two parts."""
 

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 from support.names import START
+from support.snapshots import read_image
 
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -47,7 +48,7 @@ def whole(store, run: str = RUN) -> list[int]:
     for entry in store.inventory().entries:
         manifest = store.read_manifest(entry)
         out = map_anonymous(manifest.size_bytes)
-        store.read_image(entry, manifest, out)
+        read_image(store, entry, out)
         assert out[-1] == entry.step % 256
         if entry.run_id == run:
             steps.append(entry.step)

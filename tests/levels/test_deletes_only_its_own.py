@@ -1,5 +1,6 @@
 """Nothing that lazysnap did not write is deleted, and nothing that somebody is just bringing."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -11,18 +12,20 @@ from pathlib import Path
 import pytest
 from snapshots import OTHER, RUN, Image, files, meta, whole
 from support.names import START, directory_of
+from support.node_rig import Rig
+from support.waiting import until
 
 from lazysnap.cli import main
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, LevelUnavailable
 from lazysnap.levels import open_store
-from lazysnap.levels.belongings import Belongings, Told
 from lazysnap.levels.fsspec_storage import FsspecStorage
-from lazysnap.levels.retention import Share
+from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 
-SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
+SHARD, MANIFEST = "node-00000-of-00001.safetensors", "node-00000-of-00001.json"
+LATER = "2" * 16
 LAST = PersistentLevel("/any", keep_last=1)
 
 
@@ -56,24 +59,29 @@ def linked(level, tmp_path):
     return elsewhere
 
 
-def test_retention_does_not_delete_through_a_link(level, linked):
+def test_a_deletion_does_not_go_through_a_link(level, linked):
     before = content(linked)
     store = open_store(str(level))
 
-    assert store.retain(LAST, RUN) == [2]
+    went = [entry.step for entry in store.inventory().entries if delete_files([store.place(entry)])]
+    assert sorted(went) == [2, 3]
     assert content(linked) == before
     assert (level / directory_of(1)).is_symlink()
-    assert whole(store) == [1, 3]
+    assert whole(store) == [1]
 
 
-def test_retention_of_many_does_not_delete_through_a_link(level, linked):
+def test_a_job_that_goes_on_does_not_delete_through_a_link(level, linked):
     before = content(linked)
-    store = open_store(str(level))
-    own = Belongings(store, dataclasses.replace(LAST, verify=False), Share.of_rank(0, 1))
+    place = dataclasses.replace(LAST, url=str(level), every_n_steps=1)
+    rig = Rig(place)
+    with contextlib.closing(rig.begin(LATER, run_id=RUN, stored={place.url: [(START, step) for step in (1, 2, 3)]})):
+        newest = [rig.store() for _ in range(2)][-1]
+        gone = {level / directory_of(step) for step in (2, 3)}
+        assert until(lambda: not any(path.exists() for path in gone))
 
-    told = Told(RUN, START, complete=(3,), earlier=((START, 1), (START, 2)))
-    own.tidy(dataclasses.replace(told, void=frozenset({1, 2})), frozenset(), lambda: None)
     assert content(linked) == before
+    assert (level / directory_of(1)).is_symlink()
+    assert newest in {entry.step for entry in open_store(str(level)).inventory().entries}
 
 
 @pytest.mark.usefixtures("a_day_later")
@@ -92,7 +100,7 @@ def test_a_storage_neither_deletes_nor_writes_through_a_link(level, linked):
             storage.delete(path)
         assert not storage.delete_abandoned(path)
     with pytest.raises(LevelUnavailable, match="symbolic link"):
-        storage.create(f"{directory_of(4)}/rank-00000-of-00002.safetensors", 10)
+        storage.create(f"{directory_of(4)}/node-00000-of-00002.safetensors", 10)
     with pytest.raises(LevelUnavailable, match="symbolic link"):
         storage.put(f"{directory_of(1)}/keep-best", RUN.encode())
     storage.delete_directory(directory_of(4))
@@ -128,8 +136,8 @@ def test_prune_does_not_delete_through_a_link(level, linked):
         f"{directory_of(12)}/.{SHARD}.tmp-1-0123abcd.bak",
         f"{directory_of(12)}/.notes.tmp-1-0123abcd",
         f"{directory_of(12)}/rank-0-of-1.safetensors",
-        f"{directory_of(12)}/rank-00003-of-00002.safetensors",
-        f"{directory_of(12)}/rank-0000000000-of-0000000001.safetensors",
+        f"{directory_of(12)}/node-00003-of-00002.safetensors",
+        f"{directory_of(12)}/node-0000000000-of-0000000001.safetensors",
         f"{directory_of(12)}/rank-\u0660\u0660\u0660\u0660\u0660-of-\u0660\u0660\u0660\u0660\u0661.safetensors",
         f"{directory_of(12)}/.nfs000000000021",
         f"{directory_of(12)}/.nfs.tmp-1-0123abcd",
@@ -151,9 +159,24 @@ def test_a_file_of_another_name_or_content_stays(level, path):
     store = open_store(str(level))
 
     assert store.sweep() == []
-    store.retain(LAST, RUN)
     store.release(None, "notes")
     assert file.read_text() == "years of work"
+
+
+@pytest.mark.usefixtures("a_day_later")
+@pytest.mark.parametrize("name", ["keep-notes", "notes.txt", f"{SHARD}.txt", "node-00003-of-00002.safetensors"])
+def test_a_job_that_goes_on_leaves_files_of_others_beside_the_snapshots_that_it_deletes(level, name):
+    file = level / directory_of(2) / name
+    file.write_text("years of work")
+    place = dataclasses.replace(LAST, url=str(level), every_n_steps=1)
+    rig = Rig(place)
+    with contextlib.closing(rig.begin(LATER, run_id=RUN, stored={place.url: [(START, step) for step in (1, 2, 3)]})):
+        for _ in range(2):
+            rig.store()
+        assert until(lambda: not (level / directory_of(3)).exists())
+
+    assert file.read_text() == "years of work"
+    assert (level / directory_of(2) / MANIFEST).exists() == name.startswith("keep-"), "in doubt a name protects"
 
 
 def test_a_name_that_no_run_gave_is_neither_taken_away_nor_written_over(level):
@@ -191,7 +214,6 @@ def test_a_snapshot_that_is_copied_into_a_level_while_a_job_starts_arrives(level
     target.mkdir()
     for name in order:
         assert store.sweep() == []
-        store.retain(PersistentLevel("/any", keep_last=3), RUN)
         assert target.is_dir()
         temporary = target / f".{name}.Xy12Za"
         shutil.copy2(source / name, temporary)

@@ -14,7 +14,6 @@ from support.snapshots import Snapshot, look
 from lazysnap.errors import LazySnapError, LevelFull, LevelUnavailable, ShardCorrupt
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.retention import Share
 
 PATH = "step-00000001/object"
 
@@ -194,5 +193,5 @@ def test_an_answer_that_is_lost_costs_that_snapshot_only(local, operation, a_day
 
     assert look(store).steps() == expected
     assert look(store).problems == ()
-    store.sweep(Share.of_rank(0, 1))
+    store.sweep()
     assert len(everything(local)) == 2 * len(expected)

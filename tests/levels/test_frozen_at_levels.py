@@ -5,18 +5,16 @@ import pathlib
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from frozen_damage import DAMAGES, NOTICED, damage, frozen_at
 from snapshots import files
-from support.snapshots import RUN, Snapshot
+from support.snapshots import Snapshot
 
 from lazysnap import faults  # noqa: F401  its child arms it
-from lazysnap.config import PersistentLevel
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.retention import Share
+from lazysnap.levels.source import shard_of
 from lazysnap.levels.store import SnapshotStore, open_store
 from lazysnap.resolver import candidates
 from lazysnap.shard.manifest import FrozenReference
@@ -30,7 +28,7 @@ def with_base(step, base=BASE):
 
 
 def write_base(store, base=BASE):
-    return store.write_frozen(base.meta, base.source(), base.digest)
+    return store.write_frozen(shard_of(base.meta, base.source()), base.source(), base.digest)
 
 
 def restorable(url):
@@ -40,7 +38,7 @@ def restorable(url):
     for plan in candidates([store.inventory()]):
         with contextlib.suppress(ShardCorrupt):
             for offers in [*plan.sources, *plan.frozen.values()]:
-                store.verify_entry(offers[0])
+                store.verify(store.place(offers[0]))
             found.append(plan.step)
     return sorted(found)
 
@@ -96,10 +94,6 @@ def test_frozen_tensors_are_read_back_once_however_many_snapshots_refer_to_them(
         with_base(step).write(store)
     assert storage.read_bytes == len(BASE.image)
 
-    for _ in range(5):
-        store.retain(PersistentLevel(url, keep_last=3), RUN)
-    assert storage.read_bytes == len(BASE.image)
-
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_what_another_job_has_put_there_since_the_damage_was_seen_stays(url, how):
@@ -122,7 +116,7 @@ def test_at_an_object_store_frozen_tensors_are_looked_at_by_size_and_manifest(tm
     with_base(1).write(store)
     (image,) = store.inventory().frozen
     place = store.place(image)
-    whole = {path: store.storage.get(path) for path in (place.shard_path, place.manifest_path)}
+    whole = {path: store.storage.get(path) for path in (place.file_path, place.manifest_path)}
     for path, data in whole.items():
         for bad in (data[:-1], None):
             assert store.has_frozen(BASE.digest)
@@ -131,49 +125,15 @@ def test_at_an_object_store_frozen_tensors_are_looked_at_by_size_and_manifest(tm
             write_base(store)
             assert restorable(url) == [1]
     middle = len(BASE.image) // 2
-    data = bytearray(whole[place.shard_path])
+    data = bytearray(whole[place.file_path])
     data[middle] ^= 1
-    store.storage.put(place.shard_path, bytes(data))
+    store.storage.put(place.file_path, bytes(data))
 
     fresh = open_store(url)
     assert not fresh.has_frozen(BASE.digest)
     write_base(fresh)
     assert restorable(url) == [1]
     store.storage._filesystem().rm(f"/{tmp_path.name}", recursive=True)
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-def test_retention_deletes_nothing_in_favour_of_a_snapshot_whose_frozen_tensors_are_damaged(tmp_path, how):
-    url = str(tmp_path / "level")
-    level = PersistentLevel(url, keep_last=1)
-    store = open_store(url)
-    Snapshot(1).write(store)
-    write_base(store)
-    for step in (2, 3):
-        with_base(step).write(store)
-    damage(url, how)
-
-    with contextlib.suppress(ShardCorrupt):
-        assert store.retain(level, RUN) == []
-
-    assert restorable(url) == [1]
-    assert len(store.inventory().entries) == 3
-    write_base(store)
-    assert store.retain(level, RUN) == [1, 2]
-    assert restorable(url) == [3]
-
-
-def test_an_older_copy_of_a_step_stays_while_the_frozen_tensors_of_the_newer_one_are_damaged(tmp_path):
-    url = str(tmp_path / "level")
-    store = open_store(url)
-    Snapshot(1).write(store)
-    write_base(store)
-    damage(url, "a bit of the shard is flipped")
-
-    replace(with_base(1), start="2" * 16).write(store)
-
-    (kept,) = [entry for entry in store.inventory().entries if entry.frozen is None]
-    store.verify_entry(kept)
 
 
 CHILD = """
@@ -236,10 +196,10 @@ def test_killed_at_any_point_of_a_replacement_they_are_whole_or_not_there(tmp_pa
         store = open_store(str(root))
         nth = [index for index, passed_name in enumerate(passed) if passed_name == name][count - 1]
         if nth >= first_change:
-            images = [store.verify_entry(image) for image in store.inventory().frozen]
+            images = [store.verify(store.place(image)) for image in store.inventory().frozen]
             assert images or not [entry for entry in store.inventory().entries if entry.step == 2], where
 
-        store.sweep(Share.of_rank(0, 1))
+        store.sweep()
         write_base(store)
         with_base(3).write(store)
 

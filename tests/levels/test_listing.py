@@ -23,7 +23,7 @@ def store(tmp_path):
 
 
 def test_ranks_in_a_row_are_told_as_one(store):
-    store.storage.delete(f"{directory_of(2)}/rank-00002-of-0000{WORLD}.json")
+    store.storage.delete(f"{directory_of(2)}/node-00002-of-0000{WORLD}.json")
 
     assert [directory.ranges for directory in store.listing().directories] == [
         ((5, 0, 4),),
@@ -45,7 +45,7 @@ def test_together_the_shares_are_the_whole(store, parts):
 
 
 @pytest.mark.parametrize(
-    "name", ["rank-000001-of-00005.json", "rank-00005-of-00005.json", "rank-00000-of-9999999999.json", "notes.json"]
+    "name", ["node-000001-of-00005.json", "node-00005-of-00005.json", "node-00000-of-9999999999.json", "notes.json"]
 )
 def test_a_manifest_of_another_name_is_not_looked_at(store, tmp_path, name):
     before = store.listing()
@@ -57,16 +57,16 @@ def test_a_manifest_of_another_name_is_not_looked_at(store, tmp_path, name):
 
 def test_what_went_between_listing_and_looking_is_said(store):
     listing = store.listing()
-    store.storage.delete(f"{directory_of(1)}/rank-00000-of-00005.safetensors")
+    store.storage.delete(f"{directory_of(1)}/node-00000-of-00005.safetensors")
 
     inventory = store.inventory(listing)
 
     assert len(inventory.entries) == 2 * WORLD - 1
-    assert "without its shard" in inventory.problems[0]
+    assert "without its file" in inventory.problems[0]
 
 
 def test_a_directory_of_two_worlds_names_all():
     directory = Directory(directory_of(1), ((2, 0, 1), (4, 1, 3)))
 
-    names = ["rank-00001-of-00002.json", "rank-00001-of-00004.json", "rank-00003-of-00004.json"]
+    names = ["node-00001-of-00002.json", "node-00001-of-00004.json", "node-00003-of-00004.json"]
     assert list(directory.manifests((1, 2))) == names

@@ -19,7 +19,6 @@ from support.names import directory_of
 from lazysnap.errors import LevelFull, LevelUnavailable
 from lazysnap.levels import open_store
 from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.retention import Share
 
 HERE = pathlib.Path(__file__).parent
 SHARD = "step-00000001/shard"
@@ -324,7 +323,7 @@ def test_a_read_only_remount_costs_the_snapshots_until_it_is_undone(tmpfs):
     with pytest.raises(LevelUnavailable, match=r"creating step-00000002-.*Read-only.*remount it"):
         store.write(meta(2), Image(2))
     assert whole(store) == [1]
-    assert store.storage.is_leased(f"{directory_of(1)}/rank-00000-of-00001.safetensors") is False
+    assert store.storage.is_leased(f"{directory_of(1)}/node-00000-of-00001.safetensors") is False
     subprocess.run(["mount", "-o", "remount,rw", tmpfs], check=True)
     store.write(meta(3), Image(3))
 
@@ -366,7 +365,7 @@ def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk
 
     assert whole(store) == [1]
     assert store.inventory().problems == ()
-    store.sweep(Share.of_rank(0, 1))
+    store.sweep()
     store.write(meta(2), Image(2))
     assert whole(store) == [1, 2]
 

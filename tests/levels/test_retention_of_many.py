@@ -1,329 +1,341 @@
-"""Several ranks keep one place tidy, each its own files, and none takes the last snapshot that all of them have."""
+"""Several nodes keep one place tidy, each its own files, and none takes the last snapshot that all of them have."""
 
 import contextlib
 import dataclasses
+import errno
+import pathlib
 import threading
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from snapshots import RUN, Image, meta
+from frozen_damage import flip
+from snapshots import Image, meta
 from support.names import directory_of
+from support.node_rig import RUN, STARTS, Rig, check, steps_at
+from support.waiting import until
 
+from lazysnap import faults
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import ShardCorrupt
 from lazysnap.levels import open_store
-from lazysnap.levels.belongings import Belongings, Told
-from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.retention import Share
-from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import candidates
 
-FIRST, SECOND = "0" * 15 + "1", "0" * 15 + "2"
 
-
-def nothing():
-    pass
-
-
-class Place:
-    """A directory, and what each rank's keeper has there; which steps are complete it is told by the test."""
-
-    def __init__(self, path, world_size=2, keep_last=1, keep_every=None, open_=open_store, every=100):
-        self.path = path
-        self.world_size = world_size
-        self.level = PersistentLevel(str(path), every_n_steps=every, keep_last=keep_last, keep_every_n_steps=keep_every)
-        self.stores = [open_(str(path)) for _ in range(world_size)]
-        self.own = [self.successor(rank) for rank in range(world_size)]
-
-    def successor(self, rank):
-        """Of a keeper that died: it knows nothing."""
-        return Belongings(self.stores[rank], self.level, Share.of_rank(rank, self.world_size))
-
-    def write(self, rank, *steps, start=FIRST):
-        for step in steps:
-            what = dataclasses.replace(meta(step), rank=rank, world_size=self.world_size, start=start)
-            self.own[rank].confirm(*self.stores[rank].write_entry(what, Image(step)), nothing)
-
-    def told(self, *complete, void=(), start=FIRST, earlier=()):
-        return Told(RUN, start, complete[-self.level.keep_last :], frozenset(void), tuple(earlier))
-
-    def tidy(self, *complete, ranks=None, protect=(), **told):
-        what = self.told(*complete, **told)
-        return [
-            self.own[rank].tidy(what, frozenset(protect), nothing)
-            for rank in (range(self.world_size) if ranks is None else ranks)
-        ]
-
-    def surplus(self, rank, *complete, **told):
-        return self.own[rank].surplus(self.told(*complete, **told), frozenset(), 2, lambda: None)
-
-    def held(self, rank):
-        return sorted({entry.step for entry in self.stores[0].inventory().entries if entry.rank == rank})
-
-    def complete(self):
-        return [(plan.step, plan.sources[0][0].start) for plan in candidates([self.stores[0].inventory()])]
+@pytest.fixture(params=[(1, 2), (2, 1), (2, 2)], ids=["two ranks", "two nodes", "two nodes of two"])
+def ranks(request):
+    """How many nodes, with how many ranks each."""
+    return dict(zip(("nodes", "ranks"), request.param, strict=True))
 
 
 @pytest.fixture
-def place(tmp_path):
-    return Place(tmp_path / "run")
+def rig():
+    rigs = []
+
+    def make(*levels, **settings):
+        rigs.append(Rig(*levels, **settings))
+        return rigs[-1]
+
+    yield make
+    for made in rigs:
+        made.close()
 
 
-def test_a_step_goes_when_enough_newer_ones_are_told_to_be_complete(tmp_path):
-    place = Place(tmp_path / "run", keep_last=2)
-    for step in (1, 2, 3, 4):
-        place.write(0, step)
-        place.write(1, step)
-
-    assert place.tidy(1) == [[], []]
-    assert place.tidy(1, 2, 3) == [[1], [1]]
-    # Of step 4 nobody said anything yet.
-    assert place.held(0) == place.held(1) == [2, 3, 4]
+def level_at(tmp_path, **settings):
+    return PersistentLevel(tmp_path / "run", **{"every_n_steps": 1, "keep_last": 1, **settings})
 
 
-def test_a_rank_that_fails_for_long_costs_no_rank_the_last_snapshot_that_all_have(tmp_path):
-    """Two disks, each seen by its own node: nobody can see that the other one's is full."""
-    here, there = Place(tmp_path / "here"), Place(tmp_path / "there")
-    for step in (1, 2):
-        here.write(0, step)
-        there.write(1, step)
-        here.tidy(step, ranks=[0])
-        there.tidy(step, ranks=[1])
-    void = set()
-    for step in range(3, 30):
-        here.write(0, step)
-        void.update(here.surplus(0, 2, void=void))
-        here.tidy(2, ranks=[0], void=void)
-
-    # What only this rank has is bounded.
-    assert here.held(0) == [2, 27, 28, 29]
-    assert there.held(1) == [2]
-    inventories = [one.stores[0].inventory() for one in (here, there)]
-    assert [plan.step for plan in candidates(inventories)] == [2]
+def files(level, pattern="*.safetensors"):
+    """Of each step, how many."""
+    found = [path.parent.name for path in pathlib.Path(level.url).rglob(pattern)]
+    return {name: found.count(name) for name in found}
 
 
-def test_what_is_not_complete_stays_until_its_rank_has_taken_its_part_back(place):
-    place.write(0, 1, 2, 3, 4, 5)
-
-    assert place.surplus(0) == [1, 2]
-    assert place.tidy(ranks=[0]) == [[]]
-    assert place.tidy(ranks=[0], void=[1]) == [[1]]
-    assert place.surplus(0, void=[1]) == [2]
+def complete(level):
+    return [(plan.step, plan.sources[0][0].start) for plan in candidates([open_store(level.url).inventory()])]
 
 
-def test_what_a_rank_with_slow_storage_may_be_writing_stays_with_the_others_until_it_is_complete(tmp_path):
-    """One needs 30 due steps for each snapshot: it stores multiples of 32, and is done with one before the next."""
-    place = Place(tmp_path / "run", every=1)
-    void, complete = set(), []
-    for step in range(1, 140):
-        place.write(0, step)
-        if step % 32 == 30 and step > 32:
-            place.write(1, step - 30)
-            assert step - 30 in place.held(0), step
-            complete.append(step - 30)
-        void.update(place.surplus(0, *complete, void=void))
-        place.tidy(*complete, void=void)
-        assert len(place.held(0)) <= 1 + 1 + 2 + 6  # the complete one, those that wait, one for each stride
-
-    assert complete == [32, 64, 96]
-    assert place.complete()[0][0] == 96
+def write(level, step, rank, world_size, start):
+    what = dataclasses.replace(meta(step, RUN), rank=rank, world_size=world_size, start=start)
+    open_store(level.url).write(what, Image(step))
 
 
-def test_what_is_surplus_is_named_once_until_its_owner_says_more(place):
-    """While the owner cannot ask the others, each further snapshot would cost more and more."""
-    place.write(0, *range(1, 11))
-    own, told, listed = place.own[0], place.told(), []
+def test_a_step_goes_when_enough_newer_ones_are_complete(rig, ranks, tmp_path):
+    level = level_at(tmp_path, keep_last=2)
+    trainer = rig(level, **ranks).begin()
 
-    def surplus(told):
-        return own.surplus(told, frozenset(), 2, lambda: listed.append(1))
-
-    assert surplus(told) == [1, 2, 3, 4, 5, 6, 7]
-    place.write(0, 11)
-    assert surplus(told) == [8]
-    assert len(listed) == 8  # so many times it asked the level for names
-    assert surplus(place.told()) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [trainer.store() for _ in range(2)] == [2, 4]
+    assert steps_at(level) == [2, 4]
+    assert [trainer.store() for _ in range(2)] == [6, 8]
+    assert until(lambda: steps_at(level) == [6, 8])
+    for step in (6, 8):
+        check(level, step)
+    assert until(lambda: set(files(level).values()) == {len(trainer.nodes)})
 
 
-def test_of_a_step_that_was_taken_back_and_is_complete_all_the_same_nothing_goes(place):
-    place.write(0, 1, 2)
+@pytest.fixture
+def at_node(monkeypatch):
+    """Do something when a thread that works for a level passes a fault point: ``at_node(level, name, work)``."""
 
-    assert place.tidy(1, ranks=[0], void=[1]) == [[]]
+    def arm(level, name, work):
+        original = faults.point
+
+        def point(passed):
+            if passed == name and threading.current_thread().name.startswith(level.url):
+                work()
+            original(passed)
+
+        monkeypatch.setattr(faults, "point", point)
+
+    return arm
 
 
-def test_what_a_keeper_did_not_write_itself_goes_as_well(place):
+@pytest.fixture
+def two_disks(rig, tmp_path):
+    """Two nodes, each with a disk of its own: nobody can see how the other one's is. And what they see."""
+    here, there = (PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=1) for name in ("here", "there"))
+    trainer = rig(here, nodes=2)
+    trainer.levels_of = lambda node: ((here,), (there,))[node]
+    return trainer.begin(), here, there
+
+
+def test_a_node_that_fails_for_long_costs_no_node_the_last_snapshot_that_all_have(two_disks, at_node):
+    trainer, here, there = two_disks
+    assert trainer.store() == 2
+    is_full, seen = threading.Event(), []
+
+    def write():
+        seen.append(len(steps_at(here)))
+        if is_full.is_set():
+            raise OSError(errno.ENOSPC, "injected")
+
+    at_node(there, "level.store.begin", write)
+    is_full.set()
+    trainer.train_until(lambda: len(trainer.failed(node=1)) > 5)
+
+    assert trainer.complete(here) == trainer.complete(here, 1) == [2]
+    assert steps_at(here)[0] == 2
+    assert steps_at(there) == [2]
+    assert max(seen) <= 3, "what only one of them has is bounded"
+    is_full.clear()
+    trainer.train_until(lambda: len(trainer.complete(here)) > 1)
+    newest = trainer.store()
+    assert until(lambda: steps_at(here) == steps_at(there) == [newest])
+
+
+def names_of(directory):
+    return sorted(path.name for path in directory.glob("keep-*"))
+
+
+def test_what_has_a_name_stays_on_every_disk_after_a_restart_and_goes_from_all_when_it_is_taken_away(two_disks):
+    trainer, here, there = two_disks
+    assert trainer.store() == 2
+    for storage in trainer.storages:
+        storage.keep("first", 2)
+    named = [trainer.directory(level, 2) for level in (here, there)]
+    until(lambda: [names_of(directory) for directory in named] == [["keep-first"]] * 2)
+
+    stored = {level.url: [(STARTS[0], 2)] for level in (here, there)}
+    trainer.begin(STARTS[1], stored=stored)
+    trainer.capture(3)
+    newest = [trainer.store() for _ in range(2)][-1]
+    until(lambda: steps_at(here) == steps_at(there) == [2, newest])
+
+    for storage in trainer.storages:
+        storage.release("first")
+    newest = trainer.store()
+    until(lambda: steps_at(here) == steps_at(there) == [newest])
+
+
+@pytest.mark.usefixtures("a_day_later")
+def test_what_an_earlier_start_left_on_a_disk_goes_though_its_node_has_another_number_now(two_disks):
+    trainer, here, there = two_disks
+    assert trainer.store() == 2
+    half = [trainer.directory(here, 9) / "node-00000-of-00002.safetensors"]
+    half.append(trainer.directory(there, 9) / "node-00001-of-00002.safetensors")
+    for path in half:
+        path.parent.mkdir()
+        path.write_bytes(b"half")
+
+    trainer.levels_of = lambda node: ((there,), (here,))[node]
+    trainer.begin(STARTS[1], stored={level.url: [(STARTS[0], 2)] for level in (here, there)})
+    trainer.capture(3)
+    newest = trainer.store(), trainer.store()
+
+    until(lambda: steps_at(here) == steps_at(there) == [newest[-1]])
+    until(lambda: not any(path.exists() for path in half))
+
+
+def test_what_a_node_with_slow_storage_is_writing_stays_with_the_others_until_it_is_complete(two_disks, at_node):
+    trainer, here, there = two_disks
+    assert trainer.store() == 2
+    goes_on = threading.Event()
+    at_node(there, "level.store.publish_shard", lambda: goes_on.wait(60))
+    assert trainer.train() == 4
+    assert until(lambda: 4 in steps_at(here))
+    for step in range(5, 15):
+        trainer.capture(step)
+
+    assert steps_at(here) == [2, 4]
+    goes_on.set()
+    trainer.wait(here, 4)
+    assert until(lambda: steps_at(here) == steps_at(there) == [4])
+
+
+def test_what_a_keeper_did_not_write_itself_goes_as_well(rig, ranks, tmp_path):
     """It took the place of one that died."""
-    for step in (1, 2, 3):
-        place.write(0, step)
-        place.write(1, step)
-    place.own[0] = place.successor(0)
+    level = level_at(tmp_path, keep_last=3)
+    trainer = rig(level, **ranks).begin()
+    assert [trainer.store() for _ in range(3)] == [2, 4, 6]
 
-    assert place.tidy(3) == [[1, 2], [1, 2]]
+    for node in range(len(trainer.nodes)):
+        trainer.replace(node)
+        assert until(lambda: set(trainer.complete(level)) >= {2, 4, 6}), "all of them were listed"
+    for _ in range(3):
+        count = len(trainer.complete(level))
+        trainer.train_until(lambda count=count: len(trainer.complete(level)) > count)
+
+    assert until(lambda: steps_at(level) == trainer.complete(level)[-3:])
+    for step in trainer.complete(level)[-2:]:  # the oldest may be going: one more step may become complete now
+        check(level, step)
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_a_shard_that_is_read_back_damaged_is_no_snapshot_and_goes_unless_somebody_reads_it(tmp_path, is_read):
-    place = Place(tmp_path / "run")
-    what = dataclasses.replace(meta(1), rank=1, world_size=2, start=FIRST)
-    written = place.stores[1].write_entry(what, Image(1))
-    path = place.path / place.stores[1].place(written[0]).shard_path
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+def test_a_shard_that_is_read_back_damaged_is_no_snapshot_and_goes_unless_somebody_reads_it(
+    rig, tmp_path, monkeypatch, is_read
+):
+    level, original = level_at(tmp_path), faults.point
+    trainer = rig(level, ranks=2)
+    trainer.begin()
+    path = trainer.directory(level, 2) / "node-00000-of-00001.safetensors"
 
     with contextlib.ExitStack() as stack:
-        if is_read:
-            stack.enter_context(place.stores[0].storage.lease(place.stores[1].place(written[0]).shard_path))
-        with pytest.raises(ShardCorrupt, match="damaged"):
-            place.own[1].confirm(*written, nothing)
 
-    assert place.stores[0].inventory().entries == ()
-    assert path.exists() == is_read
-    assert path.parent.exists() == is_read
+        def point(name):
+            if name == "keeper.persist.committed":
+                flip(path)
+                if is_read:
+                    storage = open_store(level.url).storage
+                    stack.enter_context(storage.lease(f"{path.parent.name}/{path.name}"))
+            original(name)
 
+        monkeypatch.setattr(faults, "point", point)
+        trainer.train()
+        assert until(lambda: trainer.failed() == [2])
 
-def test_steps_with_a_name_milestones_and_what_is_copied_or_read_stay(tmp_path):
-    place = Place(tmp_path / "run", keep_every=4)
-    for step in range(1, 8):
-        place.write(0, step)
-        place.write(1, step)
-    [named] = [entry for entry in place.stores[0].inventory().entries if (entry.step, entry.rank) == (1, 0)]
-    place.stores[0].keep(named, "first")
-    [read] = [entry for entry in place.stores[0].inventory().entries if (entry.step, entry.rank) == (5, 1)]
-    with place.stores[1].storage.lease(place.stores[1].place(read).shard_path):
-        place.tidy(7, protect=[2])
-
-    assert place.held(0) == [1, 2, 4, 7]
-    assert place.held(1) == [1, 2, 4, 5, 7]
-    place.stores[0].release(RUN, "first")
-    place.tidy(7)
-    assert place.held(0) == place.held(1) == [4, 7]
+        assert [entry.rank for entry in open_store(level.url).inventory().entries] == []
+        assert path.exists() == is_read
 
 
-def test_shards_of_two_starts_of_one_step_are_no_snapshot(place):
-    """A training that died while it wrote step 2 went on from step 1, and passes step 2 again."""
-    for rank in (0, 1):
-        place.write(rank, 1)
-    place.write(0, 2)
-    place.write(1, 2, start=SECOND)
+def test_steps_with_a_name_milestones_and_what_is_read_stay(rig, ranks, tmp_path):
+    level = level_at(tmp_path, keep_every_n_steps=4)
+    trainer = rig(level, **ranks).begin()
+    assert trainer.store() == 2
+    trainer.storages[0].keep("first", 2)
+    assert until(lambda: any(path.name == "keep-first" for path in trainer.directory(level, 2).iterdir()))
+    assert [trainer.store() for _ in range(2)] == [4, 6]
+    shard = (
+        f"{trainer.directory(level, 6).name}/node-{len(trainer.nodes) - 1:05}-of-{len(trainer.nodes):05}.safetensors"
+    )
+    with open_store(level.url).storage.lease(shard):
+        newest = [trainer.store() for _ in range(4)]
+        assert newest == [8, 10, 12, 14]
+        assert until(lambda: set(steps_at(level)) == {2, 4, 6, 8, 12, 14})
 
-    assert place.complete() == [(1, FIRST)]
-    assert place.tidy(start=SECOND) == [[], []]
-    place.write(0, 2, start=SECOND)
-
-    assert place.complete() == [(2, SECOND), (1, FIRST)]
-
-
-def test_what_an_earlier_start_left_stays_until_enough_is_complete_of_this_one(tmp_path):
-    """Ahead of where this one is now, too, for as long as it is."""
-    place = Place(tmp_path / "run", keep_last=2)
-    for rank in (0, 1):
-        place.write(rank, 1, 2, 6)
-    place.write(0, 2, start=SECOND)
-    place.write(1, 2, start=SECOND)
-
-    assert place.tidy(2, start=SECOND) == [[], []]
-    assert (2, FIRST) in place.complete()
-    for rank in (0, 1):
-        place.write(rank, 3, start=SECOND)
-
-    assert place.tidy(2, 3, start=SECOND) == [[1, 2], [1, 2]]
-    assert place.complete() == [(6, FIRST), (3, SECOND), (2, SECOND)]
+    trainer.storages[0].release("first")
+    assert trainer.store() == 16
+    assert until(lambda: steps_at(level) == [4, 8, 12, 16])
 
 
-def test_starts_that_never_come_so_far_leave_no_more_than_one_that_does(tmp_path):
+def test_of_what_was_before_nothing_goes_until_something_new_is_complete(rig, ranks, tmp_path, monkeypatch):
+    level, original, seen = level_at(tmp_path), faults.point, []
+    trainer = rig(level, **ranks).begin(STARTS[0])
+    assert [trainer.store() for _ in range(2)] == [2, 4]
+    assert until(lambda: steps_at(level) == [4])
+
+    def point(name):
+        if name == "keeper.persist.committed":
+            seen.append((4, STARTS[0]) in complete(level))
+        original(name)
+
+    monkeypatch.setattr(faults, "point", point)
+    trainer.begin(STARTS[1], stored={level.url: [(STARTS[0], 4)]})
+    assert trainer.store() == 2
+    assert trainer.store() == 4
+
+    assert seen[: len(trainer.nodes)] == [True] * len(trainer.nodes)
+    assert until(lambda: complete(level) == [(4, STARTS[1])])
+
+
+def test_what_an_earlier_start_left_stays_until_enough_is_complete_of_this_one(rig, ranks, tmp_path):
+    level = level_at(tmp_path, keep_last=2)
+    trainer = rig(level, **ranks).begin(STARTS[0])
+    assert [trainer.store() for _ in range(2)] == [2, 4]
+
+    trainer.begin(STARTS[1], stored={level.url: [(STARTS[0], 2), (STARTS[0], 4)]})
+    trainer.capture(5)  # it goes on from step 4
+    first = trainer.store()
+    assert until(lambda: complete(level) == [(first, STARTS[1]), (4, STARTS[0])])
+    second = trainer.store()
+    assert until(lambda: complete(level) == [(second, STARTS[1]), (first, STARTS[1])])
+
+
+def test_starts_that_never_come_far_leave_no_more_than_one_that_does(rig, tmp_path):
     """A training that dies again and again before there are ``keep_last`` of one start."""
-    place = Place(tmp_path / "run", keep_last=4)
-    complete = []
-    for number in range(1, 9):
-        start = f"{number:016x}"
-        earlier = complete[-4:]
-        place.own = [place.successor(rank) for rank in (0, 1)]
-        for step in (2 * number, 2 * number + 1):
-            for rank in (0, 1):
-                place.write(rank, step, start=start)
-            new = range(2 * number, step + 1)
-            place.tidy(*new, start=start, earlier=earlier)
-        complete += [(start, step) for step in new]
-        place.write(0, 2 * number + 2, start=start)  # of which the other rank has nothing
+    level = level_at(tmp_path, keep_last=4)
+    trainer, known, step = rig(level, ranks=2), [], 0
+    for start in STARTS[:6]:
+        trainer.begin(start, stored={level.url: known[-4:]})
+        trainer.capture(step + 1)
+        for _ in range(2):
+            trainer.store()
+        known += [(start, each) for each in trainer.complete(level)]
+        assert until(lambda known=known: complete(level) == [(step, of) for of, step in known[::-1][:4]])
+        step = trainer.step + 1
+        write(level, step, 0, 2, start)  # of which the other rank has nothing
 
-        assert [step for step, _ in place.complete()] == [step for _, step in reversed(complete[-4:])]
-        assert len(list(place.path.rglob("*.json"))) == 2 * len(complete[-4:]) + 1
-
-
-def test_of_what_was_before_nothing_goes_until_something_new_is_complete(place):
-    for rank in (0, 1):
-        place.write(rank, 1, 2)
-
-    assert place.tidy(start=SECOND, earlier=[(FIRST, 1), (FIRST, 2)], void=[7]) == [[], []]
+    trainer.begin(STARTS[6], stored={level.url: known[-4:]})
+    trainer.capture(step + 1)
+    for _ in range(4):
+        trainer.store()
+    assert until(lambda: set(files(level).values()) == {1} and len(files(level)) == 4)
 
 
-@pytest.mark.parametrize("now", [1, 2])
-def test_what_ranks_that_are_no_more_have_left_goes_with_the_rest(tmp_path, now, a_day_later):
+@pytest.mark.usefixtures("a_day_later")
+@pytest.mark.parametrize("now", [{"ranks": 1}, {"ranks": 2}, {"nodes": 2}], ids=str)
+def test_what_ranks_that_are_no_more_have_left_goes_with_the_rest(rig, tmp_path, now):
     """A training of four ranks goes on with fewer: somebody deletes old snapshots and half-written files."""
-    before = Place(tmp_path / "run", 4)
+    level = level_at(tmp_path)
     for rank in range(4):
-        before.write(rank, 1, 2)
-    before.write(3, 3)
-    half = before.path / directory_of(4) / "rank-00003-of-00004.safetensors"
+        for step in (1, 2):
+            write(level, step, rank, 4, STARTS[0])
+    write(level, 3, 3, 4, STARTS[0])
+    half = pathlib.Path(level.url) / directory_of(4, RUN, STARTS[0]) / "node-00003-of-00004.safetensors"
     half.parent.mkdir()
     half.write_bytes(b"half")
-    after = Place(tmp_path / "run", now)
-    for step in (3, 4, 5):
-        for rank in range(now):
-            after.stores[rank].sweep(Share.of_rank(rank, now))
-            after.write(rank, step, start=SECOND)
-        after.tidy(step, start=SECOND) if now > 1 else after.stores[0].retain(after.level, RUN)
 
-    assert after.complete()[0] == (5, SECOND)
-    assert list(after.path.rglob("*-of-00004*")) == []
+    trainer = rig(level, **now).begin(STARTS[1], stored={level.url: [(STARTS[0], 1), (STARTS[0], 2)]})
+    for _ in range(3):
+        newest = trainer.store()
+
+    assert until(lambda: list(pathlib.Path(level.url).rglob("*-of-00004*")) == [])
+    assert complete(level)[0] == (newest, STARTS[1])
 
 
-class Counted(LocalStorage):
-    """Counts what it is asked."""
+def test_what_a_keeper_could_not_list_is_not_taken_for_incomplete(rig, tmp_path):
+    level = level_at(tmp_path, keep_last=3)
+    trainer = rig(level).begin()
+    assert [trainer.store() for _ in range(3)] == [2, 4, 6]
+    path, away = pathlib.Path(level.url), tmp_path / "away"
+    path.rename(away)
+    path.write_text("not a directory")
+    trainer.replace()
+    assert until(lambda: trainer.storages[0].fails_everywhere())
+    path.unlink()
+    away.rename(path)
 
-    def __init__(self, root):
-        super().__init__(root)
-        self.asked = Counter()
+    newest = [trainer.store() for _ in range(2)]
 
-    def __getattribute__(self, name):
-        if name in ("list", "get", "size", "stamp", "is_leased", "delete", "delete_directory"):
-            object.__getattribute__(self, "asked")[name] += 1
-        return object.__getattribute__(self, name)
-
-
-def test_what_a_rank_asks_for_does_not_depend_on_how_many_there_are(tmp_path):
-    asked = {}
-    for ranks in (2, 4, 8):
-        place = Place(tmp_path / str(ranks), ranks, 2, open_=lambda url: SnapshotStore(Counted(url)))
-        for step in range(1, 6):
-            for rank in range(ranks):
-                place.write(rank, step)
-            last = place.stores[1].storage.asked
-            last.clear()
-            place.tidy(*range(1, step + 1))
-        asked[ranks] = dict(last)
-
-    assert asked[2] == asked[4] == asked[8]
-    assert sum(asked[2].values()) == 5
-
-
-def test_frozen_tensors_that_all_ranks_bring_at_once_are_whole(place):
-    base = dataclasses.replace(meta(0), run_id=RUN)
-    digest = Place(place.path.parent / "other").stores[0].write(base, Image(5, 3_000_000)).checksums.whole
-    barrier = threading.Barrier(4)
-
-    def bring(_):
-        store = open_store(str(place.path))
-        barrier.wait(30)
-        return store.write_frozen(base, Image(5, 3_000_000), digest)
-
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(bring, range(4)))
-
-    assert {manifest.checksums.whole for manifest in found} == {digest}
-    store = open_store(str(place.path))
-    (image,) = store.inventory().frozen
-    store.verify_entry(image)
-    assert len(list(place.path.rglob("*.safetensors"))) == 1
-    assert list(place.path.rglob("*.tmp*")) == []
+    assert trainer.complete(level) == newest
+    trainer.close()  # what was to be deleted is
+    assert steps_at(level) == [2, 4, 6, *newest]
+    trainer.begin(STARTS[1], stored={level.url: [(STARTS[0], step) for step in (4, 6, *newest)]})
+    trainer.store()
+    assert until(lambda: len(steps_at(level)) == 3)

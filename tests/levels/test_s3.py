@@ -47,7 +47,7 @@ def test_what_was_written_is_read_back_bit_for_bit(storage):
     assert storage.size(SHARD) == len(data)
     assert download(storage) == data
     assert storage.list() == [directory_of(1)]
-    assert storage.list(directory_of(1)) == ["rank-00000-of-00001.safetensors"]
+    assert storage.list(directory_of(1)) == ["node-00000-of-00001.safetensors"]
     assert storage.checks_writes
 
 

@@ -11,7 +11,6 @@ from s3_work import MIB, SHARD, SIZE, abandoned_after, blocks, download, operati
 from support.names import directory_of
 
 from lazysnap.errors import LevelFull, LevelUnavailable
-from lazysnap.levels.retention import Share
 from lazysnap.levels.s3 import S3Storage
 from lazysnap.levels.store import SnapshotStore
 
@@ -50,7 +49,7 @@ def test_what_passes_is_repeated_and_the_bytes_are_whole(s3_proxy, s3_server, s3
 
     assert rule.hits == times
     assert download(storage) == DATA
-    assert storage.list(directory_of(1)) == ["rank-00000-of-00001.safetensors"]
+    assert storage.list(directory_of(1)) == ["node-00000-of-00001.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -305,7 +304,7 @@ def test_a_download_that_breaks_for_ever_is_given_up(s3_proxy, s3_server, s3_url
 
 
 def nothing_but_the_shard(storage) -> bool:
-    return storage.list(directory_of(1)) == ["rank-00000-of-00001.safetensors"] and storage.list() == [directory_of(1)]
+    return storage.list(directory_of(1)) == ["node-00000-of-00001.safetensors"] and storage.list() == [directory_of(1)]
 
 
 @pytest.mark.parametrize(
@@ -328,5 +327,5 @@ def test_a_right_that_is_lacking_does_not_stop_the_sweep(s3_proxy, s3_server, s3
     storage.put(SHARD, b"left by the dead")
     s3_proxy.rule("uploads", fault_proxy.answer(403, "AccessDenied"))
 
-    assert SnapshotStore(storage).sweep(Share.of_rank(0, 1)) == [SHARD]
+    assert SnapshotStore(storage).sweep() == [SHARD]
     assert "unfinished uploads cannot be listed (AccessDenied); let a lifecycle rule abort them" in caplog.text

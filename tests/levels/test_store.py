@@ -6,20 +6,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 
 import pytest
-from snapshots import OTHER, RUN, Image, files, meta, mount, whole
-from support.fault_plan import FaultPlan
-from support.faulty import FaultyStorage
+from snapshots import Image, files, meta, mount, whole
 from support.names import directory_of
+from support.snapshots import read_image
 
-from lazysnap.config import PersistentLevel
 from lazysnap.errors import LevelFull, LevelUnavailable, ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.retention import Share
-from lazysnap.levels.store import SnapshotStore
 
 
 @pytest.fixture(params=["disk", "tmpfs", "memory"])
@@ -131,15 +126,14 @@ def test_every_flipped_byte_of_a_shard_is_found_and_named(tmp_path):
     store.write(meta(1), Image(1, 50))
     (shard,) = tmp_path.rglob("*.safetensors")
     (entry,) = store.inventory().entries
-    manifest = store.read_manifest(entry)
     good = shard.read_bytes()
     out = map_anonymous(len(good))
     for position in range(0, len(good), 37):
         bad = bytearray(good)
         bad[position] ^= 0x10
         shard.write_bytes(bad)
-        with pytest.raises(ShardCorrupt, match=r"rank-00000-of-00001.safetensors: block 0 "):
-            store.read_image(entry, manifest, out)
+        with pytest.raises(ShardCorrupt, match=r"node-00000-of-00001.safetensors: block 0 "):
+            read_image(store, entry, out)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +165,7 @@ def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
     store.write(meta(1), Image(1))
     for name in (
         "checkpoint-5/model.safetensors",
-        f"{directory_of(9)}/rank-00000-of-00001.safetensors",
+        f"{directory_of(9)}/node-00000-of-00001.safetensors",
         f"{directory_of(8)}/.nfs0001",
         "last.ckpt",
         f"{directory_of(7)}/notes.txt",
@@ -191,58 +185,6 @@ def test_a_snapshot_moved_to_another_step_is_not_believed(tmp_path):
 
     assert inventory.entries == ()
     assert "its name says otherwise" in inventory.problems[0]
-
-
-def test_another_run_in_the_same_directory_is_left_alone(store):
-    store.write(meta(1), Image(1))
-    store.write(meta(1, OTHER), Image(1))
-    store.write(meta(2, OTHER), Image(2))
-
-    assert store.retain(PersistentLevel("/x", keep_last=1), OTHER) == [1]
-    assert whole(store) == [1]
-    assert whole(store, OTHER) == [2]
-
-
-def test_retention_keeps_the_last_and_the_multiples(store):
-    for step in range(1, 8):
-        store.write(meta(step), Image(step))
-
-    assert store.retain(PersistentLevel("/x", keep_last=2, keep_every_n_steps=3), RUN) == [1, 2, 4, 5]
-    assert whole(store) == [3, 6, 7]
-
-
-def test_retention_reads_a_manifest_once_however_many_are_kept(tmp_path):
-    store = open_store(str(tmp_path))
-    plan = FaultPlan()
-    counted = SnapshotStore(FaultyStorage(store.storage, plan))
-    for step in range(1, 31):
-        counted.write(meta(step), Image(step))
-    assert counted.retain(PersistentLevel("/x", keep_last=20), RUN) == list(range(1, 11))
-    counted.retain(PersistentLevel("/x", keep_last=20), RUN)
-    before = len(plan.operations)
-
-    assert counted.retain(PersistentLevel("/x", keep_last=20), RUN) == []
-
-    assert Counter(plan.operations[before:])["get"] == 0
-
-
-def test_a_manifest_that_was_written_over_is_read_back_before_it_counts(tmp_path):
-    store = open_store(str(tmp_path))
-    for step in (1, 2):
-        store.write(meta(step), Image(step))
-    store.retain(PersistentLevel("/x", keep_last=2), RUN)
-    store.retain(PersistentLevel("/x", keep_last=2), RUN)
-    other = open_store(str(tmp_path / "other"))
-    other.write(meta(2), Image(2))
-    (manifest,) = tmp_path.glob(f"{directory_of(2)}/*.json")
-    os.replace(next((tmp_path / "other").glob("step-*/*.json")), manifest)
-    (shard,) = tmp_path.glob(f"{directory_of(2)}/*.safetensors")
-    shard.write_bytes(bytes(shard.stat().st_size))
-
-    with pytest.raises(ShardCorrupt, match="newest snapshot was read back damaged"):
-        store.retain(PersistentLevel("/x", keep_last=1), RUN)
-
-    assert [entry.step for entry in store.inventory().entries] == [1, 2]
 
 
 def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, store):
@@ -265,15 +207,15 @@ def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path, a_day
     kept = files(tmp_path)
     directory = tmp_path / directory_of(2)
     directory.mkdir()
-    shard = "rank-00000-of-00001.safetensors"
+    shard = "node-00000-of-00001.safetensors"
     (directory / f".{shard}.tmp-1-0123abcd").write_bytes(b"x")
     (directory / shard).write_bytes(b"x")
-    (directory / ".rank-00001-of-00002.safetensors.tmp-1-0123abcd").write_bytes(b"another rank's")
+    (directory / ".node-00001-of-00002.safetensors.tmp-1-0123abcd").write_bytes(b"another node's")
     (tmp_path / directory_of(3)).mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / shard).write_bytes(b"not in a snapshot's directory")
 
-    gone = store.sweep(Share.of_rank(0, 2))
+    gone = store.sweep(lambda name: name.node == 0)
 
     assert len(gone) == 2
     assert len(files(tmp_path)) == len(kept) + 2
@@ -285,13 +227,15 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[2])
 import snapshots as t
-from lazysnap.config import PersistentLevel
 from lazysnap.levels import open_store
+from lazysnap.levels.node_file import delete_files
 store = open_store(sys.argv[1])
 for step in range(1, 5):
     store.write(t.meta(step), t.Image(step))
     print(step, flush=True)
-    store.retain(PersistentLevel(sys.argv[1], keep_last=2), t.RUN)
+    for entry in store.inventory().entries:
+        if entry.step <= step - 2:
+            delete_files([store.place(entry)])
 store.write(t.meta(4), t.Image(4))
 """
 
@@ -323,8 +267,7 @@ def test_killed_at_any_point_of_a_write_or_a_deletion_what_was_committed_is_whol
         steps = whole(store)
 
         assert set(committed[-2:]) <= set(steps), f"{point}: {committed} were committed, {steps} are whole"
-        store.sweep(Share.of_rank(0, 1))
-        store.retain(PersistentLevel(str(root), keep_last=2), RUN)
+        store.sweep()
         assert [entry.step for entry in store.inventory().entries] == whole(store)
         assert not [path for path in files(root) if ".tmp-" in path]
         assert store.inventory().problems == ()

@@ -366,6 +366,19 @@ class Dying(pl.Callback):
             raise ZeroDivisionError
 
 
+class Storing(pl.Callback):
+    """Waits once, before the next step, until storage has the step that was captured last."""
+
+    def __init__(self, at_step: int | None) -> None:
+        self.at_step = at_step
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.at_step:
+            self.at_step = None
+            [lazy] = [one for one in trainer.callbacks if isinstance(one, LazySnapshotCallback)]
+            assert lazy.engine.flush(60)
+
+
 def run(case: Case, directory: Path, *, snapshots: bool = True, choice: Kept | None = None) -> Run:
     """One training over ``ListEngine``; from ``choice`` on if one is given, with generators that stand anywhere."""
     kept: list[Kept] = []

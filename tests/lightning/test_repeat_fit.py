@@ -20,6 +20,7 @@ from harness import (
     Recorder,
     Shuffled,
     Stateful,
+    Storing,
     Unsized,
     _run,
 )
@@ -58,7 +59,7 @@ class Spoiler:
         return loss * self.factor
 
 
-def train(kind, directory, *, at=(0, 0), times=0, factor=float("nan"), policy=None):
+def train(kind, directory, *, at=(0, 0), times=0, factor=float("nan"), policy=None, store_at=None):
     spoiler = Spoiler(*at, times, factor)
 
     class Spoilt(kind):
@@ -77,7 +78,7 @@ def train(kind, directory, *, at=(0, 0), times=0, factor=float("nan"), policy=No
     recorder = Recorder()
     policy = policy or NonFinite(data="repeat")
     lazy = LazySnapshotCallback(directory / "snapshots", rollback_on=policy)
-    done = _run(Spoilt(), directory, 1, recorder, [lazy, Dying(lazy, 1 << 30)])
+    done = _run(Spoilt(), directory, 1, recorder, [lazy, Dying(lazy, 1 << 30), Storing(store_at)])
     done.final["callbacks"] = done.final["callbacks"].replace(str(directory), "")
     return done, lazy.statistics().rollbacks
 
@@ -143,7 +144,7 @@ def test_over_captured_steps_into_the_epoch_before(kind, tmp_path):
     """A new run begins there; its first capture is what a restart takes."""
     policy = NonFinite(steps=4, data="repeat")
     whole, _ = train(kind, tmp_path / "a", policy=policy)
-    again, rollbacks = train(kind, tmp_path / "b", at=(1, 1), times=1, policy=policy)
+    again, rollbacks = train(kind, tmp_path / "b", at=(1, 1), times=1, policy=policy, store_at=3)
     assert rollbacks == 1
     assert again.final == whole.final
 

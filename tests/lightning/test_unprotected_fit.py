@@ -44,7 +44,7 @@ def test_a_fit_without_memory_goes_on_exactly_from_the_last_step_that_was_stored
 
     end, steps = fit(tmp_path / "cut", seed=99)
 
-    assert steps == list(range(7, 12))
+    assert steps == list(range(6, 12))
     assert end == whole
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("NOT protected in memory" in text and "max_bytes" in text for text in warned)

@@ -350,13 +350,16 @@ def main() -> None:
             write("begun", step)
         else:
             write("skipped", step)
-            engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
+            if engine.statistics().unprotected is None:
+                engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
         write("waits", step, engine.statistics().slot_waits.count)
         write("collectives", engine._world.exchanges)
         if settings.get("freeze_at") == step:
             os.kill(keeper_of(engine), signal.SIGSTOP)
+        if settings.get("hear_at") == step:
+            until(lambda: engine.statistics() is not None and heard.is_set(), settings["until_heard"])
         if settings.get("thaw_at") == step:
             os.kill(keeper_of(engine), signal.SIGCONT)
         if step > settings.get("until_stored_after", settings["steps"]):

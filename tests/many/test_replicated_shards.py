@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 
 import pytest
 from safetensors import safe_open
+from support.snapshots import key_of
 
 from lazysnap.levels import open_store
 
@@ -15,11 +16,12 @@ def shares(job):
     store = open_store(job.levels[0]["url"])
     by_rank, held, whole = Counter(), Counter(), {}
     for entry in store.inventory().entries:
-        meta = store.read_manifest(entry).meta
-        with safe_open(job.root / "level" / store.place(entry).shard_path, "pt") as shard:
+        manifest = store.read_manifest(entry)
+        meta = manifest.of(entry.rank).meta
+        with safe_open(job.root / "level" / store.place(entry).file_path, "pt") as shard:
             for name, facts in meta.tensors.items():
                 if facts.get("scope") == "shard":
-                    tensor = shard.get_tensor(name)
+                    tensor = shard.get_tensor(key_of(manifest, entry.rank, name))
                     by_rank[entry.rank] += tensor.nbytes
                     held[name] += tensor.nbytes
                     rows, *rest = facts["global_shape"] or [1]

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 from safetensors import safe_open
+from support.snapshots import key_of
 
 from lazysnap.levels import open_store
 
@@ -32,6 +33,13 @@ def test_ranks_resume_as_if_nothing_had_happened(make_job, end_keepers, kind, pl
     assert broken.own("resumed") == owned
     assert len({tuple(mine) for mine in owned}) == 2
     assert broken.results() == whole.results()
+
+
+def test_a_rank_that_waits_for_its_last_step_before_a_slower_one_captured_it_gets_it(job):
+    job.levels[0]["every_n_steps"] = 1000
+    assert set(job.run("ddp", 2, by_rank={"1": {"lag_s": 0.3}}, stop_at=3, wait_durable=True)) == {9}, job.output()
+
+    assert [line[2:] for line in job.events("durable")] == [["3", "True"]] * 2, job.output()
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "tp"])
@@ -67,10 +75,16 @@ def stored(job, scope):
     store = open_store(job.levels[0]["url"])
     found = {}
     for entry in store.inventory().entries:
-        facts = store.read_manifest(entry).meta.tensors
-        with safe_open(job.root / "level" / store.place(entry).shard_path, "pt") as shard:
+        manifest = store.read_manifest(entry)
+        facts = manifest.of(entry.rank).meta.tensors
+        with safe_open(job.root / "level" / store.place(entry).file_path, "pt") as shard:
             found[entry.rank] = [
-                (name, tuple(fact["offsets"]), tuple(shard.get_slice(name).get_shape()), tuple(fact["global_shape"]))
+                (
+                    name,
+                    tuple(fact["offsets"]),
+                    tuple(shard.get_slice(key_of(manifest, entry.rank, name)).get_shape()),
+                    tuple(fact["global_shape"]),
+                )
                 for name, fact in facts.items()
                 if fact.get("scope") == scope
             ]

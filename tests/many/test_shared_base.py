@@ -22,8 +22,8 @@ def stored(job):
     assert inventory.problems == ()
     # Each file of frozen tensors is referred to.
     assert {entry.frozen for entry in inventory.entries} == {frozen.digest for frozen in inventory.frozen}
-    shards = max(store.read_manifest(entry).size_bytes for entry in inventory.entries)
-    return inventory, shards, sum(store.verify_entry(frozen).size_bytes for frozen in inventory.frozen)
+    shards = max(store.read_manifest(entry).of(entry.rank).size_bytes for entry in inventory.entries)
+    return inventory, shards, sum(store.verify(store.place(frozen)).size_bytes for frozen in inventory.frozen)
 
 
 @pytest.mark.parametrize("place", ["memory", "storage"])

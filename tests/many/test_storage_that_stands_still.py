@@ -18,12 +18,8 @@ def check_every_step_was_captured(job, steps):
     assert job.begun(0) == job.begun(1) == set(range(1, steps + 1)), job.output()
 
 
-def check_training_waited_no_more(job, *ranks):
-    """By step 50 storage of these ranks has held all slots for long: of 150 steps that follow none waits."""
-    waited = {(line[0], int(line[2])): int(line[3]) for line in job.events("waits")}
-    before, after = ([waited[rank, step] for rank in ranks] for step in (50, STEPS))
-    assert after == before, job.output()
-    assert sum(before) > 0, job.output()  # while one of them waits another may hear why
+def check_training_never_waited(job):
+    assert {line[3] for line in job.events("waits")} == {"0"}, job.output()
 
 
 @pytest.fixture
@@ -37,26 +33,27 @@ def stopped_at(job):
 
 
 def test_a_frozen_keeper_is_named_once_worked_round_and_serves_again(job):
-    freeze = {"1": {"freeze_at": 10, "thaw_at": STEPS}}
+    freeze = {"1": {"freeze_at": 10, "thaw_at": STEPS + 1}}
 
     codes = job.run(
         "ddp",
         2,
         by_rank=freeze,
         steps=ENDLESS,
-        until_stored_after=STEPS,
+        until_heard="does not answer",
+        hear_at=STEPS,
+        until_stored_after=STEPS + 1,
         gate_timeout_s=20,
         keeper_timeout_s=3,
     )
 
     assert codes == [9, 9], job.output()
     check_every_step_was_captured(job, stopped_at(job))
-    check_training_waited_no_more(job, "0", "1")
+    check_training_never_waited(job)
     output = job.output()
     assert output.count("the keeper of this node (process") == output.count("does not answer: training") == 2, output
     for rank in (0, 1):
         assert output.count(f"nothing of rank {rank} is stored until it answers") == 1, output
-        assert f"storage of rank {rank} holds all slots" not in output
     assert output.count("answers again") == 2, output
 
 
@@ -83,51 +80,27 @@ def test_memory_goes_on_beside_a_frozen_keeper_and_a_restart_finds_the_newest_st
     assert {level for _, level, _ in job.origins()} == {"memory"}
 
 
-def test_a_write_that_hangs_is_named_once_and_training_goes_on(job):
-    codes = job.run("ddp", 2, faults={1: "level.local.write:5:hang"}, steps=ENDLESS, stop_at=STEPS, gate_timeout_s=1)
-
-    assert codes == [9, 9], job.output()
-    check_every_step_was_captured(job, STEPS)
-    output = job.output()
-    [rank] = re.findall(r"storage of rank (\d) holds all slots", output)  # one of the two writes
-    check_training_waited_no_more(job, rank)
-    assert re.search(rf"{job.levels[0]['url']}: writing step \d+ \(nothing has moved for", output), output
-
-
-def test_a_level_that_comes_back_gets_snapshots_again(job):
+def test_a_write_that_hangs_costs_snapshots_and_no_step_and_the_level_comes_back(job):
     job.levels[0]["timeout_s"] = 3
 
-    codes = job.run(
-        "ddp",
-        2,
-        faults={1: "level.local.write:5:hang"},
-        steps=ENDLESS,
-        until_stored_after=STEPS,
-        gate_timeout_s=1,
-    )
+    codes = job.run("ddp", 2, faults={1: "level.local.write:5:hang"}, steps=ENDLESS, until_stored_after=STEPS)
 
     assert codes == [9, 9], job.output()
     check_every_step_was_captured(job, stopped_at(job))
+    check_training_never_waited(job)
     output = job.output()
-    [rank] = re.findall(r"storage of rank (\d) holds all slots", output)  # one of the two writes
-    assert output.count(f"storage of rank {rank} takes snapshots again") == 1, output
+    assert len(re.findall(r"step \d+ is not persisted.*did not move for 3 s", output)) == 2, output  # on each rank
+    assert output.count("works again: step") == 2, output
 
 
-def test_a_disk_slower_than_training_gets_fewer_snapshots_and_the_same_ones_as_the_others(job):
-    job.levels[0]["every_n_steps"] = 1
-    slow = {"levels": [{**job.levels[0], "max_bytes_per_s": 50_000}], "lag_s": 0.04}
+def test_a_disk_slower_than_training_gets_fewer_snapshots_and_holds_nobody_up(job):
+    job.levels[0].update(every_n_steps=1, max_bytes_per_s=100_000)
 
-    codes = job.run(
-        "ddp",
-        2,
-        by_rank={"1": slow},
-        steps=ENDLESS,
-        until_stored_after=STEPS,
-        gate_timeout_s=1,
-    )
+    codes = job.run("ddp", 2, steps=ENDLESS, until_stored_after=STEPS, lag_s=0.01)
 
     assert codes == [9, 9], (stored_steps(job), job.output()[-3000:])
     check_every_step_was_captured(job, stopped_at(job))
+    check_training_never_waited(job)
 
 
 def stored_steps(job):

@@ -3,7 +3,6 @@
 import pytest
 
 from lazysnap.levels import open_store
-from lazysnap.shard.layout import Layout
 
 NAMES = {"model.embed.weight", "model.head.weight"}
 
@@ -16,11 +15,12 @@ def stored(job):
     found = {}
     for entry in (entry for entry in entries if entry.step == newest):
         manifest = store.read_manifest(entry)
-        path = job.root / "level" / store.place(entry).shard_path
-        layout = Layout.parse(path.read_bytes(), manifest.size_bytes)
+        path = job.root / "level" / store.place(entry).file_path
+        shard = manifest.of(entry.rank)
+        layout = shard.layout(path.read_bytes()[shard.offset :], str(path))
         names = {spec.name for spec in layout.specs}
-        found[entry.rank] = (NAMES & names, {name: manifest.meta.aliases.get(name) for name in NAMES - names})
-        assert set(manifest.meta.tensors) <= names
+        found[entry.rank] = (NAMES & names, {name: shard.meta.aliases.get(name) for name in NAMES - names})
+        assert set(shard.meta.tensors) <= names
     return found
 
 

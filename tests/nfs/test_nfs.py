@@ -8,15 +8,16 @@ import time
 import pytest
 from nfs_lab import GuestError
 from support.names import directory_of
+from support.snapshots import read_image
 
 from lazysnap.levels import open_store
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.shard.names import ShardName
+from lazysnap.shard.names import NodeName
 
 TWO_BLOCKS = 17 << 20
 CACHES_S = 60
 """A client may believe for so long what it has seen of another one's files."""
-SHARD, MANIFEST = ShardName(0, 1).shard, ShardName(0, 1).manifest
+SHARD, MANIFEST = NodeName(0, 1).file, NodeName(0, 1).manifest
 
 
 def restorable(path: pathlib.Path) -> list[int]:
@@ -27,7 +28,7 @@ def restorable(path: pathlib.Path) -> list[int]:
     for entry in found.entries:
         manifest = store.read_manifest(entry)
         out = map_anonymous(manifest.size_bytes)
-        store.read_image(entry, manifest, out)
+        read_image(store, entry, out)
         assert out[-1] == entry.step
     return sorted(entry.step for entry in found.entries)
 

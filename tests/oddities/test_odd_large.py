@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from support.names import RUN, START, directory_of
+from support.snapshots import lone_manifest
 
 from lazysnap.arena import Slot
 from lazysnap.capture.copier import copy_eager
@@ -24,8 +25,8 @@ from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import Layout
-from lazysnap.shard.manifest import CaptureMeta, Manifest
-from lazysnap.shard.names import ShardName
+from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.names import NodeName
 from lazysnap.snapshots.reader import OpenShard
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
@@ -108,7 +109,7 @@ def snapshot(large, slot, tmp_path_factory):
     size = large.plan.layout.size_bytes
     place = root / directory_of(1)
     place.mkdir()
-    path = place / ShardName(0, 1).shard
+    path = place / NodeName(0, 1).file
     path.touch()
     os.truncate(path, size)
     ends = (0, (4 * GIB) // BLOCK_BYTES * BLOCK_BYTES)
@@ -129,14 +130,10 @@ def snapshot(large, slot, tmp_path_factory):
     if handle >= 0:
         os.close(handle)
     os.truncate(path, size)
-    manifest = Manifest(
-        large.meta(),
-        ShardName(0, 1).shard,
-        len(large.plan.layout.header),
-        Checksums(size, BLOCK_BYTES, tuple(blocks)),
-        created_ns=1,
+    manifest = lone_manifest(
+        large.meta(), len(large.plan.layout.header), Checksums(size, BLOCK_BYTES, tuple(blocks)), created_ns=1
     )
-    (place / ShardName(0, 1).manifest).write_bytes(manifest.encode())
+    (place / NodeName(0, 1).manifest).write_bytes(manifest.encode())
     assert path.stat().st_blocks * 512 < GIB, "the test would fill the disk"
     yield root
     shutil.rmtree(root)
@@ -161,7 +158,7 @@ def test_ranges_behind_4_gib_are_read_and_compared(large, slot, snapshot):
 def test_a_flipped_byte_behind_4_gib_is_found_when_all_is_read(snapshot):
     store = open_store(str(snapshot))
     [entry] = store.inventory().entries
-    with open(snapshot / store.place(entry).shard_path, "r+b") as file:
+    with open(snapshot / store.place(entry).file_path, "r+b") as file:
         file.seek(-1, os.SEEK_END)
         byte = file.read(1)
         file.seek(-1, os.SEEK_END)
@@ -170,7 +167,7 @@ def test_a_flipped_byte_behind_4_gib_is_found_when_all_is_read(snapshot):
         try:
             # All blocks before it are as they should be.
             with pytest.raises(ShardCorrupt, match=rf"block {4 * GIB // BLOCK_BYTES} \(bytes {4 * GIB} to"):
-                store.verify_entry(entry)
+                store.verify(store.place(entry))
         finally:
             file.seek(-1, os.SEEK_END)
             file.write(byte)

@@ -17,7 +17,7 @@ import nfs_lab
 TWO_BLOCKS = 17 << 20
 pytestmark = pytest.mark.slow
 RUN = "/mnt/disk/run"
-SHARD = "rank-00000-of-00001.safetensors"
+SHARD = "node-00000-of-00001.safetensors"
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pathlib
 import shutil
 
-SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
+SHARD, MANIFEST = "node-00000-of-00001.safetensors", "node-00000-of-00001.json"
 
 
 def flip(path: pathlib.Path) -> None:

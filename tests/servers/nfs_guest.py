@@ -17,8 +17,8 @@ import traceback
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from lazysnap.levels import open_store
+from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.retention import Share
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
@@ -168,7 +168,7 @@ def restorable(talk: Conversation, url: str) -> list:
 def _read(store, entry) -> None:
     manifest = store.read_manifest(entry)
     out = map_anonymous(manifest.size_bytes)
-    store.read_image(entry, manifest, out)
+    read_node_file(store.place(entry), manifest, out=out)
     assert out[-1] == entry.step % 256
 
 
@@ -249,7 +249,7 @@ def _die(talk: Conversation, hold) -> None:
 
 
 def sweep(talk: Conversation, url: str) -> list:
-    return _store(url).sweep(Share.of_rank(0, 1))
+    return _store(url).sweep()
 
 
 def storage(talk: Conversation, url: str, method: str, *arguments):

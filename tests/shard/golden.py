@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Iterator
 
 import torch
+from support.snapshots import lone_manifest
 
 from lazysnap.capture.frozen import FrozenSet, digest_of, frozen_parameters
 from lazysnap.capture.plan import make_plan, view_of
@@ -14,8 +15,8 @@ from lazysnap.engine.reading import LevelReader
 from lazysnap.levels import open_store
 from lazysnap.levels.local import PAGE
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest
-from lazysnap.shard.names import ShardName, SnapshotName, frozen_directory_name
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference
+from lazysnap.shard.names import NodeName, SnapshotName, frozen_directory_name
 from lazysnap.snapshots.reader import OpenShard
 from lazysnap.state.codec import tensor_names
 from lazysnap.state.objects import ObjectState
@@ -71,16 +72,16 @@ def make() -> tuple[bytes, bytes]:
         packages={"lazysnap": "0.1.0"},
     )
     checksums = Checksums.of(memoryview(image), BLOCK_BYTES)
-    manifest = Manifest(meta, ShardName(0, 1).shard, len(plan.layout.header), checksums, 1_700_000_002_000_000_000)
+    manifest = lone_manifest(meta, len(plan.layout.header), checksums, 1_700_000_002_000_000_000)
     return bytes(image), manifest.encode()
 
 
-def shard_path() -> pathlib.Path:
-    return FOLDER / directory_name(1000) / ShardName(0, 1).shard
+def file_path() -> pathlib.Path:
+    return FOLDER / directory_name(1000) / NodeName(0, 1).file
 
 
 def manifest_path() -> pathlib.Path:
-    return FOLDER / directory_name(1000) / ShardName(0, 1).manifest
+    return FOLDER / directory_name(1000) / NodeName(0, 1).manifest
 
 
 # ---------------------------------------------------------------- frozen tensors in a file of their own
@@ -145,9 +146,9 @@ def make_frozen() -> dict[str, bytes]:
     ):
         header_bytes = 8 + int.from_bytes(data[:8], "little")
         checksums = Checksums.of(memoryview(data))
-        manifest = Manifest(one, ShardName(0, 1).shard, header_bytes, checksums, 1_700_000_002_000_000_000)
-        files[f"{folder}/{ShardName(0, 1).shard}"] = bytes(data)
-        files[f"{folder}/{ShardName(0, 1).manifest}"] = manifest.encode()
+        manifest = lone_manifest(one, header_bytes, checksums, 1_700_000_002_000_000_000)
+        files[f"{folder}/{NodeName(0, 1).file}"] = bytes(data)
+        files[f"{folder}/{NodeName(0, 1).manifest}"] = manifest.encode()
     return files
 
 

@@ -4,12 +4,13 @@ import json
 
 import pytest
 from support.names import START
+from support.snapshots import lone_manifest
 
 from lazysnap.errors import FormatError, FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import FORMAT_VERSION, CaptureMeta, Manifest
-from lazysnap.shard.names import ShardName, SnapshotName, parse_file_name
+from lazysnap.shard.names import SnapshotName, parse_file_name
 
 GOOD = "step-00000001-0123456789abcdef-fedcba9876543210"
 
@@ -89,13 +90,13 @@ def test_a_layout_that_cannot_be_is_refused(specs):
 def manifest_bytes(**changes: object) -> bytes:
     """A manifest with some keys replaced (or removed, by ``...``) and a right digest."""
     meta = CaptureMeta("0" * 16, START, 2, 0, 1, 3, state={"x": 1})
-    good = Manifest(meta, ShardName(0, 1).shard, 8, Checksums.of(memoryview(b"12345678")), 9).encode()
+    good = lone_manifest(meta, 8, Checksums.of(memoryview(b"12345678")), 9).encode()
     fields = json.loads(good)["manifest"]
     for name, value in changes.items():
         target = fields
         *parents, last = name.split("__")
         for parent in parents:
-            target = target[parent]
+            target = target[int(parent) if parent.isdigit() else parent]
         if value is ...:
             del target[last]
         else:
@@ -110,33 +111,40 @@ def manifest_bytes(**changes: object) -> bytes:
         {"format": "other"},
         {"version": "1"},
         {"version": -1},
-        {"start": "x"},
-        {"parameters": {"optimizer": [1]}},
-        {"frozen": {"digest": "0" * 32}},
-        {"run_id": "../../etc/passwd"},
-        {"run_id": "0" * 15},
-        {"step": -1},
-        {"step": 1.0},
-        {"step": True},
-        {"rank": 1},
-        {"world_size": 0},
-        {"aliases": {"a": 1}},
-        {"aliases": []},
-        {"tensors": None},
-        {"packages": {"torch": None}},
-        {"state": ...},
         {"surprise": 1},
-        {"shard__file": "../rank-00000-of-00001.safetensors"},
-        {"shard__size_bytes": -8},
-        {"shard__size_bytes": 1 << 40},
-        {"shard__header_bytes": 9},
-        {"shard__checksum__algorithm": "none"},
-        {"shard__checksum__block_bytes": 0},
-        {"shard__checksum__blocks": []},
-        {"shard__checksum__blocks": ["x" * 32]},
-        {"shard__checksum__blocks": ["0" * 32]},
-        {"shard__checksum__whole": "0" * 32},
-        {"shard": None},
+        {"shards__0__start": "x"},
+        {"shards__0__parameters": {"shards__0__optimizer": [1]}},
+        {"shards__0__frozen": {"shards__0__digest": "0" * 32}},
+        {"shards__0__run_id": "../../etc/passwd"},
+        {"shards__0__run_id": "0" * 15},
+        {"shards__0__step": -1},
+        {"shards__0__step": 1.0},
+        {"shards__0__step": True},
+        {"shards__0__rank": 1},
+        {"shards__0__world_size": 0},
+        {"shards__0__aliases": {"shards__0__a": 1}},
+        {"shards__0__aliases": []},
+        {"shards__0__tensors": None},
+        {"shards__0__packages": {"shards__0__torch": None}},
+        {"shards__0__state": ...},
+        {"shards__0__surprise": 1},
+        {"file__name": "../node-00000-of-00001.safetensors"},
+        {"file__size_bytes": -8},
+        {"file__size_bytes": 1 << 40},
+        {"shards__0__place__header_bytes": 9},
+        {"file__checksum__algorithm": "none"},
+        {"file__checksum__block_bytes": 0},
+        {"file__checksum__blocks": []},
+        {"file__checksum__blocks": ["x" * 32]},
+        {"file__checksum__blocks": ["0" * 32]},
+        {"file__checksum__whole": "0" * 32},
+        {"file": None},
+        {"shards": None},
+        {"shards": []},
+        {"shards": [None]},
+        {"shards__0__place": None},
+        {"shards__0__place__offset": 4096},
+        {"shards__0__place__size_bytes": 9},
         {"created_ns": None},
     ],
 )
@@ -178,10 +186,10 @@ def test_other_directories_are_not_snapshots(name):
     "name",
     [
         "rank-0-of-1.json",
-        "rank-00000-of-00001.json.tmp",
-        ".rank-00000-of-00001.json",
-        "rank-00000-of-00001.pt",
-        "node-00000-of-00001.json",
+        "node-00000-of-00001.json.tmp",
+        ".node-00000-of-00001.json",
+        "node-00000-of-00001.pt",
+        "rank-00000-of-00001.json",
     ],
 )
 def test_other_files_are_not_shards(name):

@@ -28,10 +28,11 @@ use = lambda: CaptureMeta.from_bytes(data)
 """
 MANIFEST = """
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.manifest import CaptureMeta, Manifest, Shard
+from lazysnap.shard.names import NodeName
 meta = CaptureMeta("ab" * 8, "cd" * 8, 1, 0, 1, 0)
 checksums = Checksums.of(memoryview(bytes(64)))
-data = Manifest(meta, "rank-00000-of-00001.safetensors", 8, checksums, 1).encode()
+data = Manifest(NodeName(0, 1), (Shard(meta, 0, 64, 8),), checksums, 1).encode()
 use = lambda: Manifest.decode(data, "here")
 """
 MESSAGE = """

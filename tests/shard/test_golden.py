@@ -25,12 +25,12 @@ def test_the_golden_snapshot_is_read_back_value_by_value():
 def test_the_same_state_gives_the_golden_bytes():
     shard, manifest = golden.make()
 
-    assert shard == golden.shard_path().read_bytes()
+    assert shard == golden.file_path().read_bytes()
     assert manifest == golden.manifest_path().read_bytes()
 
 
 def test_any_safetensors_tool_opens_the_shard():
-    tensors = load_file(golden.shard_path())
+    tensors = load_file(golden.file_path())
 
     assert torch.equal(tensors["state_dict.net.weight"], golden.state()["state_dict"]["net.weight"])
     assert "state_dict.head.weight" not in tensors  # tied: stored once
@@ -47,7 +47,7 @@ def test_a_flipped_bit_in_any_byte_of_the_manifest_is_found():
 
 
 def test_a_flipped_bit_in_any_byte_of_the_shard_is_found_and_its_block_named():
-    good = golden.shard_path().read_bytes()
+    good = golden.file_path().read_bytes()
     checksums = Manifest.decode(golden.manifest_path().read_bytes(), "golden").checksums
     checksums.verify(memoryview(good), "golden")
     for position in range(len(good)):

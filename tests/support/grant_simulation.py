@@ -7,12 +7,13 @@ leaves a rule out, by what the simulation does around the product's code: so a t
 import heapq
 import random
 from collections import Counter
+from typing import NamedTuple
 
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.grant_messages import SnapshotKey
-from lazysnap.keeper.granted import Held, NodeGrants, NodeLevel, RankView, SlotView, held, to_store_alone
+from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView, to_store_alone
 from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
-from lazysnap.keeper.retention import NodeFile, Retention, still_to_copy
+from lazysnap.keeper.retention import Retention, still_to_copy
 
 WAITED = "1: a trainer waited for a slot"
 LOST_FILE = "2: the newest complete snapshot lost a file"
@@ -57,6 +58,19 @@ class World:
         files = {NodeFile(key.step, key.start, node, num_nodes) for node in range(num_nodes)}
         self.broken[NOT_COMPLETE] += is_newest and not files <= self.files[level]
         self.published[level].setdefault(key, self.now)
+
+
+class NodeFile(NamedTuple):
+    """A file of one node, by its name."""
+
+    step: int
+    start: str
+    node: int
+    num_nodes: int
+
+    @property
+    def key(self):
+        return SnapshotKey(self.step, self.start)
 
 
 class Slot:
@@ -228,13 +242,17 @@ class SimKeeper:
         self.mine = [set() for _ in job.settings]
         levels = [NodeLevel({f.step for f in files if self._is_own(f)}) for files in self.world.files]
         self.grants = NodeGrants(node, job.start, tuple(levels))
-        self.retention = [Retention(settings, job.start, node, job.num_nodes) for settings in job.settings]
+        self.retention = [Retention(settings, job.start) for settings in job.settings]
 
     def _file(self, step):
         return NodeFile(step, self.job.start, self.node, self.job.num_nodes)
 
     def _is_own(self, file):
         return file == self._file(file.step)
+
+    def _is_mine(self, file):
+        """Files of earlier starts are shared out."""
+        return self._is_own(file) if file.start == self.job.start else file.node % self.job.num_nodes == self.node
 
     def views(self):
         return [rank.view() for rank in self.ranks]
@@ -295,20 +313,30 @@ class SimKeeper:
         is_broken = is_broken or ("fails" in job.faults and r.random() < 0.1)
         self.world.at(job.deadline if is_broken else took, self._written, write, is_broken)
 
+    def _is_whole(self, step):
+        """Whether the slots hold all of the step, as a writer sees it before its commit; ``None``: not any more."""
+        views = self.views()
+        slots = [rank.holding(step) for rank in views]
+        for rank, slot in zip(views, slots, strict=True):
+            if slot is None or slot.pin != step or (rank.is_gone and not slot.is_whole):
+                return None
+        return all(slot.is_whole for slot in slots)
+
     def _written(self, write, is_broken):
         if self.is_dead or self.node in self.job.down or not self.grants.is_wanted(write):
             return
-        state = held(write.step, self.views()) if write.source is None else Held.WHOLE
-        if write.source is not None and self._file(write.step) not in self.world.files[write.source]:
-            state = Held.LOST
+        if write.source is None:
+            is_whole = self._is_whole(write.step)
+        else:
+            is_whole = True if self._file(write.step) in self.world.files[write.source] else None
         if is_broken:
             self.grants.failed(write)
             pause = 0 if "probe" in self.world.without else max(self.job.hung[self.node] - self.world.now, 1)
             self.world.at(pause, self._probed, write.level) if pause else self.grants.probed(write.level)
-        elif state is Held.COPYING:
+        elif is_whole is False:
             self.world.at(0.02, self._written, write, is_broken)
             return
-        elif state is Held.LOST:
+        elif is_whole is None:
             self.grants.missed(write)
         else:
             self.grants.committed(write)
@@ -316,7 +344,7 @@ class SimKeeper:
                 files.add(self._file(write.step))
             self.world.at(self.world.random.uniform(0, 0.1), self._verified, write)
         self._settle()
-        if state is Held.LOST or is_broken:
+        if is_whole is None or is_broken:
             self.say()
 
     def _verified(self, write):
@@ -338,14 +366,15 @@ class SimKeeper:
             protected = set()
             for slower, settings in list(zip(self.grants.levels, self.job.settings, strict=True))[number + 1 :]:
                 protected |= still_to_copy(level, slower, settings, self.job.start)
-            for file in retention.expired(listing, level, protected):
+            for file in listing:
+                if not self._is_mine(file) or not retention.is_over(file.key, level, protected):
+                    continue
                 if "clean" in self.world.without and file.key not in level.complete:
                     kept = sorted(level.complete)[-retention.settings.keep_last :]
                     if file.step not in level.cancelled and not (kept and file.key < kept[0]):
                         continue
-                self.world.delete(number, file)
-                if self._is_own(file):
-                    self.grants.deleted(number, file.step)
+                if not self._is_own(file) or self.grants.give_up(number, file.step):
+                    self.world.delete(number, file)
 
 
 class SimCoordinator:

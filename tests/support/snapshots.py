@@ -4,24 +4,25 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lazysnap.config import PersistentLevel
 from lazysnap.errors import FormatError, LevelError
+from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
 from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.source import MemorySource, RateLimitedSource
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import Entry
+from lazysnap.resolver import Entry, FrozenEntry
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference
-from lazysnap.shard.names import SnapshotName
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest, Shard
+from lazysnap.shard.names import NodeName, SnapshotName
 from support.place import PAGE, pattern
 
 RUN, OTHER = "0" * 16, "f" * 16
 """Two runs; the other one was started later."""
 START = "1" * 16
-SHARD, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
+SHARD, MANIFEST = "node-00000-of-00001.safetensors", "node-00000-of-00001.json"
 
 
 def _seed(step: int, run_id: str, rank: int) -> int:
@@ -85,11 +86,42 @@ class Snapshot:
 
     def write(self, store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> Entry:
         """Write and commit it."""
-        return store.write_entry(self.meta, RateLimitedSource(self.source(), RateLimiter(None), beat))[0]
+        manifest = store.write(self.meta, RateLimitedSource(self.source(), RateLimiter(None), beat))
+        return entries_of(manifest, store.url, store.speed, self.meta.name.directory)[0]
+
+    def delete(self, store: SnapshotStore, beat: Callable[[], None] | None = None) -> bool:
+        """Delete it as keepers and ``lazysnap prune`` do; ``False``: it has to stay."""
+        directory = self.meta.name.directory
+        return delete_files([FilePlace(store.storage, directory, NodeName(self.rank, self.world_size))], beat)
 
     def write_later(self, store: SnapshotStore) -> Callable[[], Entry]:
         """What writes it."""
         return lambda: self.write(store)
+
+
+def lone_manifest(meta: CaptureMeta, header_bytes: int, checksums: Checksums, created_ns: int) -> Manifest:
+    """Of a file that holds one shard."""
+    shard = Shard(meta, 0, checksums.size_bytes, header_bytes)
+    return Manifest(NodeName(meta.rank, meta.world_size), (shard,), checksums, created_ns)
+
+
+def key_of(manifest: Manifest, rank: int, name: str) -> str:
+    """What a rank's tensor is called in the file of its node."""
+    return name if len(manifest.shards) == 1 else f"rank-{rank:05d}/{name}"
+
+
+def verified(store: SnapshotStore, entry: Entry | FrozenEntry) -> Manifest:
+    """The manifest of an entry's file, of which every byte was compared. Raises: as ``SnapshotStore.verify``."""
+    return store.verify(store.place(entry))
+
+
+def read_image(
+    store: SnapshotStore, entry: Entry | FrozenEntry, out: memoryview, beat: Callable[[], None] = lambda: None
+) -> Manifest:
+    """The file of an entry, verified. Raises: as ``read_node_file``."""
+    manifest = store.read_manifest(entry)
+    read_node_file(store.place(entry), manifest, out=out, beat=lambda count: beat())
+    return manifest
 
 
 def read_whole(store: SnapshotStore, entry: Entry, beat: Callable[[], None] = lambda: None) -> None:
@@ -100,7 +132,7 @@ def read_whole(store: SnapshotStore, entry: Entry, beat: Callable[[], None] = la
     """
     manifest = store.read_manifest(entry)
     out = map_anonymous(manifest.size_bytes)
-    store.read_image(entry, manifest, out, beat)
+    read_image(store, entry, out, beat)
     meta = manifest.meta
     was = Snapshot(meta.step, meta.run_id, meta.state["elements"], meta.rank, meta.world_size, meta.frozen, meta.start)
     assert (meta.step, meta.run_id, meta.rank) == (entry.step, entry.run_id, entry.rank)
@@ -139,8 +171,3 @@ def overwrite(storage: Storage, path: str, data: bytes) -> None:
     """What damages an object without anyone's help."""
     storage.delete(path)
     storage.put(path, data)
-
-
-def level(keep_last: int, keep_every_n_steps: int | None = None) -> PersistentLevel:
-    """Settings of a level; where it is does not matter here."""
-    return PersistentLevel("/any", keep_last=keep_last, keep_every_n_steps=keep_every_n_steps, verify=True)

@@ -1,9 +1,9 @@
-"""One shard and its manifest at one place: written block by block, committed, read back, deleted."""
+"""One node's file and its manifest at one place: written block by block, committed, read back, deleted."""
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lazysnap import faults
@@ -12,29 +12,36 @@ from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.files import PAGE
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
+from lazysnap.levels.watchdog import WriteCancelled
 from lazysnap.resolver import Entry, FrozenEntry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
-from lazysnap.shard.manifest import CaptureMeta, Manifest
-from lazysnap.shard.names import ShardName, SnapshotName, parse_frozen_directory_name
+from lazysnap.shard.manifest import Manifest, Shard
+from lazysnap.shard.names import (
+    NodeName,
+    SnapshotName,
+    keep_file_name,
+    parse_frozen_directory_name,
+    parse_keep_file_name,
+)
 
 logger = logging.getLogger(__name__)
 
-FROZEN_NAME = ShardName(0, 1)
+FROZEN_NAME = NodeName(0, 1)
 """Of every file of frozen tensors."""
 
 
 @dataclass(frozen=True)
-class ShardPlace:
-    """Where the shard of one rank and its manifest are, or will be."""
+class FilePlace:
+    """Where the file of one node and its manifest are, or will be."""
 
     storage: Storage
     directory: str
-    name: ShardName
+    name: NodeName
 
     @property
-    def shard_path(self) -> str:
-        """The shard's path in the storage."""
-        return f"{self.directory}/{self.name.shard}"
+    def file_path(self) -> str:
+        """The file's path in the storage."""
+        return f"{self.directory}/{self.name.file}"
 
     @property
     def manifest_path(self) -> str:
@@ -44,28 +51,28 @@ class ShardPlace:
     @property
     def paths(self) -> tuple[str, str]:
         """Both."""
-        return self.manifest_path, self.shard_path
+        return self.manifest_path, self.file_path
 
     @property
     def where(self) -> str:
-        """The shard, for messages."""
-        return f"{self.storage.url}/{self.shard_path}"
+        """The file, for messages."""
+        return f"{self.storage.url}/{self.file_path}"
 
     def read_manifest(self) -> Manifest:
         """Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
         return Manifest.decode(self.storage.get(self.manifest_path), f"{self.storage.url}/{self.manifest_path}")
 
     def why_it_stays(self) -> str | None:
-        """Why retention must leave it alone, in words; ``None``: it need not. Asked before ``delete``, by everybody."""
-        if self.storage.is_link(self.shard_path) or self.storage.is_link(self.manifest_path):
+        """Why it must not be deleted, in words; ``None``: it may be."""
+        if self.storage.is_link(self.file_path) or self.storage.is_link(self.manifest_path):
             return "behind a symbolic link"
-        return "being read" if self.storage.is_leased(self.shard_path) else None
+        return "being read" if self.storage.is_leased(self.file_path) else None
 
     def delete(self) -> None:
         """The manifest first, so that what a crash leaves is garbage, not a snapshot."""
         self.storage.delete(self.manifest_path)
         faults.point("level.store.uncommitted")
-        self.storage.delete(self.shard_path)
+        self.storage.delete(self.file_path)
         faults.point("level.store.deleted")
         self.storage.delete_directory(self.directory)
 
@@ -86,53 +93,80 @@ class ShardPlace:
             self.storage.delete_directory(self.directory)
 
 
-def place_of(storage: Storage, entry: Entry | FrozenEntry) -> ShardPlace:
+def delete_files(places: Sequence[FilePlace], beat: Callable[[], None] | None = None) -> bool:
+    """Delete shards of one directory; ``False``, and nothing is deleted, if it has a name or one of them has to stay.
+
+    Blocks; ``beat`` is called meanwhile. Raises: LevelError, and what is left is whole or garbage.
+    """
+    beat = beat or (lambda: None)
+    for directory in {place.directory for place in places}:
+        beat()
+        if any(map(parse_keep_file_name, places[0].storage.list(directory, keep_file_name("")))):
+            return False
+    for place in places:
+        beat()
+        if place.why_it_stays():
+            return False
+    for place in places:
+        beat()
+        place.delete()
+    return True
+
+
+def place_of(storage: Storage, entry: Entry | FrozenEntry) -> FilePlace:
     """Where the files of an entry are."""
-    stem = FROZEN_NAME if isinstance(entry, FrozenEntry) else ShardName(entry.rank, entry.world_size)
-    return ShardPlace(storage, entry.location, stem)
+    name = FROZEN_NAME if isinstance(entry, FrozenEntry) else NodeName.parse(entry.file)
+    assert name is not None, f"{entry} is in memory"
+    return FilePlace(storage, entry.location, name)
 
 
-def entry_of(meta: CaptureMeta, level: str, speed: int, directory: str) -> Entry:
-    """What a committed shard offers."""
-    facts = (meta.run_id, meta.start, meta.step, meta.rank, meta.world_size)
-    digest = None if meta.frozen is None else meta.frozen.digest
-    return Entry(level, speed, *facts, directory, digest)
+def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> list[Entry]:
+    """What a committed file offers, by rank."""
+    found = []
+    for meta in (shard.meta for shard in manifest.shards):
+        facts = (meta.run_id, meta.start, meta.step, meta.rank, meta.world_size)
+        digest = None if meta.frozen is None else meta.frozen.digest
+        found.append(Entry(level, speed, *facts, directory, digest, file=manifest.name.text))
+    return found
 
 
-def check_place(manifest: Manifest, place: ShardPlace) -> None:
+def check_place(manifest: Manifest, place: FilePlace) -> None:
     """Whether a manifest stands where it says. Raises: ShardCorrupt."""
     meta, where = manifest.meta, f"{place.storage.url}/{place.manifest_path}"
     frozen = parse_frozen_directory_name(place.directory)
     if frozen is not None:
         if manifest.checksums.whole != frozen:
             raise ShardCorrupt(f"{where}: holds {manifest.checksums.whole}, its name says otherwise")
-    elif meta.name != SnapshotName.parse(place.directory) or manifest.file != place.name.shard:
-        raise ShardCorrupt(f"{where}: holds {meta.name.directory} in {manifest.file}, its name says otherwise")
+    elif meta.name != SnapshotName.parse(place.directory) or manifest.name != place.name:
+        raise ShardCorrupt(f"{where}: holds {meta.name.directory} in {manifest.name.file}, its name says otherwise")
 
 
-def read_committed(place: ShardPlace) -> Manifest:
-    """The manifest at a place, whose shard is there in its full size; the shard is not read.
+def read_committed(place: FilePlace) -> Manifest:
+    """The manifest at a place, whose file is there in its full size; the file is not read.
 
-    Raises: ShardCorrupt, also if the shard is lost; FileNotFoundError, if nothing is committed; LevelUnavailable.
+    Raises: ShardCorrupt, also if the file is lost; FileNotFoundError, if nothing is committed; LevelUnavailable.
     """
     manifest = place.read_manifest()
     check_place(manifest, place)
     try:
-        size = place.storage.size(place.shard_path)
+        size = place.storage.size(place.file_path)
     except FileNotFoundError as error:
         # The manifest is deleted first: only one that is still there says that something is lost.
         place.storage.size(place.manifest_path)
-        raise ShardCorrupt(
-            f"{place.where}: a manifest without its shard: the shard of rank {manifest.meta.rank} is lost"
-        ) from error
+        raise ShardCorrupt(f"{place.where}: a manifest without its file: {_ranks(manifest)} is lost") from error
     if size != manifest.size_bytes:
         raise ShardCorrupt(f"{place.where}: {size} bytes, the manifest says {manifest.size_bytes}")
     return manifest
 
 
-def write_shard(
-    place: ShardPlace,
-    meta: CaptureMeta,
+def _ranks(manifest: Manifest) -> str:
+    ranks = [shard.meta.rank for shard in manifest.shards]
+    return f"the shard of rank {ranks[0]}" if len(ranks) == 1 else f"what ranks {ranks[0]} to {ranks[-1]} stored"
+
+
+def write_node_file(
+    place: FilePlace,
+    shards: Sequence[Shard],
     source: BlockSource,
     *,
     expected: str | None = None,
@@ -147,22 +181,22 @@ def write_shard(
     beat = beat or (lambda: None)
     faults.point("level.store.begin")
     try:
-        writer = place.storage.create(place.shard_path, source.size_bytes)
+        writer = place.storage.create(place.file_path, source.size_bytes)
     except BaseException:
         place.remove_if_empty()
         raise
     is_published = False
-    # Until it is closed, no sweep of another process takes the shard for garbage.
+    # Until it is closed, no sweep of another process takes the file for garbage.
     with contextlib.closing(writer):
         try:
-            checksums, header_bytes = _write_blocks(place, writer, source)
+            checksums = _write_blocks(place, writer, source)
             source.finish()
             if expected is not None and checksums.whole != expected:
                 raise ShardCorrupt(f"{place.where}: {checksums.whole} was read, expected {expected}")
             faults.point("level.store.publish_shard")
             writer.publish()
             is_published = True
-            manifest = Manifest(meta, place.name.shard, header_bytes, checksums, time.time_ns())
+            manifest = Manifest(place.name, tuple(shards), checksums, time.time_ns())
             faults.point("level.store.commit")
             beat()  # whoever was given up while that hung commits nothing
             place.storage.put(place.manifest_path, manifest.encode())
@@ -176,10 +210,11 @@ def write_shard(
     return manifest
 
 
-def _clean_up(place: ShardPlace, beat: Callable[[], None]) -> None:
+def _clean_up(place: FilePlace, beat: Callable[[], None]) -> None:
     """Delete what was published and not committed, unless it may be the work of another writer by now."""
     try:
-        beat()
+        with contextlib.suppress(WriteCancelled):  # this writer goes on working, so there is no other
+            beat()
         if parse_frozen_directory_name(place.directory) is None:
             place.delete_or_leave()
         else:
@@ -191,21 +226,14 @@ def _clean_up(place: ShardPlace, beat: Callable[[], None]) -> None:
         logger.info("left in %s/%s: %s", place.storage.url, place.directory, error)
 
 
-def _write_blocks(place: ShardPlace, writer: Writer, source: BlockSource) -> tuple[Checksums, int]:
-    """Write from ``parallel_writes`` threads; each block's checksum is computed by the thread that writes it.
-
-    Returns the checksums and the length of the shard's header.
-    """
+def _write_blocks(place: FilePlace, writer: Writer, source: BlockSource) -> Checksums:
+    """Write from ``parallel_writes`` threads; each block's checksum is computed by the thread that writes it."""
     size = source.size_bytes
-    header_bytes = 0
 
     def one(offset: int, length: int) -> str:
-        nonlocal header_bytes
         block = source.view(offset, -(-length // PAGE) * PAGE)
         if len(block) < length:
             raise ShardCorrupt(f"{place.where}: {len(block)} bytes at {offset}, expected {length}")
-        if offset == 0:
-            header_bytes = 8 + int.from_bytes(block[:8], "little")
         checksum = digest(block[:length])
         # The padding of the last page is cut off again when the file is published.
         writer.write(offset, block)
@@ -217,4 +245,4 @@ def _write_blocks(place: ShardPlace, writer: Writer, source: BlockSource) -> tup
             yield lambda offset=offset, length=length: one(offset, length)  # type: ignore[misc]
 
     blocks = DaemonPool[str](place.storage.parallel_writes, "lazysnap-write").run(tasks())
-    return Checksums(size, BLOCK_BYTES, tuple(blocks)), header_bytes
+    return Checksums(size, BLOCK_BYTES, tuple(blocks))

@@ -1,0 +1,573 @@
+"""One level's thread on one node: writes the steps that were granted, reads them back, names and deletes.
+
+It never decides what is stored; that is ``keeper.grants``. What it does runs under the level's deadline, and what fails
+costs this level this snapshot, and nothing else.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from lazysnap import faults
+from lazysnap.arena import Slot
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import CaptureAborted, ConfigError, FormatError, LazySnapError, LevelHangs, ShardCorrupt
+from lazysnap.keeper.coordinator import GrantLoop
+from lazysnap.keeper.frozen_writer import FrozenWriter
+from lazysnap.keeper.grant_messages import SnapshotKey
+from lazysnap.keeper.granted import NodeLevel, Write
+from lazysnap.keeper.node_files import NodeFiles
+from lazysnap.keeper.protocol import Durable, LevelFailed, Message, NameFailed
+from lazysnap.keeper.retention import Retention, still_to_copy
+from lazysnap.keeper.slot_source import SlotSource
+from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
+from lazysnap.levels.probe import probe
+from lazysnap.levels.rate_limiter import RateLimiter
+from lazysnap.levels.redaction import shown
+from lazysnap.levels.source import BlockSource, FileSource, NodeSource, RateLimitedSource, shard_of
+from lazysnap.levels.watchdog import Watchdog, WriteCancelled
+from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 0.5
+_MAX_HANGING = 3
+"""Threads that may hang at one level at a time; then it is left alone until one comes back."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+"""Between two small writes to a level that failed: the pause doubles up to this."""
+_NAME_TRIES = 3
+_BEGIN_S = 1.0
+"""How long a capture may take to write its metadata, before its slot is readable."""
+
+Beat = Callable[[], None]
+
+
+class NodeMemory(Protocol):
+    """What a writer reads from, and tells. Any thread."""
+
+    def slots_of(self, step: int) -> Sequence[Slot | None]:
+        """Of each rank the slot that holds a capture of this start."""
+
+    def frozen(self, digest: str) -> Slot | None:
+        """The slot that holds the frozen tensors of a digest, if there is one."""
+
+    def may_delete(self) -> bool:
+        """``False`` while a trainer chooses what to go on with: what falls out then may be what it chooses."""
+
+    def emit(self, message: Message) -> None:
+        """Tell the trainers of the node."""
+
+    def checked(self, slot: Slot, sequence: int, checksums: Checksums) -> None:
+        """The checksums of a capture in a slot are known."""
+
+
+@dataclass
+class Told:
+    """What is known of a level, for names and retention. Replaced as a whole."""
+
+    levels: tuple[NodeLevel, ...]
+    names: dict[int, set[str]] = field(default_factory=dict)
+    """By step."""
+
+
+@dataclass(eq=False)
+class _Naming:
+    """A name that is to be given, or taken away."""
+
+    name: str
+    step: int | None
+    """``None`` takes it from all snapshots of the run."""
+    tries: int = 0
+
+
+class _Missing(Exception):
+    """What was to be copied is not there any more."""
+
+
+class LevelWriter:
+    """The thread of one level, for one start of a job. Methods may be called from any thread, and do not block."""
+
+    def __init__(
+        self, level: PersistentLevel, index: int, files: NodeFiles, memory: NodeMemory, *, knows_earlier: bool = True
+    ) -> None:
+        """``knows_earlier``: whether the restart saw what earlier starts stored at this level."""
+        self._level, self._index, self._files, self._memory = level, index, files, memory
+        self._where = shown(level.url)
+        self._retention = Retention(level, files.start)
+        self._pace = RateLimiter(level.max_bytes_per_s)
+        self._frozen_writer = FrozenWriter(memory.frozen, self._pace)
+        self._store: SnapshotStore | None = None
+        self._above: Sequence[LevelWriter] = ()
+        self._below: Sequence[LevelWriter] = ()
+        self._loop: GrantLoop | None = None
+        self._changed = threading.Condition()
+        self._work: deque[Callable[[], None]] = deque()
+        self._told = Told(())
+        self._is_untidy = self._is_closed = self._is_swept = False
+        self._knows_earlier, self._knows_own = knows_earlier, True
+        self._fails_since: float | None = None
+        self._began = 0.0
+        self.failed_at = 0.0
+        """When the last try that failed was begun, by the monotonic clock."""
+        self._probe_at = 0.0
+        self._pause_s = _SHORTEST_PAUSE_S
+        self._attempt: Watchdog[Any] | None = None
+        self._hanging: list[Watchdog[Any]] = []
+        self._reading: list[RateLimitedSource] = []
+        self._slots: tuple[Slot, ...] = ()
+        self._namings: deque[_Naming] = deque()
+        """In the order in which they were asked for; the first one stays until it is done, or given up."""
+        self._named: set[tuple[int, str]] = set()
+        """What need not be asked for again."""
+        self._unnamed: set[tuple[int | None, str]] = set()
+        """What failed, and was told."""
+        self.step: int | None = None
+        """What is being stored; ``None``: nothing."""
+
+    def start(self, loop: GrantLoop, writers: Sequence["LevelWriter"]) -> None:
+        """Begin. ``writers``: of all levels, fast to slow; ``loop`` is told what becomes of each write."""
+        self._loop, self._above, self._below = loop, writers[: self._index], writers[self._index + 1 :]
+        threading.Thread(target=self._run, name="lazysnap-level", daemon=True).start()
+
+    def close(self) -> None:
+        """End after what is being done."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- asked for
+
+    def begin(self, write: Write) -> None:
+        """Store a step."""
+        self._put(lambda: self._write(write))
+
+    def list_own(self, told: Callable[[set[int]], None]) -> None:
+        """Find what an earlier keeper of this start stored, and read it back; ``told`` hears the steps."""
+        self._knows_own = False
+        self._put(lambda: told(self._listed()))
+
+    def learned(self, told: Told) -> None:
+        """What is complete, and has a name: old snapshots may go."""
+        with self._changed:
+            self._told, self._is_untidy = told, True
+            self._changed.notify_all()
+
+    def name(self, step: int, name: str) -> None:
+        """Give a complete snapshot a name."""
+        with self._changed:
+            if (step, name) in self._named:
+                return
+            self._named.add((step, name))
+            self._namings.append(_Naming(name, step))
+            self._changed.notify_all()
+
+    def release(self, name: str) -> None:
+        """Take a name from the snapshots of the run."""
+        with self._changed:
+            self._named = {(step, other) for step, other in self._named if other != name}
+            # What was still to be given so is not: a later try would give it again.
+            self._namings = deque(naming for naming in self._namings if naming.name != name)
+            self._namings.append(_Naming(name, None))
+            self._changed.notify_all()
+
+    def _put(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._work.append(work)
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- how it is
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the work at hand moved."""
+        attempt = self._attempt
+        return 0.0 if attempt is None else attempt.idle_s
+
+    @property
+    def doing(self) -> str | None:
+        """What is done, and for how long nothing has moved; ``None``, if nothing is done."""
+        attempt = self._attempt
+        return None if attempt is None else f"{attempt.name} (nothing has moved for {attempt.idle_s:.1f} s)"
+
+    @property
+    def fails_since(self) -> float | None:
+        """When the level began to fail, by the monotonic clock; ``None``: it works."""
+        return self._fails_since
+
+    @property
+    def moved_bytes(self) -> int:
+        """How much of the step at hand was read so far."""
+        return sum(source.moved_bytes for source in self._reading)
+
+    def is_reading(self, slot: Slot) -> bool:
+        """Whether the slot is read now."""
+        return any(slot is other for other in self._slots)
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                work = self._next()
+                if work is None:
+                    return
+                self._began = time.monotonic()
+                work()
+            except Exception:  # the rim of the thread: a bug here must not end persistence
+                logger.exception("%s", self._where)
+            finally:
+                self._attempt, self._reading, self._slots, self.step = None, [], (), None
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            while not self._is_closed:
+                if self._namings and self._fails_since is None:
+                    return partial(self._name, self._namings[0])
+                if self._work:
+                    return self._work.popleft()
+                now = time.monotonic()
+                if self._fails_since is not None and now >= self._probe_at:
+                    return self._probe
+                if self._is_untidy and self._fails_since is None and self._memory.may_delete():
+                    self._is_untidy = False
+                    return self._tidy
+                self._changed.wait(_IDLE_S if self._fails_since is None else max(0.0, self._probe_at - now))
+            return None
+
+    def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
+        self._hanging = [attempt for attempt in self._hanging if attempt.is_running]
+        if len(self._hanging) >= _MAX_HANGING:
+            raise LevelHangs(f"{self._where}: {what}: {len(self._hanging)} earlier operations still hang there")
+        attempt = self._attempt = Watchdog(work, f"{self._where}: {what}")
+        try:
+            return attempt.result(self._level.timeout_s)
+        except LevelHangs:
+            self._hanging.append(attempt)
+            self._store = None  # whatever it was in the middle of: the next try starts anew
+            raise
+        finally:
+            self._attempt = None
+
+    def _opened(self) -> SnapshotStore:
+        if self._store is None:
+            self._store = open_store(self._level.url, speed=self._index + 1, options=self._level.storage_options)
+        if not self._is_swept:
+            gone = self._store.sweep(partial(self._files.looks_after, self._store.storage))
+            self._is_swept = True
+            if gone:
+                logger.info("%s: removed what dead runs left: %s", self._where, ", ".join(gone))
+        return self._store
+
+    # ---------------------------------------------------------------- storing
+
+    def _write(self, write: Write) -> None:
+        loop, step, started = self._loop, write.step, time.monotonic()
+        assert loop is not None
+        self.step = step
+        doing = "writing" if write.source is None else "copying"
+        try:
+            manifests = self._within_deadline(f"{doing} step {step}", lambda beat: self._bring(write, beat))
+            seconds, self._slots, self._reading = time.monotonic() - started, (), []
+            size = sum(manifest.size_bytes for manifest in manifests)
+            logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, size, seconds)
+            faults.point("keeper.persist.committed")
+            loop.committed(write)
+            self._read_back(manifests)
+            faults.point("keeper.persist.sound")
+        except (CaptureAborted, _Missing) as error:
+            logger.info("%s: step %d is not stored: %s", self._where, step, error)
+            loop.missed(write)
+        except Exception as error:  # noqa: BLE001  the rim to storage packages; what cannot be read back is not there
+            self._failed(step, error)
+            loop.failed(write)
+        else:
+            self._pause_s = _SHORTEST_PAUSE_S
+            if loop.is_wanted(write):
+                self._memory.emit(Durable(self._level.url, step, size, seconds))
+            loop.verified(write)
+
+    def _bring(self, write: Write, beat: Beat) -> list[Manifest]:
+        """The files of all ranks of the node; each is committed by its manifest."""
+        loop = self._loop
+        assert loop is not None
+
+        def obey() -> None:
+            beat()
+            if not loop.is_wanted(write):  # other nodes may have been told that this write is void
+                raise WriteCancelled(f"step {write.step} was cancelled")
+
+        store = self._opened()
+        if write.source is not None:
+            faults.point("keeper.persist.cascade")
+            return self._copy(store, write.step, write.source, obey)
+        faults.point("keeper.persist.begin")
+        held = [self._source(number, write.step, obey) for number in range(len(self._files.team.crew))]
+        self._slots = tuple(slot for slot, _ in held)
+        shards = [(slot, source) for slot, source in held if slot.image_capacity]
+        manifests = [self._store_slots(store, shards, obey)] if shards else []
+        # A rank that has no memory writes its shard itself; the slot has its words alone.
+        alone = [source for slot, source in held if not slot.image_capacity]
+        return manifests + [self._await_trainer(store, source, obey) for source in alone]
+
+    def _store_slots(self, store: SnapshotStore, held: Sequence[tuple[Slot, SlotSource]], beat: Beat) -> Manifest:
+        for _, source in held:
+            self._frozen_writer.bring(store, source.meta, beat)
+        slot, first = held[0]
+        if len(held) > 1:
+            together = NodeSource([(source.meta, source) for _, source in held])
+            return store.write_file(self._files.name, together.shards, self._paced(together, beat), beat=beat)
+        manifest = store.write_file(
+            self._files.name, [shard_of(first.meta, first)], self._paced(first, beat), beat=beat
+        )
+        self._memory.checked(slot, first.sequence, manifest.checksums)
+        return manifest
+
+    def _source(self, number: int, step: int, beat: Beat) -> tuple[Slot, SlotSource]:
+        """A slot shows the step before its metadata is there: that takes a moment. Raises: CaptureAborted."""
+        deadline = time.monotonic() + _BEGIN_S
+        while True:
+            slot = self._memory.slots_of(step)[number]
+            if slot is None:
+                raise CaptureAborted(f"step {step} is not in memory any more")
+            try:
+                status = slot.status()
+                if status.step == step:
+                    source = SlotSource(slot, status, beat)
+                    self._check_own(number, source.meta)
+                    return slot, source
+            except (FormatError, CaptureAborted):
+                if time.monotonic() > deadline:
+                    raise
+            if time.monotonic() > deadline:
+                raise CaptureAborted(f"step {step} is not in memory any more")
+            beat()
+            time.sleep(0.001)
+
+    def _check_own(self, number: int, meta: CaptureMeta) -> None:
+        """Files are named after ranks: what is stored under a name is theirs. Raises: CaptureAborted."""
+        files = self._files
+        wanted = (files.run_id, files.start, files.team.crew[number], files.team.world_size)
+        if (meta.run_id, meta.start, meta.rank, meta.world_size) != wanted:
+            raise CaptureAborted(
+                f"a slot of the arena: holds rank {meta.rank} of {meta.world_size} of {meta.name.directory}, "
+                f"expected rank {wanted[2]} of {wanted[3]} of {files.directory(meta.step)}"
+            )
+
+    def _await_trainer(self, store: SnapshotStore, source: SlotSource, beat: Beat) -> Manifest:
+        """Raises: CaptureAborted."""
+        source.finish()
+        beat()
+        place = self._files.place(store.storage, source.meta.step, self._files.alone(source.meta.rank))
+        try:
+            manifest = place.read_manifest()
+        except FileNotFoundError as error:
+            raise CaptureAborted(f"{place.where}: its rank did not store it") from error
+        if manifest.meta != source.meta:
+            raise CaptureAborted(f"{place.where}: of another capture")
+        return manifest
+
+    def _copy(self, store: SnapshotStore, step: int, source: int, beat: Beat) -> list[Manifest]:
+        """From the files of a faster level."""
+        level = self._above[source]._level
+        origin = open_store(level.url, options=level.storage_options)
+        try:
+            found = self._files.found(origin.storage, step)
+        except (FileNotFoundError, FormatError) as error:
+            raise _Missing(str(error)) from error
+        return [self._copy_file(store, origin, manifest, beat) for manifest in found]
+
+    def _copy_file(self, store: SnapshotStore, origin: SnapshotStore, manifest: Manifest, beat: Beat) -> Manifest:
+        place = self._files.place(origin.storage, manifest.meta.step, manifest.name)
+        try:
+            for shard in manifest.shards:
+                self._frozen_writer.bring(store, shard.meta, beat, origin)
+            file = FileSource(origin.storage, place.file_path, manifest.size_bytes)
+        except (FileNotFoundError, FormatError) as error:
+            raise _Missing(f"{place.where}: {error}") from error
+        expected = manifest.checksums.whole
+        with file:
+            try:
+                return store.write_file(
+                    manifest.name, manifest.shards, self._paced(file, beat), expected=expected, beat=beat
+                )
+            except ShardCorrupt as error:  # what was read is not what the manifest says
+                raise _Missing(str(error)) from error
+
+    def _paced(self, source: BlockSource, beat: Beat) -> RateLimitedSource:
+        paced = RateLimitedSource(source, self._pace, beat)
+        self._reading = [*self._reading, paced]
+        return paced
+
+    def _read_back(self, manifests: Sequence[Manifest]) -> None:
+        """Raises: ShardCorrupt, and it is no snapshot any more."""
+        store = self._store
+        if store is None:
+            raise LevelHangs(f"{self._where}: given up meanwhile")
+        wanted = self._level.verify
+        if wanted is None:
+            wanted = not store.storage.checks_writes
+        if wanted:
+            what = f"reading back step {manifests[0].meta.step}"
+            self._within_deadline(what, lambda beat: self._check(store, manifests, beat))
+
+    def _check(self, store: SnapshotStore, manifests: Sequence[Manifest], beat: Beat) -> None:
+        step = manifests[0].meta.step
+        for name in (manifest.name for manifest in manifests):
+            place = self._files.place(store.storage, step, name)
+            try:
+                self._verify(store, place, beat)
+            except (FormatError, FileNotFoundError) as error:
+                with contextlib.suppress(FileNotFoundError):
+                    place.withdraw()
+                if not place.why_it_stays():
+                    place.delete_or_leave()  # a place where all is read back damaged would fill up
+                raise ShardCorrupt(f"{store.url}: step {step}: it was read back damaged: {error}") from error
+
+    @staticmethod
+    def _verify(store: SnapshotStore, place: FilePlace, beat: Beat) -> None:
+        """Raises: FormatError, FileNotFoundError."""
+        for entry in entries_of(place.read_manifest(), store.url, store.speed, place.directory):
+            store.check_frozen(entry, beat)
+        store.verify(place, beat)
+
+    def _listed(self) -> set[int]:
+        """The steps of this start that the node has, read back."""
+        try:
+            found = set(self._within_deadline("looking for what is there", self._look))
+            self._knows_own = True
+            return found
+        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            self._failed(None, error)
+            return set()
+
+    def _look(self, beat: Beat) -> set[int]:
+        store, found = self._opened(), set()
+        for key in self._files.of_run(store.storage.list()).values():
+            beat()
+            if key.start != self._files.start:
+                continue
+            try:
+                manifests = self._files.found(store.storage, key.step)
+            except FileNotFoundError:
+                continue  # it was never whole
+            except FormatError as error:
+                logger.warning("%s: step %d does not count: %s", self._where, key.step, error)
+                continue
+            try:
+                for manifest in manifests:
+                    self._verify(store, self._files.place(store.storage, key.step, manifest.name), beat)
+            except (FormatError, FileNotFoundError) as error:
+                # It does not count, but stays: what it refers to may be brought again.
+                logger.warning("%s: step %d does not count: %s", self._where, key.step, error)
+                continue
+            found.add(key.step)
+        return found
+
+    # ---------------------------------------------------------------- a level that fails
+
+    def _failed(self, step: int | None, error: Exception) -> None:
+        if not isinstance(error, LazySnapError):
+            self._store = None  # credentials may have expired, a mount gone stale: the next try opens everything anew
+        self._fails_since = self._fails_since or time.monotonic()
+        self._rest()
+        logger.info("%s: step %s: %s", self._where, step, error)
+        if step is not None:
+            self._memory.emit(LevelFailed(self._level.url, step, str(error)))
+
+    def _probe(self) -> None:
+        """Whether a small write works again."""
+        assert self._loop is not None
+        try:
+            self._within_deadline("trying a small write", lambda beat: probe(self._opened().storage, beat))
+        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            self._store = None
+            self._rest()
+            logger.info("%s: a small write fails: %s", self._where, error)
+            return
+        self._fails_since = None
+        self._loop.probed(self._index)
+
+    def _rest(self) -> None:
+        """Longer each time, until something is stored: a full disk may take what is small."""
+        self.failed_at = self._began
+        self._probe_at = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    # ---------------------------------------------------------------- names and old snapshots
+
+    def _name(self, naming: _Naming) -> None:
+        """After a failure it is tried again once a small write works."""
+        name, step, text = naming.name, naming.step, None
+
+        def apply(beat: Beat) -> None:
+            store = self._opened()
+            if step is None:
+                store.release(self._files.run_id, name)
+            else:
+                store.keep(self._files.entry(store.url, store.speed, step), name)
+
+        try:
+            self._within_deadline(f"naming a snapshot {name!r}", apply)
+        except ConfigError as error:  # that does not pass, and the level is well
+            text, is_over = str(error), True
+        except Exception as error:  # noqa: BLE001  the rim to storage packages
+            self._failed(None, error)
+            naming.tries += 1
+            text, is_over = f"{error}; it is tried again once the level works", naming.tries >= _NAME_TRIES
+            if is_over and step is not None:
+                with self._changed:
+                    self._named.discard((step, name))  # whoever asks again is heard
+        else:
+            is_over = True
+            self._unnamed.discard((step, name))
+        if is_over:
+            with self._changed, contextlib.suppress(ValueError):
+                self._namings.remove(naming)  # unless the name was taken away meanwhile
+        if text is not None:
+            logger.info("%s: the name %r: %s", self._where, name, text)
+            if (step, name) not in self._unnamed:
+                self._unnamed.add((step, name))
+                self._memory.emit(NameFailed(self._level.url, name, text))
+
+    def _tidy(self) -> None:
+        try:
+            self._within_deadline("deleting old snapshots", self._delete)
+        except CaptureAborted:
+            return
+        except (LazySnapError, OSError) as error:
+            logger.info("%s: old snapshots stay for now: %s", self._where, error)
+
+    def _delete(self, beat: Beat) -> None:
+        told, store = self._told, self._opened()
+        if not told.levels:
+            return
+        own, protected = told.levels[self._index], self._protected(told)
+        found = self._files.of_run(store.storage.list())
+        for directory, key in sorted(found.items(), key=lambda item: item[1]):
+            is_own = key.start == self._files.start
+            if not self._retention.is_over(key, own, protected) or not self._is_known(key, own):
+                continue
+            # Asked at the last moment: a step that was cancelled may have been granted again.
+            if not is_own or (self._loop is not None and self._loop.give_up(self._index, key.step)):
+                delete_files(self._files.mine(store.storage, directory, key), beat)
+
+    def _is_known(self, key: SnapshotKey, own: NodeLevel) -> bool:
+        """Whether it would have been told that the snapshot is complete, if it is."""
+        if key.start != self._files.start:
+            return self._knows_earlier
+        return self._knows_own or key in own.complete or key.step in own.cancelled
+
+    def _protected(self, told: Told) -> set[int]:
+        """Steps with a name that is to be written, and those that slower levels have still to copy."""
+        found = {step for step, names in told.names.items() if names}
+        for offset, slower in enumerate(self._below, self._index + 1):
+            found |= still_to_copy(told.levels[self._index], told.levels[offset], slower._level, self._files.start)
+        return found

@@ -1,0 +1,94 @@
+"""The files of one start of a job that one node writes and looks after."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from lazysnap.keeper.grant_messages import SnapshotKey
+from lazysnap.keeper.team import Team
+from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.storage import Storage
+from lazysnap.resolver import Entry
+from lazysnap.shard.manifest import Manifest
+from lazysnap.shard.names import NodeName, SnapshotName, parse_file_name
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """Names files, and tells which are the node's. Pure, but for what takes a storage."""
+
+    team: Team
+    run_id: str
+    start: str
+
+    def directory(self, step: int) -> str:
+        """Of a snapshot of this start."""
+        return SnapshotName(self.run_id, step, self.start).directory
+
+    @property
+    def name(self) -> NodeName:
+        """Of the file that the node writes."""
+        team = self.team
+        return self.alone(team.crew[0]) if len(team.crew) == 1 else NodeName(team.node, team.nodes)
+
+    def alone(self, rank: int) -> NodeName:
+        """Of the file of a rank that stores its shard by itself."""
+        return NodeName(rank, self.team.world_size)
+
+    def found(self, storage: Storage, step: int) -> list[Manifest]:
+        """The committed files of the node. Blocks.
+
+        Raises: FileNotFoundError, if shards of its ranks are missing; ShardCorrupt; LevelUnavailable.
+        """
+        directory = self.directory(step)
+        names = [name for name in _manifests(storage, directory) if self._is_own(name)]
+        manifests = [FilePlace(storage, directory, name).read_manifest() for name in names]
+        held = {shard.meta.rank for manifest in manifests for shard in manifest.shards}
+        if missing := set(self.team.crew) - held:
+            raise FileNotFoundError(f"{storage.url}/{directory}: nothing of rank {min(missing)}")
+        return manifests
+
+    def place(self, storage: Storage, step: int, name: NodeName) -> FilePlace:
+        """Where a file of the node is, or will be."""
+        return FilePlace(storage, self.directory(step), name)
+
+    def entry(self, url: str, speed: int, step: int) -> Entry:
+        """What the first shard of the node offers."""
+        facts = (self.run_id, self.start, step, self.team.crew[0], self.team.world_size)
+        return Entry(url, speed, *facts, self.directory(step))
+
+    def of_run(self, directories: Iterable[str]) -> dict[str, SnapshotKey]:
+        """Those directories that hold snapshots of this run, whichever start they are of."""
+        found = {}
+        for directory in directories:
+            name = SnapshotName.parse(directory)
+            if name is not None and name.run_id == self.run_id:
+                found[directory] = SnapshotKey(name.step, name.start)
+        return found
+
+    def mine(self, storage: Storage, directory: str, key: SnapshotKey) -> list[FilePlace]:
+        """The committed files in a directory that this node deletes when the snapshot goes.
+
+        Of this start what it wrote, of earlier ones what is left to it. Blocks.
+        """
+        is_mine = self._is_own if key.start == self.start else partial(self._is_left_to, storage)
+        return [FilePlace(storage, directory, name) for name in _manifests(storage, directory) if is_mine(name)]
+
+    def looks_after(self, storage: Storage, name: NodeName) -> bool:
+        """Whether this node removes what dead writers left there of files of that name."""
+        return self._is_own(name) or self._is_left_to(storage, name)
+
+    def _is_own(self, name: NodeName) -> bool:
+        return name == self.name or (name.nodes == self.team.world_size and name.node in self.team.crew)
+
+    def _is_left_to(self, storage: Storage, name: NodeName) -> bool:
+        """Where all nodes see the same, files are shared out by number, so that each goes once.
+
+        On a disk of its own a node finds files of whatever number it had when it wrote them.
+        """
+        return not storage.is_shared or name.node % self.team.nodes == self.team.node
+
+
+def _manifests(storage: Storage, directory: str) -> list[NodeName]:
+    parsed = [found for found in map(parse_file_name, storage.list(directory)) if found is not None]
+    return [name for name, suffix in parsed if suffix == "json"]

@@ -1,0 +1,505 @@
+"""What a keeper stores for one start of a job: its ranks' slots, the grants, and one writer per level.
+
+The decisions are those of ``keeper.grants`` and ``keeper.granted``; here they meet shared memory and the levels.
+"""
+
+import logging
+import math
+import queue
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from lazysnap import faults
+from lazysnap.arena import KEEP, Slot, SlotPhase, SlotStatus, Word
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper.certificate import Certificate
+from lazysnap.keeper.coordinator import GrantLoop
+from lazysnap.keeper.grant_messages import SnapshotKey
+from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView, Write
+from lazysnap.keeper.grants import Coordinator, LevelGrants
+from lazysnap.keeper.level_writer import LevelWriter, Told
+from lazysnap.keeper.links import Hello as LinkHello
+from lazysnap.keeper.links import Links
+from lazysnap.keeper.node_files import NodeFiles
+from lazysnap.keeper.protocol import Complete, Message, Peers, Run, Unlinked
+from lazysnap.keeper.team import Team
+from lazysnap.shard.checksum import Checksums
+
+logger = logging.getLogger(__name__)
+
+_MOVING_S = 5.0
+"""A reader that did not move for so long does not hold a slot any more."""
+_FAILING_S = 5.0
+"""A level that fails for so long counts as tried, for those who wait for it."""
+_ALONE_S = 20.0
+"""Nodes whose trainers are dead wait so long for node 0."""
+_UNREACHED_S, _REMINDER_S = 10.0, 600.0
+"""When trainers are told that a node is not reached, and how often again."""
+_PORT_S = 30.0
+"""How long a keeper that takes a dead one's place waits for its port."""
+
+
+class RankMemory(Protocol):
+    """One rank of the node, as its keeper serves it."""
+
+    def slots(self) -> Sequence[Slot]:
+        """All of them."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its trainer is dead, or said goodbye."""
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether its trainer did not tell yet which run it goes on with."""
+
+    def holds(self, slot: Slot, start: str) -> bool:
+        """Whether what the slot shows is a capture of that start."""
+
+    def has_begun(self, start: str) -> bool:
+        """Whether its trainer captures, or captured, for that start."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a node's storage needs of its keeper."""
+
+    ranks: Callable[[], Sequence[RankMemory | None]]
+    """All ranks of the node, in order; ``None`` for one that did not come yet."""
+    frozen: Callable[[str], Slot | None]
+    emit: Callable[[Message], None]
+
+
+class NodeStorage:
+    """Of one node, for one start. Methods may be called from any thread, and do not block but for ``close``."""
+
+    def __init__(self, levels: Sequence[PersistentLevel], run: Run, team: Team, around: Surroundings) -> None:
+        self.run = run
+        self.num_kept = run.num_kept
+        self.levels = tuple(levels)
+        self._around, self._team = around, team
+        self._lock = threading.Lock()
+        self._names: dict[int, set[str]] = {}
+        self._levels: tuple[NodeLevel, ...] = tuple(NodeLevel() for _ in levels)
+        """As they were when the last order was obeyed."""
+        self._stopped: list[float | None] = [None] * len(levels)
+        """By level: since when it does not work on all nodes, by the monotonic clock."""
+        self._news: queue.SimpleQueue[Message | tuple[NodeLevel, ...] | None] = queue.SimpleQueue()
+        """What trainers are told, or what was learned; ``None``: no more."""
+        self._checksums: weakref.WeakKeyDictionary[Slot, tuple[int, Checksums]] = weakref.WeakKeyDictionary()
+        self._is_closed = False
+        self._tells_unreached_at: float | None = None
+        """When trainers are told again, by the time that it lasts; ``None``: they were not told, or that it is over."""
+        files = NodeFiles(team, run.run_id, run.start)
+        self._writers = [
+            LevelWriter(level, index, files, self, knows_earlier=level.url in run.stored)
+            for index, level in enumerate(self.levels)
+        ]
+        self._node = NodeGrants(team.node, run.start, tuple(NodeLevel() for _ in levels))
+        self._loop = GrantLoop(self._node, self, self._coordinator(), alone_s=_ALONE_S)
+        for writer in self._writers:
+            writer.start(self._loop, self._writers)
+        works = (self._begin, "lazysnap-begin"), (self._learn, "lazysnap-tell"), (self._rest, "lazysnap-checksums")
+        for work, name in works:
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    def _coordinator(self) -> Coordinator | None:
+        if self._team.node != 0:
+            return None
+        grants = []
+        for level in self.levels:
+            every = math.lcm(level.every_n_steps, self.run.every_n_steps)
+            earlier = frozenset(SnapshotKey(step, start) for start, step in self.run.stored.get(level.url, ()))
+            grants.append(LevelGrants(replace(level, every_n_steps=every), earlier))
+        return Coordinator(secrets.randbits(62), self.run.start, self._team.nodes, tuple(grants))
+
+    def _begin(self) -> None:
+        """The thread that begins: after what an earlier keeper stored is known."""
+        try:
+            if not self.run.is_new:
+                self._wish_kept()
+                self._list()
+            self._loop.start(self._linked())
+            if self._is_closed:
+                self._loop.close()  # also the links that were made meanwhile
+        except Exception:  # the rim of the thread
+            logger.exception("storage")
+
+    def _wish_kept(self) -> None:
+        """What trainers asked an earlier keeper to store."""
+        ranks = [rank for rank in self._around.ranks() if rank is not None]
+        for rank in ranks:
+            for slot in rank.slots():
+                pin = slot.word(Word.PIN)
+                if pin & KEEP and rank.holds(slot, self.run.start):
+                    self.wish((pin & ~KEEP) - 1, is_urgent=True)
+
+    def _list(self) -> None:
+        waiting = threading.Semaphore(0)
+        for index, writer in enumerate(self._writers):
+
+            def told(steps: set[int], index: int = index) -> None:
+                self._loop.listed(index, steps)
+                waiting.release()
+
+            writer.list_own(told)
+        # Each ends when its level is read, or hangs. What is stored before would make what is there look incomplete.
+        for _ in self._writers:
+            while not waiting.acquire(timeout=1.0) and not self._is_closed:
+                pass
+
+    def _linked(self) -> Links | None:
+        peers = self.run.peers
+        if self._team.nodes == 1 or peers is None:
+            return None
+        links = Links(
+            Certificate(peers.cert_pem.encode(), peers.key_pem.encode()),
+            LinkHello(peers.job, self.run.start, self._team.node),
+            self._loop,
+        )
+        if self._team.node == 0:
+            _listen(links, peers)
+        else:
+            links.connect(0, peers.host, peers.port)
+        return links
+
+    # ---------------------------------------------------------------- the grants' side (``coordinator.Keeping``)
+
+    def views(self) -> list[RankView]:
+        """See ``Keeping.views``."""
+        return [self._view(rank) for rank in self._around.ranks()]
+
+    def _view(self, rank: RankMemory | None) -> RankView:
+        start = self.run.start
+        if rank is None or not rank.has_begun(start):
+            return RankView(-1, False, ())
+        is_gone, slots = rank.is_gone, rank.slots()
+        begun = max((slot.word(Word.BEGIN) - 1 for slot in slots if rank.holds(slot, start)), default=self.run.step)
+        views = []
+        for _, status in self._held(rank, slots):
+            assert status.step is not None
+            views.append(SlotView(status.step, status.phase is SlotPhase.WHOLE, status.pinned_step))
+        return RankView(begun, is_gone, tuple(views))
+
+    def _held(self, rank: RankMemory, slots: Sequence[Slot]) -> list[tuple[Slot, SlotStatus]]:
+        """The slots that hold a capture of this start, whole or being copied."""
+        found = [(slot, slot.status()) for slot in slots]
+        return [one for one in found if one[1].phase in _HELD and rank.holds(one[0], self.run.start)]
+
+    def settle(self, word: int | None) -> None:
+        """See ``Keeping.settle``."""
+        granted = 0 if word is None else word + 1
+        ranks = [rank for rank in self._around.ranks() if rank is not None]
+        for slot in (slot for rank in ranks for slot in rank.slots()):
+            if slot.word(Word.GRANT) != granted:
+                slot.set_word(Word.GRANT, granted)
+        for rank in ranks:
+            pinned = [slot for slot in rank.slots() if slot.word(Word.PIN)]
+            kept = [slot for slot in pinned if self._is_kept(rank, slot)]
+            # Memory has one slot to spare: of several that must be stored the oldest is stored first.
+            first = min(kept, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
+            for slot in pinned:
+                if slot is not first and not self._is_read(slot, granted):
+                    slot.unpin()
+
+    def _is_kept(self, rank: RankMemory, slot: Slot) -> bool:
+        """Whether a trainer pinned it for a step of which it is not known yet what becomes of it."""
+        pin = slot.word(Word.PIN)
+        is_ours = bool(pin & KEEP) and rank.holds(slot, self.run.start)
+        return is_ours and bool(self.levels) and not self._node.is_answered((pin & ~KEEP) - 1)
+
+    def _is_read(self, slot: Slot, granted: int) -> bool:
+        """Whether it is pinned for the granted step, by which a level that does not stand still profits."""
+        readers = [writer for writer in self._writers if writer.is_reading(slot)]
+        is_granted = slot.word(Word.PIN) & ~KEEP == granted
+        return is_granted and not any(writer.idle_s > _MOVING_S for writer in readers)
+
+    def pin(self, ranks: Sequence[int], step: int) -> None:
+        """See ``Keeping.pin``."""
+        slots = self.slots_of(step)
+        for number in ranks:
+            slot = slots[number]
+            if slot is not None and slot.word(Word.PIN) & ~KEEP != step + 1:
+                slot.pin(step)
+
+    def begin(self, write: Write) -> None:
+        """See ``Keeping.begin``."""
+        self._writers[write.level].begin(write)
+
+    def learned(self, levels: Sequence[NodeLevel]) -> None:
+        """See ``Keeping.learned``."""
+        self._news.put(
+            tuple(replace(level, stored=set(level.stored), complete=set(level.complete)) for level in levels)
+        )
+
+    def _learn(self) -> None:
+        """The thread that tells: a trainer that does not listen may hold it up for seconds."""
+        while (known := self._news.get()) is not None:
+            try:
+                if isinstance(known, Message):
+                    self._around.emit(known)
+                else:
+                    self._take(known)
+            except Exception:  # the rim of the thread: what comes next is told all the same
+                logger.exception("telling")
+
+    def _take(self, known: tuple[NodeLevel, ...]) -> None:
+        with self._lock:
+            before = self._levels
+        for settings, old, new in zip(self.levels, before, known, strict=True):
+            news = sorted(key.step for key in new.complete - old.complete if key.start == self.run.start)
+            if news:
+                self._around.emit(Complete(settings.url, news, self.run.start))
+        # Only now: whoever waits for a step hears of it after its trainers did.
+        with self._lock:
+            self._levels, now = known, time.monotonic()
+            stopped = zip(self._stopped, known, strict=True)
+            self._stopped = [None if level.works else since or now for since, level in stopped]
+        if known != before:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Names may be written, old snapshots may go."""
+        with self._lock:
+            levels, names = self._levels, {step: set(given) for step, given in self._names.items()}
+        for writer, level in zip(self._writers, levels, strict=True):
+            writer.learned(Told(levels, names))
+            for step, given in names.items():
+                # Every node: what it stores may be where no other one sees it.
+                if SnapshotKey(step, self.run.start) in level.complete:
+                    for name in given:
+                        writer.name(step, name)
+
+    def store_alone(self, steps: Sequence[int]) -> None:
+        """See ``Keeping.store_alone``."""
+        for step in steps:
+            self._writers[0].begin(Write(0, step, None, self._node.levels[0].attempt))
+
+    # ---------------------------------------------------------------- the writers' side (``level_writer.NodeMemory``)
+
+    def slots_of(self, step: int) -> list[Slot | None]:
+        """See ``NodeMemory.slots_of``."""
+        found: list[Slot | None] = []
+        for rank in self._around.ranks():
+            slots = [] if rank is None else [one for one in self._held(rank, rank.slots()) if one[1].step == step]
+            found.append(max((slot for slot, _ in slots), key=lambda slot: slot.word(Word.SEQUENCE), default=None))
+        return found
+
+    def may_delete(self) -> bool:
+        """See ``NodeMemory.may_delete``."""
+        return not any(rank is not None and rank.is_choosing for rank in self._around.ranks())
+
+    def frozen(self, digest: str) -> Slot | None:
+        """See ``NodeMemory.frozen``."""
+        return self._around.frozen(digest)
+
+    def emit(self, message: Message) -> None:
+        """See ``NodeMemory.emit``."""
+        self._news.put(message)
+
+    def checked(self, slot: Slot, sequence: int, checksums: Checksums) -> None:
+        """See ``NodeMemory.checked``."""
+        self._checksums[slot] = sequence, checksums
+
+    # ---------------------------------------------------------------- the keeper's side
+
+    def look(self) -> None:
+        """Something changed in the slots, or a trainer came or went."""
+        self._loop.look()
+
+    def wish(self, step: int, *, is_urgent: bool = False) -> None:
+        """The step must be stored at every level."""
+        if self.levels:
+            self._loop.wish(step, is_urgent=is_urgent)
+
+    def keep(self, name: str, step: int) -> None:
+        """Name a snapshot, at every level."""
+        with self._lock:
+            self._names.setdefault(step, set()).add(name)
+        # A new keeper is told of old names, too: what is being written does not give way to those.
+        self.wish(step, is_urgent=any(slot is not None for slot in self.slots_of(step)))
+        self._tell()
+
+    def release(self, name: str) -> None:
+        """Take a name from this run's snapshots at every level."""
+        with self._lock:
+            for names in self._names.values():
+                names.discard(name)
+        for writer in self._writers:
+            writer.release(name)
+        self._tell()
+
+    def again(self) -> list[Complete]:
+        """What a trainer that comes back is told."""
+        with self._lock:
+            told = []
+            for settings, level in zip(self.levels, self._levels, strict=True):
+                steps = sorted(key.step for key in level.complete if key.start == self.run.start)
+                if steps:
+                    told.append(Complete(settings.url, steps, self.run.start))
+            return told
+
+    def wait_for(self, step: int) -> "Wait":
+        """Ask for a step at every level, and see what becomes of it."""
+        self.wish(step)
+        with self._lock:
+            return Wait(self, step, [level.cancelled for level in self._levels])
+
+    def common_step(self) -> int | None:
+        """The newest step that all ranks of the node hold whole."""
+        views = self.views()
+        common = set.intersection(*({slot.step for slot in view.slots if slot.is_whole} for view in views))
+        return max(common, default=None)
+
+    def is_abandoned(self) -> bool:
+        """Whether all trainers that there were are gone, and none captured anything whole for this start."""
+        ranks = [rank for rank in self._around.ranks() if rank is not None]
+        return bool(ranks) and all(rank.is_gone for rank in ranks) and self.common_step() is None
+
+    def size_of(self, step: int) -> int:
+        """Bytes of the step in the slots of this node."""
+        return sum(0 if slot is None else slot.status().image_bytes for slot in self.slots_of(step))
+
+    def checksums_of(self, slot: Slot) -> Checksums | None:
+        """Checksums of the capture in ``slot``, if they are known."""
+        sequence, checksums = self._checksums.get(slot, (0, None))
+        return checksums if sequence == slot.status().sequence else None
+
+    def is_reading(self, slot: Slot) -> bool:
+        """Whether a level reads this slot now."""
+        return any(writer.is_reading(slot) for writer in self._writers)
+
+    def fails_everywhere(self) -> bool:
+        """Whether every level failed at its last try."""
+        return all(writer.fails_since is not None for writer in self._writers)
+
+    def busy_levels(self) -> list[str]:
+        """What each level that is at work is doing, in words."""
+        found = [writer.doing for writer in self._writers]
+        return [text for text in found if text is not None]
+
+    def close(self) -> None:
+        """Store no more; what is under way may end. Blocks: for a moment."""
+        self._is_closed = True
+        self._loop.close()
+        self._news.put(None)
+        for writer in self._writers:
+            writer.close()
+
+    # ---------------------------------------------------------------- memory at rest
+
+    def _rest(self) -> None:
+        """Without trainers, memory rests: a restore can tell whether its bytes are the same."""
+        while not self._is_closed:
+            self._tell_unreached()
+            ranks = [rank for rank in self._around.ranks() if rank is not None]
+            bare = None
+            if ranks and all(rank.is_gone for rank in ranks) and not self.busy_levels():
+                slots = [slot for rank in ranks for slot in rank.slots() if slot.image_capacity]
+                whole = [slot for slot in slots if slot.status().phase is SlotPhase.WHOLE]
+                bare = max(
+                    (slot for slot in whole if self.checksums_of(slot) is None),
+                    key=lambda slot: slot.word(Word.SEQUENCE),
+                    default=None,
+                )
+            if bare is None:
+                time.sleep(_REST_S)
+                continue
+            try:
+                faults.point("keeper.persist.checksum")
+                status = bare.status()
+                self.checked(bare, status.sequence, Checksums.of(bare.image[: status.image_bytes]))
+            except Exception:  # the rim of the thread
+                logger.exception("checksums")
+                return
+
+    def _tell_unreached(self) -> None:
+        """A run of which nothing is stored says so, and says it again."""
+        nodes, seconds = self._loop.unreached
+        if not nodes:
+            if self._tells_unreached_at is not None:
+                self.emit(Unlinked(""))
+            self._tells_unreached_at = None
+        elif seconds >= (self._tells_unreached_at or _UNREACHED_S):
+            self._tells_unreached_at = seconds + _REMINDER_S
+            peers = self.run.peers
+            at = f"{peers.host}:{peers.port}" if peers is not None else "no address"
+            who = "rank 0's node" if 0 in nodes else f"node {min(nodes)}" + (", …" if len(nodes) > 1 else "")
+            self.emit(
+                Unlinked(
+                    f"node {self._team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet at "
+                    f"{at}); see that nodes reach each other there, or set SnapshotConfig(link_address=...)"
+                )
+            )
+
+
+_HELD = (SlotPhase.CAPTURING, SlotPhase.WHOLE)
+_REST_S = 0.25
+
+
+class Wait:
+    """Somebody waits for a step at every level. Looked at now and then, on one thread."""
+
+    def __init__(self, storage: NodeStorage, step: int, cancelled: Sequence[frozenset[int]]) -> None:
+        self.step = step
+        self._storage = storage
+        self._since = time.monotonic()
+        self._done = [0] * len(cancelled)
+        self._was_granted = [step not in one for one in cancelled]
+        """By level: whether a cancelled grant of the step is a new one."""
+
+    def result(self) -> bool | None:
+        """Whether the step is at every level; ``None``: not known yet. ``False``, once every other level was tried."""
+        storage = self._storage
+        outcomes = [self._at(index) for index in range(len(storage.levels))]
+        if None in outcomes:
+            return None
+        return all(outcomes)
+
+    def _at(self, index: int) -> bool | None:
+        with self._storage._lock:
+            level = self._storage._levels[index]
+        if SnapshotKey(self.step, self._storage.run.start) in level.complete:
+            return True
+        if self.step in level.lost:
+            return False
+        if self.step not in level.cancelled:
+            self._was_granted[index] = True
+        elif self._was_granted[index]:
+            return False
+        stopped, writer = self._storage._stopped[index], self._storage._writers[index]
+        if stopped is None or time.monotonic() - max(stopped, self._since) <= _FAILING_S:
+            return None
+        # A level that may be back by now is tried once more.
+        return False if writer.fails_since is None or writer.failed_at >= self._since else None
+
+    def is_anywhere(self) -> bool:
+        """Whether the step is at some level."""
+        return any(self._at(index) for index in range(len(self._storage.levels)))
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes that levels have, and bytes that all of them together are to have, of this node."""
+        size = self._storage.size_of(self.step)
+        for index, writer in enumerate(self._storage._writers):
+            moved = size if self._at(index) else writer.moved_bytes if writer.step == self.step else 0
+            self._done[index] = max(self._done[index], min(size, moved))
+        return sum(self._done), size * len(self._done)
+
+
+def _listen(links: Links, peers: Peers) -> None:
+    """On the address that all nodes were told. A keeper before this one may just be leaving it."""
+    deadline = time.monotonic() + _PORT_S
+    while True:
+        try:
+            links.listen(peers.host, peers.port)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                logger.warning("keepers of other nodes cannot reach this one: %s:%d: %s", peers.host, peers.port, error)
+                return
+            time.sleep(0.1)

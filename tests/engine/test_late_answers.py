@@ -1,0 +1,51 @@
+"""A level that answers a restart after its deadline: nothing stays open for an answer that nobody waits for."""
+
+import contextlib
+import os
+
+import pytest
+from support.fault_plan import FaultPlan, Hang
+from support.faulty import FaultyStorage
+from support.names import START
+from support.node_rig import RUN, image_of
+from support.waiting import until
+
+from lazysnap.config import PersistentLevel
+from lazysnap.engine import reading
+from lazysnap.engine.reading import LevelReader
+from lazysnap.errors import LevelHangs
+from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import MemorySource
+from lazysnap.shard.manifest import CaptureMeta
+
+
+def open_files(below):
+    found = []
+    for handle in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{handle}"))
+    return [path for path in found if path.startswith(str(below))]
+
+
+def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, monkeypatch):
+    level, image = PersistentLevel(tmp_path, every_n_steps=1, timeout_s=0.2), image_of(3)
+    room = map_anonymous(-(-len(image) // 4096) * 4096)
+    room[: len(image)] = image
+    store = open_store(level.url)
+    store.write(CaptureMeta(RUN, START, 3, 0, 1, 3), MemorySource(room, len(image)))
+    [entry] = store.inventory().entries
+    plan = FaultPlan(Hang(1, operation="read_into"))
+    slow = SnapshotStore(FaultyStorage(store.storage, plan))
+    monkeypatch.setattr(reading, "open_store", lambda *_, **__: slow)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            with pytest.raises(LevelHangs):
+                LevelReader(level, 1).open(entry, "it", stack)
+            assert plan.hanging.is_set()
+            assert open_files(tmp_path)
+        finally:
+            plan.release()
+
+        assert until(lambda: not open_files(tmp_path))
