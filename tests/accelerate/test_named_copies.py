@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import waiting
+from support.listing import files_below
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.export.accelerate import Restated, write_restated
@@ -314,7 +315,7 @@ def test_copies_that_were_asked_for_outlive_the_training(training, trained, tmp_
         os.kill(child, signal.SIGCONT)
         until(target.exists)
         assert torch.equal(weight_in(target), trained[1][name])
-    until(lambda: not list((tmp_path / "level").glob("*/keep-*")))
+    until(lambda: not files_below(tmp_path / "level", "keep-*"))
     assert temporary(tmp_path / "copies") == []
 
 

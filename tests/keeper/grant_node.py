@@ -12,6 +12,8 @@ import random
 import sys
 import threading
 
+from support.listing import files_below
+
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.certificate import Certificate
 from lazysnap.keeper.coordinator import GrantLoop
@@ -45,7 +47,7 @@ class Node:
         return self.directory / f"step-{step}" / f"node-{self.node}"
 
     def stored(self):
-        return {int(path.parent.name[5:]) for path in self.directory.glob(f"step-*/node-{self.node}")}
+        return {int(path.parent.name[5:]) for path in files_below(self.directory, f"node-{self.node}")}
 
     def capture(self, step):
         with self.lock:

@@ -1,10 +1,10 @@
 """One of two ranks reads back damaged what it wrote: that is no snapshot, and it does not fill the disk either."""
 
-import pathlib
 import threading
 
 import pytest
 from frozen_damage import SHARD, flip, frozen_at, truncate
+from support.listing import files_below
 from support.node_rig import Rig, check, frozen_slot, steps_at
 from support.waiting import until
 
@@ -47,14 +47,14 @@ def damage(monkeypatch, flip_one):
 def flip_new(trainer, level, flipped):
     """What the last node committed since, but for step 2."""
     last = f"node-{len(trainer.nodes) - 1:05d}-of-{len(trainer.nodes):05d}.safetensors"
-    for path in set(pathlib.Path(level.url).glob(f"*/{last}")) - flipped:
+    for path in set(files_below(level.url, last)) - flipped:
         if path.parent != trainer.directory(level, 2) and path.with_suffix(".json").exists():
             flipped.add(path)
             flip(path)
 
 
 def files(level, pattern):
-    return sorted(path.parent.name for path in pathlib.Path(level.url).rglob(pattern))
+    return [path.parent.name for path in files_below(level.url, pattern)]
 
 
 def test_shards_that_are_always_read_back_damaged_go_and_what_was_whole_stays(rig, ranks, tmp_path, monkeypatch):
@@ -70,9 +70,8 @@ def test_shards_that_are_always_read_back_damaged_go_and_what_was_whole_stays(ri
     assert trainer.complete(level) == [2]
     monkeypatch.undo()
     trainer.train_until(lambda: len(trainer.complete(level)) > 1)
-    newest = trainer.complete(level)[-1]
-    assert until(lambda: steps_at(level) == [newest])
-    check(level, newest)
+    assert until(lambda: steps_at(level) == trainer.complete(level)[-1:])
+    check(level, trainer.complete(level)[-1])
     assert until(lambda: len(files(level, "*.safetensors")) == len(trainer.nodes))
 
 
@@ -108,6 +107,5 @@ def test_snapshots_whose_frozen_tensors_are_always_read_back_damaged_go(rig, tmp
     assert 2 in steps_at(level)
     monkeypatch.undo()
     trainer.train_until(lambda: len(trainer.complete(level)) > 1, frozen=reference)
-    newest = trainer.complete(level)[-1]
-    assert until(lambda: steps_at(level) == [newest])
+    assert until(lambda: steps_at(level) == trainer.complete(level)[-1:])
     slot.close()

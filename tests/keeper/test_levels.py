@@ -5,6 +5,7 @@ import pathlib
 import threading
 
 import pytest
+from support.listing import files_below
 from support.node_rig import STARTS, Rig, check, frozen_slot, names_at, steps_at
 from support.waiting import until
 
@@ -282,7 +283,7 @@ def test_frozen_tensors_are_written_once_at_every_level(rig, tmp_path):
         trainer.store(frozen=reference)
 
     for level in levels:
-        images = list(pathlib.Path(level.url).glob("frozen-*/*.safetensors"))
+        images = files_below(level.url, "frozen-*/*.safetensors")
         assert [path.stat().st_size for path in images] == [reference.size_bytes]
         store = open_store(level.url)
         (image,) = store.inventory().frozen
@@ -297,7 +298,7 @@ def test_frozen_tensors_are_written_before_the_first_snapshot_that_needs_them(ri
 
     def look(name):
         if name == "level.store.commit":
-            seen.append([path.parent.name[:6] for path in (tmp_path / "a").glob("*/*.json")])
+            seen.append([path.parent.name[:6] for path in files_below(tmp_path / "a", "*.json")])
 
     passing(look)
     trainer = rig(level, frozen={reference.digest: slot})
@@ -331,7 +332,7 @@ def test_bytes_that_are_not_what_their_digest_says_never_get_to_storage(rig, tmp
     step = trainer.train(frozen=reference)
 
     assert until(lambda: trainer.failed() == [step])
-    assert list(pathlib.Path(level.url).rglob("*.json")) == []
+    assert files_below(level.url, "*.json") == []
 
 
 def test_a_level_with_a_bound_is_written_no_faster(rig, tmp_path):
@@ -522,7 +523,7 @@ def hanging(passing):
 
 
 def temporary_files(level):
-    return [path for path in pathlib.Path(level.url).rglob(".*.tmp-*") if path.parent != pathlib.Path(level.url)]
+    return [path for path in files_below(level.url, ".*.tmp-*") if path.parent != pathlib.Path(level.url)]
 
 
 @pytest.mark.parametrize(

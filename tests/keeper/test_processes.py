@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from support.listing import files_below
 from support.waiting import until
 
 from lazysnap.keeper.protocol import PROTOCOL
@@ -93,7 +94,7 @@ def test_a_trainers_death_makes_its_newest_whole_capture_durable_even_behind_a_t
     first = job.trainer(levels=[level])
     first.capture(step=1)
     first.begin(step=2, must=True)
-    assert until(lambda: any(".tmp" in name.name for name in (job.root / "level").rglob("*")))
+    assert until(lambda: any(".tmp" in path.name for path in files_below(job.root / "level")))
     first.kill()
 
     assert until(lambda: steps_at(level["url"]) == [1])
@@ -135,7 +136,7 @@ def test_goodbye_makes_the_newest_capture_durable_and_leaves_nothing(job):
 
     assert until(job.is_gone)
     assert steps_at(level["url"]) == [5]
-    assert [name.name for name in (job.root / "level").rglob(".*")] == []
+    assert files_below(job.root / "level", ".*") == []
 
 
 def test_a_lone_keeper_leaves_when_its_linger_time_is_over(job):

@@ -3,6 +3,7 @@
 import pathlib
 
 import pytest
+from support.listing import files_below
 from support.names import directory_of
 from support.node_rig import RUN, STARTS, Rig, check, image_of, steps_at
 from support.waiting import until
@@ -40,7 +41,7 @@ def write(level, step, start, rank, world_size=2):
 
 
 def directories(level):
-    return sorted({path.parent.name for path in pathlib.Path(level.url).rglob("*.safetensors")})
+    return sorted({path.parent.name for path in files_below(level.url, "*.safetensors")})
 
 
 def test_what_was_written_elsewhere_between_two_starts_goes_and_what_is_half_written_a_day_later(

@@ -9,6 +9,7 @@ import threading
 import pytest
 from frozen_damage import flip
 from snapshots import Image, meta
+from support.listing import files_below
 from support.names import directory_of
 from support.node_rig import RUN, STARTS, Rig, check, steps_at
 from support.waiting import until
@@ -44,7 +45,7 @@ def level_at(tmp_path, **settings):
 
 def files(level, pattern="*.safetensors"):
     """Of each step, how many."""
-    found = [path.parent.name for path in pathlib.Path(level.url).rglob(pattern)]
+    found = [path.parent.name for path in files_below(level.url, pattern)]
     return {name: found.count(name) for name in found}
 
 
@@ -315,7 +316,7 @@ def test_what_ranks_that_are_no_more_have_left_goes_with_the_rest(rig, tmp_path,
     for _ in range(3):
         newest = trainer.store()
 
-    assert until(lambda: list(pathlib.Path(level.url).rglob("*-of-00004*")) == [])
+    assert until(lambda: files_below(level.url, "*-of-00004*") == [])
     assert complete(level)[0] == (newest, STARTS[1])
 
 

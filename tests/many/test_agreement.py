@@ -2,6 +2,7 @@
 
 import pytest
 from rank_keepers import visits
+from support.listing import files_below
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.levels import open_store
@@ -90,7 +91,7 @@ def test_ranks_that_die_while_all_resume_leave_the_snapshots_as_they_were(make_j
 def snapshots(job):
     """What there is: in memory rank and step, on storage every file that is visible."""
     if job.levels:
-        files = [path for path in (job.root / "level").rglob("step-*/*") if path.is_file()]
+        files = files_below(job.root / "level", "step-*/*")
         return {(str(path), path.read_bytes()) for path in files}
     with visits(job) as found:
         return {(rank, item.step) for rank, visit in found.items() for item in visit.holdings.entries}
