@@ -164,6 +164,7 @@ class Rig:
             num_kept=1,
             stored={level.url: [] for level in self.levels_of(node)} if stored is None else stored,
             peers=self._peers,
+            shared=[level.url for level in self.levels_of(node) if level.shared],
             is_new=is_new,
             names_others=False,
         )
@@ -292,8 +293,14 @@ def check(level: PersistentLevel, step: int) -> None:
     found = [entry for entry in store.inventory().entries if entry.step == step]
     assert found, step
     for entry in found:
-        manifest = store.read_manifest(entry)
-        out = map_anonymous(manifest.size_bytes)
-        read_image(store, entry, out)
-        shard = manifest.of(entry.rank)
-        assert bytes(out[shard.offset :][: shard.size_bytes]) == image_of(step, entry.rank)
+        check_entry(level, entry)
+
+
+def check_entry(level: PersistentLevel, entry: Entry) -> None:
+    """Every byte of a rank's shard. Raises: FileNotFoundError, if it goes meanwhile."""
+    store = open_store(level.url)
+    manifest = store.read_manifest(entry)
+    out = map_anonymous(manifest.size_bytes)
+    read_image(store, entry, out)
+    shard = manifest.of(entry.rank)
+    assert bytes(out[shard.offset :][: shard.size_bytes]) == image_of(entry.step, entry.rank)
