@@ -91,6 +91,10 @@ class PersistentLevel:
     """Read every snapshot back after its commit and before older ones are deleted. ``None``: only where the storage
     does not check each part on arrival. S3 does, so reading back would only cost transfer fees."""
 
+    shared: bool | None = field(default=None, kw_only=True)
+    """Whether all nodes see the same place there. What several nodes hold (DDP, HSDP) is stored once then, not once per
+    node. ``None``: found out at the start, for a path by a small file. Only matters with several nodes."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", resolve_url(checked_url("PersistentLevel.url", self.url)))
         _check_scheme(self.url)
@@ -103,6 +107,8 @@ class PersistentLevel:
             raise ConfigError("PersistentLevel.timeout_s must be more than 0 seconds")
         if self.verify not in (None, True, False):
             raise ConfigError(f"PersistentLevel.verify must be True, False or None, got {self.verify!r}")
+        if self.shared not in (None, True, False):
+            raise ConfigError(f"PersistentLevel.shared must be True, False or None, got {self.shared!r}")
         if self.storage_options is not None:
             object.__setattr__(self, "storage_options", _plain_options(self.storage_options))
 

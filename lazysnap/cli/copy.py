@@ -14,7 +14,6 @@ from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, Snapshot
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
-from lazysnap.shard.checksum import BLOCK_BYTES
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
 from lazysnap.snapshots.catalogue import LATEST, Catalogue
@@ -130,9 +129,7 @@ def _copy_file(
         if isinstance(entry, FrozenEntry):
             written = target.write_frozen(manifest.shards[0], bytes_read, entry.digest)
         else:
-            same_blocks = manifest.checksums.block_bytes == BLOCK_BYTES
-            expected = manifest.checksums.whole if same_blocks else None
-            written = target.write_file(manifest.name, manifest.shards, bytes_read, expected=expected)
+            written = target.write_file(manifest.name, manifest.shards, bytes_read)
     if moved and not target.storage.checks_writes:
         try:
             read_node_file(target.place(entry), written, beat=advance)

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.direct import DirectStorage
@@ -58,20 +59,22 @@ class Durability:
         """
         timeout_s = self._config.drain_timeout_s
 
-        def drain() -> tuple[bool, int | None]:
+        def drain(last: Capture | None) -> bool:
             has_any = self._client.was_attached or self._direct.has_newest
-            done = self.flush(newest, timeout_s, progress) if has_any else True
-            return done, None if newest is None else newest.step
+            return self.flush(last, timeout_s, progress) if has_any else True
 
         if self._world.is_alone or not is_common:
-            return drain()[0]
+            return drain(newest)
         try:
-            told = self._world.exchange_after("making the last snapshot durable", drain)
+            steps = self._world.exchange("the last snapshot", None if newest is None else newest.step)
+            is_same, last = len(set(steps)) == 1, newest
+            if not is_same:  # of different steps there is no whole snapshot: what all have is waited for
+                last = None if newest is None or None in steps else replace(newest, step=min(steps))
+            done = self._world.exchange_after("making the last snapshot durable", lambda: drain(last))
         except WaitTimeout as error:
             logger.warning("whether the last snapshot is durable on all ranks is not known: %s", error)
             return False
-        # Of different steps there is no whole snapshot, however durable each part is.
-        return all(each for each, _ in told) and len({last for _, last in told}) == 1
+        return all(done) and is_same
 
 
 def meet_keepers(world: World, client: KeeperClient, config: SnapshotConfig, job_id: str) -> Peers | None:

@@ -29,6 +29,7 @@ from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.refusal import together
 from lazysnap.engine.restart import Restart, fetch, part_ways
 from lazysnap.engine.rollback import Branch, Data, Rollback, WayBack, check_data, line_of
+from lazysnap.engine.shared_levels import shared_levels
 from lazysnap.engine.slots import kept_whole
 from lazysnap.engine.snapshot import Absence, NewRun, Snapshot
 from lazysnap.engine.statistics import Statistics
@@ -98,6 +99,7 @@ class SnapshotEngine:
             self._recorder.join(self._world)
         self._durability = Durability(config, self._direct, self._world)
         self._peers = None if self._world.is_alone else meet_keepers(self._world, self._client, config, identity.job_id)
+        self._shared = shared_levels(self._world, config.levels)
         self._from_step = 0
         """What is captured from now on is of later steps."""
         self._stored: dict[str, list[tuple[str, int]]] = {}
@@ -308,6 +310,7 @@ class SnapshotEngine:
                 every_n_steps=self.config.every_n_steps,
                 num_kept=num_kept,
                 stored=self._stored,
+                shared=self._shared,
                 peers=self._peers,
                 is_new=True,
                 names_others=is_fresh and self._world.rank == 0,

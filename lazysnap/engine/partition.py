@@ -2,12 +2,13 @@
 
 Replicated state (DDP) is cut by rows into shares of equal size over the ranks of a node, so that together they hold one
 copy per node (topology.share); so is a DTensor's local shard over those of them that hold the same one (HSDP, tensors
-that a mesh dimension replicates). Worked out once, from what this rank knows alone; a later boundary only takes the
-same views of the live tensors again.
+that a mesh dimension replicates). In the same way it is cut over the nodes: at levels that all nodes see, each stores
+its share of it alone. Worked out once, from what this rank knows alone; a later boundary only takes the same views of
+the live tensors again.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,11 @@ from lazysnap.shard.checksum import digest
 from lazysnap.shard.pieces import volume
 from lazysnap.state.sharding import Held, held_part, local_of
 from lazysnap.state.walk import Walk
-from lazysnap.topology import share
+from lazysnap.topology import Rows, share
+
+Common = tuple[list[int], str, int, str]
+"""Of tensors that the same ranks hold: those of them on this node, a digest of all of them, how many they are, and a
+digest of the tensors' names, shapes and dtypes."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,12 @@ class _Shared:
     offsets: tuple[int, ...]
     """Of ``local`` in the whole."""
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """How many, and the bytes of each; a tensor without dimensions is one."""
+        rows = self.local.shape[0] if self.local.dim() else 1
+        return rows, self.local.nbytes // max(1, rows)
+
 
 class Partition:
     """The parts of one walk; holds as long as the names and kinds of its tensors stay."""
@@ -49,19 +60,22 @@ class Partition:
         walk: Walk,
         replicated: Collection[Key],
         rank: int,
-        crew: Collection[int],
+        nodes: Sequence[str],
         untrained: Collection[str] = (),
     ) -> None:
-        """``replicated``: memory that holds the same on every rank; ``crew``: those that ``rank`` shares with, itself
-        among them; ``untrained``: names of DTensors of which each rank captures its whole local shard, because frozen
-        tensors are stored by their content. Raises: UnsupportedState.
+        """``replicated``: memory that holds the same on every rank; ``nodes``: of every rank; ``untrained``: names of
+        DTensors of which each rank captures its whole local shard, because frozen tensors are stored by their content.
+        Raises: UnsupportedState.
         """
         self._of = walk.names
         self.facts: dict[str, dict[str, Any]] = {}
         """By name: ``scope``, ``global_shape``, ``offsets``, as in the manifest; nothing for what is rank-scoped."""
+        self.shared_rows: dict[str, tuple[int, int]] = {}
+        """By name: of the captured rows those that this node stores at levels that all nodes see; absent: all."""
         parts: list[_Part] = []
         shared: dict[tuple[int, ...], list[_Shared]] = {}
         self._tied: dict[int, int] = {}
+        everyone = tuple(range(len(nodes)))
         first: dict[object, int] = {}
         for index, (tensor, name) in enumerate(zip(walk.tensors, walk.names, strict=True)):
             held = held_part(tensor, name)
@@ -72,26 +86,34 @@ class Partition:
             elif is_own:
                 parts.append(_Part(index))
             else:
-                one, ranks = _shared(index, tensor, held, crew)
-                if held is not None and name in untrained and rank in ranks:
-                    ranks = (rank,)
+                one, holders = _shared(index, tensor, held, everyone)
+                if held is not None and name in untrained and rank in holders:
+                    holders = (rank,)
                 # Of a shard without bytes there is nothing to keep but where the whole tensor has none.
-                if rank in ranks and (volume(one.local.shape) or not volume(one.global_shape)):
-                    shared.setdefault(ranks, []).append(one)
-        self.common = {",".join(map(str, ranks)): _digest(walk, ones) for ranks, ones in shared.items()}
-        """By the ranks that share them, what of the tensors must be the same on all of these: names, shapes, dtypes."""
-        for ranks, ones in shared.items():
-            sizes = [_rows(one.local) for one in ones]
-            for rows in share(sizes, ranks.index(rank), len(ranks)):
+                if rank in holders and (volume(one.local.shape) or not volume(one.global_shape)):
+                    shared.setdefault(holders, []).append(one)
+        self.common: list[Common] = []
+        """What must be the same on all ranks that hold the same tensors."""
+        for holders, ones in shared.items():
+            crew = [other for other in holders if nodes[other] == nodes[rank]]
+            self.common.append((crew, digest(str(holders).encode()), len(holders), _digest(walk, ones)))
+            sizes = [one.rows for one in ones]
+            near = list(dict.fromkeys(nodes[other] for other in holders))
+            stored = {rows.index: rows for rows in share(sizes, near.index(nodes[rank]), len(near))}
+            for rows in share(sizes, crew.index(rank), len(crew)):
                 one = ones[rows.index]
                 whole = (rows.start, rows.stop) == (0, sizes[rows.index][0])
                 parts.append(_Part(one.index, None if whole else (rows.start, rows.stop)))
                 start = (one.offsets[0] + rows.start, *one.offsets[1:]) if one.offsets else ()
-                self.facts[walk.names[one.index]] = {
+                name = walk.names[one.index]
+                self.facts[name] = {
                     "scope": one.scope,
                     "global_shape": list(one.global_shape),
                     "offsets": list(start),
                 }
+                both = _both(rows, stored.get(rows.index))
+                if both != (0, rows.stop - rows.start):
+                    self.shared_rows[name] = both
         self._parts = sorted(parts, key=lambda part: part.index)
         self._names = [walk.names[part.index] for part in self._parts]
         self._paths = [walk.paths[part.index] for part in self._parts]
@@ -133,20 +155,20 @@ def _identity(tensor: torch.Tensor, index: int) -> object:
 
 
 def _shared(
-    index: int, tensor: torch.Tensor, held: Held | None, crew: Collection[int]
+    index: int, tensor: torch.Tensor, held: Held | None, everyone: tuple[int, ...]
 ) -> tuple[_Shared, tuple[int, ...]]:
-    """A tensor, or a part of one, that others may hold as well, and those of ``crew`` that do."""
+    """A tensor, or a part of one, that others may hold as well, and the ranks that do."""
     if held is None:
         shape = tuple(tensor.shape)
-        return _Shared(index, tensor, "full", shape, (0,) * len(shape)), tuple(sorted(crew))
-    near = tuple(rank for rank in held.replicas if rank in crew)
-    return _Shared(index, held.local, "shard", held.global_shape, held.offsets), near
+        return _Shared(index, tensor, "full", shape, (0,) * len(shape)), everyone
+    return _Shared(index, held.local, "shard", held.global_shape, held.offsets), held.replicas
 
 
-def _rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many, and the bytes of each; a tensor without dimensions is one."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    return rows, tensor.nbytes // max(1, rows)
+def _both(mine: Rows, stored: Rows | None) -> tuple[int, int]:
+    """What of the rows ``mine`` is in ``stored``, too, counted from the first of ``mine``."""
+    start = max(mine.start, stored.start if stored else 0)
+    stop = min(mine.stop, stored.stop if stored else 0)
+    return (start - mine.start, stop - mine.start) if start < stop else (0, 0)
 
 
 def _digest(walk: Walk, ones: Collection[_Shared]) -> str:

@@ -385,6 +385,8 @@ class Recorder:
         for name, facts in self._partition.facts.items():
             if frozen is None or name not in frozen.names:
                 plan.logical[name] = {**plan.logical.get(name, {}), **facts}
+                if name in self._partition.shared_rows:
+                    plan.logical[name]["shared_rows"] = list(self._partition.shared_rows[name])
         return plan
 
     def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:

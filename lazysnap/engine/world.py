@@ -10,7 +10,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -56,7 +57,7 @@ class World:
         self.rank = dist.get_rank() if is_many else 0
         self.size = dist.get_world_size() if is_many else 1
         self._group: Any = self._meet() if is_many else None
-        self._shares: bool | None = None
+        self._shares: tuple[bool, bool] | None = None
         self._untrained: frozenset[str] | None = None
         self._lost: WaitTimeout | None = None
         self.exchanges = 0
@@ -165,7 +166,8 @@ class World:
     def settle(self, walked: Walk, replicated: Collection[Key], untrained: Collection[str]) -> Partition:
         """What this rank captures of the state. Collective at its first call, later ones are not.
 
-        Where ranks of a node that should hold the same tensors do not, each of the node captures its own whole.
+        Where ranks of a node that should hold the same tensors do not, each of the node captures its own whole; where
+        those of several nodes do not, each node stores its own whole.
         ``untrained``: see ``Partition``; of the first call, so that all ranks always cut alike.
         Raises: WaitTimeout, and at once from then on: no snapshots without a common plan.
         """
@@ -173,15 +175,20 @@ class World:
             raise self._lost  # asked once: the others will not answer later either
         if self._untrained is None:
             self._untrained = frozenset(untrained)
-        partition = Partition(walked, replicated, self.rank, self.crew, self._untrained)
+        partition = Partition(walked, replicated, self.rank, [place.node for place in self.places], self._untrained)
         if self._shares is None:
             try:
                 told = self.exchange("the first boundary", partition.common)
             except WaitTimeout as error:
                 self._lost = error
                 raise
-            self._shares = _agree({rank: told[rank] for rank in self.crew})
-        return partition if self._shares else Partition(walked, (), self.rank, (self.rank,))
+            self._shares = agree(told, self.crew)
+        in_node, among_nodes = self._shares
+        if not in_node:
+            partition = Partition(walked, (), self.rank, [str(rank) for rank in range(self.size)])
+        if not among_nodes:
+            partition.shared_rows.clear()
+        return partition
 
     def ends(self) -> bool:
         """Whether all ranks came to the end of their training. Collective. Blocks: until the deadline."""
@@ -201,11 +208,13 @@ class World:
             dist.destroy_process_group(group)
 
 
-def _agree(told: Mapping[int, Mapping[str, str]]) -> bool:
-    """Whether those that share tensors all said the same of them; ``told``: by rank, see ``Partition.common``."""
-    return all(
-        told[int(other)].get(ranks) == seen
-        for common in told.values()
-        for ranks, seen in common.items()
-        for other in ranks.split(",")
-    )
+def agree(told: Sequence[Sequence[Sequence[Any]]], crew: Collection[int]) -> tuple[bool, bool]:
+    """Whether ranks that hold the same tensors all said the same of them: those of ``crew``, and all. Pure.
+
+    ``told``: by rank, see ``Partition.common``. The first is the same for a whole crew, the second for all ranks.
+    """
+    in_node = all(common in told[other] for rank in crew for common in told[rank] for other in common[0])
+    seen: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for _, holders, count, tensors in (common for commons in told for common in commons):
+        seen[holders, count].append(tensors)
+    return in_node, all(len(found) == count and len(set(found)) == 1 for (_, count), found in seen.items())

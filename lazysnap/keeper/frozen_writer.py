@@ -1,13 +1,15 @@
 """Writes the frozen tensors that snapshots refer to, at a level before the first snapshot that needs them."""
 
+import contextlib
 from collections.abc import Callable
 
 from lazysnap.arena import Slot
 from lazysnap.errors import FormatError, LevelUnavailable
 from lazysnap.levels import SnapshotStore
+from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.source import FileSource, MemorySource, RateLimitedSource, shard_of
+from lazysnap.levels.source import MemorySource, RateLimitedSource, shard_of
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import frozen_directory_name
@@ -41,10 +43,12 @@ class FrozenWriter:
             raise LevelUnavailable(f"the frozen tensors {frozen.digest} of step {meta.step} are gone from memory")
         entry = FrozenEntry(origin.url, origin.speed, frozen.digest, frozen_directory_name(frozen.digest))
         try:
-            shard = origin.read_manifest(entry).shards[0]
-            source = FileSource(origin.storage, origin.place(entry).file_path, frozen.size_bytes)
+            manifest = origin.read_manifest(entry)
+            shard, blocks = manifest.shards[0], FileBlocks(origin.place(entry), manifest)
+            blocks.header(shard)
         except (FormatError, FileNotFoundError) as error:
             where = shown(origin.url)
             raise LevelUnavailable(f"{where}: the frozen tensors {frozen.digest} are not there any more") from error
-        with source:
+        with contextlib.closing(blocks):
+            source = VerifiedSource(blocks, lambda count: beat())
             store.write_frozen(shard, RateLimitedSource(source, self._pace, beat), frozen.digest, beat)

@@ -252,8 +252,19 @@ class Coordinator:
         return not level.is_under_way and all(one.grant == level.grant and one.is_ready for one in said)
 
     def _source(self, index: int) -> int | None:
-        """The nearest faster level that works; ``None``: the slots."""
-        return next((above for above in reversed(range(index)) if not self.levels[above].has_failed), None)
+        """The nearest faster level that works; ``None``: the slots.
+
+        What all nodes see has of each node only its share: a disk of one node takes nothing from there.
+        """
+        own = self.levels[index].settings
+        return next(
+            (
+                above
+                for above in reversed(range(index))
+                if not self.levels[above].has_failed and (own.shared or not self.levels[above].settings.shared)
+            ),
+            None,
+        )
 
     def _grant(self, index: int, own: Own) -> None:
         """The level is idle on all nodes."""

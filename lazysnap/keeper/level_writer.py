@@ -27,14 +27,17 @@ from lazysnap.keeper.protocol import Durable, LevelFailed, Message, NameFailed
 from lazysnap.keeper.retention import Retention, still_to_copy
 from lazysnap.keeper.slot_source import SlotSource
 from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
 from lazysnap.levels.probe import probe
 from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.source import BlockSource, FileSource, NodeSource, RateLimitedSource, shard_of
+from lazysnap.levels.shared_part import SharedPart, has_shared_rows
+from lazysnap.levels.source import BlockSource, NodeSource, RateLimitedSource, shard_of
 from lazysnap.levels.watchdog import Watchdog, WriteCancelled
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.names import NodeName
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +263,7 @@ class LevelWriter:
         if self._store is None:
             self._store = open_store(self._level.url, speed=self._index + 1, options=self._level.storage_options)
         if not self._is_swept:
-            gone = self._store.sweep(partial(self._files.looks_after, self._store.storage))
+            gone = self._store.sweep(self._files.looks_after)
             self._is_swept = True
             if gone:
                 logger.info("%s: removed what dead runs left: %s", self._where, ", ".join(gone))
@@ -320,15 +323,28 @@ class LevelWriter:
     def _store_slots(self, store: SnapshotStore, held: Sequence[tuple[Slot, SlotSource]], beat: Beat) -> Manifest:
         for _, source in held:
             self._frozen_writer.bring(store, source.meta, beat)
+        shards = [self._stored(source.meta, source) for _, source in held]
+        manifest = self._store_shards(store, self._files.name, shards, beat)
         slot, first = held[0]
-        if len(held) > 1:
-            together = NodeSource([(source.meta, source) for _, source in held])
-            return store.write_file(self._files.name, together.shards, self._paced(together, beat), beat=beat)
-        manifest = store.write_file(
-            self._files.name, [shard_of(first.meta, first)], self._paced(first, beat), beat=beat
-        )
-        self._memory.checked(slot, first.sequence, manifest.checksums)
+        if shards == [(first.meta, first)]:  # the file is what is in memory
+            self._memory.checked(slot, first.sequence, manifest.checksums)
         return manifest
+
+    def _stored(self, meta: CaptureMeta, source: BlockSource) -> tuple[CaptureMeta, BlockSource]:
+        """What this level gets of a shard."""
+        if not self._files.is_shared or not has_shared_rows(meta):
+            return meta, source
+        part = SharedPart(meta, source)
+        return part.meta, part
+
+    def _store_shards(
+        self, store: SnapshotStore, name: NodeName, shards: Sequence[tuple[CaptureMeta, BlockSource]], beat: Beat
+    ) -> Manifest:
+        if len(shards) == 1:
+            [(meta, source)] = shards
+            return store.write_file(name, [shard_of(meta, source)], self._paced(source, beat), beat)
+        together = NodeSource(shards)
+        return store.write_file(name, together.shards, self._paced(together, beat), beat)
 
     def _source(self, number: int, step: int, beat: Beat) -> tuple[Slot, SlotSource]:
         """A slot shows the step before its metadata is there: that takes a moment. Raises: CaptureAborted."""
@@ -376,8 +392,10 @@ class LevelWriter:
 
     def _copy(self, store: SnapshotStore, step: int, source: int, beat: Beat) -> list[Manifest]:
         """From the files of a faster level."""
-        level = self._above[source]._level
-        origin = open_store(level.url, options=level.storage_options)
+        above = self._above[source]
+        if above._files.is_shared and not self._files.is_shared:
+            raise _Missing(f"{above._where}: has this node's share alone of what several nodes hold")
+        origin = open_store(above._level.url, options=above._level.storage_options)
         try:
             found = self._files.found(origin.storage, step)
         except (FileNotFoundError, FormatError) as error:
@@ -386,20 +404,19 @@ class LevelWriter:
 
     def _copy_file(self, store: SnapshotStore, origin: SnapshotStore, manifest: Manifest, beat: Beat) -> Manifest:
         place = self._files.place(origin.storage, manifest.meta.step, manifest.name)
+        blocks = FileBlocks(place, manifest)
         try:
-            for shard in manifest.shards:
-                self._frozen_writer.bring(store, shard.meta, beat, origin)
-            file = FileSource(origin.storage, place.file_path, manifest.size_bytes)
-        except (FileNotFoundError, FormatError) as error:
+            with contextlib.closing(blocks):
+                blocks.header(manifest.shards[0])  # opened once: also what is deleted meanwhile is copied
+                for shard in manifest.shards:
+                    self._frozen_writer.bring(store, shard.meta, beat, origin)
+                source = VerifiedSource(blocks, lambda count: beat())
+                if not self._files.is_shared or not any(has_shared_rows(shard.meta) for shard in manifest.shards):
+                    return store.write_file(manifest.name, manifest.shards, self._paced(source, beat), beat)
+                parts = [SharedPart(one.meta, source, one.offset, one.size_bytes) for one in manifest.shards]
+                return self._store_shards(store, manifest.name, [(part.meta, part) for part in parts], beat)
+        except (FileNotFoundError, FormatError) as error:  # what is there is not what the manifest says
             raise _Missing(f"{place.where}: {error}") from error
-        expected = manifest.checksums.whole
-        with file:
-            try:
-                return store.write_file(
-                    manifest.name, manifest.shards, self._paced(file, beat), expected=expected, beat=beat
-                )
-            except ShardCorrupt as error:  # what was read is not what the manifest says
-                raise _Missing(str(error)) from error
 
     def _paced(self, source: BlockSource, beat: Beat) -> RateLimitedSource:
         paced = RateLimitedSource(source, self._pace, beat)

@@ -1,8 +1,7 @@
-"""The files of one start of a job that one node writes and looks after."""
+"""The files of one start of a job that one node writes and looks after at one level."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from lazysnap.keeper.grant_messages import SnapshotKey
 from lazysnap.keeper.team import Team
@@ -20,6 +19,8 @@ class NodeFiles:
     team: Team
     run_id: str
     start: str
+    is_shared: bool
+    """Whether all nodes see the same place."""
 
     def directory(self, step: int) -> str:
         """Of a snapshot of this start."""
@@ -71,22 +72,22 @@ class NodeFiles:
 
         Of this start what it wrote, of earlier ones what is left to it. Blocks.
         """
-        is_mine = self._is_own if key.start == self.start else partial(self._is_left_to, storage)
+        is_mine = self._is_own if key.start == self.start else self._is_left_to
         return [FilePlace(storage, directory, name) for name in _manifests(storage, directory) if is_mine(name)]
 
-    def looks_after(self, storage: Storage, name: NodeName) -> bool:
-        """Whether this node removes what dead writers left there of files of that name."""
-        return self._is_own(name) or self._is_left_to(storage, name)
+    def looks_after(self, name: NodeName) -> bool:
+        """Whether this node removes what dead writers left of files of that name."""
+        return self._is_own(name) or self._is_left_to(name)
 
     def _is_own(self, name: NodeName) -> bool:
         return name == self.name or (name.nodes == self.team.world_size and name.node in self.team.crew)
 
-    def _is_left_to(self, storage: Storage, name: NodeName) -> bool:
+    def _is_left_to(self, name: NodeName) -> bool:
         """Where all nodes see the same, files are shared out by number, so that each goes once.
 
         On a disk of its own a node finds files of whatever number it had when it wrote them.
         """
-        return not storage.is_shared or name.node % self.team.nodes == self.team.node
+        return not self.is_shared or name.node % self.team.nodes == self.team.node
 
 
 def _manifests(storage: Storage, directory: str) -> list[NodeName]:

@@ -81,7 +81,7 @@ class NodeStorage:
     def __init__(self, levels: Sequence[PersistentLevel], run: Run, team: Team, around: Surroundings) -> None:
         self.run = run
         self.num_kept = run.num_kept
-        self.levels = tuple(levels)
+        self.levels = tuple(replace(level, shared=level.url in run.shared) for level in levels)
         self._around, self._team = around, team
         self._lock = threading.Lock()
         self._names: dict[int, set[str]] = {}
@@ -95,11 +95,7 @@ class NodeStorage:
         self._is_closed = False
         self._tells_unreached_at: float | None = None
         """When trainers are told again, by the time that it lasts; ``None``: they were not told, or that it is over."""
-        files = NodeFiles(team, run.run_id, run.start)
-        self._writers = [
-            LevelWriter(level, index, files, self, knows_earlier=level.url in run.stored)
-            for index, level in enumerate(self.levels)
-        ]
+        self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
         self._node = NodeGrants(team.node, run.start, tuple(NodeLevel() for _ in levels))
         self._loop = GrantLoop(self._node, self, self._coordinator(), alone_s=_ALONE_S)
         for writer in self._writers:
@@ -107,6 +103,11 @@ class NodeStorage:
         works = (self._begin, "lazysnap-begin"), (self._learn, "lazysnap-tell"), (self._rest, "lazysnap-checksums")
         for work, name in works:
             threading.Thread(target=work, name=name, daemon=True).start()
+
+    def _writer(self, level: PersistentLevel, index: int) -> LevelWriter:
+        run = self.run
+        files = NodeFiles(self._team, run.run_id, run.start, is_shared=bool(level.shared))
+        return LevelWriter(level, index, files, self, knows_earlier=level.url in run.stored)
 
     def _coordinator(self) -> Coordinator | None:
         if self._team.node != 0:

@@ -83,6 +83,8 @@ class Run(Message, frozen=True):
     """So many of its newest whole captures a rank never writes over."""
     stored: dict[str, list[tuple[str, int]]]
     """By level: start and step of the complete snapshots that it goes on from."""
+    shared: list[str]
+    """The levels at which all nodes see the same place, by their URL on this node. With several nodes."""
     peers: Peers | None
     """With several nodes."""
     is_new: bool

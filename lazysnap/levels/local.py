@@ -214,7 +214,6 @@ class LocalStorage(Storage):
     """See ``levels.storage.Storage``."""
 
     parallel_writes = 2
-    is_shared = False
 
     def __init__(self, root: str) -> None:
         self.url = root

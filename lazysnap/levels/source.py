@@ -1,12 +1,10 @@
-"""Sources of a file's bytes while it is written: slots that are still being filled, or a complete file."""
+"""Sources of a file's bytes while it is written: slots that are still being filled, or what is whole."""
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Protocol
 
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.rate_limiter import RateLimiter
-from lazysnap.levels.storage import Storage
 from lazysnap.shard.layout import PAGE, Layout
 from lazysnap.shard.manifest import CaptureMeta, Shard
 from lazysnap.shard.node_layout import join
@@ -38,18 +36,19 @@ class BlockSource(Protocol):
 
 def shard_of(meta: CaptureMeta, source: BlockSource, offset: int = 0) -> Shard:
     """What a manifest says of a shard. Blocks: until its header is there. Raises: CaptureAborted."""
-    return Shard(meta, offset, source.size_bytes, _header_bytes(source))
+    return Shard(meta, offset, source.size_bytes, _header_bytes(source, 0, source.size_bytes))
 
 
-def _header_bytes(source: BlockSource) -> int:
-    source.wait(min(PAGE, source.size_bytes))
-    return 8 + int.from_bytes(source.view(0, PAGE)[:8], "little")
+def _header_bytes(source: BlockSource, offset: int, size_bytes: int) -> int:
+    source.wait(offset + min(PAGE, size_bytes))
+    return 8 + int.from_bytes(source.view(offset, PAGE)[:8], "little")
 
 
-def _header(source: BlockSource) -> memoryview:
-    length = min(_header_bytes(source), source.size_bytes)
-    source.wait(length)
-    return source.view(0, -(-length // PAGE) * PAGE)[:length]
+def header_of(source: BlockSource, offset: int, size_bytes: int) -> memoryview:
+    """The header of a shard that stands there. Blocks: until it is there. Raises: CaptureAborted."""
+    length = min(_header_bytes(source, offset, size_bytes), size_bytes)
+    source.wait(offset + length)
+    return source.view(offset, -(-length // PAGE) * PAGE)[:length]
 
 
 class NodeSource:
@@ -59,7 +58,12 @@ class NodeSource:
         """Blocks: until the headers are there. Raises: CaptureAborted; ShardCorrupt, if one is no header."""
         layouts = []
         for meta, source in sources:
-            layouts.append((meta.rank, Layout.parse(_header(source), source.size_bytes, f"rank {meta.rank}")))
+            layouts.append(
+                (
+                    meta.rank,
+                    Layout.parse(header_of(source, 0, source.size_bytes), source.size_bytes, f"rank {meta.rank}"),
+                )
+            )
         header, offsets = join(layouts)
         self.shards = tuple(
             Shard(meta, offset, source.size_bytes, len(layout.header))
@@ -97,42 +101,6 @@ class NodeSource:
         """See ``BlockSource.finish``."""
         for _, source in self._parts:
             source.finish()
-
-
-class FileSource:
-    """A file that is committed at another level.
-
-    The file is opened once: a slow level copies it to the end even if the other level deletes it meanwhile.
-    """
-
-    def __init__(self, storage: Storage, path: str, size_bytes: int) -> None:
-        """Raises: FileNotFoundError, LevelUnavailable."""
-        self.size_bytes = size_bytes
-        self._reader = storage.reader(path)
-
-    def wait(self, upto: int) -> None:
-        """Nothing to wait for: the file is complete."""
-
-    def view(self, offset: int, length: int) -> memoryview:
-        """Read into fresh page-aligned memory, zeros behind the end."""
-        block = map_anonymous(length)
-        self._reader.read_into(offset, block[: min(length, self.size_bytes - offset)])
-        return block
-
-    def finish(self) -> None:
-        """Nothing more to check: the writer compares the digest."""
-
-    def close(self) -> None:
-        """Close the file; harmless twice."""
-        self._reader.close()
-
-    def __enter__(self) -> "FileSource":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class MemorySource:

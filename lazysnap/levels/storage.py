@@ -67,8 +67,6 @@ class Storage(ABC):
     parallel_reads = 2
     """Threads that read blocks with profit."""
     abandoned_after_s = ABANDONED_AFTER_S
-    is_shared = True
-    """Whether every node surely sees the same there."""
 
     @property
     def checks_writes(self) -> bool:

@@ -98,30 +98,27 @@ class SnapshotStore:
 
     def write(self, meta: CaptureMeta, source: BlockSource, beat: Callable[[], None] | None = None) -> Manifest:
         """Write and commit the shard of a rank that is alone on its node, or stores alone; see ``write_file``."""
-        return self.write_file(NodeName(meta.rank, meta.world_size), [shard_of(meta, source)], source, beat=beat)
+        return self.write_file(NodeName(meta.rank, meta.world_size), [shard_of(meta, source)], source, beat)
 
     def write_file(
         self,
         name: NodeName,
         shards: Sequence[Shard],
         source: BlockSource,
-        *,
-        expected: str | None = None,
         beat: Callable[[], None] | None = None,
     ) -> Manifest:
         """Write and commit the file of a node, while its later bytes may still be on their way; its manifest.
 
         Durable: on return, file and manifest survive a power cut. What is committed already is not written again.
         Raises: LevelError, and nothing of the file is left or visible, also if other ranks committed a file of that
-        name, which stays; CaptureAborted likewise; ShardCorrupt, if what was read has not the ``expected`` digest
-        (``Checksums.whole``).
+        name, which stays; CaptureAborted likewise; what ``source`` raises.
         """
         meta = shards[0].meta
         place = FilePlace(self.storage, meta.name.directory, name)
         with self._naming(f"writing step {meta.step}"):
             manifest = self._committed(place, shards, beat)
             if manifest is None:
-                manifest = write_node_file(place, shards, source, expected=expected, beat=beat)
+                manifest = write_node_file(place, shards, source, beat=beat)
         # Nothing after the commit may fail the snapshot.
         faults.point("level.store.committed")
         return manifest

@@ -81,63 +81,64 @@ def overlaps(pieces: Sequence[Piece], offsets: Extent, shape: Extent) -> Iterato
 
 
 class Cover:
-    """How much of one wanted box the pieces added so far fill. Pieces that overlap are not counted twice."""
+    """How much of one wanted box the pieces added so far fill. They may overlap: where replicas were cut at different
+    places, as on nodes with different numbers of ranks.
+    """
 
     def __init__(self, offsets: Extent, shape: Extent) -> None:
-        self._box = (offsets, shape)
-        self._needed = volume(shape)
-        self._parts: dict[tuple[Extent, Extent], None] = {}
-        self._seen = 0
-        self.is_whole = self._needed == 0
+        self._holes = [(offsets, shape)] if volume(shape) else []
 
-    def add(self, piece: Piece) -> None:
-        """Add a piece."""
-        for overlap in overlaps([piece], *self._box) if not self.is_whole else ():
-            part = (tuple(p.start for p in overlap.target), tuple(p.stop - p.start for p in overlap.target))
-            if part not in self._parts:
-                self._parts[part] = None
-                self._seen += volume(part[1])
-                # Only now can they fill the box, so only now compare how they overlap.
-                self.is_whole = self._seen >= self._needed and self._filled() == self._needed
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing."""
+        return not self._holes
 
-    def _filled(self) -> int:
-        """Elements in parts that do not overlap."""
-        chosen = apart([Piece(0, "", *part) for part in self._parts])
-        return sum(volume(piece.shape) for piece in chosen)
+    @property
+    def missing(self) -> int:
+        """Elements that no piece fills."""
+        return sum(volume(shape) for _, shape in self._holes)
+
+    def add(self, piece: Piece) -> bool:
+        """Add a piece; whether it fills something that was missing."""
+        before = self._holes
+        self._holes = [rest for hole in before for rest in _without(hole, piece)]
+        return self._holes != before
 
 
-def apart(boxes: Sequence[Piece]) -> list[Piece]:
-    """A choice of ``boxes`` without overlap, along the dimension that is cut most.
-
-    Boxes overlap if replicas were cut at different places (nodes with different numbers of ranks). Each replica alone
-    has no holes.
-    """
-    axis = _most_cut(boxes)
-    if axis is None:
-        return list(boxes[:1])
-    taken: list[Piece] = []
-    reaching: list[Piece] = []
-    # A piece is compared only with those that extend beyond its start in this dimension.
-    for piece in sorted(boxes, key=lambda piece: (piece.offsets[axis], piece.offsets)):
-        reaching = [other for other in reaching if other.offsets[axis] + other.shape[axis] > piece.offsets[axis]]
-        if not any(overlaps(reaching, piece.offsets, piece.shape)):
-            taken.append(piece)
-            reaching.append(piece)
-    return taken
+def _without(hole: tuple[Extent, Extent], piece: Piece) -> Iterator[tuple[Extent, Extent]]:
+    """What is left of a box: up to two boxes for each dimension."""
+    part = next(overlaps([piece], *hole), None)
+    if part is None:
+        yield hole
+        return
+    offsets, shape = hole
+    for dim, filled in enumerate(part.target):
+        for start, stop in ((0, filled.start), (filled.stop, shape[dim])):
+            if start < stop:
+                yield _cut(offsets, shape, dim, start, stop)
+        offsets, shape = _cut(offsets, shape, dim, filled.start, filled.stop)
 
 
-def _most_cut(boxes: Sequence[Piece]) -> int | None:
-    dims = range(len(boxes[0].offsets)) if boxes else range(0)
-    return max(dims, key=lambda d: len({piece.offsets[d] for piece in boxes}), default=None)
+def _cut(offsets: Extent, shape: Extent, dim: int, start: int, stop: int) -> tuple[Extent, Extent]:
+    """A slice of a box in one dimension."""
+    return (
+        (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
+        (*shape[:dim], stop - start, *shape[dim + 1 :]),
+    )
 
 
 def tiles(name: str, pieces: Sequence[Piece], whole: Extent) -> list[Piece]:
-    """A choice of the pieces that fills the tensor without overlap. Raises: ShardCorrupt, naming how much is missing.
+    """A choice of the pieces that fills the tensor; few of them overlap. Raises: ShardCorrupt, naming what is missing.
 
     Neither DCP nor safetensors check this when they load: a lost shard would leave garbage, silently.
     """
-    found = apart(distinct(pieces))
-    covered = sum(volume(piece.shape) for piece in found)
-    if covered != volume(whole):
-        raise ShardCorrupt(f"tensor {name}: its pieces cover {covered} of {volume(whole)} elements of {list(whole)}")
+    cover = Cover((0,) * len(whole), whole)
+    # In order, so that there are few holes at a time.
+    order = sorted(distinct(pieces), key=lambda piece: (piece.offsets, [-size for size in piece.shape]))
+    found = [piece for piece in order if cover.add(piece)]
+    if not cover.is_whole:
+        total = volume(whole)
+        raise ShardCorrupt(
+            f"tensor {name}: its pieces cover {total - cover.missing} of {total} elements of {list(whole)}"
+        )
     return found

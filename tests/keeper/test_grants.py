@@ -271,6 +271,16 @@ def test_a_slower_level_copies_the_newest_step_that_is_complete_above():
     assert cluster.granted() == [40, None]
 
 
+def test_a_disk_of_each_node_copies_nothing_from_a_level_that_all_nodes_see():
+    """There is only a share of what each node holds."""
+    cluster = Cluster(PersistentLevel("/0", every_n_steps=10, shared=True), PersistentLevel("/1", every_n_steps=10))
+    cluster.train(5)
+    cluster.train(10)
+
+    assert cluster.granted() == [10, 10]
+    assert [level.source for level in cluster.coordinator.levels] == [None, None]
+
+
 def test_a_slower_level_reads_the_slots_only_while_the_level_above_has_failed():
     cluster = Cluster(*two_levels())
     cluster.train(5)

@@ -178,6 +178,7 @@ class Trainer:
                 every_n_steps=1,
                 num_kept=self.kept,
                 stored={},
+                shared=[],
                 peers=None,
                 is_new=True,
                 names_others=False,

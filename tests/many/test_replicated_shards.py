@@ -18,7 +18,7 @@ def shares(job):
     for entry in store.inventory().entries:
         manifest = store.read_manifest(entry)
         meta = manifest.of(entry.rank).meta
-        with safe_open(job.root / "level" / store.place(entry).file_path, "pt") as shard:
+        with safe_open(f"{store.url}/{store.place(entry).file_path}", "pt") as shard:
             for name, facts in meta.tensors.items():
                 if facts.get("scope") == "shard":
                     tensor = shard.get_tensor(key_of(manifest, entry.rank, name))
@@ -31,11 +31,17 @@ def shares(job):
     return by_rank, held, whole
 
 
-@pytest.mark.parametrize(("layout", "copies"), [("aaaa", 1), ("aabb", 2), ("abab", 1)])
-def test_each_node_holds_what_its_ranks_have_once_in_equal_shares(make_job, layout, copies):
+LEVEL = {"every_n_steps": 1, "keep_last": 2}
+
+
+@pytest.mark.parametrize(
+    ("layout", "shared", "copies"), [("aaaa", None, 1), ("aabb", False, 2), ("aabb", None, 1), ("abab", False, 1)]
+)
+def test_each_node_holds_what_its_ranks_have_once_in_equal_shares(make_job, tmp_path, layout, shared, copies):
+    """And all nodes together, at a level that they all see."""
     nodes = tuple(sorted({f"node-{letter}" for letter in layout}))
     by_rank = {str(rank): {"node": f"node-{letter}"} for rank, letter in enumerate(layout)}
-    job = make_job(nodes=nodes)
+    job = make_job(nodes=nodes, levels=[LEVEL | {"url": str(tmp_path / "level"), "shared": shared}])
     assert set(job.run("hsdp", RANKS, stop_at=1, by_rank=by_rank, wait_durable=True)) == {9}, job.output()
 
     found, held, whole = shares(job)
@@ -43,7 +49,7 @@ def test_each_node_holds_what_its_ranks_have_once_in_equal_shares(make_job, layo
     assert held == {name: copies * size for name, size in whole.items()}
     groups = defaultdict(list)
     for rank in range(RANKS):
-        groups[layout[rank], rank % 2].append(found[rank])
+        groups[layout[rank] if copies == 2 else "", rank % 2].append(found[rank])
     for same in groups.values():
         assert max(same) <= 1.1 * min(same), found
 

@@ -76,7 +76,8 @@ def test_nodes_that_cut_the_same_shards_at_other_rows_hold_replicas(shape, colum
     seen = np.zeros(shape, dtype=int)
     for piece in found:
         seen[tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.shape, strict=True))] += 1
-    assert (seen == 1).all()
+    assert (seen > 0).all()
+    assert len(nodes) > 1 or (seen == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -118,11 +119,12 @@ def test_a_box_is_whole_exactly_when_the_last_piece_of_it_came(shape, data):
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(0, 9), st.integers(0, 4)), max_size=12))
-def test_pieces_that_overlap_never_make_a_box_whole_that_has_a_hole(boxes):
+def test_pieces_that_overlap_make_a_box_whole_exactly_when_it_has_no_hole(boxes):
     pieces = [Piece(rank, "x", (a, c), (b, d)) for rank, (a, b, c, d) in enumerate(boxes)]
     wanted = Piece(-1, "x", (2, 3), (4, 5))
     cover = Cover(wanted.offsets, wanted.shape)
     for piece in pieces:
         cover.add(piece)
 
-    assert not cover.is_whole or filled_by(pieces, wanted)
+    assert cover.is_whole == filled_by(pieces, wanted)
+    assert cover.is_whole == (cover.missing == 0)

@@ -1,0 +1,122 @@
+"""What a node stores of a shard at levels that all nodes see: its own tensors, and its share of what other nodes hold.
+
+Which rows of a tensor these are was settled when the capture was planned (``shared_rows``); slots, and levels that one
+node sees alone, hold all of them, because a node cannot read another one's memory or disk.
+"""
+
+import bisect
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lazysnap.errors import ShardCorrupt
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import BlockSource, header_of
+from lazysnap.shard.checksum import BLOCK_BYTES
+from lazysnap.shard.layout import PAGE, Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Bytes that follow each other in the source and in the part."""
+
+    start: int
+    source: int
+    length: int
+
+
+class SharedPart:
+    """Part of a shard, as a shard of its own. See ``levels.source.BlockSource``."""
+
+    def __init__(self, meta: CaptureMeta, source: BlockSource, offset: int = 0, size_bytes: int | None = None) -> None:
+        """``offset`` and ``size_bytes``: of the shard in ``source``; default: all of it.
+
+        Blocks: until the header is there. Raises: CaptureAborted; ShardCorrupt, if there is none.
+        """
+        size = source.size_bytes if size_bytes is None else size_bytes
+        layout = Layout.parse(header_of(source, offset, size), size, f"rank {meta.rank}")
+        cut = {spec.name: _cut(spec, meta.tensors.get(spec.name), meta.rank) for spec in layout.specs}
+        specs = {name: one for name, (one, _) in cut.items() if one is not None}
+        stored = {name: primary for name, primary in meta.aliases.items() if primary in specs}
+        part = Layout.plan(specs.values(), {name: to for name, to in layout.metadata.items() if to in specs})
+        tensors = {name: _facts(meta.tensors[name], cut[name][1]) for name in meta.tensors if name in specs}
+        self.meta = replace(meta, tensors=tensors, aliases=stored)
+        self.size_bytes = part.size_bytes
+        self._source = source
+        self._header = map_anonymous(len(part.header))
+        self._header[:] = part.header
+        self._runs: list[_Run] = []
+        for spec, start in zip(part.specs, part.offsets, strict=True):
+            whole, at = layout.find(spec.name)
+            row_bytes = whole.nbytes // max(1, whole.shape[0]) if whole.shape else 0
+            self._runs.append(_Run(start, offset + at + cut[spec.name][1] * row_bytes, spec.nbytes))
+        self._starts = [run.start for run in self._runs]
+
+    def wait(self, upto: int) -> None:
+        """See ``BlockSource.wait``."""
+        # Tensors keep their order, so what lies behind is never needed earlier.
+        index = bisect.bisect_left(self._starts, upto) - 1
+        if index >= 0:
+            run = self._runs[index]
+            self._source.wait(run.source + min(upto - run.start, run.length))
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """See ``BlockSource.view``: copies, in memory of its own."""
+        out, stop = map_anonymous(length), offset + length
+        head = self._header[offset:stop]
+        out[: len(head)] = head
+        index, block = -1, memoryview(b"")
+        for run in self._runs[max(0, bisect.bisect_right(self._starts, offset) - 1) :]:
+            if run.start >= stop:
+                break
+            first, last = max(offset, run.start), min(stop, run.start + run.length)
+            while first < last:
+                at = run.source + first - run.start
+                if at // BLOCK_BYTES != index:
+                    index = at // BLOCK_BYTES
+                    block = self._block(index)
+                found = block[at - index * BLOCK_BYTES :][: last - first]
+                out[first - offset : first - offset + len(found)] = found
+                first += len(found)
+        return out
+
+    def _block(self, index: int) -> memoryview:
+        """Of the source, asked for whole: files are read and compared by blocks."""
+        start = index * BLOCK_BYTES
+        return self._source.view(start, min(BLOCK_BYTES, -(-(self._source.size_bytes - start) // PAGE) * PAGE))
+
+    def finish(self) -> None:
+        """See ``BlockSource.finish``."""
+        self._source.finish()
+
+
+def has_shared_rows(meta: CaptureMeta) -> bool:
+    """Whether other nodes store something of this shard, too."""
+    return any(_rows(facts) is not None for facts in meta.tensors.values())
+
+
+def _rows(facts: Any) -> Any:
+    return facts.get("shared_rows") if isinstance(facts, dict) else None
+
+
+def _cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, int]:
+    """What of a tensor is in the part, and its first row there. Raises: ShardCorrupt."""
+    rows = _rows(facts)
+    if rows is None:
+        return spec, 0
+    bound = spec.shape[0] if spec.shape else 1
+    is_pair = isinstance(rows, list) and len(rows) == 2 and all(type(row) is int for row in rows)
+    if not is_pair or not 0 <= rows[0] <= rows[1] <= bound or (rows[0] and not facts.get("offsets")):
+        raise ShardCorrupt(f"rank {rank}: tensor {spec.name!r}: bad shared_rows {rows!r:.50}")
+    start, stop = rows
+    if start == stop:
+        return None, 0
+    return TensorSpec(spec.name, spec.dtype, (stop - start, *spec.shape[1:])), start
+
+
+def _facts(facts: dict[str, Any], start: int) -> dict[str, Any]:
+    """Of what is stored, whose first row is ``start``."""
+    kept = {name: value for name, value in facts.items() if name != "shared_rows"}
+    if start:
+        kept["offsets"] = [kept["offsets"][0] + start, *kept["offsets"][1:]]
+    return kept

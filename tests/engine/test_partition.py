@@ -1,0 +1,83 @@
+"""Who captures, and who stores, what several ranks hold: each node a copy, all nodes together one."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lazysnap.capture.plan import key_of
+from lazysnap.engine.partition import Partition
+from lazysnap.engine.world import agree
+from lazysnap.state.walk import walk
+
+SHAPES = [(), (7,), (3, 5), (0, 4), (1,), (40, 2), ()]
+
+
+@pytest.fixture(scope="module")
+def state():
+    return {f"t{number}": torch.ones(shape) for number, shape in enumerate(SHAPES)} | {"own": torch.ones(4)}
+
+
+def partitions(state, nodes):
+    walked = walk(state)
+    replicated = {key_of(tensor) for name, tensor in state.items() if name != "own"}
+    return [Partition(walked, replicated, rank, nodes) for rank in range(len(nodes))]
+
+
+def captured(partition, state, name, *, shared=False):
+    """The rows of a tensor that a rank captures, or stores at levels that all nodes see."""
+    rows = state[name].shape[0] if state[name].dim() else 1
+    facts = partition.facts[name]
+    parts = dict(zip(partition.apply(walk(state)).names, partition.apply(walk(state)).tensors, strict=True))
+    count = parts[name].shape[0] if parts[name].dim() else 1
+    start = facts["offsets"][0] if facts["offsets"] else 0
+    first, last = partition.shared_rows.get(name, (0, count)) if shared else (0, count)
+    assert 0 <= first <= last <= count <= rows
+    return list(range(start + first, start + last))
+
+
+@settings(deadline=None, max_examples=60)
+@given(nodes=st.lists(st.sampled_from("abc"), min_size=1, max_size=7))
+def test_each_node_captures_every_row_once_and_all_nodes_together_store_it_once(state, nodes):
+    ranks = partitions(state, nodes)
+
+    for name in (name for name in state if name != "own"):
+        rows = range(state[name].shape[0] if state[name].dim() else 1)
+        for node in set(nodes):
+            crew = [one for one, where in zip(ranks, nodes, strict=True) if where == node and name in one.facts]
+            assert sorted(row for one in crew for row in captured(one, state, name)) == [*rows]
+        stored = [row for one in ranks if name in one.facts for row in captured(one, state, name, shared=True)]
+        assert sorted(stored) == [*rows]
+    assert all("own" in one.apply(walk(state)).names and "own" not in one.shared_rows for one in ranks)
+
+
+def test_nodes_store_equal_shares():
+    state = {"a": torch.ones(60, 10), "b": torch.ones(100)}
+
+    for nodes in ("ab", "aabb", "aabbcc", "aab"):
+        ranks = partitions(state, nodes)
+        held = dict.fromkeys(nodes, 0)
+        for one, node in zip(ranks, nodes, strict=True):
+            for name in one.facts:
+                width = state[name][0].numel()
+                held[node] += len(captured(one, state, name, shared=True)) * width
+        assert max(held.values()) - min(held.values()) <= 20, (nodes, held)
+
+
+def test_nodes_that_hold_other_tensors_each_store_their_own():
+    same = [partitions({"a": torch.ones(6), "own": torch.ones(2)}, "aabb")[rank].common for rank in range(4)]
+    other = partitions({"b": torch.ones(6), "own": torch.ones(2)}, "aabb")
+    crews = ([0, 1], [2, 3])
+
+    assert [agree(told(same), crew) for crew in crews] == [(True, True)] * 2
+    mixed = [*same[:2], *(one.common for one in other[2:])]
+    assert [agree(told(mixed), crew) for crew in crews] == [(True, False)] * 2
+    torn = [*same[:3], other[3].common]
+    assert [agree(told(torn), crew) for crew in crews] == [(True, False), (False, False)]
+    fewer = [*same[:3], []]
+    assert [agree(told(fewer), crew) for crew in crews] == [(True, False), (False, False)]
+
+
+def told(commons):
+    """As it comes over the wire."""
+    return [[list(common) for common in one] for one in commons]
