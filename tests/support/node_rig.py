@@ -116,6 +116,7 @@ class Rig:
         self._places = places([f"node {rank // ranks}" for rank in range(count)])
         self.nodes = [[Rank(node * ranks + rank, count) for rank in range(ranks)] for node in range(nodes)]
         self.storages: list[NodeStorage] = []
+        self._writers: list[threading.Thread] = []
         self.levels_of: Callable[[int], tuple[PersistentLevel, ...]] = lambda node: levels
         """As that node sees them: a path may be another disk there."""
         self.ears: Callable[[], list[Message]] = list
@@ -173,7 +174,10 @@ class Rig:
             slot.set_word(Word.GRANT, 0)  # what the keeper before granted is not asked for any more
         team = Team.of(self._places, ranks[0].rank)
         around = Surroundings(lambda: list(ranks), self.frozen.get, self.told_to[node].append)
-        return NodeStorage(self.levels_of(node), run, team, around)
+        before = set(threading.enumerate())
+        storage = NodeStorage(self.levels_of(node), run, team, around)
+        self._writers += [one for one in set(threading.enumerate()) - before if one.name == "lazysnap-level"]
+        return storage
 
     def _end(self) -> None:
         for storage in self.storages:
@@ -182,7 +186,7 @@ class Rig:
     def close(self) -> None:
         """End, and wait until what was under way has ended: fault points of the next test are its own."""
         self._end()
-        until(lambda: not any(thread.name == "lazysnap-level" for thread in threading.enumerate()))
+        until(lambda: not any(thread.is_alive() for thread in self._writers))
 
     # ---------------------------------------------------------------- training
 
