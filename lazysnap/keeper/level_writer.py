@@ -22,6 +22,7 @@ from lazysnap.keeper.coordinator import GrantLoop
 from lazysnap.keeper.frozen_writer import FrozenWriter
 from lazysnap.keeper.grant_messages import SnapshotKey
 from lazysnap.keeper.granted import NodeLevel, Write
+from lazysnap.keeper.level_names import LevelNames, Naming
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.protocol import Durable, LevelFailed, Message, NameFailed
 from lazysnap.keeper.retention import Retention, still_to_copy
@@ -46,7 +47,6 @@ _MAX_HANGING = 3
 """Threads that may hang at one level at a time; then it is left alone until one comes back."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 """Between two small writes to a level that failed: the pause doubles up to this."""
-_NAME_TRIES = 3
 _BEGIN_S = 1.0
 """How long a capture may take to write its metadata, before its slot is readable."""
 
@@ -79,16 +79,6 @@ class Told:
     levels: tuple[NodeLevel, ...]
     names: dict[int, set[str]] = field(default_factory=dict)
     """By step."""
-
-
-@dataclass(eq=False)
-class _Naming:
-    """A name that is to be given, or taken away."""
-
-    name: str
-    step: int | None
-    """``None`` takes it from all snapshots of the run."""
-    tries: int = 0
 
 
 class _Missing(Exception):
@@ -126,12 +116,7 @@ class LevelWriter:
         self._hanging: list[Watchdog[Any]] = []
         self._reading: list[RateLimitedSource] = []
         self._slots: tuple[Slot, ...] = ()
-        self._namings: deque[_Naming] = deque()
-        """In the order in which they were asked for; the first one stays until it is done, or given up."""
-        self._named: set[tuple[int, str]] = set()
-        """What need not be asked for again."""
-        self._unnamed: set[tuple[int | None, str]] = set()
-        """What failed, and was told."""
+        self._names = LevelNames()
         self.step: int | None = None
         """What is being stored; ``None``: nothing."""
 
@@ -165,20 +150,16 @@ class LevelWriter:
 
     def name(self, step: int, name: str) -> None:
         """Give a complete snapshot a name."""
-        with self._changed:
-            if (step, name) in self._named:
-                return
-            self._named.add((step, name))
-            self._namings.append(_Naming(name, step))
-            self._changed.notify_all()
+        self._names.give(step, name)
+        self._wake()
 
     def release(self, name: str) -> None:
         """Take a name from the snapshots of the run."""
+        self._names.take(name)
+        self._wake()
+
+    def _wake(self) -> None:
         with self._changed:
-            self._named = {(step, other) for step, other in self._named if other != name}
-            # What was still to be given so is not: a later try would give it again.
-            self._namings = deque(naming for naming in self._namings if naming.name != name)
-            self._namings.append(_Naming(name, None))
             self._changed.notify_all()
 
     def _put(self, work: Callable[[], None]) -> None:
@@ -232,8 +213,9 @@ class LevelWriter:
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
             while not self._is_closed:
-                if self._namings and self._fails_since is None:
-                    return partial(self._name, self._namings[0])
+                naming = self._names.first() if self._fails_since is None else None
+                if naming is not None:
+                    return partial(self._name, naming)
                 if self._work:
                     return self._work.popleft()
                 now = time.monotonic()
@@ -259,11 +241,11 @@ class LevelWriter:
         finally:
             self._attempt = None
 
-    def _opened(self) -> SnapshotStore:
+    def _opened(self, beat: Beat) -> SnapshotStore:
         if self._store is None:
             self._store = open_store(self._level.url, speed=self._index + 1, options=self._level.storage_options)
         if not self._is_swept:
-            gone = self._store.sweep(self._files.looks_after)
+            gone = self._store.sweep(self._files.looks_after, beat)
             self._is_swept = True
             if gone:
                 logger.info("%s: removed what dead runs left: %s", self._where, ", ".join(gone))
@@ -307,7 +289,7 @@ class LevelWriter:
             if not loop.is_wanted(write):  # other nodes may have been told that this write is void
                 raise WriteCancelled(f"step {write.step} was cancelled")
 
-        store = self._opened()
+        store = self._opened(obey)
         if write.source is not None:
             faults.point("keeper.persist.cascade")
             return self._copy(store, write.step, write.source, obey)
@@ -466,7 +448,7 @@ class LevelWriter:
             return set()
 
     def _look(self, beat: Beat) -> set[int]:
-        store, found = self._opened(), set()
+        store, found = self._opened(beat), set()
         for key in self._files.of_run(store.storage.list()).values():
             beat()
             if key.start != self._files.start:
@@ -503,7 +485,7 @@ class LevelWriter:
         """Whether a small write works again."""
         assert self._loop is not None
         try:
-            self._within_deadline("trying a small write", lambda beat: probe(self._opened().storage, beat))
+            self._within_deadline("trying a small write", lambda beat: probe(self._opened(beat).storage, beat))
         except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
             self._store = None
             self._rest()
@@ -520,39 +502,31 @@ class LevelWriter:
 
     # ---------------------------------------------------------------- names and old snapshots
 
-    def _name(self, naming: _Naming) -> None:
+    def _name(self, naming: Naming) -> None:
         """After a failure it is tried again once a small write works."""
-        name, step, text = naming.name, naming.step, None
+        name, step = naming.name, naming.step
 
         def apply(beat: Beat) -> None:
-            store = self._opened()
+            store = self._opened(beat)
             if step is None:
-                store.release(self._files.run_id, name)
+                store.release(self._files.run_id, name, beat)
             else:
                 store.keep(self._files.entry(store.url, store.speed, step), name)
 
         try:
             self._within_deadline(f"naming a snapshot {name!r}", apply)
         except ConfigError as error:  # that does not pass, and the level is well
-            text, is_over = str(error), True
+            self._not_named(naming, str(error), is_final=True)
         except Exception as error:  # noqa: BLE001  the rim to storage packages
             self._failed(None, error)
-            naming.tries += 1
-            text, is_over = f"{error}; it is tried again once the level works", naming.tries >= _NAME_TRIES
-            if is_over and step is not None:
-                with self._changed:
-                    self._named.discard((step, name))  # whoever asks again is heard
+            self._not_named(naming, f"{error}; it is tried again once the level works", is_final=False)
         else:
-            is_over = True
-            self._unnamed.discard((step, name))
-        if is_over:
-            with self._changed, contextlib.suppress(ValueError):
-                self._namings.remove(naming)  # unless the name was taken away meanwhile
-        if text is not None:
-            logger.info("%s: the name %r: %s", self._where, name, text)
-            if (step, name) not in self._unnamed:
-                self._unnamed.add((step, name))
-                self._memory.emit(NameFailed(self._level.url, name, text))
+            self._names.done(naming)
+
+    def _not_named(self, naming: Naming, text: str, *, is_final: bool) -> None:
+        logger.info("%s: the name %r: %s", self._where, naming.name, text)
+        if self._names.failed(naming, is_final=is_final):
+            self._memory.emit(NameFailed(self._level.url, naming.name, text))
 
     def _tidy(self) -> None:
         try:
@@ -563,7 +537,7 @@ class LevelWriter:
             logger.info("%s: old snapshots stay for now: %s", self._where, error)
 
     def _delete(self, beat: Beat) -> None:
-        told, store = self._told, self._opened()
+        told, store = self._told, self._opened(beat)
         if not told.levels:
             return
         own, protected = told.levels[self._index], self._protected(told)

@@ -110,10 +110,11 @@ def is_settled(storage: Storage, path: str) -> bool:
         return False
 
 
-def sweep(storage: Storage, is_ours: IsOurs | None) -> list[str]:
+def sweep(storage: Storage, is_ours: IsOurs | None, beat: Callable[[], None]) -> list[str]:
     """See ``SnapshotStore.sweep``."""
     gone: list[str] = []
     for directory in filter(is_directory_of_ours, storage.list()):
+        beat()
         before = len(gone)
         for leftover in leftovers(storage, directory, is_ours):
             faults.point("level.store.sweep")
@@ -124,6 +125,7 @@ def sweep(storage: Storage, is_ours: IsOurs | None) -> list[str]:
             gone.append(path)
         if len(gone) > before or is_empty_and_settled(storage, directory):
             storage.delete_directory(directory)
+    beat()
     # Uploads that no listing shows: parts of dead writers, which cost money until they are given up.
     gone += storage.abort_stale()
     return gone

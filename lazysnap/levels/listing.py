@@ -3,7 +3,7 @@
 Small enough to be told to all ranks, who then look at the manifests together, each at its share.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,11 +57,17 @@ class Listing:
         return cls(tuple(directories), tuple(fields["problems"]))
 
 
-def list_names(storage: Storage, *, marked: bool = False) -> Listing:
-    """What is there. Blocks: one listing per directory. Raises: LevelUnavailable, if the level does not answer."""
+def list_names(storage: Storage, *, marked: bool = False, beat: Callable[[], None] | None = None) -> Listing:
+    """What is there. Blocks: one listing per directory, each behind a ``beat``, which may raise.
+
+    Raises: LevelUnavailable, if the level does not answer.
+    """
     problems: list[str] = []
-    known = filter(is_directory_of_ours, storage.list())
-    found = (list_directory(storage, name, problems, marked=marked) for name in known)
+    found = []
+    for name in filter(is_directory_of_ours, storage.list()):
+        if beat is not None:
+            beat()
+        found.append(list_directory(storage, name, problems, marked=marked))
     return Listing(tuple(one for one in found if one is not None), tuple(problems))
 
 

@@ -286,11 +286,16 @@ class SnapshotStore:
                 raise ConfigError(f"{self.url}/{entry.location}/{file}: a file of somebody else; take another name")
             self.storage.put(f"{entry.location}/{file}", entry.run_id.encode())
 
-    def release(self, run_id: str | None, name: str) -> list[str]:
-        """Take a name from the snapshots of a run (``None``: of all runs); the directories that had it."""
+    def release(self, run_id: str | None, name: str, beat: Callable[[], None] | None = None) -> list[str]:
+        """Take a name from the snapshots of a run (``None``: of all runs); the directories that had it.
+
+        Blocks; ``beat`` is called for each directory, and may raise.
+        """
         freed, file = [], keep_file_name(name)
         # No manifest is read: every node of a training does this.
-        for directory in self.listing().directories:
+        for directory in list_names(self.storage, beat=beat).directories:
+            if beat is not None:
+                beat()
             snapshot = SnapshotName.parse(directory.name)
             if snapshot is None or name not in directory.names or run_id not in (None, snapshot.run_id):
                 continue
@@ -310,14 +315,14 @@ class SnapshotStore:
         path = f"{directory}/{file}"
         return is_given_by_a_run(self.storage, path) and not self.storage.is_link(path)
 
-    def sweep(self, is_ours: IsOurs | None = None) -> list[str]:
+    def sweep(self, is_ours: IsOurs | None = None, beat: Callable[[], None] | None = None) -> list[str]:
         """Remove what dead writers left of somebody's files (``None``: of all): temporary ones, uncommitted files.
 
         Also what falls to it of ranks that are no more. What a living writer works on stays, whoever it is.
-        What went is returned.
+        What went is returned. Blocks; ``beat`` is called for each directory, and may raise.
         """
         with self._naming("sweeping"):
-            return sweep(self.storage, is_ours)
+            return sweep(self.storage, is_ours, beat or (lambda: None))
 
 
 def _ranks(shards: Sequence[Shard]) -> list[int]:

@@ -12,7 +12,7 @@ from snapshots import Image, files, meta, mount, whole
 from support.names import directory_of
 from support.snapshots import read_image
 
-from lazysnap.errors import LevelFull, LevelUnavailable, ShardCorrupt
+from lazysnap.errors import CaptureAborted, LevelFull, LevelUnavailable, ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.memory import map_anonymous
 
@@ -199,6 +199,26 @@ def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, store):
     assert store.sweep() == [f"{directory}/keep-at-1"]
     assert store.storage.list(directory) == []
     assert [entry.names for entry in store.inventory().entries] == [("at-2",)]
+
+
+def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_waits(store):
+    for step in (1, 2, 3):
+        store.write(meta(step), Image(step))
+        store.keep(store.inventory().entries[-1], "best")
+    moved = []
+
+    store.sweep(beat=lambda: moved.append("sweep"))
+    assert moved.count("sweep") >= 3
+
+    def beat():
+        moved.append("release")
+        if moved.count("release") == 2:
+            raise CaptureAborted("nobody waits")
+
+    with pytest.raises(CaptureAborted):
+        store.release(None, "best", beat)
+    assert {entry.names for entry in store.inventory().entries} == {("best",)}
+    assert len(store.release(None, "best")) == 3
 
 
 def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path, a_day_later):
