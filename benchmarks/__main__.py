@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import compare, gpu, levels, restore, rollback, scale, stall
-from benchmarks.frame import Report
+from benchmarks.report import Report
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.frame import FACTS, ROOT, Line, Report, lines_of
+from benchmarks.report import FACTS, Report
+from benchmarks.workers import HERE, ROOT, Line, lines_of
 
 ALL = ("stall", "levels", "restore", "scale", "rollback")
 WORSE = 1.1
@@ -28,46 +29,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    names = [args.benchmark] if args.benchmark else ALL
     found: dict[str, list[Line]] = {"before": [], "after": []}
-    with checkout(args.against) as before:
+    with tree(args.against) as before:
         for turn in range(args.turns):
-            for when, tree in (("before", before), ("after", ROOT)):
-                for name in names:
-                    out = args.out / f"{when}-{turn}"
-                    words = [sys.executable, "-m", "benchmarks", name, *args.options, "--out", str(out.resolve())]
-                    print(f"{name} on {tree} ...", file=sys.stderr, flush=True)
-                    how = {**os.environ, "LAZYSNAP_TREE": str(tree)}
-                    subprocess.run(words, cwd=ROOT, env=how, stdout=subprocess.DEVNULL, check=True)
+            for when, where in (("before", before), ("after", ROOT)):
+                for name in [args.benchmark] if args.benchmark else ALL:
+                    out = args.out.resolve() / f"{when}-{turn}"
+                    words = [sys.executable, "-m", "benchmarks", name, *args.options, "--out", str(out)]
+                    print(f"{name} {when} ...", file=sys.stderr, flush=True)
+                    subprocess.run(words, cwd=where, stdout=subprocess.DEVNULL, check=True)
                     found[when] += lines_of((out / f"{name}.jsonl").read_text())
     old, new = map(figures, found.values())
     for key in {**old, **new}:
-        line: Line = {"measure": "compared", "of": key[0], "figure": key[1], "before": old[key], "after": new[key]}
-        if old[key] and new[key] and (base := statistics.median(old[key])):
-            ratio = line["after/before"] = statistics.median(new[key]) / base
-            is_worse = ratio * WORSE < 1 if key[1].endswith(MORE_IS_BETTER) else ratio > WORSE
-            line["verdict"] = "WORSE" if is_worse else ""
-        report.note(line)
+        report.note({"measure": "compared", "of": key[0], "figure": key[1], **pair(key[1], old[key], new[key])})
     for when, lines in found.items():
-        for line in lines:
-            if line["measure"] == "left out":
-                report.note({**line, "when": when})
+        for line in (line for line in lines if line["measure"] == "left out"):
+            report.note({**line, "when": when})
 
 
 @contextlib.contextmanager
-def checkout(which: str) -> Iterator[Path]:
-    """The tree of a directory or of a commit, which is gone afterwards."""
-    if Path(which).is_dir():
-        yield Path(which).resolve()
-        return
-    git = ["git", "-C", str(ROOT), "worktree"]
+def tree(which: str) -> Iterator[Path]:
+    """A directory in which this benchmark runs beside the package of a commit, or of a directory."""
     with tempfile.TemporaryDirectory(prefix="lazysnap-before-") as directory:
-        tree = Path(directory, "tree")
-        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), which], check=True)
-        try:
-            yield tree
-        finally:
-            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+        made = Path(directory)
+        (made / "benchmarks").symlink_to(HERE)
+        if Path(which).is_dir():
+            (made / "lazysnap").symlink_to(Path(which, "lazysnap").resolve())
+        else:
+            archive = made / "package.tar"
+            words = ["git", "-C", str(HERE.parent), "archive", "--output", str(archive), which, "lazysnap"]
+            subprocess.run(words, check=True)
+            shutil.unpack_archive(archive, made)
+        yield made
 
 
 def figures(lines: list[Line]) -> defaultdict[tuple[str, str], list[float]]:
@@ -79,3 +72,13 @@ def figures(lines: list[Line]) -> defaultdict[tuple[str, str], list[float]]:
             if line["measure"] not in NO_FIGURES and name not in facts and value is not None:
                 found[" ".join(map(str, facts.values())), name] += value if isinstance(value, list) else [value]
     return found
+
+
+def pair(name: str, old: list[float], new: list[float]) -> Line:
+    """Both, their ratio if they have one, and whether that is worse."""
+    both: Line = {"before": old, "after": new}
+    if old and new and (base := statistics.median(old)) > 0:  # time lost may be less than nothing
+        ratio = both["after/before"] = statistics.median(new) / base
+        is_worse = ratio * WORSE < 1 if name.endswith(MORE_IS_BETTER) else ratio > WORSE
+        both["verdict"] = "WORSE" if is_worse else ""
+    return both

@@ -1,27 +1,24 @@
 """What lazysnap does on a GPU: its tests there, then the GPU part of ``stall`` and ``restore``, by size of the state.
 
-``make gpu PYTHON=python3`` needs a Python with torch and a CUDA device, and nothing else: no set-up and no network.
-Where xxhash or msgspec is not installed, its wheel may lie in ``.whl/``.
+``make gpu PYTHON=python3`` needs a Python with torch, a CUDA device, and what lazysnap imports: no set-up, no network.
 """
 
 import argparse
 import functools
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.frame import ROOT, Line, Report, call, environment
 from benchmarks.raw import warm_s
+from benchmarks.report import Report
+from benchmarks.workers import HERE, ROOT, Line, call
 
 TESTS_S = 300.0
 MOST_ON_DISK_GB = 5.0
-NEEDED = ("xxhash", "msgspec")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, report: Report) -> str | None:
     """What failed."""
-    find_packages()
     report.take("device", functools.partial(call, "gpu.device", {"device": args.device}))
     if not report.of("device"):
         return f"no device for {sys.executable}; name another Python: make gpu PYTHON=..."
@@ -63,34 +59,20 @@ def measure(size_gb: float, device: str) -> Iterator[Line]:
     width = 2048 if size_gb > 3 else 1024 if size_gb > 0.5 else 128
     layers = max(1, round(size_gb * 1e9 / 12 / (12 * width * width)))  # a weight and two moments in fp32
     shared = {"size": (layers, width // 64, width, 256, 512), "device": device, "batch": 8 if device == "cuda" else 1}
-    with tempfile.TemporaryDirectory(prefix="lazysnap-gpu-") as directory:
-        job = {**shared, "directory": directory, "threads": os.cpu_count(), "base": 10, "snapshots": 3, "every": 8}
-        for line in call("gpu.captures", {**job, "method": "lazysnap-memory"}):
-            yield {**line, "method": f"{line['method']}, {size_gb:g} GB", "size_gb": size_gb}
-        fits = size_gb <= MOST_ON_DISK_GB and shutil.disk_usage(directory).free > 2 * size_gb * 1e9
-        for level in ("memory", "local") if fits else ("memory",):
-            place = {"level": level, "url": f"{directory}/level", "options": None, "directory": directory}
-            how = {"rounds": 1, "ranks": 1, "methods": ["lazysnap"], "touched": int(1.5 * size_gb * 1e9)}
-            yield from ({**line, "size_gb": size_gb} for line in call("restarts.rounds", {**shared, **place, **how}))
-
-
-def find_packages() -> None:
-    """Put wheels that lie in ``.whl/`` on the path of child processes."""
-    paths = []
-    for name in (name for name in NEEDED if importlib.util.find_spec(name) is None):
-        wheels = sorted((ROOT / ".whl").glob(f"{name}-*.whl"))
-        if not wheels:
-            sys.exit(f"{name} is missing: pip install {name}, or put its wheel for this Python into .whl/")
-        paths.append(tempfile.mkdtemp(prefix="lazysnap-wheel-"))
-        zipfile.ZipFile(wheels[-1]).extractall(paths[-1])
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    how = {"method": "lazysnap-memory", "threads": os.cpu_count(), "base": 10, "snapshots": 3, "every": 8}
+    for line in call("gpu.captures", {**shared, **how}):
+        yield {**line, "method": f"{line['method']}, {size_gb:g} GB", "size_gb": size_gb}
+    fits = size_gb <= MOST_ON_DISK_GB and shutil.disk_usage(tempfile.gettempdir()).free > 2 * size_gb * 1e9
+    for level in ("memory", "local") if fits else ("memory",):
+        how = {"level": level, "rounds": 1, "ranks": 1, "methods": ["lazysnap"], "touched": int(1.5 * size_gb * 1e9)}
+        yield from ({**line, "size_gb": size_gb} for line in call("restarts.rounds", {**shared, **how}))
 
 
 def run_tests() -> Iterator[Line]:
     """tests/gpu, by unittest: nothing has to be installed for it. None may be skipped."""
-    words = [sys.executable, "-m", "unittest", "discover", "-s", str(ROOT / "tests" / "gpu")]
+    words = [sys.executable, "-m", "unittest", "discover", "-s", str(HERE.parent / "tests" / "gpu")]
     how: Line = {"capture_output": True, "text": True, "timeout": TESTS_S, "check": False}
-    done = subprocess.run(words, env={**os.environ, **environment()}, cwd=ROOT, **how)
+    done = subprocess.run(words, cwd=ROOT, **how)
     last = done.stderr.strip().splitlines()[-1]
     if done.returncode or "skipped" in last:
         raise RuntimeError(done.stderr)
@@ -123,7 +105,7 @@ def captures(job: Line) -> Iterator[Line]:
     from benchmarks import savers
     from benchmarks.training import Training
 
-    training, is_cuda = Training(job["size"], batch=job["batch"], device=job["device"]), job["device"] == "cuda"
+    training, is_cuda = Training(job), job["device"] == "cuda"
     step_s = warm_s(lambda: (training.backward(0), training.update()))
     size = training.state_bytes()
     on_device = torch.ones(min(size, 2 << 30), dtype=torch.uint8, device=job["device"])

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.frame import DEADLINE_S, MARKER, Line, Report, call, cpu_s, lines_of, processes, start, tell
 from benchmarks.places import LEVELS, each
 from benchmarks.raw import BLOCK, KEEP_HEAP, BufferedFile, Copies, DirectFile, S3Client, timed, warm
+from benchmarks.report import Report
+from benchmarks.workers import DEADLINE_S, MARKER, Line, call, cpu_s, lines_of, processes, start, tell
 
 ASKED = 0.85
 """Of the raw limit, for shards of 1 GiB."""
+OURS = "lazysnap"
 KILL_AT, STEP_S = 60, 0.1
 """When the training is killed, in steps of this length."""
 
@@ -35,8 +37,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
     size = args.size_mb << 20
     for place in each(args.levels, size, report):
         if args.rounds:
-            more = {**KEEP_HEAP, "OMP_NUM_THREADS": "1", MARKER: uuid.uuid4().hex}
-            place.measure(report, "levels.rates", {"size": size, "rounds": args.rounds}, **more)
+            environment = {**KEEP_HEAP, "OMP_NUM_THREADS": "1", MARKER: uuid.uuid4().hex}
+            place.measure(report, "levels.rates", {"size": size, "rounds": args.rounds}, **environment)
         if args.repeats:
             place.measure(report, "levels.losses", {"mb": args.train_mb, "repeats": args.repeats})
     for level, direction in itertools.product(args.levels, ("write", "read")):
@@ -61,14 +63,17 @@ def ratio(ours: list[float], raw: list[float]) -> float:
 class Engine:
     """lazysnap as a training uses it, with one level; the keeper's processor time counts."""
 
-    def __init__(self, job: Line, state: Line) -> None:
-        from benchmarks.training import config, ready
-        from lazysnap import SnapshotEngine
+    def __init__(self, job: Line) -> None:
+        import torch
 
+        from benchmarks.training import engine_of, ready
+
+        count = max(1, job["size"] // BLOCK)
+        model = torch.nn.ParameterList(torch.rand(job["size"] // count // 4) for _ in range(count))
+        state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3)}
         self._is_memory = job["level"] == "memory"
         # Nothing is read back: the raw side does not either.
-        how = config(job, keep_last=1, verify=False)
-        self._make = lambda: SnapshotEngine(how, state)
+        self._make = lambda: engine_of(job, state, keep_last=1, verify=False)
         self.engine, self._step = self._make(), 0
         if not self._is_memory:
             self.engine.restore("latest")
@@ -97,8 +102,16 @@ class Engine:
         if found is None or found.step != self._step or found.skipped:
             raise RuntimeError(f"expected step {self._step}, got {found}")
 
-    def delete(self) -> None:
-        self.engine.close(drain=False)
+
+def raw_sides(job: Line) -> dict[str, Any]:
+    """What the medium of a level can do at best."""
+    if job["level"] == "memory":
+        return {"memcpy": Copies(job["size"])}
+    image = warm(job["size"])
+    if job["level"] == "s3":
+        return {"botocore": S3Client(job["options"], urlsplit(job["url"]).netloc, image)}
+    kinds = {"O_DIRECT": DirectFile} | ({"buffered": BufferedFile} if job["level"] == "nfs" else {})
+    return {name: kind(Path(f"{job['url']}-raw"), image) for name, kind in kinds.items()}
 
 
 def rates(job: Line) -> Iterator[Line]:
@@ -106,26 +119,12 @@ def rates(job: Line) -> Iterator[Line]:
     import torch
 
     torch.set_num_threads(1)
-    size, level, url = job["size"], job["level"], job["url"]
-    count = max(1, size // BLOCK)
-    model = torch.nn.ParameterList(torch.rand(size // count // 4) for _ in range(count))
-    sides: dict[str, Any] = {}
-    if level == "memory":
-        sides["memcpy"] = Copies([parameter.detach() for parameter in model])
-    elif level == "s3":
-        sides["botocore"] = S3Client(job["options"], urlsplit(url).netloc, warm(size), warm(size))
-    else:
-        image, out = warm(size), warm(size)
-        sides["O_DIRECT"] = DirectFile(Path(f"{url}-raw"), image, out)
-        if level == "nfs":
-            sides["buffered"] = BufferedFile(Path(f"{url}-raw"), image, out)
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3)}
-    ours = sides["lazysnap"] = Engine(job, state)
+    ours = Engine(job)
+    sides = {**raw_sides(job), OURS: ours}
     yield from _alternate(sides, "write", job)
     ours.reopen()
     yield from _alternate(sides, "read", job)
-    for side in sides.values():
-        side.delete()
+    ours.engine.close(drain=False)
 
 
 def _alternate(sides: dict[str, Any], direction: str, job: Line) -> Iterator[Line]:
@@ -139,13 +138,12 @@ def _alternate(sides: dict[str, Any], direction: str, job: Line) -> Iterator[Lin
                 seconds[who].append(taken)
                 cpu[who].append(cpu_s(run) - busy)
             os.sync()  # deletions are not left for the next side to pay
-    ours = "lazysnap"
-    for raw in (who for who in sides if who != ours):
+    for raw in (who for who in sides if who != OURS):
         line = {"measure": "rate", "level": job["level"], "direction": direction, "raw_limit": raw}
-        for name, who in (("raw", raw), (ours, ours)):
+        for name, who in (("raw", raw), (OURS, OURS)):
             line[f"{name}_mb_per_s"] = [job["size"] / 1e6 / one for one in seconds[who]]
             line[f"{name}_cpu_s_per_gb"] = statistics.median(cpu[who]) * 1e9 / job["size"]
-        yield {**line, "of_raw": ratio(seconds[ours], seconds[raw])}
+        yield {**line, "of_raw": ratio(seconds[OURS], seconds[raw])}
 
 
 # ------------------------------------------------------------------------------------------------ losses, in a worker
@@ -155,14 +153,14 @@ def train(job: Line) -> None:
     """The training that is killed, or its restart, which ends after its first step. Says what happens as it happens."""
     import torch
 
-    from benchmarks.training import config, layers, ready
-    from lazysnap import SnapshotEngine
+    from benchmarks.training import engine_of, layers, ready
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, optimizer = layers(job["mb"])
+    model = layers(job["mb"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tell(job, "imported")
-    engine = SnapshotEngine(config(job, keep_last=2), {"model": model, "optimizer": optimizer})
+    engine = engine_of(job, {"model": model, "optimizer": optimizer}, keep_last=2)
     started = time.perf_counter()
     found = engine.restore("latest")
     step = found.step if found else 0
@@ -206,31 +204,30 @@ def _killed(job: Line, part: float) -> Line:
     A level that is slow gets the time to commit twice, and some part of the time that it then takes once more. The
     first commit comes late (the level is swept and tried out) and says nothing of those that follow.
     """
-    run, trained, commits = uuid.uuid4().hex, [], [(0, 0)]
+    run, trained, commits = uuid.uuid4().hex, [], []
+    is_memory = job["level"] == "memory"
     process = start("levels.train", {**job, "is_restart": False}, **{MARKER: run})
     assert process.stdout is not None
-    others: list[Any] = []
     try:
-        for text in process.stdout:
-            for line in (line for line in lines_of(text) if line["event"] == "trained"):
-                trained.append(line)
-                if line["durable"] > commits[-1][0]:
-                    commits.append((line["durable"], line["step"]))
-            step, kill_at = len(trained), KILL_AT
-            if job["level"] != "memory":
-                [first, second] = [at for _, at in commits[1:3]] if len(commits) > 2 else [0, math.inf]
+        for line in (line for text in process.stdout for line in lines_of(text) if line["event"] == "trained"):
+            trained.append(line)
+            if line["durable"] and line["durable"] not in [durable for durable, _ in commits]:
+                commits.append((line["durable"], line["step"]))
+            kill_at = KILL_AT
+            if not is_memory:
+                [first, second] = [at for _, at in commits[:2]] if len(commits) > 1 else [0, math.inf]
                 kill_at = max(kill_at, second + part * (second - first))
-            if step > 10 * KILL_AT:
-                raise RuntimeError(f"{len(commits) - 1} snapshots became durable in {step} steps")
-            if step >= kill_at:
-                others = [one for one in processes(run) if one.pid != process.pid and job["level"] != "memory"]
+            if len(trained) > 10 * KILL_AT:
+                raise RuntimeError(f"{len(commits)} snapshots became durable in {len(trained)} steps")
+            if len(trained) >= kill_at:
+                keepers = [one for one in processes(run) if one.pid != process.pid and not is_memory]
                 time.sleep(part * STEP_S)  # the moment of the death within a step, not a wait for anything
                 break
         else:
             raise RuntimeError(f"the training died by itself: {process.communicate()[1][-500:]}")
     finally:
         process.kill()
-    for keeper in others:
+    for keeper in keepers:
         keeper.kill()
     rest = lines_of(process.communicate(timeout=DEADLINE_S)[0])
     return [*trained, *(line for line in rest if line["event"] == "trained")][-1]

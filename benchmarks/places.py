@@ -6,20 +6,20 @@ import queue
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frame import ROOT, WORKER_S, Line, Report, call, command, environment, last_line, lines_of
+from benchmarks.report import Report
+from benchmarks.workers import HERE, ROOT, WORKER_S, Line, call, command, last_line, lines_of
 
 GUEST_BYTES = 1 << 30
 """That a guest needs besides what is measured: PyTorch, a keeper, the page cache."""
 COPIES_IN_GUEST = 7
 """The state, three slots, two buffers, and what is read."""
 
-sys.path.append(str(ROOT / "tests" / "servers"))
+sys.path.append(str(HERE.parent / "tests" / "servers"))
 
 
 @dataclass
@@ -34,17 +34,17 @@ class Place:
     options: Line | None = None
     guest: Any = None
 
-    def measure(self, report: Report, function: str, job: Line, **more: str) -> None:
+    def measure(self, report: Report, function: str, job: Line, **environment: str) -> None:
         """The job gets ``level``, ``url``, ``options``, and the directory below which the bytes are."""
         url = f"{self.url}/{function.split('.')[1]}"
         job = {**job, "level": self.level, "url": url, "options": self.options, "directory": str(self.directory)}
         work = call if self.guest is None else self._call_in_guest
-        report.take(f"{self.level}: {function}", functools.partial(work, function, job, **more))
+        report.take(f"{self.level}: {function}", functools.partial(work, function, job, **environment))
 
-    def _call_in_guest(self, function: str, job: Line, **more: str) -> list[Line]:
+    def _call_in_guest(self, function: str, job: Line, **environment: str) -> list[Line]:
         out, errors = self.directory / "guest.out", self.directory / "guest.err"
-        assignments = [f"{name}={value}" for name, value in environment(**more).items()]
-        words = shlex.join(["env", *assignments, *command(function, job)])
+        assignments = [f"{name}={value}" for name, value in environment.items()]
+        words = shlex.join(["env", "-C", str(ROOT), *assignments, *command(function, job)])
         inner = f"exec {words} > {shlex.quote(str(out))} 2> {shlex.quote(str(errors))}"
         try:
             # Not ``run``: its patience is that of a test.
@@ -54,18 +54,6 @@ class Place:
         if "error" in answer:
             raise RuntimeError(last_line(errors.read_text() if errors.exists() else "") or answer["error"][1])
         return lines_of(out.read_text())
-
-
-@contextlib.contextmanager
-def memory(directory: Path, _: int) -> Iterator[Place]:
-    """Slots of a keeper."""
-    yield Place("memory", "memory", directory)
-
-
-@contextlib.contextmanager
-def local(directory: Path, _: int) -> Iterator[Place]:
-    """The disk below ``directory``."""
-    yield Place("local", str(directory / "level"), directory)
 
 
 @contextlib.contextmanager
@@ -87,23 +75,13 @@ def nfs(directory: Path, size: int) -> Iterator[Place]:
     if reason := nfs_lab.missing():
         raise RuntimeError(reason)
     directory.chmod(0o755)
-    with contextlib.ExitStack() as stack:
-        network = nfs_lab.Network()
-        stack.callback(network.close)
-        server = nfs_lab.Server(network, directory)
-        megabytes = (COPIES_IN_GUEST * size + GUEST_BYTES) >> 20
-        card = "vec0:transport=tap,ifname=utap0,depth=128,gro=1"
-        guest = nfs_lab.Guest(network, directory, card, f"mem={megabytes}M")
-        stack.callback(guest.close)
-        stack.callback(server.kill)
-        server.start()
-        guest.wait_until_up()
+    with nfs_lab.lab(directory, memory_mb=(COPIES_IN_GUEST * size + GUEST_BYTES) >> 20) as (_, guest):
         guest.run("mount", "level", "open", "hard")
         yield Place("nfs", "/mnt/level", directory, guest=guest)
 
 
-LEVELS: dict[str, Callable[[Path, int], AbstractContextManager[Place]]]
-LEVELS = {"memory": memory, "local": local, "nfs": nfs, "s3": s3}
+SERVERS = {"nfs": nfs, "s3": s3}
+LEVELS = ("memory", "local", *SERVERS)
 
 
 def each(levels: list[str], size: int, report: Report) -> Iterator[Place]:
@@ -112,8 +90,10 @@ def each(levels: list[str], size: int, report: Report) -> Iterator[Place]:
         with contextlib.ExitStack() as stack:
             temporary = tempfile.TemporaryDirectory(prefix="lazysnap-levels-", ignore_cleanup_errors=True)
             directory = Path(stack.enter_context(temporary))
+            place = Place(level, str(directory / "level"), directory)
             try:
-                place = stack.enter_context(LEVELS[level](directory, size))
+                if level in SERVERS:
+                    place = stack.enter_context(SERVERS[level](directory, size))
             except Exception as error:  # noqa: BLE001  whatever a server cannot stand here, others are measured
                 report.left_out(level, error)
                 continue

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frame import Line, processes
+from benchmarks.workers import Line, processes
 
 BLOCK = 16 << 20
 FILE_THREADS = 2
@@ -23,9 +23,6 @@ S3_THREADS = 4
 KEEP_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 26)}
 """Makes the C library keep memory that was freed, and hand it out again with its pages in place: a virtual machine gets
 each page from its host at the first touch, which may take ten times as long as to copy it."""
-
-
-# ------------------------------------------------------------------------------------------------ memory
 
 
 @contextlib.contextmanager
@@ -43,13 +40,12 @@ def peak_memory(run: str, interval_s: float) -> Iterator[list[int]]:
                     total += process.memory_full_info().pss
             peak[0] = max(peak[0], total)
 
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        over.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(sample)
+        try:
+            yield peak
+        finally:
+            over.set()
 
 
 def slot_bytes() -> int:
@@ -64,13 +60,8 @@ def slot_bytes() -> int:
 
 def populate_s(size: int) -> float:
     """Seconds until so much new shared memory has all its pages, by one thread and one call of the kernel."""
-    handle = os.memfd_create("raw")
-    try:
-        os.ftruncate(handle, size)
-        with mmap.mmap(handle, size) as room:
-            return timed(lambda: room.madvise(23))  # MADV_POPULATE_WRITE
-    finally:
-        os.close(handle)
+    with mmap.mmap(-1, size) as room:
+        return timed(lambda: room.madvise(23))  # MADV_POPULATE_WRITE
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -101,9 +92,8 @@ def limits(job: Line) -> Iterator[Line]:
         name = f"memcpy, {threads} thread{'s' * (threads > 1)}"
         yield {"measure": "limit", "limit": name, "gb_per_s": size / memcpy_s(size, threads) / 1e9}
     with contextlib.suppress(OSError):  # this file system has no direct writes
-        side = DirectFile(Path(job["directory"]), warm(size), None)
+        side = DirectFile(Path(job["directory"]), warm(size))
         seconds = [timed(lambda n=n: side.write(n)) for n in range(4)][1:]
-        side.delete()
         yield {"measure": "limit", "limit": "O_DIRECT", "gb_per_s": size / statistics.median(seconds) / 1e9}
 
 
@@ -125,25 +115,19 @@ def _in_blocks(threads: int, work: Callable[[int, int], Any], size: int) -> list
 
 
 class Copies:
-    """One thread copies between warm tensors and populated shared memory: two areas by turns, as the engine has."""
+    """One thread copies between a warm tensor and populated shared memory: two areas by turns, as the engine has."""
 
-    def __init__(self, tensors: list[Any]) -> None:
+    def __init__(self, size: int) -> None:
         import torch
 
-        self._tensors, sizes = tensors, [tensor.nbytes for tensor in tensors]
-        areas = [torch.frombuffer(mmap.mmap(-1, sum(sizes)), dtype=torch.uint8).zero_() for _ in range(2)]
-        self._areas = [[part.view(tensors[0].dtype) for part in area.split(sizes)] for area in areas]
+        self._tensor = torch.ones(size, dtype=torch.uint8)
+        self._areas = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).zero_() for _ in range(2)]
 
     def write(self, number: int) -> None:
-        for area, tensor in zip(self._areas[number % 2], self._tensors, strict=True):
-            area.copy_(tensor)
+        self._areas[number % 2].copy_(self._tensor)
 
     def read(self) -> None:
-        for area, tensor in zip(self._areas[0], self._tensors, strict=True):
-            tensor.copy_(area)
-
-    def delete(self) -> None:
-        """Nothing to do."""
+        self._tensor.copy_(self._areas[0])
 
 
 class DirectFile:
@@ -151,15 +135,16 @@ class DirectFile:
 
     flags = os.O_DIRECT
 
-    def __init__(self, directory: Path, image: memoryview, out: memoryview | None) -> None:
-        self._directory, self._image, self._out = directory, image, out
+    def __init__(self, directory: Path, image: memoryview) -> None:
+        """What is read goes to ``image``, too."""
+        self._directory, self._image = directory, image
         directory.mkdir(parents=True, exist_ok=True)
-        self._path: Path | None = None
+        self._path = directory / "none"
 
     @contextlib.contextmanager
-    def _open(self, path: Path, flags: int) -> Iterator[int]:
+    def _open(self, flags: int) -> Iterator[int]:
         """Nothing stays in this kernel's page cache."""
-        handle = os.open(path, flags | self.flags, 0o600)
+        handle = os.open(self._path, flags | self.flags, 0o600)
         try:
             yield handle
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -168,28 +153,22 @@ class DirectFile:
 
     def write(self, number: int) -> None:
         """Durable on return."""
-        path = self._directory / f"raw-{type(self).__name__}-{number}"
-        with self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
+        last, self._path = self._path, self._directory / f"raw-{type(self).__name__}-{number}"
+        with self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
             with contextlib.suppress(OSError):  # where our writer goes without as well
                 os.posix_fallocate(handle, 0, len(self._image))
             self._move(lambda start, end: os.pwrite(handle, self._image[start:end], start))
             os.fdatasync(handle)
-        self.delete()
-        self._path = path
+        last.unlink(missing_ok=True)
 
     def read(self) -> None:
         """Into warm memory."""
-        assert self._path is not None
-        with self._open(self._path, os.O_RDONLY) as handle:
-            self._move(lambda start, end: os.preadv(handle, [self._out[start:end]], start))
+        with self._open(os.O_RDONLY) as handle:
+            self._move(lambda start, end: os.preadv(handle, [self._image[start:end]], start))
 
     def _move(self, work: Callable[[int, int], int]) -> None:
         if sum(_in_blocks(FILE_THREADS, work, len(self._image))) != len(self._image):
             raise OSError("the kernel moved only a part of a block")
-
-    def delete(self) -> None:
-        if self._path is not None:
-            self._path.unlink()
 
 
 class BufferedFile(DirectFile):
@@ -201,11 +180,11 @@ class BufferedFile(DirectFile):
 class S3Client:
     """botocore, the client below boto3: multipart uploads and ranged downloads; signs no bytes and sums none."""
 
-    def __init__(self, options: Line, bucket: str, image: memoryview, out: memoryview) -> None:
+    def __init__(self, options: Line, bucket: str, image: memoryview) -> None:
         import botocore.session
         from botocore.config import Config
 
-        self._place, self._image, self._out = {"Bucket": bucket}, image, out
+        self._place, self._image = {"Bucket": bucket}, image
         config = Config(
             max_pool_connections=S3_THREADS,
             retries={"total_max_attempts": 1},
@@ -219,7 +198,8 @@ class S3Client:
 
     def write(self, number: int) -> None:
         """Visible on return."""
-        self.delete()
+        if "Key" in self._place:
+            self._client.delete_object(**self._place)
         self._place["Key"] = f"raw/{number}"
         upload = {**self._place, "UploadId": self._client.create_multipart_upload(**self._place)["UploadId"]}
 
@@ -235,13 +215,9 @@ class S3Client:
         def part(start: int, end: int) -> None:
             body = self._client.get_object(Range=f"bytes={start}-{end - 1}", **self._place)["Body"]
             while start < end:
-                count = body.readinto(self._out[start:end])
+                count = body.readinto(self._image[start:end])
                 if not count:
                     raise EOFError(f"the object ends at {start}")
                 start += count
 
         _in_blocks(S3_THREADS, part, len(self._image))
-
-    def delete(self) -> None:
-        if "Key" in self._place:
-            self._client.delete_object(**self._place)

@@ -1,7 +1,6 @@
 """The workers of ``restore``: every method saves once at a level, and loads again and again."""
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.frame import Line, call_ranks, tell
 from benchmarks.raw import KEEP_HEAP, timed
-from benchmarks.training import Training, capture, config, ready
+from benchmarks.training import Training, capture, config, engine_of, ready
+from benchmarks.workers import Line, call_ranks, tell
 
 PHASES = ("imports_s", "build_s", "load_s", "step_s", "total_s")
+PARTS = ("model_state_dict", "optim_state_dict")
 STEP = 1
 
 
@@ -54,17 +54,9 @@ def _forget(directory: Path) -> None:
 
 def _run(act: str, method: str, job: Line) -> list[dict[str, Line]]:
     """One job on all its ranks: the events of each by name."""
-    ranks, name = job["ranks"], f"{method}-{job['ranks']}"
-    job = {
-        **job,
-        "act": act,
-        "method": method,
-        "url": f"{job['url']}/{name}",
-        "job_id": f"restore-{name}-{os.getpid()}",
-    }
-    if "://" not in job["url"] and job["level"] != "memory":
-        Path(job["url"]).mkdir(parents=True, exist_ok=True)
-    said = call_ranks("restarts.rank", job, ranks, **KEEP_HEAP)
+    name = f"{method}-{job['ranks']}"
+    job = {**job, "act": act, "method": method, "url": f"{job['url']}/{name}", "job_id": f"{name}-{os.getpid()}"}
+    said = call_ranks("restarts.rank", job, job["ranks"], **KEEP_HEAP)
     events = [{line["event"]: line for line in lines} for lines in said]
     if any(("saved" if act == "save" else "stepped") not in by for by in events):
         raise RuntimeError(f"{act} {method}: no more than {list(map(list, events))}")
@@ -102,7 +94,7 @@ def rank(job: Line) -> None:
         dist.init_process_group("gloo")
     tell(job, "imported")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job["ranks"]))
-    training = Training(job["size"], device=job["device"], ranks=job["ranks"])
+    training = Training(job)
     if "lightning" in job["method"]:
         _with_lightning(job, training)
         return
@@ -144,7 +136,7 @@ def _stepped(job: Line, training: Training) -> None:
 def _die() -> None:
     """As a crash: a keeper that is there stays."""
     _barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)
 
 
 def _barrier() -> None:
@@ -165,9 +157,7 @@ def _give_state(training: Training) -> None:
 
 
 def _save_lazysnap(job: Line, training: Training) -> None:
-    from lazysnap import SnapshotEngine
-
-    engine = SnapshotEngine(config(job), training.objects())
+    engine = engine_of(job, training.objects())
     _give_state(training)
     engine.boundary(STEP)  # with several ranks the size of each one's part is known from here on
     ready(engine)
@@ -179,37 +169,29 @@ def _save_lazysnap(job: Line, training: Training) -> None:
 
 
 def _load_lazysnap(job: Line, training: Training) -> None:
-    from lazysnap import SnapshotEngine
-
-    found = SnapshotEngine(config(job), training.objects()).restore("latest")
+    found = engine_of(job, training.objects()).restore("latest")
     if found is None or found.level != (job["url"] if job["level"] != "memory" else "memory"):
         raise RuntimeError(f"restored {found}")
 
 
-def _dcp(job: Line, training: Training) -> tuple[Line, Callable[[str], Any]]:
-    """The state, which gives the optimizer one to load into; and a way to write to or read from the level."""
+def _save_dcp(job: Line, training: Training) -> None:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import _fsspec_filesystem
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model, optimizer = get_state_dict(training.model, training.optimizer)
-    where, kind = (_fsspec_filesystem, "Fsspec") if "://" in job["url"] else (dcp, "FileSystem")
-    return {"model": model, "optimizer": optimizer}, lambda how: getattr(where, kind + how)(job["url"])
-
-
-def _save_dcp(job: Line, training: Training) -> None:
     _give_state(training)
-    state, storage = _dcp(job, training)
-    dist.checkpoint.save(state, storage_writer=storage("Writer"))
+    dcp.save(
+        dict(zip(PARTS, get_state_dict(training.model, training.optimizer), strict=True)), checkpoint_id=job["url"]
+    )
 
 
 def _load_dcp(job: Line, training: Training) -> None:
-    from torch.distributed.checkpoint.state_dict import set_state_dict
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    state, storage = _dcp(job, training)
-    dist.checkpoint.load(state, storage_reader=storage("Reader"))
-    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(training.model, training.optimizer, **parts)
+    # This gives the optimizer a state to load into.
+    state = dict(zip(PARTS, get_state_dict(training.model, training.optimizer), strict=True))
+    dcp.load(state, checkpoint_id=job["url"])
+    set_state_dict(training.model, training.optimizer, **state)
 
 
 def _with_lightning(job: Line, training: Training) -> None:

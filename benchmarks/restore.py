@@ -3,8 +3,9 @@
 import argparse
 import math
 
-from benchmarks.frame import SIZES, Report
+from benchmarks import SIZES
 from benchmarks.places import LEVELS, each
+from benchmarks.report import Report
 
 METHODS = ("lightning", "dcp", "lazysnap", "lazysnap-lightning")
 TOUCHED = 4

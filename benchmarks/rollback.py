@@ -2,11 +2,11 @@
 
 import argparse
 import functools
-import os
 from collections.abc import Iterator
 
-from benchmarks.frame import Line, Report, call
 from benchmarks.raw import memcpy_s
+from benchmarks.report import Report
+from benchmarks.workers import Line, call
 
 TARGET_S = 0.5
 """For 1 GB in memory on a CPU."""
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    job = {"megabytes": args.megabytes, "repeats": args.repeats}
+    job = {"level": "memory", "megabytes": args.megabytes, "repeats": args.repeats}
     report.take("rollback", functools.partial(call, "rollback.measure", job))
     newest = report.find(measure="rollback", case="newest")
     report.target("newest: 1 GB", "<= {} s", TARGET_S, newest["rollback_s"] * 1e3 / newest["state_mb"])
@@ -28,12 +28,11 @@ def measure(job: Line) -> Iterator[Line]:
     """A worker: back to the last capture, as after a bad loss; and over a capture, so that a new run begins."""
     import torch
 
-    from benchmarks.training import capture, layers, ready
-    from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
+    from benchmarks.training import capture, engine_of, layers, ready
 
-    model, optimizer = layers(job["megabytes"])
-    config = SnapshotConfig(job_id=f"rollback-{os.getpid()}", memory=MemoryLevel(linger_s=0.0, slots=3))
-    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
+    model = layers(job["megabytes"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine = engine_of(job, {"model": model, "optimizer": optimizer}, slots=3)
 
     def train(step: int) -> None:
         for parameter in model.parameters():

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.frame import DEADLINE_S, Line
 from benchmarks.raw import populate_s, slot_bytes, timed
-from benchmarks.training import Training, capture, config
+from benchmarks.training import Training, capture, engine_of
+from benchmarks.workers import DEADLINE_S, Line
 
 WARM_UP = 2
 
@@ -29,11 +29,8 @@ class Recorder:
     """Clocks a loop: steps to warm up, steps without snapshots (the base of this process), steps with them."""
 
     def __init__(self, job: Line) -> None:
-        self.is_ours, self._every, self._is_cuda = (
-            job["method"].startswith("lazysnap"),
-            job["every"],
-            job["device"] == "cuda",
-        )
+        self.is_ours = job["method"].startswith("lazysnap")
+        self._every, self._is_cuda = job["every"], job["device"] == "cuda"
         self._base, self._total = job["base"], job["snapshots"] * job["every"]
         self.last = WARM_UP + self._base + self._total
         self.base_s: list[float] = []
@@ -93,7 +90,6 @@ class Recorder:
             "blocked_ms": ms("boundary", "gate"),
             "waited_ms": ms("waited"),
             "lost_ms": ms(*parts) - 1e3 * base_s * len(later) / count,
-            "first_blocked_ms": 1e3 * (first[0]["boundary"] + first[0]["gate"]),
             "start_lost_ms": 1e3 * sum(sum(map(step.__getitem__, parts)) - steady_s for step in first),
         }
 
@@ -169,13 +165,11 @@ class Lazysnap(Nothing):
     """lazysnap at every step, in memory, or also to a local directory as often as the peers."""
 
     def __init__(self, training: Training, job: Line, recorder: Recorder) -> None:
-        from lazysnap import SnapshotEngine
-
         super().__init__(training, job, recorder)
-        self.until = "durable" if job["method"] == "lazysnap-disk" else "captured"
-        where = {"level": job["method"].partition("-")[2], "url": job["directory"], "options": None}
-        how = config(where, every_n_steps=job["every"], keep_last=10_000)
-        self.engine = SnapshotEngine(how, training.objects())
+        level = job["method"].partition("-")[2]
+        self.until = "captured" if level == "memory" else "durable"
+        job = {**job, "level": level, "url": job["directory"]}
+        self.engine = engine_of(job, training.objects(), every_n_steps=job["every"], keep_last=10_000)
         self.engine.prepare()
 
     def save(self, number: int) -> bool:
@@ -292,12 +286,13 @@ def counted(door: Any) -> Line:
     return {**found, "gate_ms": gate_ms, "blocked_ms": boundary_ms + gate_ms}
 
 
+DOORS = {"lightning": train_with_lightning, "accelerate": train_with_accelerate}
+
+
 def run(job: Line, training: Training | None = None) -> list[Line]:
     """A worker: one method."""
     torch.set_num_threads(job["threads"])
     if job["method"].startswith("lazysnap"):
         import lazysnap.engine  # noqa: F401  no part of the start of the run
-    training = training or Training(job["size"], batch=job["batch"], device=job["device"])
-    doors = {"lightning": train_with_lightning, "accelerate": train_with_accelerate}
-    train = next((train for door, train in doors.items() if door in job["method"]), train_plainly)
-    return [{"measure": "stall", "method": job["method"], **train(training, job, Recorder(job))}]
+    train = next((train for door, train in DOORS.items() if door in job["method"]), train_plainly)
+    return [{"measure": "stall", "method": job["method"], **train(training or Training(job), job, Recorder(job))}]

@@ -7,20 +7,20 @@ import os
 import socket
 import statistics
 import sys
-import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frame import DEADLINE_S, Line, Report, call, call_ranks
+from benchmarks.report import Report
+from benchmarks.workers import DEADLINE_S, Line, call, call_ranks
 
 KINDS = ("ddp", "fsdp")
 MOST = 16_384
 STEPS = 3
 """Snapshots of each real training after the first."""
-WIDTH, LAYERS = 256, 4
+STATE_MB = 3.2
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "new_group")
 SOCKET_CALLS = ("send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg")
 STORE_CALLS = ("add", "get", "set", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set")
@@ -29,7 +29,7 @@ SIMULATED = ("plan", "restart", "retention", "coordinator")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--counted", type=int, nargs="*", default=[2, 4, 8], help="numbers of real ranks")
-    parser.add_argument("--simulated", type=int, nargs="*", default=[8, 64, 512, 4096, MOST], help="numbers of ranks")
+    parser.add_argument("--simulated", type=int, nargs="*", default=[8, 64, 512, 4096, MOST], help="multiples of 8")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     works += [("simulated.run", {"ranks": ranks}) for ranks in args.simulated]
     for function, job in works:
         what = " ".join(map(str, (function, *job.values())))
-        report.take(what, functools.partial(call, function, job, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE=""))
+        report.take(what, functools.partial(call, function, job, OMP_NUM_THREADS="1"))
     for line in growth(report):
         report.note(line)
     for measure in ("plan", "restart"):
@@ -53,19 +53,18 @@ def run(args: argparse.Namespace, report: Report) -> None:
 def growth(report: Report) -> Iterator[Line]:
     """The exponents with which figures grow from the fewest to the most ranks."""
     for measure in SIMULATED:
-        lines = report.of(measure)
-        for kind, world in dict.fromkeys((line.get("kind"), line.get("world")) for line in lines):
-            first, *_, last = [line for line in lines if (line.get("kind"), line.get("world")) == (kind, world)] * 2
+        of_kind = defaultdict(list)
+        for line in report.of(measure):
+            of_kind[line.get("kind", ""), line.get("world", "")].append(line)
+        for (kind, world), lines in of_kind.items():
+            first, last = lines[0], lines[-1]
             if last["ranks"] > first["ranks"]:
-                found = {"measure": "growth", "of": measure, "kind": kind or "", "world": world or ""}
                 scale = math.log(last["ranks"] / first["ranks"])
-                names = [name for name in last if name != "ranks" and type(last[name]) in (int, float)]
+                names = [name for name in last if name != "ranks" and not isinstance(last[name], str)]
                 grown = {
-                    f"exponent_{name}": math.log(last[name] / first[name]) / scale
-                    for name in names
-                    if first[name] and last[name]
+                    name: math.log(last[name] / first[name]) / scale for name in names if first[name] and last[name]
                 }
-                yield {**found, **grown}
+                yield {"measure": "exponent of growth", "of": measure, "kind": kind, "world": world, **grown}
 
 
 # ------------------------------------------------------------------------------------------------ counted, in a worker
@@ -74,19 +73,17 @@ def growth(report: Report) -> Iterator[Line]:
 def count(job: Line) -> Iterator[Line]:
     """A worker: two starts of a training; the second resumes from storage."""
     kind, ranks = job["kind"], job["ranks"]
-    with tempfile.TemporaryDirectory(prefix="lazysnap-scale-") as directory:
-        job = {**job, "directory": directory}
-        first = [one for [one] in call_ranks("scale.rank", {**job, "steps": STEPS}, ranks)]
-        level = Path(directory, "level")
-        shards, manifests = sorted(level.rglob("*.safetensors")), sorted(level.rglob("*.json"))
-        snapshots = len({path.parent for path in manifests})
-        files: Line = {
-            "files_per_snapshot": sum(path.is_file() for path in level.rglob("*")) / snapshots,
-            "mb_per_rank": [one["shard_bytes"] / 1e6 for one in first],
-            "mb_per_snapshot": sum(path.stat().st_size for path in shards) / snapshots / 1e6,
-            "manifest_kb": statistics.fmean(path.stat().st_size for path in manifests) / 1e3,
-        }
-        second = [one for [one] in call_ranks("scale.rank", {**job, "steps": 1}, ranks)]
+    first = [one for [one] in call_ranks("scale.rank", {**job, "steps": STEPS}, ranks)]
+    level = Path(job["url"])
+    shards, manifests = sorted(level.rglob("*.safetensors")), sorted(level.rglob("*.json"))
+    snapshots = len({path.parent for path in manifests})
+    files: Line = {
+        "files_per_snapshot": sum(path.is_file() for path in level.rglob("*")) / snapshots,
+        "mb_per_rank": [one["shard_bytes"] / 1e6 for one in first],
+        "mb_per_snapshot": sum(path.stat().st_size for path in shards) / snapshots / 1e6,
+        "manifest_kb": statistics.fmean(path.stat().st_size for path in manifests) / 1e3,
+    }
+    second = [one for [one] in call_ranks("scale.rank", {**job, "steps": 1}, ranks)]
     resumed = {one["resumed"] for one in second}
     if resumed != {1 + STEPS}:
         raise RuntimeError(f"{kind}, {ranks} ranks: resumed {resumed}, expected {1 + STEPS}")
@@ -141,13 +138,14 @@ def rank(job: Line) -> Iterator[Line]:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from benchmarks.training import config, ready
-    from lazysnap import SnapshotEngine
+    import lazysnap.engine  # noqa: F401  no part of planning
+    from benchmarks.training import engine_of, layers, ready
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model: Any = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    model: Any = layers(STATE_MB)
+    width = model[0].in_features
     if job["kind"] == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     else:
@@ -155,7 +153,6 @@ def rank(job: Line) -> Iterator[Line]:
             fully_shard(module)
     counts = Counts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    place = {"level": "local", "url": f"{job['directory']}/level", "options": None, "job_id": job["directory"]}
     planning: Line = {}
 
     def clocked(name: str, cpu_s: Any, work: Any) -> Any:
@@ -166,16 +163,17 @@ def rank(job: Line) -> Iterator[Line]:
         planning.setdefault(f"{name}_ms", 1e3 * (time.perf_counter() - started))
         return result
 
-    how = config(place, keep_last=100)
+    job = {**job, "job_id": job["directory"]}
+    state = {"model": model, "optimizer": optimizer}
     dist.barrier()  # what is timed is no wait for one that starts later
     # Of the process: collectives run on threads of their own.
-    engine = clocked("engine", time.process_time, lambda: SnapshotEngine(how, {"model": model, "optimizer": optimizer}))
+    engine = clocked("engine", time.process_time, lambda: engine_of(job, state, keep_last=100))
     said: Line = {"planning": planning, "per_snapshot": [], "engine": counts.take()}
     snapshot = engine.restore("latest")
     said |= {"restore": counts.take(), "resumed": snapshot.step if snapshot else 0}
 
     def train(step: int) -> bool:
-        model(torch.ones(4, WIDTH)).square().mean().backward()
+        model(torch.ones(4, width)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         return clocked("first_boundary", time.thread_time, lambda: engine.boundary(step))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.frame import Line
+from benchmarks.workers import Line
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.engine import engine as engine_module
 from lazysnap.engine.survey import fields_of
@@ -37,12 +37,11 @@ from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
 from lazysnap.keeper.level_writer import LevelWriter, Told
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.team import Team
-from lazysnap.levels.source import MemorySource, NodeSource, shard_of
+from lazysnap.levels.source import MemorySource, NodeSource
 from lazysnap.resolver import Entry, Inventory
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import PAGE, Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
-from lazysnap.shard.manifest import Shard as StoredShard
 from lazysnap.shard.names import NodeName, SnapshotName, parse_file_name
 from lazysnap.state.walk import walk
 from lazysnap.topology import places, share
@@ -52,6 +51,7 @@ URL = "imagined://run"
 KEPT = 3
 """Snapshots on storage, and whole captures in each keeper's memory."""
 PER_NODE = 8
+"""Ranks; their number is a multiple of it."""
 TOGETHER = 64
 """Reports that the coordinator takes at once."""
 LAYER_ROWS = (12_288, 4_096, 16_384, 4_096, 16_384, 4_096, 4_096)
@@ -83,7 +83,7 @@ def shard(kind: str, rank: int, ranks: int) -> tuple[bytes, Line]:
     """The bytes of a rank's shard, and what its manifest says of them."""
     if kind == "ddp":
         names = list(rows())
-        held = share([(size, 4) for size in rows().values()], rank % PER_NODE, min(PER_NODE, ranks))
+        held = share([(size, 4) for size in rows().values()], rank % PER_NODE, PER_NODE)
         parts = {names[one.index]: (one.start, one.stop) for one in held}
     else:
         parts = {name: cut(size, rank, ranks) for name, size in rows().items()}
@@ -101,8 +101,11 @@ def shard(kind: str, rank: int, ranks: int) -> tuple[bytes, Line]:
 @lru_cache
 def names(ranks: int) -> list[NodeName]:
     """Of the files of all nodes."""
-    nodes = -(-ranks // PER_NODE)
-    return [NodeName(node, nodes) for node in range(nodes)]
+    return [NodeName(node, ranks // PER_NODE) for node in range(ranks // PER_NODE)]
+
+
+def ranks_of(node: int) -> range:
+    return range(node * PER_NODE, (node + 1) * PER_NODE)
 
 
 @lru_cache(maxsize=16)
@@ -110,22 +113,13 @@ def node_file(kind: str, node: int, ranks: int) -> tuple[bytes, Manifest]:
     """The file of a node, and its manifest at step 1."""
     state = {"model": {name: {"$": "tensor", "v": f"model.{name}"} for name in rows()}}
     sources = []
-    for rank in range(node * PER_NODE, min(ranks, (node + 1) * PER_NODE)):
+    for rank in ranks_of(node):
         data, facts = shard(kind, rank, ranks)
-        where = {"run_id": RUN, "start": START, "step": 1, "rank": rank, "world_size": ranks}
-        padded = memoryview(data.ljust(-(-len(data) // PAGE) * PAGE, b"\0"))
-        sources.append(
-            (CaptureMeta(**where, captured_ns=1, tensors=facts, state=state), MemorySource(padded, len(data)))
-        )
-    if len(sources) == 1:
-        ((meta, source),) = sources
-        made: Any = source
-        shards: tuple[StoredShard, ...] = (shard_of(meta, source),)
-    else:
-        made = NodeSource(sources)
-        shards = made.shards
+        meta = CaptureMeta(RUN, START, 1, rank, ranks, 1, tensors=facts, state=state)
+        sources.append((meta, MemorySource(memoryview(data.ljust(-(-len(data) // PAGE) * PAGE, b"\0")), len(data))))
+    made = NodeSource(sources)
     whole = bytes(made.view(0, -(-made.size_bytes // PAGE) * PAGE)[: made.size_bytes])
-    return whole, Manifest(names(ranks)[node], shards, Checksums.of(memoryview(whole)), 1)
+    return whole, Manifest(names(ranks)[node], made.shards, Checksums.of(memoryview(whole)), 1)
 
 
 def manifest(kind: str, node: int, ranks: int, step: int) -> Manifest:
@@ -265,7 +259,7 @@ def _whole(part: int, parts: int) -> Line:
     ranks, entries = ImaginedFiles.ranks, []
     for step, node in itertools.product(ImaginedFiles.steps, range(part, len(names(ranks)), parts)):
         directory = SnapshotName(RUN, step, START).directory
-        for rank in range(node * PER_NODE, min(ranks, (node + 1) * PER_NODE)):
+        for rank in ranks_of(node):
             entry = Entry(URL, 1, RUN, START, step, rank, ranks, directory, file=names(ranks)[node].text)
             entries.append(entry)
     return fields_of(Inventory(URL, tuple(entries)))
@@ -358,7 +352,7 @@ def retention(ranks: int) -> Line:
     team = Team.of(places([f"node {rank // PER_NODE}" for rank in range(ranks)]), ranks // 2)
     ImaginedFiles.fill("fsdp", ranks, range(1, KEPT + 2))
     level = PersistentLevel(URL, keep_last=KEPT, verify=False)
-    own = LevelWriter(level, 0, NodeFiles(team, RUN, START), mock.Mock())
+    own = LevelWriter(level, 0, NodeFiles(team, RUN, START, is_shared=True), mock.Mock())
     own._loop = mock.Mock()  # nothing that goes is granted again
     for newest in (KEPT + 1, KEPT + 2):  # the first time it opens the level
         ImaginedFiles.steps = list(range(newest - KEPT, newest + 1))  # the others deleted theirs, too
@@ -374,7 +368,7 @@ def retention(ranks: int) -> Line:
 
 def coordinator(ranks: int, snapshots: int = 4) -> Line:
     """What the coordinator does per snapshot: hears from every node that it has its file, publishes, grants a step."""
-    nodes, started_by = max(1, ranks // PER_NODE), Own(0, frozenset())
+    nodes, started_by = ranks // PER_NODE, Own(0, frozenset())
     level = LevelGrants(PersistentLevel("/level", every_n_steps=1, keep_last=KEPT))
     own = Coordinator(1, START, nodes, (level,))
     encode, decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Report)

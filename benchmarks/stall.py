@@ -4,11 +4,12 @@ import argparse
 import functools
 import math
 import os
-import tempfile
 import uuid
 
-from benchmarks.frame import MARKER, SIZES, Line, Report, call
+from benchmarks import SIZES
 from benchmarks.raw import peak_memory
+from benchmarks.report import Report
+from benchmarks.workers import MARKER, Line, call
 
 MEMORY, DISK, SYNC = "lazysnap-memory", "lazysnap-disk", "torch-save"
 ASYNC = ("lightning-async", "dcp-thread", "dcp-thread-cached", "dcp-process", "dcp-process-cached")
@@ -25,24 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--door", choices=DOORS, help="instead: what users of that library call, stock and ours")
-    parser.add_argument(
-        "--snapshots", type=int, default=4, help="of a peer, at least 2; the first belongs to the start"
-    )
+    parser.add_argument("--snapshots", type=int, default=4, help="of a peer, 2 or more; the first one is the start")
     parser.add_argument("--every", type=int, default=25, help="steps from one snapshot of a peer to the next")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    size, is_large = SIZES[args.params], args.params == "100m"
+    is_large = args.params == "100m"
+    limits = {"size": 1 << (30 if is_large else 26), "threads": args.threads}
+    report.take("limits", functools.partial(call, "raw.limits", limits))
     job: Line = {name: getattr(args, name) for name in ("threads", "snapshots", "every")}
-    for method in ("limits", *(DOORS[args.door] if args.door else args.methods)):
-        with tempfile.TemporaryDirectory(prefix="stall-", ignore_cleanup_errors=True) as directory:
-            here = {**job, "method": method, "directory": directory}
-            if method == "limits":
-                work = functools.partial(call, "raw.limits", {**here, "size": 1 << (30 if is_large else 26)})
-            else:
-                here |= {"size": size, "batch": 1, "base": 5, "device": "cpu"}
-                work = functools.partial(measure, here, 1.0 if is_large else 0.05)
-            report.take(method, work)
+    job |= {"size": SIZES[args.params], "batch": 1, "base": 5, "device": "cpu"}
+    for method in DOORS[args.door] if args.door else args.methods:
+        work = functools.partial(measure, {**job, "method": method}, 1.0 if is_large else 0.05)
+        report.take(method, work)
     if not args.door:
         targets(report)
 

@@ -2,14 +2,13 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.frame import DEADLINE_S, ROOT, Line
+from benchmarks.workers import DEADLINE_S, HERE, Line
 
-sys.path.append(str(ROOT / "examples"))
+sys.path.append(str(HERE.parent / "examples"))
 
 from gpt import GPT, GPTSize
 
@@ -26,22 +25,21 @@ class Net(torch.nn.Module):
 
 
 class Training:
-    """A transformer with AdamW, whole or sharded by FSDP2, and its batches."""
+    """A transformer with AdamW, sharded by FSDP2 if there are several ranks, and its batches."""
 
-    def __init__(self, size: Sequence[int], *, batch: int = 1, device: str = "cpu", ranks: int = 1) -> None:
-        self.size, self.batch, self.device = GPTSize(*size, dropout=0.0), batch, device
-        self.micro_batches = 1
+    def __init__(self, job: Line) -> None:
+        """Of a job ``size``, ``device``, and if given ``batch`` and ``ranks``."""
+        self.size, self.batch, self.device = GPTSize(*job["size"], dropout=0.0), job.get("batch", 1), job["device"]
+        self.micro_batches, is_sharded = 1, job.get("ranks", 1) > 1
         torch.manual_seed(0)
-        with torch.device(device):
+        with torch.device(self.device):
             self.model = Net(self.size)
-        if ranks > 1:
-            from torch.distributed.device_mesh import init_device_mesh
+        if is_sharded:
             from torch.distributed.fsdp import fully_shard
 
-            mesh = init_device_mesh("cpu", (ranks,))
             for module in (*self.model.gpt.blocks, self.model):
-                fully_shard(module, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=ranks == 1)
+                fully_shard(module)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=not is_sharded)
 
     def batch_of(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(step)
@@ -105,24 +103,26 @@ class Training:
         trainer.fit(Module(), self.batches(count), **which)
 
 
-def layers(megabytes: float) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
-    """A model whose weights and two moments take so much."""
+def layers(megabytes: float) -> torch.nn.Sequential:
+    """A model whose weights and two moments take so much, where steps are to cost little."""
     width = max(8, int((megabytes * 1e6 / 12 / 8) ** 0.5))
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
 
 
-# ------------------------------------------------------------------------------------------------ lazysnap
-
-
-def config(job: Line, **level: Any) -> Any:
+def config(job: Line, *, slots: int | None = None, **level: Any) -> Any:
     """Snapshots in memory, and at the level of the job if it has another one."""
     from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 
     more = {"every_n_steps": 1, "storage_options": job["options"], **level}
     levels = () if job["level"] == "memory" else (PersistentLevel(job["url"], **more),)
     name = job.get("job_id") or f"benchmark-{os.getpid()}"
-    return SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=300.0), job_id=name)
+    return SnapshotConfig(levels=levels, memory=MemoryLevel(slots=slots, linger_s=300.0), job_id=name)
+
+
+def engine_of(job: Line, state: Line, **settings: Any) -> Any:
+    from lazysnap import SnapshotEngine
+
+    return SnapshotEngine(config(job, **settings), state)
 
 
 def ready(engine: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare, levels, stall
-from benchmarks.frame import Report, cell, table
+from benchmarks.report import Report, cell, table
 
 ROOT = Path(__file__).parent.parent
 NOTHING = ("boundary_ms", "longest_boundary_ms", "blocked_ms", "lost_ms", "start_lost_ms")

@@ -278,13 +278,13 @@ class Guest:
 
 
 @contextlib.contextmanager
-def lab(root: pathlib.Path) -> Iterator[tuple[Server, Guest]]:
-    """Server and client, connected, nothing mounted yet."""
+def lab(root: pathlib.Path, memory_mb: int = 1024) -> Iterator[tuple[Server, Guest]]:
+    """Server and client, connected, nothing mounted yet; ``memory_mb``: of the client."""
     with contextlib.ExitStack() as stack:
         network = Network()
         stack.callback(network.close)
         server = Server(network, root)
-        guest = Guest(network, root, "vec0:transport=tap,ifname=utap0,depth=128,gro=1")
+        guest = Guest(network, root, "vec0:transport=tap,ifname=utap0,depth=128,gro=1", f"mem={memory_mb}M")
         stack.callback(guest.close)
         stack.callback(server.kill)
         server.start()
