@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.workers import Line
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.engine import engine as engine_module
+from lazysnap.engine.partition import STORERS
 from lazysnap.engine.survey import fields_of
 from lazysnap.engine.world import World
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
@@ -78,13 +79,19 @@ def cut(size: int, rank: int, ranks: int) -> tuple[int, int]:
     return min(size, rank * part), min(size, (rank + 1) * part)
 
 
+def storing(ranks: int) -> range:
+    """The ranks of the nodes that store what all nodes hold."""
+    return range(min(ranks, STORERS * PER_NODE))
+
+
 @lru_cache(maxsize=64)
 def shard(kind: str, rank: int, ranks: int) -> tuple[bytes, Line]:
     """The bytes of a rank's shard, and what its manifest says of them."""
     if kind == "ddp":
-        names = list(rows())
-        held = share([(size, 4) for size in rows().values()], rank % PER_NODE, PER_NODE)
-        parts = {names[one.index]: (one.start, one.stop) for one in held}
+        parts = {}
+        if rank in storing(ranks):  # one after the other: of what its node stores its part
+            held = share([(size, 4) for size in rows().values()], rank, len(storing(ranks)))
+            parts = {list(rows())[one.index]: (one.start, one.stop) for one in held}
     else:
         parts = {name: cut(size, rank, ranks) for name, size in rows().items()}
         parts = {name: part for name, part in parts.items() if part[0] < part[1]}
@@ -112,10 +119,11 @@ def ranks_of(node: int) -> range:
 def node_file(kind: str, node: int, ranks: int) -> tuple[bytes, Manifest]:
     """The file of a node, and its manifest at step 1."""
     state = {"model": {name: {"$": "tensor", "v": f"model.{name}"} for name in rows()}}
+    replicas = list(storing(ranks)) if kind == "ddp" else None
     sources = []
     for rank in ranks_of(node):
         data, facts = shard(kind, rank, ranks)
-        meta = CaptureMeta(RUN, START, 1, rank, ranks, 1, tensors=facts, state=state)
+        meta = CaptureMeta(RUN, START, 1, rank, ranks, 1, tensors=facts, state=state, replicas=replicas)
         sources.append((meta, MemorySource(memoryview(data.ljust(-(-len(data) // PAGE) * PAGE, b"\0")), len(data))))
     made = NodeSource(sources)
     whole = bytes(made.view(0, -(-made.size_bytes // PAGE) * PAGE)[: made.size_bytes])

@@ -27,21 +27,22 @@ MANY = 96
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_a_rank_of_the_same_world_reads_as_much_whatever_their_number(kind):
-    for ranks in (16, 64):
+    for ranks in (16, 64, 160):
         found = simulated.restarts(kind, ranks, ranks)
 
         assert [one["survey_reads"] for one in found] == [simulated.KEPT, 0, 0]  # a manifest per node, shared out
         assert [one["lists"] for one in found] == [1 + simulated.KEPT, 0, 0]  # one lists for all
-        assert {one["files_opened"] for one in found} == {1}
+        # DDP stores once what all nodes hold: each rank reads its own file and those of a few nodes.
+        assert {one["files_opened"] for one in found} <= ({1} if kind == "fsdp" else {min(ranks // 8, 8), 9})
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_a_rank_of_half_the_world_does_too(kind):
-    for ranks in (16, 64):
+    for ranks in (16, 64, 160):
         found = simulated.restarts(kind, ranks, ranks // 2)
 
         assert max(one["survey_reads"] for one in found) == simulated.KEPT
-        assert max(one["files_opened"] for one in found) <= 4
+        assert max(one["files_opened"] for one in found) <= (4 if kind == "fsdp" else 10)
 
 
 def test_a_node_asks_a_level_as_little_after_a_snapshot_whatever_their_number():

@@ -78,6 +78,8 @@ class CapturePlan:
     signature: object
     frozen: FrozenSet | None = None
     """Tensors of the state that are stored apart."""
+    replicas: list[int] = field(default_factory=list)
+    """See ``CaptureMeta``."""
     _views: dict[Slot, list[torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @cached_property

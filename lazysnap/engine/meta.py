@@ -65,6 +65,8 @@ class MetaWriter:
         }
         if self.parameters is not None:
             fields["parameters"] = self.parameters
+        if plan.replicas:
+            fields["replicas"] = plan.replicas
         if frozen is not None:
             fields["frozen"] = msgspec.structs.asdict(frozen)
         text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

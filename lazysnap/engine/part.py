@@ -68,7 +68,7 @@ class PartReader:
         opener = self._opener
         lend = opener.lend if self._lends else lambda shard: None
         assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape), read=opener.read, lend=lend)
-        left = nearest_first(chosen, *self._nearby(plan))
+        left = nearest_first(chosen, *self._nearby(plan), meta.replicas or ())
         levels = set()
 
         def add(rank: int) -> None:
@@ -122,12 +122,20 @@ class PartReader:
             raise BadShard(entry, error) from error
 
 
-def nearest_first(chosen: Mapping[int, Entry], near: int, neighbours: Collection[int]) -> list[int]:
+def nearest_first(
+    chosen: Mapping[int, Entry], near: int, neighbours: Collection[int], replicas: Collection[int] = ()
+) -> list[int]:
     """The ranks in the order in which their shards are opened: the likeliest to hold what is wanted come first.
 
-    ``near``: whose part is most like this rank's; ``neighbours``: ranks of the same node, which hold what it has once.
+    ``near``: whose part is most like this rank's; ``neighbours``: ranks of the same node, which hold what it has once;
+    ``replicas``: see ``CaptureMeta``.
     """
-    return sorted(chosen, key=lambda rank: (rank not in neighbours, chosen[rank].speed, abs(rank - near), rank))
+
+    def likely(rank: int) -> tuple[bool, bool, int, int, int]:
+        entry = chosen[rank]
+        return rank not in neighbours, rank not in replicas, entry.speed, abs(rank - near), rank
+
+    return sorted(chosen, key=likely)
 
 
 def complete(assembly: Assembly, left: Iterable[int], add: Callable[[int], object], where: str) -> None:

@@ -21,6 +21,8 @@ from lazysnap.state.sharding import Held, held_part, local_of
 from lazysnap.state.walk import Walk
 from lazysnap.topology import Rows, share
 
+STORERS = 8
+"""So many nodes share out what many nodes hold: a restart opens their files, and no more with a thousand nodes."""
 Common = tuple[list[int], str, int, str]
 """Of tensors that the same ranks hold: those of them on this node, a digest of all of them, how many they are, and a
 digest of the tensors' names, shapes and dtypes."""
@@ -72,6 +74,7 @@ class Partition:
         """By name: ``scope``, ``global_shape``, ``offsets``, as in the manifest; nothing for what is rank-scoped."""
         self.shared_rows: dict[str, tuple[int, int]] = {}
         """By name: of the captured rows those that this node stores at levels that all nodes see; absent: all."""
+        self._storers: set[int] = set()
         parts: list[_Part] = []
         shared: dict[tuple[int, ...], list[_Shared]] = {}
         self._tied: dict[int, int] = {}
@@ -98,8 +101,11 @@ class Partition:
             crew = [other for other in holders if nodes[other] == nodes[rank]]
             self.common.append((crew, digest(str(holders).encode()), len(holders), _digest(walk, ones)))
             sizes = [one.rows for one in ones]
-            near = list(dict.fromkeys(nodes[other] for other in holders))
-            stored = {rows.index: rows for rows in share(sizes, near.index(nodes[rank]), len(near))}
+            storers = list(dict.fromkeys(nodes[other] for other in holders))[:STORERS]
+            stored = {}
+            if nodes[rank] in storers:
+                stored = {rows.index: rows for rows in share(sizes, storers.index(nodes[rank]), len(storers))}
+            self._storers.update(other for other in holders if nodes[other] in storers)
             for rows in share(sizes, crew.index(rank), len(crew)):
                 one = ones[rows.index]
                 whole = (rows.start, rows.stop) == (0, sizes[rows.index][0])
@@ -120,6 +126,11 @@ class Partition:
         here = {part.index for part in self._parts}
         self.aliases = {walk.names[i]: walk.names[primary] for i, primary in self._tied.items() if primary in here}
         """Further names of what is captured here."""
+
+    @property
+    def replicas(self) -> list[int]:
+        """The ranks of the nodes that store what this node leaves out."""
+        return sorted(self._storers) if self.shared_rows else []
 
     def holds_for(self, walk: Walk) -> bool:
         """Whether ``walk`` has the structure that this was made for; tensors are compared by the plan."""

@@ -387,7 +387,7 @@ class Recorder:
                 plan.logical[name] = {**plan.logical.get(name, {}), **facts}
                 if name in self._partition.shared_rows:
                     plan.logical[name]["shared_rows"] = list(self._partition.shared_rows[name])
-        return plan
+        return replace(plan, replicas=self._partition.replicas)
 
     def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
         """Slots that the capture fits; asks for others where it does not."""

@@ -33,7 +33,7 @@ TAG = "$"
 """In the encoded state: the key of the type of a value that plain JSON does not have (docs/format.md)."""
 FORMAT_VERSION = 1
 """The version that is written, and the newest one that is read."""
-_OPTIONAL = ("frozen", "parameters")
+_OPTIONAL = ("frozen", "parameters", "replicas")
 """Keys that are absent if there is nothing to say."""
 _FACTS = ("dtype", "scope", "global_shape", "offsets", "shared_rows")
 """The keys of a tensor's entry."""
@@ -81,6 +81,9 @@ class CaptureMeta:
     """The frozen tensors that ``state`` refers to; absent in JSON if there are none."""
     parameters: dict[str, list[str]] | None = None
     """By path of an optimizer in the state: the names of its parameters, as it numbers them. Absent if unknown."""
+    replicas: Annotated[list[Count], Meta(max_length=MAX_RANKS)] | None = None
+    """The ranks of the nodes that store what several nodes hold, where all nodes see the level. Absent if there is
+    nothing of that."""
 
     @property
     def name(self) -> SnapshotName:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazysnap.capture.plan import key_of
-from lazysnap.engine.partition import Partition
+from lazysnap.engine.partition import STORERS, Partition
 from lazysnap.engine.world import agree
 from lazysnap.state.walk import walk
 
@@ -62,6 +62,18 @@ def test_nodes_store_equal_shares():
                 width = state[name][0].numel()
                 held[node] += len(captured(one, state, name, shared=True)) * width
         assert max(held.values()) - min(held.values()) <= 20, (nodes, held)
+
+
+def test_of_many_nodes_a_few_store_it_and_each_rank_knows_which():
+    state = {"a": torch.ones(60, 10), "own": torch.ones(2)}
+    nodes = [str(number // 2) for number in range(2 * (STORERS + 3))]
+    ranks = partitions(state, nodes)
+
+    stored = {rank: captured(one, state, "a", shared=True) for rank, one in enumerate(ranks) if "a" in one.facts}
+    assert sorted(row for rows in stored.values() for row in rows) == [*range(60)]
+    assert {nodes[rank] for rank, rows in stored.items() if rows} == {str(number) for number in range(STORERS)}
+    assert {tuple(one.replicas) for one in ranks} == {tuple(range(2 * STORERS))}
+    assert partitions(state, ["x", "x"])[0].replicas == []
 
 
 def test_nodes_that_hold_other_tensors_each_store_their_own():
