@@ -50,6 +50,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, output: Output) -> int:
     """Estimate. Does not block. Raises: ConfigError."""
     # Not at the top: it imports torch, which the other commands do without.
+    from lazysnap.engine.partition import STORERS
     from lazysnap.engine.slots import kept_whole, slots_needed
 
     if args.ranks < 1 or args.nodes < 1 or args.ranks % args.nodes:
@@ -64,30 +65,30 @@ def run(args: argparse.Namespace, output: Output) -> int:
     weight = DTYPES[args.dtype]
     moments = trainable * OPTIMIZERS[args.optimizer] * DTYPES[args.state_dtype or args.dtype]
     is_sharded = args.sharding == "fsdp"
-    # Sharded weights that are not trained are captured with the others; each keeper holds whole ones once.
-    weights = (args.params if is_sharded else trainable) * weight
+    weights = trainable * weight
     captured = weights + moments
-    frozen = 0.0 if is_sharded else (args.params - trainable) * weight
+    frozen = (args.params - trainable) * weight
     ranks_per_node = args.ranks // args.nodes
     slots, kept = slots_needed(config, args.ranks), kept_whole(config, args.ranks)
-    per_node = captured / args.nodes if is_sharded else captured
-    memory = slots * per_node + frozen * ranks_per_node
-    stored = captured if is_sharded else captured * args.nodes
-    seconds = per_node / args.rate if args.rate else None
+    held_by = args.nodes if is_sharded else 1
+    memory = (slots * captured + frozen) / held_by
+    # Where all nodes see the level.
+    seconds = captured / (args.nodes if is_sharded else min(args.nodes, STORERS)) / args.rate if args.rate else None
     size = decimal
     output.line(
         f"state     {size(int(captured))} captured at each step: weights {size(int(weights))}, "
         f"state of {args.optimizer} {size(int(moments))}"
     )
     if frozen:
-        output.line(f"          {size(int(frozen))} not trained: captured once, held by the keeper of each rank")
+        where = "by all nodes together" if is_sharded else "by each node"
+        output.line(f"          {size(int(frozen))} not trained: captured once, held {where}")
     reader = ", 1 that storage reads" if levels else ""
     output.line(f"slots     {slots} per rank: the {kept} newest whole, 1 being written{reader}")
     each = f"{ranks_per_node} rank{'s' * (ranks_per_node > 1)}"
     output.line(f"memory    {size(int(memory))} per node of {each}, beside what training takes")
     if levels:
-        copies = f", {args.nodes} copies, one per node" if not is_sharded and args.nodes > 1 else ""
-        output.line(f"storage   {size(int(stored))} per snapshot{copies}")
+        copies = ", where all nodes see the level; as much on each node's own disk"
+        output.line(f"storage   {size(int(captured))} per snapshot{copies * (not is_sharded and args.nodes > 1)}")
     if levels and seconds is not None:
         output.line(f"time      {seconds:.1f} s per snapshot at {size(int(args.rate))}/s per node: let a level's")
         output.line("          every_n_steps be at least so many seconds of training")
@@ -98,6 +99,6 @@ def run(args: argparse.Namespace, output: Output) -> int:
         slots_per_rank=slots,
         memory_per_rank_bytes=round(memory / ranks_per_node),
         memory_per_node_bytes=round(memory),
-        stored_per_snapshot_bytes=round(stored),
+        stored_per_snapshot_bytes=round(captured),
         seconds_per_snapshot=seconds,
     )
