@@ -1,6 +1,6 @@
 """What lazysnap does on a GPU: its tests there, then the GPU part of ``stall`` and ``restore``, by size of the state.
 
-``make gpu PYTHON=python3`` needs a Python with torch, a CUDA device, and what lazysnap imports: no set-up, no network.
+``make gpu PYTHON=python3`` needs a CUDA device, and a Python with torch, pytest and what lazysnap imports: no network.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.raw import warm_s
 from benchmarks.report import Report
-from benchmarks.workers import HERE, ROOT, Line, call
+from benchmarks.workers import HERE, ROOT, Line, call, last_line
 
 TESTS_S = 300.0
 MOST_ON_DISK_GB = 5.0
@@ -69,13 +69,14 @@ def measure(size_gb: float, device: str) -> Iterator[Line]:
 
 
 def run_tests() -> Iterator[Line]:
-    """tests/gpu, by unittest: nothing has to be installed for it. None may be skipped."""
-    words = [sys.executable, "-m", "unittest", "discover", "-s", str(HERE.parent / "tests" / "gpu")]
+    """tests/gpu, by a pytest without plugins. None may be skipped."""
+    alone = ("--noconftest", "-c", os.devnull, "--rootdir", str(ROOT))
+    words = [sys.executable, "-m", "pytest", "-q", *alone, str(HERE.parent / "tests" / "gpu")]
     how: Line = {"capture_output": True, "text": True, "timeout": TESTS_S, "check": False}
     done = subprocess.run(words, cwd=ROOT, **how)
-    last = done.stderr.strip().splitlines()[-1]
+    last = last_line(done.stdout)
     if done.returncode or "skipped" in last:
-        raise RuntimeError(done.stderr)
+        raise RuntimeError(done.stdout + done.stderr)
     yield {"measure": "tests", "tests/gpu": last}
 
 

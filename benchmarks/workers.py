@@ -1,6 +1,6 @@
 """Worker processes: ``python -m benchmarks.workers MODULE.FUNCTION JOB`` prints what a function yields, as JSON lines.
 
-Only workers import lazysnap, and most of torch: what a worker cannot do here is left out, and the rest is measured.
+Only workers import torch and lazysnap: what one of them cannot do here is left out, and the rest is measured.
 """
 
 import contextlib
