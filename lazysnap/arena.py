@@ -137,7 +137,10 @@ class Slot:
                     f"shared memory of {size} bytes is no arena slot of this version (magic {magic:#x}, "
                     f"capacities {meta_capacity} + {image_capacity}); restart the keeper of this job"
                 )
-            return cls(fd, mmap.mmap(fd, size))
+            buffer = mmap.mmap(fd, size)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                buffer.madvise(mmap.MADV_HUGEPAGE)
+            return cls(fd, buffer)
         except BaseException:
             os.close(fd)
             raise
