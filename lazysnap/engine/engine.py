@@ -34,12 +34,13 @@ from lazysnap.engine.slots import kept_whole
 from lazysnap.engine.snapshot import Absence, NewRun, Snapshot
 from lazysnap.engine.statistics import Statistics
 from lazysnap.engine.world import World
-from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, UnsupportedState
+from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, SnapshotNotFound, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import Run
 from lazysnap.keeper.team import Team
+from lazysnap.levels.redaction import shown
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.optimizers import check_optimizers
 from lazysnap.state.source import StateSource
@@ -182,6 +183,23 @@ class SnapshotEngine:
         """As ``fetch``, from storage alone: also while another process of this job trains. Blocks. Collective, too."""
         return self._fetch(which, None)
 
+    def fetch_to_read(self, which: int | str = "latest") -> Snapshot:
+        """As ``fetch``, for an evaluation. Of a training that runs at this moment the memory is its own, and what it
+        stored is read. Blocks. Collective, too. Raises: as ``fetch``, but for JobBusy; SnapshotNotFound, if there is
+        none.
+        """
+        try:
+            found = self.fetch(which)
+        except JobBusy:
+            logger.info("the training runs: reading its newest snapshot on storage")
+            found = self.fetch_stored(which)
+        if found is None:
+            where = " or ".join(["in memory", *(f"at {shown(level.url)}" for level in self.config.levels)])
+            raise SnapshotNotFound(
+                f"{which!r}: there is no whole snapshot {where}; train first, or give the path of a checkpoint"
+            )
+        return found
+
     def restore(self, which: int | str = "latest") -> Snapshot | None:
         """``fetch``, then load into the live objects and continue that run. ``None``: nothing there, start fresh.
 
@@ -193,13 +211,23 @@ class SnapshotEngine:
         of them, what one of them met; errors that are not of this package as StateError.
         """
         self._check_open("restore")
-        started = time.perf_counter()
         self.together("checking the model", lambda: check_kinds(self._source.expected().items()))
         snapshot = self.fetch(which)
         if snapshot is None:
             self.tell_start()
-            self._prepare_for_training()
-            return None
+        else:
+            self.load(snapshot, position=position_in(snapshot.state))
+        if self._is_training:
+            self.prepare()
+        return snapshot
+
+    def load(self, snapshot: Snapshot, *, position: str = "") -> None:
+        """Load what ``fetch`` returned into the live objects, and ``resume`` there. Collective. Blocks.
+
+        Raises: as ``restore``.
+        """
+        self._check_open("load")
+        started = time.perf_counter()
         self.together(
             "checking the optimizers", lambda: check_optimizers(self._source, snapshot.state, snapshot.parameters)
         )
@@ -208,14 +236,7 @@ class SnapshotEngine:
         faults.point("engine.restart.loaded")
         if snapshot.world_size != self._world.size:
             self.part_ways(snapshot)
-        seconds = time.perf_counter() - started
-        self.resume(snapshot, position=position_in(snapshot.state), seconds=seconds)
-        self._prepare_for_training()
-        return snapshot
-
-    def _prepare_for_training(self) -> None:
-        if self._is_training:
-            self.prepare()
+        self.resume(snapshot, position=position, seconds=snapshot.seconds + time.perf_counter() - started)
 
     def together(self, what: str, work: Callable[[], None]) -> None:
         """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""

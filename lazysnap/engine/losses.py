@@ -58,6 +58,12 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
+def check_policy(policy: object, name: str) -> None:
+    """Raises: ConfigError, if ``policy``, which is called ``name``, is none."""
+    if not isinstance(policy, NonFinite):
+        raise ConfigError(f"{name} must be a NonFinite() or a LossSpike(), got {policy!r:.100}")
+
+
 class LossWatch:
     """Judges every loss of a loop, and rolls back on a bad one::
 
@@ -74,8 +80,7 @@ class LossWatch:
     """
 
     def __init__(self, policy: NonFinite, engine: SnapshotEngine) -> None:
-        if not isinstance(policy, NonFinite):
-            raise ConfigError(f"LossWatch.policy must be a NonFinite() or a LossSpike(), got {policy!r:.100}")
+        check_policy(policy, "LossWatch.policy")
         if not isinstance(engine, SnapshotEngine):
             raise ConfigError(f"LossWatch.engine must be a SnapshotEngine, got {engine!r:.100}")
         self._policy = policy
@@ -85,6 +90,8 @@ class LossWatch:
         self._furthest = -1
         """The last boundary before the rollbacks that count."""
         self._rollbacks = 0
+        self.is_spoilt = False
+        """Whether a loss was bad since the last rollback."""
         self.last: Rollback | None = None
         """The last rollback."""
 
@@ -111,7 +118,7 @@ class LossWatch:
             if value is not None:
                 self._good.append(value)
             return False
-        self._reason = reason or "the loss of another rank is bad"
+        self._reason, self.is_spoilt = reason or "the loss of another rank is bad", True
         return True
 
     def go_back(self) -> Rollback:
@@ -119,7 +126,7 @@ class LossWatch:
 
         Raises: RollbackFailed, if it was done ``max_rollbacks`` times and no step was added since; as ``rollback``.
         """
-        reached = self._engine.step
+        self.is_spoilt, reached = False, self._engine.step
         if reached > self._furthest:
             self._furthest, self._rollbacks = reached, 0
         policy = self._policy

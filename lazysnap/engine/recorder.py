@@ -41,6 +41,7 @@ from lazysnap.state.source import StateSource
 from lazysnap.state.walk import StateWalker, Walk
 
 _REMEMBERED = 64
+_SLOW_S = 0.1
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
 
@@ -195,6 +196,19 @@ class Recorder:
         finally:
             self.is_promised = False  # a capture that waited in vain is the last one that waits
 
+    def _collected(self) -> dict[str, Any]:
+        started = time.perf_counter()
+        state = self._source.collect()
+        seconds = time.perf_counter() - started
+        if seconds > _SLOW_S:
+            self._log.note_once(
+                "collecting",
+                "collecting the training state took %.0f ms, at every snapshot; look for slow state_dict hooks (in "
+                "Lightning also on_save_checkpoint), or raise every_n_steps",
+                seconds * 1e3,
+            )
+        return state
+
     def _begin(self, step: int, *, force: bool) -> bool:
         if self._captures.is_stuck():
             return self.skip("an earlier copy hangs")
@@ -209,7 +223,7 @@ class Recorder:
         holds = self.frozen.look()
         if holds and self._plan is not None and not self.is_promised and not self.frozen.is_whole():
             return self._skip_frozen()
-        everything = self._walker.walk(self._source.collect())
+        everything = self._walker.walk(self._collected())
         walked = self._mine(everything)
         plan = self._planned(walked, everything, holds=holds)
         self.encoded_once = True
@@ -265,7 +279,7 @@ class Recorder:
         # With several ranks the walk may end in a collective: all of them take it at the same steps.
         if not is_due and self.encoded_once and self._world is None:
             return self.skip("no memory")
-        everything = self._walker.walk(self._source.collect())
+        everything = self._walker.walk(self._collected())
         walked = self._mine(everything)
         plan = self._direct_plan
         if plan is None or plan.mismatch(walked, optimizer_signature(self._source)) is not None:
@@ -577,7 +591,7 @@ class Recorder:
             return None
         if begun.slot.status().phase is not SlotPhase.WHOLE:
             return None
-        everything = self._walker.walk(self._source.collect())
+        everything = self._walker.walk(self._collected())
         if partition is not None and not partition.holds_for(everything):
             return None
         walked = self._plain(everything) if partition is None else partition.apply(everything)

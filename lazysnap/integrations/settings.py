@@ -4,12 +4,19 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lazysnap.config import PersistentLevel, SnapshotConfig
-from lazysnap.engine.losses import NonFinite
+from lazysnap.config import PersistentLevel, SnapshotConfig, resolve_url
+from lazysnap.engine.losses import NonFinite, check_policy
 from lazysnap.errors import ConfigError
 
 EVERY_N_STEPS, PERSIST_EVERY_N_STEPS = 1, 100
 """Defaults; given beside a ``config`` they mean nothing."""
+
+
+def place_beside(directory: object) -> str:
+    """Where the snapshots of a training go that writes to ``directory``, if nothing else is said. The job is then named
+    by this place, too.
+    """
+    return resolve_url(os.path.join(str(directory), "lazysnap"))
 
 
 @dataclass(frozen=True)
@@ -26,10 +33,8 @@ class Arguments:
 
     def __post_init__(self) -> None:
         config, policy = self.config, self.rollback_on
-        if policy is not None and not isinstance(policy, NonFinite):
-            raise ConfigError(
-                f"LazySnapshotCallback.rollback_on must be a NonFinite() or a LossSpike(), got {policy!r}"
-            )
+        if policy is not None:
+            check_policy(policy, f"{self.owner}.rollback_on")
         if config is not None and not isinstance(config, SnapshotConfig):
             raise ConfigError(f"{self.owner}.config must be a SnapshotConfig, got {config!r}")
         SnapshotConfig(every_n_steps=self.every_n_steps)

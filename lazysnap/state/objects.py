@@ -69,7 +69,48 @@ def is_data_position(value: object) -> bool:
     return isinstance(value, torch.utils.data.DataLoader) or getattr(value, "is_data_position", False) is True
 
 
-class ObjectState:
+class NamedObjects:
+    """What a ``StateSource`` tells of its modules and optimizers, by the path of their state in ``collect()``."""
+
+    def named(self) -> Mapping[str, Any]:
+        """They, and anything else, by name."""
+        raise NotImplementedError
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """See ``StateSource.optimizers``."""
+        return [stepping(value) for value in self.named().values() if isinstance(value, torch.optim.Optimizer)]
+
+    def lazy_tensors(self) -> Iterable[torch.Tensor]:
+        """See ``StateSource.lazy_tensors``: none: what no optimizer holds is copied at the boundary."""
+        return ()
+
+    def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
+        """See ``StateSource.frozen_tensors``: of all modules."""
+        for value in self.named().values():
+            if isinstance(value, torch.nn.Module):
+                yield from (parameter for parameter in value.parameters() if not parameter.requires_grad)
+
+    def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """See ``StateSource.replicated_parameters``: the trained ones in ``DistributedDataParallel``."""
+        for value in self.named().values():
+            if isinstance(value, torch.nn.Module) and _is_synchronised(value):
+                yield from (parameter for parameter in value.parameters() if parameter.requires_grad)
+
+    def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
+        """See ``StateSource.optimizer_parameters``."""
+        return {
+            name: [parameter for group in stepping(value).param_groups for parameter in group["params"]]
+            for name, value in self.named().items()
+            if isinstance(value, torch.optim.Optimizer)
+        }
+
+    def parameter_names(self) -> Mapping[int, str]:
+        """See ``StateSource.parameter_names``."""
+        modules = [unwrapped(value) for value in self.named().values() if isinstance(value, torch.nn.Module)]
+        return {id(tensor): plain_name(name) for module in modules for name, tensor in module.named_parameters()}
+
+
+class ObjectState(NamedObjects):
     """A ``StateSource`` over ``{"model": model, "optimizer": optimizer, "scheduler": …}``.
 
     Values have ``state_dict()`` and ``load_state_dict()`` (modules, optimizers, schedulers, samplers, GradScaler,
@@ -97,6 +138,10 @@ class ObjectState:
         self._settings.note(self)
         self._checked = False
 
+    def named(self) -> Mapping[str, Any]:
+        """See ``NamedObjects.named``."""
+        return self._objects
+
     def _check(self) -> None:
         check_supported(self._objects)
         self._checked = True
@@ -114,39 +159,6 @@ class ObjectState:
         state[_RNG] = collect_rng()
         state[KEY] = {OPTIMIZERS: self._settings.fields}
         return state
-
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """See ``StateSource.optimizers``."""
-        return [stepping(value) for value in self._objects.values() if isinstance(value, torch.optim.Optimizer)]
-
-    def lazy_tensors(self) -> Iterable[torch.Tensor]:
-        """See ``StateSource.lazy_tensors``: none: what no optimizer holds is copied at the boundary."""
-        return ()
-
-    def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
-        """See ``StateSource.frozen_tensors``: of all modules."""
-        for value in self._objects.values():
-            if isinstance(value, torch.nn.Module):
-                yield from (parameter for parameter in value.parameters() if not parameter.requires_grad)
-
-    def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """See ``StateSource.replicated_parameters``: the trained ones in ``DistributedDataParallel``."""
-        for value in self._objects.values():
-            if isinstance(value, torch.nn.Module) and _is_synchronised(value):
-                yield from (parameter for parameter in value.parameters() if parameter.requires_grad)
-
-    def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        """See ``StateSource.optimizer_parameters``."""
-        return {
-            name: [parameter for group in stepping(value).param_groups for parameter in group["params"]]
-            for name, value in self._objects.items()
-            if isinstance(value, torch.optim.Optimizer)
-        }
-
-    def parameter_names(self) -> Mapping[int, str]:
-        """See ``StateSource.parameter_names``."""
-        modules = [unwrapped(value) for value in self._objects.values() if isinstance(value, torch.nn.Module)]
-        return {id(tensor): plain_name(name) for module in modules for name, tensor in module.named_parameters()}
 
     def expected(self) -> Mapping[str, torch.Tensor]:
         """See ``StateSource.expected``: all tensors of the modules. Raises: as ``collect``."""

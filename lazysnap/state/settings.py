@@ -3,8 +3,9 @@
 Values are recorded before the first step: schedules change them later.
 """
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 _NOT_SETTINGS = {"params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
 """Keys of a parameter group that are no setting, or do not change the result."""
 _MOST_ITEMS = 16
+_MOST_LEVELS = 8
 _MISSING = object()
 
 
@@ -29,6 +31,38 @@ def plain(value: Any) -> Any:
         return None if None in items else items
     is_number = type(value) in (bool, int, float) and value == value  # NaN equals nothing
     return value if is_number else None
+
+
+def numbers(prefix: str, values: Mapping[str, Any], levels: int = _MOST_LEVELS) -> dict[str, Any]:
+    """The plain values in ``values`` and the mappings in it, by dotted name behind ``prefix``."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and levels:
+            found |= numbers(f"{prefix}{name}.", value, levels - 1)
+        elif (number := plain(value)) is not None:
+            found[f"{prefix}{name}"] = number
+    return found
+
+
+def sizes(prefix: str, loaders: Iterable[Any]) -> dict[str, Any]:
+    """Lengths of the datasets of ``loaders``, and sizes of their batches, behind ``prefix``."""
+    listed = list(loaders)
+    return {
+        f"{prefix}dataset_length": [_length(getattr(loader, "dataset", None)) for loader in listed],
+        f"{prefix}batch_size": [_batch_size(loader) for loader in listed],
+    }
+
+
+def _length(dataset: Any) -> int | None:
+    with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+        return len(dataset)
+    return None
+
+
+def _batch_size(loader: Any) -> int | None:
+    of_sampler = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    size = getattr(loader, "batch_size", None) or of_sampler
+    return size if type(size) is int else None
 
 
 class OptimizerSettings:

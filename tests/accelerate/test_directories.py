@@ -5,7 +5,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
-from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig, latest_path
+from lazysnap.errors import ConfigError
 from lazysnap.export.folder import mark_of
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
@@ -150,3 +151,13 @@ def test_behind_an_epochs_last_batch_a_checkpoint_holds_what_is_there_then(tmp_p
     stock = Script(tmp_path, lazy=False)
     stock.accelerator.load_state(str(tmp_path / "named"))
     assert stock.facts() == wanted
+
+
+def test_the_directory_of_a_snapshot_is_refused_with_what_to_do_instead(tmp_path):
+    script = Script(tmp_path)
+    script.train()
+    script.accelerator.save_state()
+    script.accelerator.end_training()
+
+    with pytest.raises(ConfigError, match=r'not a checkpoint file of Accelerate: load_state\("latest"\) resumes'):
+        Script(tmp_path).accelerator.load_state(latest_path(tmp_path / "level"))

@@ -1,6 +1,7 @@
 """What an engine promises a plain training loop."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -184,6 +185,26 @@ def test_an_unknown_value_that_appears_later_costs_that_snapshot_only(job, caplo
     assert len(warnings) == 1
 
 
+class Slow:
+    """An object whose state takes a while."""
+
+    def state_dict(self):
+        end = time.perf_counter() + 0.12
+        while time.perf_counter() < end:
+            pass
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_state_that_takes_long_to_collect_is_named_once(job, caplog):
+    job.start(extra={"slow": Slow()}).run(1, 3)
+
+    warnings = [record for record in caplog.records if "collecting the training state took" in record.message]
+    assert [record.levelname for record in warnings if record.levelname == "WARNING"] == ["WARNING"]
+
+
 @pytest.mark.parametrize("call", ["restore", "boundary"])
 def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_else(job, caplog, call):
     """Not by a deadline, which would be that of this test."""
@@ -211,6 +232,7 @@ def test_an_engine_that_was_closed_says_so_and_does_nothing(job, tmp_path, end):
         engine.restore,
         engine.fetch,
         engine.fetch_stored,
+        engine.fetch_to_read,
         engine.rollback,
         lambda: engine.keep("a"),
         lambda: engine.release("a"),

@@ -1,14 +1,9 @@
 """Accelerate: ``LazyAccelerator``, and ``attach`` for an accelerator that somebody else made."""
 
-from importlib.util import find_spec
+from lazysnap.integrations.installed import require
 
-# Before any other import: what is missing is Accelerate, not one of the packages that come with it.
-if find_spec("accelerate") is None:
-    raise ModuleNotFoundError(
-        'LazyAccelerator needs Accelerate, which is not installed here: run `pip install "lazysnap[accelerate]"`',
-        name="accelerate",
-    )
+require("LazyAccelerator", "Accelerate", "accelerate", "accelerate")
 
-from lazysnap.integrations.accelerate.accelerator import LazyAccelerator, attach_accelerator
+from lazysnap.integrations.accelerate.accelerator import LazyAccelerator, attach_accelerator  # noqa: E402
 
 __all__ = ["LazyAccelerator", "attach_accelerator"]

@@ -15,7 +15,7 @@ from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.accelerate.door import Door, Snapshots
 from lazysnap.integrations.accelerate.saving import Wanted
-from lazysnap.integrations.callback import means_snapshot
+from lazysnap.integrations.choice import check_path, means_snapshot
 from lazysnap.runs import check_choice
 
 _DOOR = "_lazysnap_door"
@@ -97,13 +97,14 @@ class _WithSnapshots:
         if door.is_stock:
             stock(input_dir, *args, **kwargs)
             return None
+        check_path(input_dir, "Accelerate", 'load_state("latest")', "--to DIRECTORY --format accelerate")
         directory = None if input_dir is None else os.path.expanduser(os.fspath(input_dir))
         door.load_directory(directory, lambda place: stock(place, *args, **kwargs))
         return None
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As Accelerate's; a loader that was restored in mid-epoch goes on where it was, and skips nothing twice."""
-        position = self._lazysnap_door.position_of(dataloader)
+        position = self._lazysnap_door.boundaries.position_of(dataloader)
         if position is None:
             return super().skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
         position.skip(num_batches)
@@ -159,8 +160,7 @@ class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
         self, *args: Any, snapshots: Snapshots = None, rollback_on: NonFinite | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._lazysnap_door = Door(self, snapshots)
-        self._lazysnap_door.roll_back_on(rollback_on)
+        self._lazysnap_door = Door(self, snapshots, rollback_on)
 
 
 def attach_accelerator(accelerator: Any, snapshots: Snapshots = None) -> Any:

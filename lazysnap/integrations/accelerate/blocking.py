@@ -20,16 +20,11 @@ def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str]
     Collective. Blocks. Raises: on every rank, what one of them met: of its own what ``save`` raised or OSError, of
     another LevelUnavailable; then ``directory`` is as it was.
     """
-    place = in_place_when_whole(directory, {"layout": "accelerate"})
-    temp = by_main(accelerator, directory, place.__enter__)
-    try:
+    with contextlib.ExitStack() as main:
+        place = in_place_when_whole(directory, {"layout": "accelerate"})
+        temp = by_main(accelerator, directory, lambda: main.enter_context(place))
         write_together(accelerator, directory, temp, save)
-    except BaseException as error:
-        if accelerator.is_main_process:
-            with contextlib.suppress(type(error)):
-                place.__exit__(type(error), error, error.__traceback__)
-        raise
-    by_main(accelerator, directory, lambda: place.__exit__(None, None, None))
+        by_main(accelerator, directory, main.close)
 
 
 def write_together(accelerator: Accelerator, directory: str, place: str, save: Callable[[str], Any]) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from lazysnap.config import SnapshotConfig, config_at, resolve_url
-from lazysnap.data.position import Position
+from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.engine import SnapshotEngine, report
-from lazysnap.engine.losses import LossWatch, NonFinite
+from lazysnap.engine.boundaries import Boundaries
+from lazysnap.engine.losses import LossWatch, NonFinite, check_policy
 from lazysnap.engine.snapshot import Snapshot
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.accelerate.boundaries import Boundaries
 from lazysnap.integrations.accelerate.saving import Directories, Wanted
 from lazysnap.integrations.accelerate.state import AcceleratorState
 from lazysnap.integrations.drain import DrainBar
 from lazysnap.integrations.logged import Logged
+from lazysnap.integrations.settings import place_beside
 from lazysnap.state.objects import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -40,15 +40,24 @@ class Door:
     Raises: ConfigError, for an accelerator that cannot be captured, or without a place for snapshots.
     """
 
-    def __init__(self, accelerator: Any, snapshots: Snapshots) -> None:
+    def __init__(self, accelerator: Any, snapshots: Snapshots, rollback_on: NonFinite | None = None) -> None:
+        if rollback_on is not None:
+            check_policy(rollback_on, "LazyAccelerator.rollback_on")
         # It lives as long as the accelerator, which holds it.
         self._accelerator = weakref.proxy(accelerator)
         self._why_stock = _why_stock(accelerator)
         # Known from here on: at the end the accelerator may be gone.
-        self._default_url = _default_url(accelerator)
-        self._config = None if self._why_stock is not None else _config_of(snapshots, accelerator)
-        self._boundaries = Boundaries(self._at_boundary)
-        self._state = AcceleratorState(self._accelerator, lambda: self._boundaries.positions)
+        project = accelerator.project_dir
+        self._default_url = None if project is None else place_beside(project)
+        place = self._default_url if snapshots is None else snapshots
+        if place is None and self._why_stock is None:
+            raise ConfigError(
+                "LazyAccelerator: there is no place for snapshots: give project_dir=..., or snapshots= a path, a URL "
+                "or a SnapshotConfig"
+            )
+        self._config = None if place is None or self._why_stock is not None else config_at(place)
+        self.boundaries = Boundaries(self._at_boundary)
+        self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions)
         self._directories = Directories(self._accelerator, self._state)
         self._engine: SnapshotEngine | None = None
         self._statistics: Statistics | None = None
@@ -56,9 +65,8 @@ class Door:
         self._step = 0
         self._has_asked = False
         """Whether ``save_state`` was called within an accumulation."""
-        self._policy: NonFinite | None = None
+        self._policy = rollback_on
         self._watch: LossWatch | None = None
-        self._saw_bad_loss = False
         self._is_apart = False
         """Whether the processes do different numbers of steps now."""
         self._has_told: set[str] = set()
@@ -92,17 +100,12 @@ class Door:
     def watch_loader(self, loader: Any) -> None:
         """A loader was prepared."""
         if self._why_stock is None:
-            self._boundaries.watch_loader(loader)
+            self.boundaries.watch_loader(loader)
 
     def watch_optimizers(self) -> None:
         """Optimizers were prepared."""
         if self._why_stock is None:
-            self._boundaries.watch_optimizers(list(self._accelerator._optimizers))
-
-    def position_of(self, loader: Any) -> Position | None:
-        """Of a watched loader."""
-        known = getattr(loader, "_lazysnap_position", None)
-        return known if any(known is one for one in self._boundaries.positions) else None
+            self.boundaries.watch_optimizers(list(self._accelerator._optimizers))
 
     def note_model(self, prepared: Any) -> None:
         """A model was prepared."""
@@ -110,12 +113,6 @@ class Door:
         listed = next((model for model in self._accelerator._models if unwrapped(model) is inner), None)
         if listed is not None and listed is not prepared:
             self._state.note_wrapper(listed, prepared)
-
-    def roll_back_on(self, policy: NonFinite | None) -> None:
-        """Go back where the loss of a ``backward`` is bad. Raises: ConfigError, for anything but a policy."""
-        if policy is not None and not isinstance(policy, NonFinite):
-            raise ConfigError(f"LazyAccelerator: rollback_on must be a NonFinite() or a LossSpike(), got {policy!r}")
-        self._policy = policy
 
     # ---------------------------------------------------------------- boundaries
 
@@ -125,19 +122,21 @@ class Door:
             return
         if self._watch is None:
             self._watch = LossWatch(self._policy, self.engine)
-            for position in self._boundaries.positions if self._policy.data == "repeat" else ():
-                position.check_repeatable()
-        if self._watch.is_bad(loss):
-            # Weights and gradients are of no use; it goes back before the next batch.
-            self._saw_bad_loss = True
-            self._boundaries.note()
+            if self._policy.data == "repeat":
+                self.boundaries.check_repeatable()
+        if self._watch.is_bad(loss):  # weights and gradients are of no use; it goes back before the next batch
+            self.boundaries.note()
+
+    @property
+    def _goes_back(self) -> bool:
+        return self._watch is not None and self._watch.is_spoilt
 
     def boundary(self) -> int | None:
         """``save_state()``: capture now, between two steps; the step, or ``None`` if no capture began.
 
         Within an accumulation of gradients it is put off until the next optimizer step is over, and that is said once.
         """
-        if not self._accelerator.sync_gradients and not self._saw_bad_loss:
+        if not self._accelerator.sync_gradients and not self._goes_back:
             self._has_asked = True
             self._tell_once("save_state() within an accumulation of gradients: captured after the next optimizer step")
             return None
@@ -148,12 +147,11 @@ class Door:
         self._capture(force=asked)
 
     def _capture(self, *, force: bool) -> bool:
-        if self._boundaries.has_stepped:
-            self._boundaries.passed()
+        if self.boundaries.has_stepped:
+            self.boundaries.passed()
             self._step += 1
             self._logged.note(self._step)
-        if self._saw_bad_loss and self._watch is not None:
-            self._saw_bad_loss = False
+        if self._watch is not None and self._watch.is_spoilt:
             self._step = self._watch.go_back().step
             return False
         if self._is_apart:
@@ -168,7 +166,7 @@ class Door:
         """``load_state(directory)``: by stock, from a complete checkpoint."""
         found = self._directories.find(directory)
         stock(found)
-        self._boundaries.passed()
+        self.boundaries.passed()
         if found is not None:
             self._directories.loaded(found)
             self.engine.tell_start(report.from_checkpoint(found))
@@ -189,8 +187,8 @@ class Door:
         finally:
             self._is_apart = False
         # All have now done as many steps as the one that did most of them.
-        steps = torch.tensor([self._step + self._boundaries.has_stepped], device=self._accelerator.device)
-        self._boundaries.passed()
+        steps = torch.tensor([self._step + self.boundaries.has_stepped], device=self._accelerator.device)
+        self.boundaries.passed()
         self._step = int(self._accelerator.gather(steps).max())
 
     def load(self, which: int | str) -> Snapshot | None:
@@ -201,7 +199,7 @@ class Door:
         snapshot = self.engine.restore(which)
         if snapshot is not None:
             self._step = snapshot.step
-            self._boundaries.passed()
+            self.boundaries.passed()
         return snapshot
 
     # ---------------------------------------------------------------- what it did, and its end
@@ -220,9 +218,9 @@ class Door:
         """End well: see ``SnapshotEngine.close``. Blocks, with a progress bar after a second. Idempotent."""
         if self._engine is None:
             return
-        if self._end.alive and not self._saw_bad_loss:
-            if self._boundaries.has_stepped:
-                self._boundaries.passed()
+        if self._end.alive and not self._goes_back:
+            if self.boundaries.has_stepped:
+                self.boundaries.passed()
                 self._step += 1
             if self._step:
                 self.engine.last_boundary(self._step)
@@ -233,7 +231,7 @@ class Door:
 
     def forget(self) -> None:
         """Let go of what was prepared: what is prepared from now on is another training."""
-        self._boundaries.close()
+        self.boundaries.close()
         self._step, self._has_asked = 0, False
 
     def abandon(self) -> None:
@@ -262,27 +260,6 @@ class Door:
         if message not in self._has_told:
             self._has_told.add(message)
             logger.warning(message, *values)
-
-
-def _default_url(accelerator: Any) -> str | None:
-    """Where snapshots go if nothing else is said; also what names the job then. ``None``, if there is no such place."""
-    if accelerator.project_dir is None:
-        return None
-    return resolve_url(os.path.join(str(accelerator.project_dir), "lazysnap"))
-
-
-def _config_of(snapshots: Snapshots, accelerator: Any) -> SnapshotConfig:
-    """``snapshots`` as settings: one level at a path or URL, by default at ``<project_dir>/lazysnap``.
-
-    Raises: ConfigError, if there is no place, or for what names none.
-    """
-    place = _default_url(accelerator) if snapshots is None else snapshots
-    if place is None:
-        raise ConfigError(
-            "LazyAccelerator: there is no place for snapshots: give project_dir=..., or snapshots= a path, a URL or a "
-            "SnapshotConfig"
-        )
-    return config_at(place)
 
 
 def _why_stock(accelerator: Any) -> str | None:

@@ -1,31 +1,28 @@
 """``LazySnapshotCallback``: a snapshot of a Lightning fit at every optimizer step, and exact restarts."""
 
-import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lazysnap.config import SnapshotConfig, resolve_url
+from lazysnap.config import SnapshotConfig
 from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.losses import LossWatch, NonFinite
-from lazysnap.engine.statistics import Statistics
+from lazysnap.engine.terminated import save_before_exit
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.callback import WithEngine
 from lazysnap.integrations.lightning.framework import callback_bases, neighbour, rebase
-from lazysnap.integrations.lightning.latest import Latest
-from lazysnap.integrations.lightning.rollback import BatchWatch
-from lazysnap.integrations.lightning.shown import Figures, drain_bar
+from lazysnap.integrations.lightning.latest import HOW, Latest
+from lazysnap.integrations.lightning.rollback import judge
+from lazysnap.integrations.lightning.shown import Loggers, drain_bar
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
 from lazysnap.integrations.patches import Patches
-from lazysnap.integrations.settings import Arguments
+from lazysnap.integrations.session import Session, WithEngine
+from lazysnap.integrations.settings import Arguments, place_beside
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 else:
     Callback = type("Callback", callback_bases(), {"__module__": __name__})
-
-logger = logging.getLogger(__name__)
 
 
 class LazySnapshotCallback(WithEngine, Callback):
@@ -55,18 +52,15 @@ class LazySnapshotCallback(WithEngine, Callback):
         self._arguments = Arguments(
             dirpath, every_n_steps, persist_every_n_steps, config, "LazySnapshotCallback", rollback_on
         )
-        self._statistics: Statistics | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._engine: SnapshotEngine | None = None
+        self._session = None
         self._state: LightningState | None = None
         self._latest: Latest | None = None
-        self._watch: BatchWatch | None = None
+        self._watch: LossWatch | None = None
         self._patches = Patches()
-        self._figures = Figures()
-        self._seen_step = 0
-        self._is_validating = False
+        self._loggers: Loggers | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_arguments": self._arguments}
@@ -74,17 +68,7 @@ class LazySnapshotCallback(WithEngine, Callback):
     def __setstate__(self, state: dict[str, Any]) -> None:
         rebase(Callback)
         self.__dict__.update(state)
-        self._statistics = None
         self._reset()
-
-    @property
-    def engine(self) -> SnapshotEngine | None:
-        """The engine of the running fit, for ``wait(...)`` and the like; ``None`` outside."""
-        return self._engine
-
-    def statistics(self) -> Statistics | None:
-        """Counters and timings of the running fit, else of the last one; ``None`` before the first."""
-        return self._statistics if self._engine is None else self._engine.statistics()
 
     # ---------------------------------------------------------------- hooks
 
@@ -94,7 +78,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         if not trainer.fast_dev_run:
             check_strategy(trainer)
         self._state = LightningState(trainer)
-        latest = Latest(trainer, self._state, lambda: self._engine_for(trainer))
+        latest = Latest(trainer, self._state, lambda: self._session_for(trainer).engine)
         # Tuners take our callback out while they run a fit of their own.
         self._patches = Patches(lambda: self in trainer.callbacks)
         wrap = self._patches.replace
@@ -111,33 +95,35 @@ class LazySnapshotCallback(WithEngine, Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
-            engine, state, policy = self._engine_for(trainer), self._state, self._arguments.rollback_on
+            session, state, policy = self._session_for(trainer), self._state, self._arguments.rollback_on
 
-            def start() -> None:
+            def prepare() -> None:
                 check_parts(trainer)
                 state.start(repeats=policy is not None and policy.data == "repeat")
-                self._seen_step = trainer.global_step
-                if self._latest is not None:
-                    self._latest.tell_fresh()
-                engine.prepare()
+                session.tell_fresh(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
 
-            engine.together("preparing", start)
-            engine.check_required()
+            session.start(trainer.global_step, prepare)
+            self._loggers = Loggers(trainer)
             if policy is not None:
-                self._watch = BatchWatch(LossWatch(policy, engine))
+                self._watch = LossWatch(policy, session.engine)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Judge the loss, if ``rollback_on`` is set. Raises: RollbackFailed; as ``SnapshotEngine.rollback``."""
-        if self._watch is not None and self._watch.see(trainer, outputs):
-            self._seen_step = trainer.global_step
+        if self._watch is not None and judge(self._watch, trainer, outputs):
+            self._went_to(trainer.global_step)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """A last capture on SIGTERM; else leave the newest one to the keeper, for a restart."""
         try:
-            if self._engine is not None:
+            if self._session is not None:
+                engine, step = self._session.engine, trainer.global_step
                 if type(exception).__name__ == "SIGTERMException":
-                    self._save_before_exit(trainer, self._engine)
-                self._engine.abandon()
+                    # Lightning looks for the signal after a batch and everything due after it: this is a boundary. In
+                    # the middle of a validation it is none: weights may be swapped, and the rest of it would be missing
+                    # after the restart.
+                    is_boundary = not trainer.validating and self._session.has_passed(step)
+                    save_before_exit(engine, step, is_boundary=is_boundary)
+                engine.abandon()
         finally:
             self._leave()
 
@@ -147,13 +133,11 @@ class LazySnapshotCallback(WithEngine, Callback):
         Blocks: until then, at most ``drain_timeout_s``; with a progress bar if it takes longer than a second.
         """
         try:
-            if self._engine is not None:
-                if stage == "fit":
-                    with drain_bar(trainer) as bar:
-                        self._engine.close(drain=True, progress=bar)
-                else:
-                    # Only read from: what a keeper holds for a later fit stays.
-                    self._engine.abandon()
+            if self.engine is not None and stage == "fit":
+                with drain_bar(trainer) as bar:
+                    self.engine.close(drain=True, progress=bar)
+            elif self.engine is not None:
+                self.engine.abandon()  # only read from: what a keeper holds for a later fit stays
         finally:
             self._leave()
 
@@ -162,25 +146,28 @@ class LazySnapshotCallback(WithEngine, Callback):
     def _make_engine(self, config: SnapshotConfig, state: LightningState, url: str) -> SnapshotEngine:
         return SnapshotEngine(config, state, default_url=url)
 
-    def _engine_for(self, trainer: Any) -> SnapshotEngine:
-        if self._engine is None:
+    def _session_for(self, trainer: Any) -> Session:
+        if self._session is None:
             assert self._state is not None
-            # Where snapshots go if nothing else is said; also what names the job then.
-            url = resolve_url(os.path.join(str(trainer.default_root_dir), "lazysnap"))
-            self._engine = self._make_engine(self._arguments.config_for(url), self._state, url)
-        return self._engine
+            url = place_beside(trainer.default_root_dir)
+            self._session = Session(self._make_engine(self._arguments.config_for(url), self._state, url))
+        return self._session
 
     def _leave(self) -> None:
-        if self._engine is not None and self._latest is not None:  # not of an evaluation
-            self._statistics = self._engine.statistics()
+        if self.engine is not None and self._latest is not None:  # not of an evaluation
+            self._statistics = self.engine.statistics()
         self._patches.undo()
         if self._state is not None:
             self._state.loaders.forget()
         self._reset()
 
     def _gate(self) -> None:
-        if self._engine is not None:
-            self._engine.gate()
+        if self.engine is not None:
+            self.engine.gate()
+
+    def _went_to(self, step: int) -> None:
+        if self._session is not None:
+            self._session.go_to(step)
 
     # ---------------------------------------------------------------- point X
 
@@ -199,7 +186,7 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._gate()
             if state.is_landing and not state.lands_in_epoch():
                 state.land()
-                self._seen_step = trainer.global_step
+                self._went_to(trainer.global_step)
             original()
 
         def start_epoch(original: Callable[[Any], Any], fetcher: Any) -> None:
@@ -208,7 +195,7 @@ class LazySnapshotCallback(WithEngine, Callback):
             original(fetcher)
             if state.is_landing:
                 state.land()
-                self._seen_step = trainer.global_step
+                self._went_to(trainer.global_step)
 
         def before_fetch(original: Callable[[], Any]) -> None:
             fetcher = fit_loop._data_fetcher
@@ -227,13 +214,6 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._gate()
             return original(*args, **kwargs)
 
-        def validate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self._gate()
-            self._is_validating = True
-            result = original(*args, **kwargs)
-            self._is_validating = False  # not after an exception: on_exception must know
-            return result
-
         def end_run(original: Callable[[], Any]) -> None:
             self._gate()
             # Before hooks at the end of training swap weights (averages): a later fit must go on from these.
@@ -251,37 +231,14 @@ class LazySnapshotCallback(WithEngine, Callback):
         wrap(epoch_loop, "on_run_start", start_epoch)
         wrap(epoch_loop, "_on_before_fetch", before_fetch)
         wrap(epoch_loop, "on_advance_end", end_batch)
-        wrap(epoch_loop.val_loop, "run", validate)
-
-    def _has_stepped(self, trainer: Any) -> bool:
-        """Whether the last batch ended with an optimizer step: else an accumulation of gradients is under way."""
-        return bool(trainer.global_step > self._seen_step)
+        wrap(epoch_loop.val_loop, "run", gated)
 
     def _capture(self, trainer: Any, *, is_last: bool = False) -> None:
-        """``is_last``: the end of a training, also between the steps of ``every_n_steps``; see ``last_boundary``."""
-        engine, step = self._engine, trainer.global_step
-        if engine is not None and self._has_stepped(trainer):
-            self._seen_step = step
-            self._figures.log(trainer, engine)
-            (engine.last_boundary if is_last else engine.boundary)(step)
-
-    def _save_before_exit(self, trainer: Any, engine: SnapshotEngine) -> None:
-        # Lightning looks for the signal after a batch and everything due after it: this is a boundary. In the middle
-        # of a validation it is none: weights may be swapped, and the rest of it would be missing after the restart.
-        if not self._is_validating and self._has_stepped(trainer):
-            engine.boundary(trainer.global_step, force=True)
-            engine.gate()
-        budget_s = engine.config.flush_budget_s
-        is_durable = bool(engine.config.levels) and engine.flush(budget_s)
-        why_lost = engine.statistics().unprotected
-        if is_durable:
-            what = "the last snapshot is durable"
-            engine.close(drain=False)
-        elif why_lost is not None:
-            what = f"the last step is not durable after {budget_s:g} s, and NOT protected in memory: {why_lost}"
-        else:
-            what = f"the last snapshot is in memory, not durable after {budget_s:g} s; the keeper goes on writing it"
-        logger.warning("terminated at step %d: %s", trainer.global_step, what)
+        session, loggers = self._session, self._loggers
+        if session is not None and session.passes(trainer.global_step):
+            if loggers is not None and loggers.are_due():
+                loggers.log(session.figures())
+            session.capture(is_last=is_last)
 
 
 def _check_fetcher(fetcher: Any) -> None:

@@ -6,8 +6,9 @@ callback gets its base classes from the packages that the program has imported.
 
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
+
+from lazysnap.integrations.installed import is_installed, require
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -19,21 +20,9 @@ def callback_bases() -> tuple[type, ...]:
     """
     loaded = [name for name in _PACKAGES if hasattr(sys.modules.get(name), "Callback")]
     if not loaded:
-        loaded = [name for name in _PACKAGES if _is_installed(name.split(".", 1)[0])][:1]
-    if not loaded:
-        raise ModuleNotFoundError(
-            "LazySnapshotCallback needs Lightning, which is not installed here (neither lightning nor "
-            'pytorch_lightning): run `pip install "lazysnap[lightning]"`',
-            name="lightning",
-        )
+        require("LazySnapshotCallback", "Lightning", "lightning", "lightning", "pytorch_lightning")
+        loaded = [name for name in _PACKAGES if is_installed(name.split(".", 1)[0])][:1]
     return tuple(import_module(name).Callback for name in loaded)
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):  # an import hook refuses it, or a test put None in its place
-        return False
 
 
 def rebase(cls: type) -> None:

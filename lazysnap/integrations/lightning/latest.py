@@ -11,16 +11,13 @@ from typing import Any
 from lazysnap.console import say
 from lazysnap.engine import report
 from lazysnap.engine.snapshot import Snapshot
-from lazysnap.errors import ConfigError, JobBusy, SnapshotNotFound
-from lazysnap.integrations.callback import LATEST, means_snapshot
+from lazysnap.integrations.choice import LATEST, check_path, means_snapshot
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.loops import WorldChange
 from lazysnap.integrations.lightning.state import LightningState
-from lazysnap.integrations.lightning.strategies import is_sharded
-from lazysnap.levels.redaction import shown
-from lazysnap.shard.names import SnapshotName, id_time_ns
+from lazysnap.shard.names import id_time_ns
 from lazysnap.state.modules import fitted
-from lazysnap.state.optimizers import laid_out
+from lazysnap.state.optimizers import put_back
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +30,7 @@ class Latest:
 
     def __init__(self, trainer: Any, state: LightningState, engine: Callable[[], Any]) -> None:
         self._trainer = trainer
+        self._connector = trainer._checkpoint_connector
         self._state = state
         self._engine = engine
         self._checkpoint: dict[str, Any] | None = None
@@ -47,28 +45,28 @@ class Latest:
         """In place of the connector's ``resume_start``: any other path goes to the original.
 
         Blocks: reads and verifies one snapshot. Raises: SnapshotNotFound, if there is none and nothing to train, or if
-        a run was chosen that is not there; ConfigError, if the choice of a run cannot be read, and for the directory of
-        a snapshot; StateMismatch, if it is of another model; JobBusy, if this training runs already.
+        a run was chosen that is not there; ConfigError, as ``means_snapshot`` and ``check_path``; StateMismatch, if it
+        is of another model; JobBusy, if this training runs already.
         """
         if not means_snapshot(path):
-            _check_path(path)
+            check_path(path, "Lightning", 'ckpt_path="latest"', "--to FILE.ckpt")
             original(path, *args, **kwargs)
             return
-        connector = self._trainer._checkpoint_connector
+        connector, engine = self._connector, self._engine
         connector._ckpt_path = None
         if self._trainer.fast_dev_run:
             logger.info("fast_dev_run: ckpt_path=%r is ignored", path)
             return
         is_fit = self._trainer.state.fn == "fit"
-        snapshot = self._engine().fetch(path) if is_fit else self._fetch_to_read(path)
+        snapshot = engine().fetch(path) if is_fit else engine().fetch_to_read(path)
         # As with a file: what was chosen by name is meant, whatever Lightning saved before a requeue.
-        requeued = self._requeued(connector, snapshot) if is_fit and path == LATEST else None
+        requeued = self._requeued(snapshot) if is_fit and path == LATEST else None
         if requeued is not None:
             logger.warning("%s is newer than the latest snapshot: resuming from it", requeued)
             original(requeued, *args, **kwargs)
             return
         if snapshot is None:
-            self._miss(is_fit)
+            engine().tell_start()
             return
         checkpoint = self._state.admit(snapshot.state, self._change(snapshot) if is_fit else None)
         self._parameters = snapshot.parameters
@@ -84,15 +82,15 @@ class Latest:
 
         Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.resume``.
         """
-        connector, snapshot = self._trainer._checkpoint_connector, self._snapshot
+        snapshot = self._snapshot
         if snapshot is None or not self._is_ours():
             original()
             return
-        connector._ckpt_path, self._snapshot = None, None
+        self._connector._ckpt_path, self._snapshot = None, None
         try:
             original()
         finally:
-            connector._ckpt_path = self._path
+            self._connector._ckpt_path = self._path
         if self._trainer.state.fn == "fit":
             seconds = snapshot.seconds + self._loading_s
             self._engine().resume(snapshot, position=self._position, seconds=seconds)
@@ -101,40 +99,14 @@ class Latest:
 
     def reset_epoch(self, original: Callable[[], None]) -> None:
         """In place of the epoch loop's ``reset``: the position in the data is restored, whatever the loader can do."""
-        if not self._state.restores_position():
-            original()
-            return
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+            if self._state.restores_position():
+                warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
             original()
-
-    def tell_fresh(self) -> None:
-        """Tell the user how the fit starts, if it does not resume a snapshot."""
-        path, step = self._trainer._checkpoint_connector._ckpt_path, self._trainer.global_step
-        is_other = path is not None and not means_snapshot(path)
-        self._engine().tell_start(
-            report.from_checkpoint(str(path)) if is_other else report.fresh(None, how=HOW, step=step)
-        )
-
-    def _change(self, snapshot: Snapshot) -> WorldChange | None:
-        engine, now = self._engine(), self._trainer.world_size
-        if snapshot.world_size == now:
-            return None
-        return WorldChange(snapshot.world_size, now, partial(engine.part_ways, snapshot))
-
-    def _fetch_to_read(self, path: str) -> Snapshot | None:
-        """As the engine's ``fetch``; what a running training keeps in memory is its own, what is on storage is not."""
-        engine = self._engine()
-        try:
-            found: Snapshot | None = engine.fetch(path)
-        except JobBusy:
-            logger.info("the training runs: reading its newest snapshot on storage")
-            found = engine.fetch_stored(path)
-        return found
 
     def restore_training_state(self, original: Callable[[], Any]) -> None:
         """In place of the connector's: tuners that run first (LR finder) restore their own file and forget ours."""
-        connector = self._trainer._checkpoint_connector
+        connector = self._connector
         if connector._loaded_checkpoint and not self._is_ours():
             original()  # the tuner's own file, in the middle of its work
             return
@@ -150,14 +122,11 @@ class Latest:
 
     def load_model(self, original: Callable[..., None], checkpoint: Any, *, strict: bool = True) -> None:
         """In place of the strategy's: a sharded one would expect that its own files were read before."""
-        started = time.perf_counter()
-        if self._is_ours():
-            state = fitted(self._trainer.lightning_module, checkpoint["state_dict"])
-            checkpoint = {**checkpoint, "state_dict": state}
-        if is_sharded(self._trainer.strategy) and self._is_ours():  # each rank its own shards, without a collective
-            self._trainer.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-        else:
+        if not self._is_ours():
             original(checkpoint, strict=strict)
+            return
+        started, module = time.perf_counter(), self._trainer.lightning_module
+        module.load_state_dict(fitted(module, checkpoint["state_dict"]), strict=strict)
         self._loading_s += time.perf_counter() - started
 
     def load_optimizers(self, original: Callable[[], None]) -> None:
@@ -166,34 +135,29 @@ class Latest:
         Collective. Raises: StateMismatch, if an optimizer is of another class than in the snapshot, or has other
         parameter groups, on any rank.
         """
-        connector = self._trainer._checkpoint_connector
-        if self._is_ours() and connector._loaded_checkpoint:
-            optimizers, checkpoint = self._state.optimizers(), connector._loaded_checkpoint
-            states = list(zip(optimizers, checkpoint["optimizer_states"], strict=False))
+        checkpoint = self._connector._loaded_checkpoint
+        if not checkpoint or not self._is_ours():
+            original()
+            return
+        self._engine().together(
+            "checking the optimizers", lambda: self._state.check_optimizers(checkpoint, self._parameters)
+        )
+        for optimizer, saved in zip(self._state.optimizers(), checkpoint["optimizer_states"], strict=False):
+            put_back(optimizer, saved)
+        self._connector.restore_lr_schedulers()
 
-            self._engine().together(
-                "checking the optimizers", lambda: self._state.check_optimizers(checkpoint, self._parameters)
-            )
-            checkpoint["optimizer_states"] = [laid_out(optimizer, state) for optimizer, state in states]
-            if is_sharded(self._trainer.strategy):
-                for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
-                    optimizer.load_state_dict(state)
-        original()
+    def _change(self, snapshot: Snapshot) -> WorldChange | None:
+        now = self._trainer.world_size
+        if snapshot.world_size == now:
+            return None
+        return WorldChange(snapshot.world_size, now, partial(self._engine().part_ways, snapshot))
 
     def _is_ours(self) -> bool:
-        return self._path is not None and self._trainer._checkpoint_connector._ckpt_path == self._path
+        return self._path is not None and self._connector._ckpt_path == self._path
 
-    def _miss(self, is_fit: bool) -> None:
-        if not is_fit:
-            where = ", ".join(shown(level.url) for level in self._engine().config.levels) or "memory"
-            raise SnapshotNotFound(
-                f'ckpt_path="latest": no whole snapshot in {where} or in memory; fit with this callback first, or give '
-                "the path of a checkpoint"
-            )
-        self._engine().tell_start()
-
-    def _requeued(self, connector: Any, snapshot: Any) -> str | None:
+    def _requeued(self, snapshot: Snapshot | None) -> str | None:
         """SLURM's auto-requeue checkpoint, if it is newer; Lightning itself looks for it only without a path."""
+        connector = self._connector
         if not neighbour(connector, "SLURMEnvironment").detect() or connector._hpc_resume_path is None:
             return None
         path = str(connector._hpc_resume_path)
@@ -203,15 +167,3 @@ class Latest:
             return None
         step = self._trainer.strategy.load_checkpoint(path).get("global_step", 0)
         return path if step > snapshot.step else None
-
-
-def _check_path(path: Any) -> None:
-    """Raises: ConfigError, if ``path`` is the directory of a snapshot, which Lightning could not read."""
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-    level, _, name = str(text).rstrip("/").rpartition("/")
-    if SnapshotName.parse(name) is not None and not os.path.isfile(text):
-        raise ConfigError(
-            f"ckpt_path={str(text)!r} is the directory of a lazysnap snapshot, not a checkpoint file of Lightning: "
-            f'ckpt_path="latest" resumes the newest snapshot; `lazysnap export {level or "."} latest --to FILE.ckpt` '
-            "writes such a file; lazysnap.load_weights reads the weights alone"
-        )

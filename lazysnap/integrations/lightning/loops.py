@@ -48,7 +48,7 @@ def collect_loops(trainer: Any) -> dict[str, Any]:
         "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "train_dl_reload_epoch": fit_loop._last_train_dl_reload_epoch,
-        "skip_next_val": getattr(fit_loop.epoch_loop, "_skip_next_val", False),
+        "skip_next_val": fit_loop.epoch_loop._skip_next_val,
         "since_validation_s": None,
     }
     if getattr(trainer, "_val_check_time_interval", None) is not None:
@@ -75,17 +75,12 @@ def restore_loops(trainer: Any, fit_loop_state: dict[str, Any], extra: dict[str,
     reload_epoch = fit_loop._last_train_dl_reload_epoch
     fit_loop.load_state_dict(fit_loop_state)
     for loop in _tree(fit_loop):
-        for flag in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
-            if hasattr(loop, flag):
-                setattr(loop, flag, False)
-        if hasattr(loop, "reset_restart_stage"):
-            loop.reset_restart_stage()
+        loop.on_iteration_done()
     fit_loop._combined_loader_states_to_load = []
     trainer.should_stop = extra["should_stop"]
     trainer.accumulate_grad_batches = extra["accumulate_grad_batches"]
     fit_loop._last_train_dl_reload_epoch = min(reload_epoch, extra["train_dl_reload_epoch"])
-    if hasattr(fit_loop.epoch_loop, "_skip_next_val"):
-        fit_loop.epoch_loop._skip_next_val = extra["skip_next_val"]
+    fit_loop.epoch_loop._skip_next_val = extra["skip_next_val"]
     if extra["since_validation_s"] is not None and hasattr(trainer, "_last_val_time"):
         trainer._last_val_time = time.monotonic() - extra["since_validation_s"]
 

@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from lazysnap.engine.losses import LossWatch
 from lazysnap.errors import ConfigError
+from lazysnap.integrations.lightning.extras import restore_callbacks, restore_metrics
 from lazysnap.integrations.lightning.framework import overrides
 from lazysnap.integrations.lightning.loaders import LoaderPositions
-from lazysnap.integrations.lightning.metrics import restore_metrics
-from lazysnap.integrations.lightning.parts import restore_callbacks
 from lazysnap.state.modules import fitted
 from lazysnap.state.optimizers import owned, put_back
 from lazysnap.state.scalars import unpack
@@ -26,26 +25,19 @@ _TIMERS = ("Timer",)
 """Callbacks whose state is a time that goes on."""
 
 
-class BatchWatch:
-    """Sees the output of every batch; a bad one ends its accumulation in a rollback."""
+def judge(watch: LossWatch, trainer: Any, outputs: Any) -> bool:
+    """Judge the output of a batch; a bad one ends its accumulation in a rollback. Whether training went back.
 
-    def __init__(self, watch: LossWatch) -> None:
-        self._watch = watch
-        self._is_spoilt = False
-        """Whether a batch of this accumulation was bad."""
-
-    def see(self, trainer: Any, outputs: Any) -> bool:
-        """Whether training went back. Collective. Raises: as ``LossWatch.go_back``."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        self._is_spoilt |= self._watch.is_bad(loss)
-        # The whole accumulation is dropped: its other batches belong to the same step.
-        if not self._is_spoilt or trainer.fit_loop.epoch_loop._should_accumulate():
-            return False
-        self._is_spoilt = False
-        self._watch.go_back()
-        # The loop counts the batch that just ended once more, when this returns.
-        trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
-        return True
+    Collective. Raises: as ``LossWatch.go_back``.
+    """
+    watch.is_bad(outputs.get("loss") if isinstance(outputs, dict) else outputs)
+    # The whole accumulation is dropped: its other batches belong to the same step.
+    if not watch.is_spoilt or trainer.fit_loop.epoch_loop._should_accumulate():
+        return False
+    watch.go_back()
+    # The loop counts the batch that just ended once more, when this returns.
+    trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
+    return True
 
 
 def check_repeatable(trainer: Any, loaders: LoaderPositions) -> None:

@@ -5,43 +5,36 @@ from typing import Any
 
 from rich.progress import BarColumn
 
-from lazysnap.engine import SnapshotEngine
 from lazysnap.integrations.drain import Bar, DrainBar, RichBar, TqdmBar
-from lazysnap.integrations.logged import Logged
 
 logger = logging.getLogger(__name__)
 
 
-class Figures:
-    """Values of ``statistics()`` in the loggers of one fit, every ``log_every_n_steps``. On rank 0."""
+class Loggers:
+    """The loggers of one fit; one that raises is named once, and gets no more."""
 
-    def __init__(self) -> None:
-        self._logged = Logged()
-        self._last_step: int | None = None
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._failed: set[int] = set()
-        """Loggers that raised."""
+        self._last_step: int = trainer.global_step
 
-    def log(self, trainer: Any, engine: SnapshotEngine) -> None:
-        """A step is over; call it before it is captured: what a logger draws from random generators belongs to it."""
-        step: int = trainer.global_step
-        last = step - 1 if self._last_step is None else self._last_step
-        self._last_step = step
-        self._logged.note(step)
-        every = trainer.log_every_n_steps
-        if not trainer.is_global_zero or not trainer.loggers or not every or step // every == last // every:
-            return
-        values = self._logged.values(engine.statistics(), engine.config.levels)
-        for one in trainer.loggers if values else ():
+    def are_due(self) -> bool:
+        """Whether they get figures at this step, the next one that is captured. On rank 0."""
+        trainer, every = self._trainer, self._trainer.log_every_n_steps
+        last, self._last_step = self._last_step, trainer.global_step
+        return bool(trainer.is_global_zero and every and self._last_step // every != last // every)
+
+    def log(self, values: dict[str, float]) -> None:
+        """Hand them over, before the step is captured: what a logger draws from random generators belongs to it."""
+        for one in self._trainer.loggers if values else ():
             if id(one) not in self._failed:
-                self._log_to(one, values, step)
-
-    def _log_to(self, one: Any, values: dict[str, float], step: int) -> None:
-        try:
-            one.log_metrics(metrics=dict(values), step=step)
-            one.save()
-        except Exception as error:  # noqa: BLE001  figures are not worth a training
-            self._failed.add(id(one))
-            logger.warning("%s takes no figures of snapshots: %s: %s", type(one).__name__, type(error).__name__, error)
+                try:
+                    one.log_metrics(metrics=dict(values), step=self._trainer.global_step)
+                    one.save()
+                except Exception as error:  # noqa: BLE001  figures are not worth a training
+                    self._failed.add(id(one))
+                    name, kind = type(one).__name__, type(error).__name__
+                    logger.warning("%s takes no figures of snapshots: %s: %s", name, kind, error)
 
 
 def drain_bar(trainer: Any) -> DrainBar:

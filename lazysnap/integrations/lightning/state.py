@@ -11,9 +11,8 @@ swaps in, and masks that ModelPruning leaves out of its checkpoints on purpose.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -21,8 +20,13 @@ from torch.utils._pytree import tree_map_only
 from lazysnap.data.streams import RandomStreams
 from lazysnap.data.workers import running_workers, start_workers
 from lazysnap.errors import ConfigError, StateMismatch
+from lazysnap.integrations.lightning.extras import (
+    collect_callbacks,
+    collect_metrics,
+    restore_callbacks,
+    restore_metrics,
+)
 from lazysnap.integrations.lightning.framework import neighbour, overrides
-from lazysnap.integrations.lightning.hparams import collect_settings
 from lazysnap.integrations.lightning.loaders import LoaderPositions
 from lazysnap.integrations.lightning.loops import (
     WorldChange,
@@ -31,22 +35,19 @@ from lazysnap.integrations.lightning.loops import (
     restore_loops,
     scale_batches,
 )
-from lazysnap.integrations.lightning.metrics import collect_metrics, restore_metrics
-from lazysnap.integrations.lightning.parts import ModuleExtras, collect_callbacks, restore_callbacks
 from lazysnap.integrations.lightning.rollback import check_repeatable, put_back_fit
-from lazysnap.integrations.lightning.strategies import own_state, replicated
-from lazysnap.state.objects import plain_name
+from lazysnap.integrations.lightning.strategies import own_state
+from lazysnap.state.extras import ModuleExtras
+from lazysnap.state.objects import NamedObjects
 from lazysnap.state.optimizers import check_optimizers
 from lazysnap.state.scalars import pack, unpack
-from lazysnap.state.settings import OptimizerSettings, differences, warn
+from lazysnap.state.settings import OptimizerSettings, differences, numbers, sizes, warn
 from lazysnap.state.source import KEY, OPTIMIZERS
 
 logger = logging.getLogger(__name__)
 
-_SLOW_S = 0.1
 
-
-class LightningState:
+class LightningState(NamedObjects):
     """The ``StateSource`` of one fit (or of one evaluation, for ``expected`` only)."""
 
     def __init__(self, trainer: Any) -> None:
@@ -61,21 +62,18 @@ class LightningState:
         self._landing: dict[str, Any] | None = None
         self._change: WorldChange | None = None
         self.is_collecting = False
-        self._warned_slow = False
 
     # ---------------------------------------------------------------- StateSource
 
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``. Calls the ``on_save_checkpoint`` hooks of the program."""
         trainer = self._trainer
-        started = time.perf_counter()
         self.is_collecting = True
         try:
-            with own_state(trainer.strategy, _inner):
+            with own_state(trainer.strategy):
                 state: dict[str, Any] = dict(trainer._checkpoint_connector.dump_checkpoint(False))
         finally:
             self.is_collecting = False
-        self._note_time(time.perf_counter() - started)
         for name, value in state.items():
             if isinstance(value, dict) and name.endswith(("state_dict", "model_state")):
                 state[name] = dict(value)
@@ -99,39 +97,16 @@ class LightningState:
         }
         return state
 
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """See ``StateSource.optimizers``: what is inside Lightning's and other wrappers."""
-        return [_inner(optimizer) for optimizer in self._trainer.strategy.optimizers]
+    def named(self) -> Mapping[str, Any]:
+        """See ``NamedObjects.named``: the model as its strategy wrapped it, not averages of it; its optimizers."""
+        strategy = self._trainer.strategy
+        optimizers = {f"optimizer_states.{number}": one for number, one in enumerate(strategy.optimizers)}
+        return {"state_dict": strategy.model, **optimizers}
 
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
         """See ``StateSource.lazy_tensors``: the parameters of averaged models, which change at the end of a batch."""
         for average in self._averages().values():
             yield from average.parameters()
-
-    def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
-        """See ``StateSource.frozen_tensors``: of the trained module, not of averages."""
-        module = self._trainer.lightning_module
-        return (parameter for parameter in module.parameters() if not parameter.requires_grad)
-
-    def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """See ``StateSource.replicated_parameters``: the trained ones of DDP."""
-        if not replicated(self._trainer.strategy):
-            return ()
-        module = self._trainer.lightning_module
-        return (parameter for parameter in module.parameters() if parameter.requires_grad)
-
-    def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        """See ``StateSource.optimizer_parameters``."""
-        return {
-            f"optimizer_states.{number}": [
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            ]
-            for number, optimizer in enumerate(self.optimizers())
-        }
-
-    def parameter_names(self) -> Mapping[int, str]:
-        """See ``StateSource.parameter_names``."""
-        return {id(item): plain_name(name) for name, item in self._trainer.lightning_module.named_parameters()}
 
     def expected(self) -> Mapping[str, torch.Tensor]:
         """See ``StateSource.expected``. Empty where the program itself decides what a checkpoint holds."""
@@ -256,31 +231,27 @@ class LightningState:
 
     def land(self) -> None:
         """Put back what Lightning does not know or would turn, last of all the random generators."""
-        landing, self._landing = self._landing, None
-        if landing is None:
-            return
+        assert self._landing is not None
         self.watch_loaders()
-        known = landing.get("settings")
-        changed = differences("", known, self._settings) if isinstance(known, dict) else []
-        warn(restored=self._restored, changed=changed)
-        self._put_back(landing)
-        self._start_validation_workers(landing["validation_workers"])
-        if self._change is None:
-            self._streams.restore(landing["streams"])
-        else:
-            self._change.part_ways()
+        warn(restored=self._restored, changed=differences("", self._landing["settings"], self._settings))
+        self._settle(self._change)
 
     def land_again(self) -> None:
         """The batch is over in which a rollback began, that repeats batches: go on at the snapshot's place."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        iter(fetcher)
+        self._settle(None)
+        fetcher.fetched += self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+    def _settle(self, change: WorldChange | None) -> None:
         landing, self._landing = self._landing, None
         assert landing is not None
-        fit_loop = self._trainer.fit_loop
-        fetcher = fit_loop._data_fetcher
-        iter(fetcher)
         self._put_back(landing)
-        fetcher.fetched += fit_loop.epoch_loop.batch_progress.current.ready
         self._start_validation_workers(landing["validation_workers"])
-        self._streams.restore(landing["streams"])
+        if change is None:
+            self._streams.restore(landing["streams"])
+        else:
+            change.part_ways()
 
     def _put_back(self, own: dict[str, Any], *, in_hook: bool = False) -> None:
         trainer = self._trainer
@@ -326,23 +297,12 @@ class LightningState:
             check_repeatable(self._trainer, self.loaders)
         self._module_extras()
         self._optimizer_settings.note(self)
-        self._settings = collect_settings(self._trainer)
+        self._settings = self._collect_settings()
 
-    def _note_time(self, seconds: float) -> None:
-        if seconds > _SLOW_S and not self._warned_slow:
-            self._warned_slow = True
-            logger.warning(
-                "collecting the training state took %.0f ms, at every snapshot; look for slow on_save_checkpoint or "
-                "state_dict hooks, or raise every_n_steps",
-                seconds * 1e3,
-            )
-
-
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    while True:
-        # LightningOptimizer keeps it in _optimizer, sharded and fp16 wrappers in optimizer or optim.
-        names = ("_optimizer", "optimizer", "optim")
-        inside = next((vars(optimizer)[name] for name in names if name in vars(optimizer)), None)
-        if not isinstance(inside, torch.optim.Optimizer):
-            return cast(torch.optim.Optimizer, optimizer)
-        optimizer = inside
+    def _collect_settings(self) -> dict[str, Any]:
+        """Sizes of the training data, and numbers and switches among the hyperparameters."""
+        trainer = self._trainer
+        # Loaders that are made anew after some epochs may well be of other sizes then.
+        loaders = [] if trainer.reload_dataloaders_every_n_epochs else self.loaders.loaders
+        of_data = sizes("train_loader.", loaders) if loaders else {}
+        return of_data | numbers("hparams.", trainer.lightning_module.hparams_initial)

@@ -5,14 +5,12 @@ shards it, and its own methods gather what is sharded, by collectives. A snapsho
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.integrations.patches import Patches
-from lazysnap.state.objects import is_local_sgd
+from lazysnap.state.optimizers import stepping
 from lazysnap.state.unsupported import check_supported
 
 _OTHERS = {
@@ -51,26 +49,13 @@ def _kinds(strategy: Any) -> set[str]:
     return {cls.__name__ for cls in type(strategy).__mro__}
 
 
-def is_sharded(strategy: Any) -> bool:
-    """Whether each rank holds a part of every parameter."""
-    return "ModelParallelStrategy" in _kinds(strategy)
-
-
-def replicated(strategy: Any) -> bool:
-    """Whether trained parameters are equal on all ranks after every step, because their gradients are averaged."""
-    if "DDPStrategy" not in _kinds(strategy):
-        return False
-    # A wrapped model tells; before it is wrapped, what the strategy will register.
-    return not is_local_sgd(strategy.model) and getattr(strategy, "_model_averager", None) is None
-
-
 @contextlib.contextmanager
-def own_state(strategy: Any, inner: Callable[[Any], torch.optim.Optimizer]) -> Iterator[None]:
+def own_state(strategy: Any) -> Iterator[None]:
     """While it lasts, the strategy tells of the state that this rank holds: views, no collective."""
     patches = Patches()
-    if is_sharded(strategy):
+    if "ModelParallelStrategy" in _kinds(strategy):
         patches.replace(strategy, "lightning_module_state_dict", lambda _: strategy.lightning_module.state_dict())
-        patches.replace(strategy, "optimizer_state", lambda _, optimizer: inner(optimizer).state_dict())
+        patches.replace(strategy, "optimizer_state", lambda _, optimizer: stepping(optimizer).state_dict())
     try:
         yield
     finally:

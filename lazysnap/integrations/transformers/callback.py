@@ -11,7 +11,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.callback import WithEngine
+from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.settings import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments
 from lazysnap.integrations.transformers.training import Training
 

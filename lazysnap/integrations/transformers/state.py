@@ -7,7 +7,6 @@ Not in a snapshot: attributes of callbacks that are no ``ExportableState``; aver
 keeps for itself; other attributes of subclasses.
 """
 
-import json
 import time
 from typing import Any
 
@@ -17,8 +16,8 @@ from transformers.trainer_callback import ExportableState
 
 from lazysnap.data import Position
 from lazysnap.data.rng import restore_rng
-from lazysnap.errors import ShardCorrupt, StateMismatch, UnsupportedState
-from lazysnap.state.codec import decode, encode, path_text
+from lazysnap.errors import StateMismatch
+from lazysnap.state.history import History, read_history
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.settings import differences, plain, warn
 
@@ -67,7 +66,7 @@ class TrainingState(ObjectState):
         """A restored state that still waits for the point where it was collected."""
         self.end_reason = ""
         """Why nothing is left to train of the restored state; empty, if something is."""
-        self._history = _History()
+        self._history = History()
         self._is_at_epoch_end = False
         self._numbers_at_start: dict[str, str] = {}
         self.began_s = time.time()
@@ -163,7 +162,7 @@ class TrainingState(ObjectState):
         state = self._trainer.state
         for name, value in parts["state"].items():
             setattr(state, name, value)
-        state.log_history = _History.read(parts["history"])
+        state.log_history = read_history(parts["history"])
         state.stateful_callbacks = {**state.stateful_callbacks, **parts["exported"]}
 
     def where(self, steps_in_epoch: int) -> tuple[int, int]:
@@ -177,9 +176,9 @@ class TrainingState(ObjectState):
 
     def position_text(self) -> str:
         """The same in words."""
-        given = self.position.given if self.position is not None else None
-        epoch = self.landing["trainer"]["epoch"] + self._is_at_epoch_end if self.landing is not None else 0
-        return f"epoch {epoch}, batch {given or 0}"
+        assert self.landing is not None
+        epoch, given = self.landing["trainer"]["epoch"], self.landing["trainer"]["given"]
+        return f"epoch {epoch + 1}, batch 0" if self._is_at_epoch_end else f"epoch {epoch}, batch {given or 0}"
 
     def _reason(self) -> str:
         assert self.landing is not None
@@ -211,36 +210,6 @@ class TrainingState(ObjectState):
                 left.remove(known)
                 _restore(item, known[1])
         restore_rng(landing["rng"])
-
-
-class _History:
-    """``log_history`` as text, to which each snapshot adds only what is new: it grows with the training."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._last: Any = None
-
-    def text(self, entries: list[dict[str, Any]]) -> str:
-        """One line of JSON for each entry, as it was when it was logged."""
-        known = len(self._lines)
-        if known and (known > len(entries) or entries[known - 1] is not self._last):
-            self._lines, known = [], 0
-        self._lines += [json.dumps(encode(entry, tensor=_refuse)) for entry in entries[known:]]
-        self._last = entries[-1] if entries else None
-        return "\n".join(self._lines)
-
-    @staticmethod
-    def read(text: str) -> list[dict[str, Any]]:
-        """The entries of a ``text``."""
-        return [decode(json.loads(line), tensor=_no_tensor) for line in text.split("\n") if line]
-
-
-def _refuse(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
-    raise UnsupportedState(f"a tensor was logged as {path_text(path)}, which no checkpoint can hold: log its item()")
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise ShardCorrupt(f"log_history holds a tensor {name!r}, which no snapshot has there")
 
 
 def _are_numbers(value: Any) -> bool:

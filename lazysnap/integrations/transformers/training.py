@@ -6,9 +6,7 @@ step k+1 has begun but, at an epoch's start, ``on_epoch_begin``, which a restart
 """
 
 import logging
-import os
 import sys
-import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,19 +14,16 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
-from lazysnap.config import resolve_url
 from lazysnap.data import make_resumable
-from lazysnap.engine import SnapshotEngine, report
+from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.snapshot import Snapshot
-from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError, StateMismatch
-from lazysnap.integrations.callback import means_snapshot
+from lazysnap.integrations.choice import means_snapshot
 from lazysnap.integrations.drain import Bar, DrainBar, RichBar, TqdmBar
-from lazysnap.integrations.logged import PREFIX, Logged
 from lazysnap.integrations.patches import Patches
-from lazysnap.integrations.settings import Arguments
+from lazysnap.integrations.session import Session, WithEngine
+from lazysnap.integrations.settings import Arguments, place_beside
 from lazysnap.integrations.transformers.state import TrainingState
-from lazysnap.state.optimizers import check_optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +41,16 @@ _HOOKS = (
 """Methods of a ``Trainer`` that are replaced while it trains."""
 
 
-class Training:
+class Training(WithEngine):
     """One trainer, over all its calls of ``train``. Raises: ConfigError, for one whose loop is not known."""
 
     def __init__(self, trainer: Any, arguments: Arguments) -> None:
         self.trainer = trainer
-        self.engine: SnapshotEngine | None = None
         self.is_running = False
         self._arguments = arguments
-        self._statistics: Statistics | None = None
         self._patches = Patches()
         self._reset()
         loop = "_inner_training_loop"
-        if not all(hasattr(trainer, name) for name in _HOOKS):
-            raise ConfigError(
-                "LazyTrainerCallback needs transformers 5.20 or newer: the Trainer here has not the methods it needs"
-            )
         if getattr(type(trainer), loop, None) is not getattr(Trainer, loop):
             raise ConfigError(
                 f"{type(trainer).__qualname__} has a training loop of its own, which lazysnap does not know: take "
@@ -76,19 +65,14 @@ class Training:
         trainer.train = train
 
     def _reset(self) -> None:
-        self.engine, self.is_running = None, False
+        self.is_running = False
+        self._session = None
         self._state = TrainingState(self.trainer)
-        self._logged = Logged()
         self._asked: Any = None
         """The ``resume_from_checkpoint`` of this call."""
         self._snapshot: Snapshot | None = None
         self._loader: Any = None
         self._iterator: Any = None
-        self._seen_step = 0
-
-    def statistics(self) -> Statistics | None:
-        """Of the running training, else of the last one."""
-        return self._statistics if self.engine is None else self.engine.statistics()
 
     # ---------------------------------------------------------------- one call of train
 
@@ -120,10 +104,9 @@ class Training:
         trainer = self.trainer
         for name in _HOOKS:
             self._patches.replace(trainer, name, getattr(self, f"_{name.removeprefix('_')}"))
-        self._patches.replace(trainer.callback_handler, "on_log", self._on_log)
         for item in trainer.callback_handler.callbacks:
-            if isinstance(item, (PrinterCallback, ProgressCallback)):
-                self._patches.replace(item, "on_log", self._print_log)
+            if not isinstance(item, (PrinterCallback, ProgressCallback)):  # lines on the console stay as they were
+                self._patches.replace(item, "on_log", self._on_log)
         self._patches.replace(sys.modules[Trainer.__module__], "skip_first_batches", self._skip_first_batches)
 
     # ---------------------------------------------------------------- in place of the trainer's methods
@@ -139,8 +122,10 @@ class Training:
         """Blocks: reads one snapshot. Raises: as ``SnapshotEngine.fetch``; StateMismatch."""
         found = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
-        self.engine = self._make_engine()
-        self._snapshot = self.engine.fetch(self._asked) if means_snapshot(self._asked) else None
+        url = place_beside(self.trainer.args.output_dir)
+        engine = SnapshotEngine(self._arguments.config_for(url), self._state, default_url=url)
+        self._session = Session(engine)
+        self._snapshot = engine.fetch(self._asked) if means_snapshot(self._asked) else None
         if self._snapshot is None:
             return found
         if self._snapshot.world_size != self.trainer.args.world_size:
@@ -157,40 +142,19 @@ class Training:
             logger.warning("nothing is left to train: %s", why)
         return (num_epochs, 0) if why else (epoch, batches)
 
-    def _make_engine(self) -> SnapshotEngine:
-        # Where snapshots go if nothing else is said; also what names the job then.
-        url = resolve_url(os.path.join(str(self.trainer.args.output_dir), "lazysnap"))
-        return SnapshotEngine(self._arguments.config_for(url), self._state, default_url=url)
-
     def _prepare_for_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.restore``."""
         prepared = original(*args, **kwargs)
-        engine, state, snapshot = self.engine, self._state, self._snapshot
-        assert engine is not None
+        session, state, snapshot = self._session, self._state, self._snapshot
+        assert session is not None
         state.prepare()
         if snapshot is None:
-            self._tell_fresh(engine)
+            session.tell_fresh(self._asked, HOW)
         else:
-            started = time.perf_counter()
-            engine.together(
-                "checking the optimizers", lambda: check_optimizers(state, snapshot.state, snapshot.parameters)
-            )
-            engine.together("loading", lambda: state.load(snapshot.state))
-            seconds = snapshot.seconds + time.perf_counter() - started
-            engine.resume(snapshot, position=state.position_text(), seconds=seconds)
+            session.engine.load(snapshot, position=state.position_text())
             self._snapshot = None
-        self._seen_step = self.trainer.state.global_step
-        engine.together("preparing", engine.prepare)
-        engine.check_required()
+        session.start(self.trainer.state.global_step)
         return prepared
-
-    def _tell_fresh(self, engine: SnapshotEngine) -> None:
-        if means_snapshot(self._asked):
-            engine.tell_start()
-        elif self._asked:
-            engine.tell_start(report.from_checkpoint(str(self._asked)))
-        else:
-            engine.tell_start(report.fresh(None, how=HOW))
 
     def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         options, self._state.epoch = self.trainer.args, kwargs["epoch"]
@@ -237,44 +201,32 @@ class Training:
         return original(trial, num_samples, start_time - self._state.earlier_s)
 
     def _on_log(
-        self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any
+        self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
     ) -> Any:
-        """Every logger gets the values; the program's own dictionary, which may be its result, is left as it was."""
-        engine = self.engine
-        values = {} if engine is None or not logs else self._logged.values(engine.statistics(), engine.config.levels)
+        """A logger gets the values; the program's own dictionary, which may be its result, is left as it was."""
+        values = {} if self._session is None or not logs else self._session.figures()
         if values:
             logs.update(values)
-        result = original(args, state, control, logs, **kwargs)
+        result = original(args, state, control, logs=logs, **kwargs)
         for name in values:
             logs.pop(name, None)
         return result
-
-    def _print_log(
-        self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
-        """Lines on the console stay as they were."""
-        ours = {name: logs.pop(name) for name in [*(logs or ())] if name.startswith(PREFIX)}
-        original(args, state, control, logs=logs, **kwargs)
-        if ours:
-            logs.update(ours)
 
     # ---------------------------------------------------------------- boundaries
 
     def _land(self) -> None:
         self._state.land()
-        self._seen_step = self.trainer.state.global_step
+        if self._session is not None:
+            self._session.go_to(self.trainer.state.global_step)
 
     def _capture(self, *, is_last: bool = False) -> None:
-        """``is_last``: the end of a training, also between the steps of ``every_n_steps``; see ``last_boundary``."""
-        engine, step = self.engine, self.trainer.state.global_step
-        if engine is None or step <= self._seen_step:  # else gradients are accumulated, or it was captured
+        session = self._session
+        if session is None or not session.passes(self.trainer.state.global_step):
             return
-        self._seen_step = step
-        self._logged.note(step)
         self._state.is_finished = is_last
-        (engine.last_boundary if is_last else engine.boundary)(step)
+        session.capture(is_last=is_last)
         if any(callable(getattr(optimizer, "train", None)) for optimizer in self._state.optimizers()):
-            engine.gate()  # schedule-free ones exchange the weights before the next step, after an evaluation
+            session.engine.gate()  # schedule-free ones exchange the weights before the next step, after an evaluation
 
 
 def _tqdm_bar() -> Bar:

@@ -1,4 +1,4 @@
-"""What Lightning's checkpoint leaves out: flags of modules, hidden buffers, private fields of callbacks."""
+"""What the ``state_dict`` of a module leaves out: flags, hidden buffers, and the states of metrics."""
 
 from typing import Any
 
@@ -6,53 +6,9 @@ import torch
 
 from lazysnap.state.scalars import pack, unpack
 
-_ANYWHERE = (
-    "_last_global_step_saved",
-    "_defer_save_until_validation",
-    "current_score",
-    "_latest_update_step",
-    "_latest_update_epoch",
-)
-"""Private fields of ModelCheckpoint and WeightAveraging."""
-_SAME_DIRECTORY = (
-    "_last_checkpoint_saved",
-    "best_k_models",
-    "best_model_path",
-    "best_model_score",
-    "kth_best_model_path",
-    "kth_value",
-    "last_model_path",
-)
-"""Fields of ModelCheckpoint that name files: worth something only while it writes to the same directory."""
-
-
-def collect_callbacks(trainer: Any) -> dict[str, Any]:
-    """Fields of callbacks that their ``state_dict`` omits, or ``load_state_dict`` drops."""
-    found = {}
-    for callback in trainer.callbacks:
-        values = {name: getattr(callback, name) for name in (*_ANYWHERE, *_SAME_DIRECTORY) if name in vars(callback)}
-        if values:
-            found[callback.state_key] = pack({**values, "dirpath": _directory(callback)})
-    return found
-
-
-def restore_callbacks(trainer: Any, state: dict[str, Any]) -> None:
-    """Put back what ``collect_callbacks`` found."""
-    for callback in trainer.callbacks:
-        values = unpack(state.get(callback.state_key, {}), trainer.strategy.root_device)
-        is_same = values.get("dirpath") == _directory(callback)
-        for name, value in values.items():
-            if name in _ANYWHERE or (is_same and name in _SAME_DIRECTORY):
-                setattr(callback, name, value)
-
-
-def _directory(callback: Any) -> str | None:
-    path = getattr(callback, "dirpath", None)
-    return None if path is None else str(path)
-
 
 class ModuleExtras:
-    """Flags of a module, and buffers that its ``state_dict`` omits, once they changed since the fit began."""
+    """Flags of a module, and buffers that its ``state_dict`` omits, once they changed since this was made."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -97,3 +53,22 @@ class ModuleExtras:
                 else:
                     owner, _, leaf = name.rpartition(".")
                     self._module.get_submodule(owner)._buffers[leaf] = saved.to(buffer.device)
+
+
+def collect_metric(metric: Any) -> dict[str, Any]:
+    """What a ``torchmetrics.Metric`` has accumulated; nothing is computed, reset or synchronised."""
+    return {
+        "states": {name: pack(getattr(metric, name)) for name in metric._defaults},
+        "update_count": metric._update_count,
+        "computed": pack(metric._computed),
+        "forward_cache": pack(metric._forward_cache),
+    }
+
+
+def restore_metric(metric: Any, state: dict[str, Any]) -> None:
+    """Put back what ``collect_metric`` found."""
+    for name, value in state["states"].items():
+        setattr(metric, name, unpack(value, metric.device))
+    metric._update_count = state["update_count"]
+    metric._computed = unpack(state["computed"], metric.device)
+    metric._forward_cache = unpack(state["forward_cache"], metric.device)
