@@ -5,6 +5,9 @@ forward to the batch that comes next. Batches in between are not read where noth
 dataset without workers: the sampler alone is driven); else they are read again and dropped. Then all generators are put
 back as they were when the snapshot was taken: order, augmentation and everything that training draws go on exactly.
 
+With another number of ranks the loader goes on in the same epoch behind the samples that were trained, with other
+random numbers: see ``lazysnap.data.share``.
+
 Not exact: an order or batches that depend on global random numbers drawn *between* batches, where training draws from
 the same generator: iterable datasets in the main process, and samplers that draw from the global generator as they go.
 Random augmentation in persistent workers (``persistent_workers=True``); a warning says so.
@@ -21,6 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
 from lazysnap.data.rng import collect_rng, has_drawn
+from lazysnap.data.share import passed_in, share_of
 from lazysnap.data.stateful import load_loader, state_of_loader
 from lazysnap.data.streams import RandomStreams
 from lazysnap.data.workers import running_workers, start_workers
@@ -33,7 +37,7 @@ _INNER = ("base_dataloader", "_dataloader")
 _COUNTERS = ("iteration", "_num_iter_calls")
 """How many times such a loader was iterated; their samplers are seeded with it."""
 _SAMPLERS = ("batch_sampler", "sampler")
-_NOW = ("given", "number", "now", "own")
+_NOW = ("given", "number", "now", "own", "share")
 """What of a position is not recorded when its iteration begins."""
 _SEEDS = ("epoch", "seed", "initial_seed")
 _DEPTH = 4
@@ -114,7 +118,9 @@ class Position:
             "now": self._streams.collect(),
             **self._counts(),
         }
-        if running is not None:
+        if running is None:
+            state.update(share=self._share(), skip=self._skipped)
+        else:
             state.update(running.recorded, given=running.given)
             # Before the first batch a loader's own state may be that of the epoch before, at its end.
             if self._asks_loader and running.given:
@@ -125,11 +131,19 @@ class Position:
         """Let the next iteration begin at ``state``; the running one, if any, moves there at its next batch."""
         _set_counts(self._loader, self._bases, state)
         self._moved, self._running, self._number = self._running, None, state.get("number", 0)
+        self._streams.watch([self._loader, *self._bases])
+        passed = passed_in(state, self._share())
+        if passed is not None:
+            self._pending, self._skipped = None, passed
+            return
         self._pending = dict(state) if state["given"] is not None else None
         self._skipped = state.get("skip", 0)
-        self._streams.watch([self._loader, *self._bases])
-        if "now" in state:
-            self._streams.restore_owned(state["now"])
+        self._streams.restore_owned(state["now"])
+
+    @property
+    def skipped(self) -> int:
+        """Batches that the next iteration begins behind, where it does not go on in the middle of a recorded one."""
+        return self._skipped
 
     def check_repeatable(self) -> None:
         """Raises: ConfigError, for a loader or a dataset that gives what it has once only."""
@@ -167,6 +181,10 @@ class Position:
                 "own (torch.Generator, random.Random), or in workers. Random augmentation alone is resumed exactly",
                 type(self._bases[0].dataset).__name__,
             )
+
+    def _share(self) -> dict[str, int | None]:
+        parts = [self._loader, *self._bases, *_parts((self._loader, *self._bases)), _held(self._loader).get("state")]
+        return share_of([_held(part) for part in parts], _length(self._loader))
 
     def _counts(self) -> dict[str, Any]:
         loaders = (self._loader, *self._bases)
@@ -265,6 +283,7 @@ class _Iteration:
             "at_iter": streams.collect(),
             "had_workers": running_workers(bases),
             "had_iterator": [_has_iterator(base) for base in bases],
+            "share": position._share(),
             **position._counts(),
         }
         can_skip = batches > 0 and type(position._loader).__name__ != "DataLoaderDispatcher"
@@ -285,6 +304,7 @@ class _Iteration:
         streams.watch([position._loader, *bases])  # samplers make generators when they are iterated
         streams.restore(state["now"])
         self.recorded = {name: value for name, value in state.items() if name not in _NOW}
+        self.recorded["share"] = position._share()
 
     def _replay(self, state: dict[str, Any]) -> None:
         position = self._position
@@ -362,16 +382,6 @@ def position_in(state: Mapping[str, Any]) -> str:
     return ""
 
 
-def in_other_world(state: Mapping[str, Any], before: int, now: int) -> dict[str, Any]:
-    """The position ``state`` of ``before`` processes for ``now`` of them: the same epoch, with other random numbers."""
-    return {
-        "given": None,
-        "skip": (state["given"] or state.get("skip", 0)) * before // now,
-        "counters": state["counters"],
-        "samplers": state["samplers"],
-    }
-
-
 def make_resumable(loader: Any) -> Position:
     """Let iterations of ``loader`` be recorded and resumed, in place: it stays the same object. Idempotent.
 
@@ -431,16 +441,20 @@ def _set_iterator(base: Any, had: bool) -> None:
         base._initial_iter_for_state_dict, base._iterator = False, None
 
 
-def _samplers(loaders: tuple[Any, ...]) -> list[Any]:
-    """The samplers and datasets of a loader that are seeded by numbers, in a fixed order."""
+def _parts(loaders: tuple[Any, ...]) -> list[Any]:
+    """The samplers and datasets of a loader, in a fixed order."""
     found: list[Any] = []
     level = [*loaders]
     for _ in range(_DEPTH):
         inner = (_held(one).get(name) for one in level for name in _SAMPLERS)
         level = [one for one in inner if one is not None and not any(one is other for other in found)]
         found.extend(level)
-    found.extend(_held(one)["dataset"] for one in loaders if "dataset" in _held(one))
-    return [one for one in found if _seeds(one)]
+    return [*found, *(_held(one)["dataset"] for one in loaders if "dataset" in _held(one))]
+
+
+def _samplers(loaders: tuple[Any, ...]) -> list[Any]:
+    """Those of its parts that are seeded by numbers."""
+    return [one for one in _parts(loaders) if _seeds(one)]
 
 
 def _seeds(sampler: Any) -> dict[str, int]:

@@ -8,13 +8,18 @@ Not exact: samplers and iterable datasets that draw from the global generators a
 (``WeightedRandomSampler`` without a generator of its own). ``ResumableLoader`` is exact with such samplers.
 """
 
+import logging
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lazysnap.data.share import ranks
 from lazysnap.data.streams import RandomStreams
 
+logger = logging.getLogger(__name__)
+
 _GENERATORS = "lazysnap_generators"
+_RANKS = "lazysnap_ranks"
 _COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
 
 
@@ -30,7 +35,7 @@ def state_of_loader(loader: Any) -> dict[str, Any]:
     held = vars(loader)
     # Asked for its state before it is iterated, the loader would make an iterator, which draws a seed.
     is_new = held.get("_iterator", loader) is None and held.get("next_iter_state") is None
-    return {**({} if is_new else loader.state_dict()), _GENERATORS: streams.collect_owned()}
+    return {**({} if is_new else loader.state_dict()), _GENERATORS: streams.collect_owned(), _RANKS: ranks()}
 
 
 def load_loader(loader: Any, state: dict[str, Any]) -> None:
@@ -39,6 +44,12 @@ def load_loader(loader: Any, state: dict[str, Any]) -> None:
     Blocks: starts the loader's workers, if it was iterated before.
     """
     own = dict(state)
+    if own.pop(_RANKS, ranks()) != ranks():
+        logger.warning(
+            "%s goes on behind as many batches of each rank as before, which are other samples with another number of "
+            "ranks: give the engine ResumableLoader(loader), which counts samples",
+            type(loader).__name__,
+        )
     generators = own.pop(_GENERATORS, None)  # not in what was saved without lazysnap
     loader.load_state_dict(own)
     if own:

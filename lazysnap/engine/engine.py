@@ -235,6 +235,7 @@ class SnapshotEngine:
         self.together("loading", lambda: self._source.load(snapshot.state))
         faults.point("engine.restart.loaded")
         if snapshot.world_size != self._world.size:
+            position = ""  # it counts batches of as many ranks as there were
             self.part_ways(snapshot)
         self.resume(snapshot, position=position, seconds=snapshot.seconds + time.perf_counter() - started)
 

@@ -437,15 +437,19 @@ class _Search:
 def part_ways(snapshot: Snapshot, world: World) -> None:
     """After a restart with another number of ranks: every rank draws random numbers of its own from here on.
 
-    What each rank had drawn cannot be continued by another number of them; equal numbers on two ranks would be worse.
+    Rank 0 warns. What each rank had drawn cannot be continued by another number of them; equal numbers on two ranks
+    would be worse.
     """
-    logger.warning(
-        "step %d was taken with %d ranks, there are %d now: weights and optimizer are exact; random numbers and the "
-        "position in the data are not continued exactly",
-        snapshot.step,
-        snapshot.world_size,
-        world.size,
-    )
+    if world.rank == 0:
+        then, now = snapshot.world_size, world.size
+        logger.warning(
+            "step %d was captured by %s and is resumed by %d: weights and optimizer are exact; random numbers begin "
+            "anew; the data goes on in the same epoch behind as many samples as were trained. These are the same "
+            "samples where their order comes from a seed (docs/several-ranks.md)",
+            snapshot.step,
+            f"{then} rank{'s' * (then > 1)}",
+            now,
+        )
     seed = (int(snapshot.run_id, 16) ^ (snapshot.step << 20) ^ (world.size << 10) ^ world.rank) & ((1 << 63) - 1)
     torch.manual_seed(seed)
     random.seed(seed)

@@ -43,8 +43,8 @@ class Snapshot:
     skipped: tuple[str, ...] = ()
     """Why newer snapshots, or faster levels, were passed over."""
     world_size: int = 1
-    """Ranks of the training that it was taken from; with another number of ranks now, what is of each rank alone
-    (generators, position in the data) could not be continued exactly."""
+    """Ranks of the training that it was taken from; with another number of ranks now, random numbers could
+    not be continued, and the position in the data counts other batches (``lazysnap.data.share``)."""
     newest_start: str | None = None
     """Of all snapshots that were found."""
     stored: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict, repr=False)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from lazysnap.data import Position
-from lazysnap.data.position import in_other_world
 from lazysnap.export.accelerate import FACTS
 from lazysnap.state.objects import ObjectState
 
@@ -79,20 +78,3 @@ class AcceleratorState(ObjectState):
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
         """See ``StateSource.replicated_parameters``."""
         return () if self.is_uneven else super().replicated_parameters()
-
-    def load(self, state: dict[str, Any], *, data: bool = True) -> None:
-        """See ``StateSource.load``.
-
-        With another number of processes than in ``state``, loaders go on in the same epoch behind as many samples, in
-        whole batches. Only an order that comes from a seed (``use_seedable_sampler=True``) is the same then.
-        """
-        then, now = state["accelerate"]["world_size"], self._accelerator.num_processes
-        if then != now:
-            then, now = (1, 1) if self._accelerator.split_batches else (then, now)
-            moved = {
-                name: in_other_world(state[name], then, now)
-                for name, one in self._objects.items()
-                if isinstance(one, Position) and name in state
-            }
-            state = {**state, **moved}
-        super().load(state, data=data)

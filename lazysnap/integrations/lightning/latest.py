@@ -74,7 +74,8 @@ class Latest:
         connector._ckpt_path = self._path = path
         self._snapshot = snapshot
         if is_fit:
-            self._position = self._state.position_of(snapshot.state)
+            is_moved = snapshot.world_size != self._trainer.world_size
+            self._position = "" if is_moved else self._state.position_of(snapshot.state)
             self._checkpoint = dict(connector._loaded_checkpoint)
 
     def resume_end(self, original: Callable[[], None]) -> None:
@@ -147,10 +148,9 @@ class Latest:
         self._connector.restore_lr_schedulers()
 
     def _change(self, snapshot: Snapshot) -> WorldChange | None:
-        now = self._trainer.world_size
-        if snapshot.world_size == now:
+        if snapshot.world_size == self._trainer.world_size:
             return None
-        return WorldChange(snapshot.world_size, now, partial(self._engine().part_ways, snapshot))
+        return WorldChange(partial(self._engine().part_ways, snapshot))
 
     def _is_ours(self) -> bool:
         return self._path is not None and self._connector._ckpt_path == self._path

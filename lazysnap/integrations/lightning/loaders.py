@@ -7,7 +7,7 @@ forward after a restart. Fetchers of loaders without a length hold one batch tha
 from collections.abc import Iterator
 from typing import Any
 
-from lazysnap.data.position import Position, in_other_world
+from lazysnap.data.position import Position
 from lazysnap.data.workers import is_stateful, keep_streams, release_streams
 
 
@@ -60,6 +60,11 @@ class LoaderPositions:
             one.position.load_state_dict(position)
         self._landing = state
 
+    @property
+    def skipped(self) -> int:
+        """Batches that the longest of them passes over, after ``load_state_dict`` with another number of ranks."""
+        return max((one.position.skipped for one in self._watched), default=0)
+
     def _iterate(self) -> Any:
         combined, own = self._combined, self._combined._flattened
         combined._flattened = self._watched
@@ -73,7 +78,7 @@ class LoaderPositions:
             iterator._consumed = landing["consumed"] or iterator._consumed
         elif landing is not None:
             for number, position in enumerate(landing["loaders"][: len(iterator.iterators)]):
-                if position["given"] is None and "skip" not in position:
+                if position["given"] is None and not position.get("skip"):
                     iterator.iterators[number] = iter(())  # a shorter one, that was at its end
         for one in self._watched:
             one.position.is_held = _length(combined) is None
@@ -92,11 +97,6 @@ class _Watched:
 
     def __len__(self) -> int:
         return len(self._loader)
-
-
-def scaled(state: dict[str, Any], before: int, now: int) -> dict[str, Any]:
-    """The state of the loaders of ``before`` ranks for ``now`` of them."""
-    return {"loaders": [in_other_world(one, before, now) for one in state["loaders"]], "consumed": []}
 
 
 def _length(combined: Any) -> int | None:

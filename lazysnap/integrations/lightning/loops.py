@@ -5,33 +5,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lazysnap.integrations.lightning.loaders import scaled
-
 
 @dataclass(frozen=True)
 class WorldChange:
-    """A snapshot of ``before`` ranks goes on with ``after``."""
+    """A snapshot of another number of ranks goes on."""
 
-    before: int
-    after: int
     part_ways: Callable[[], None]
     """Gives every rank random numbers of its own."""
 
-    def batches(self, count: int) -> int:
-        """How many batches each rank has to pass over to get behind the same samples."""
-        return count * self.before // self.after
 
+def recount(fit_loop: Any, state: dict[str, Any], passed: int) -> None:
+    """Count the batches of the present epoch as the new ranks do; those of epochs before stay as they were.
 
-def scale_batches(fit_loop_state: dict[str, Any], own: dict[str, Any], change: WorldChange) -> None:
-    """Count the batches of the present epoch as the new ranks would; those of epochs before stay as they were."""
-    position = own["position"]
-    if position is None:
-        return
-    current = fit_loop_state["epoch_loop.batch_progress"]["current"]
-    for name, count in current.items():
-        current[name] = change.batches(count)
-    position["trained"] = change.batches(position["trained"])
-    position["loaders"] = scaled(position["loaders"], change.before, change.after)
+    ``state``: the fit loop's, changed in place; ``passed``: batches that the loaders pass over.
+    """
+    progress = state["epoch_loop.batch_progress"]
+    progress["current"] = {name: passed for name in progress["current"]}
+    fit_loop.epoch_loop.batch_progress.load_state_dict(progress)
 
 
 def is_between_epochs(fit_loop: Any) -> bool:

@@ -32,8 +32,8 @@ from lazysnap.integrations.lightning.loops import (
     WorldChange,
     collect_loops,
     limit_reached,
+    recount,
     restore_loops,
-    scale_batches,
 )
 from lazysnap.integrations.lightning.rollback import check_repeatable, put_back_fit
 from lazysnap.integrations.lightning.strategies import own_state
@@ -158,8 +158,6 @@ class LightningState(NamedObjects):
                 "the snapshot was not taken by LazySnapshotCallback (it has no state of Lightning's loops); restore it "
                 "with the loop that took it, or use another directory"
             )
-        if change is not None:
-            scale_batches(state["loops"]["fit_loop"], state[KEY], change)
         self._change = change
         checkpoint = {name: value for name, value in state.items() if name != KEY}
         checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
@@ -224,6 +222,8 @@ class LightningState(NamedObjects):
                 epoch = self._landing["fit_loop"]["epoch_progress"]["current"]["processed"]
                 neighbour(fit_loop, "_set_sampler_epoch")(loader, epoch)
             self.loaders.load_state_dict(self._landing["position"]["loaders"])
+            if self._landing["world_size"] != self._trainer.world_size:
+                recount(fit_loop, self._landing["fit_loop"], self.loaders.skipped)
 
     def lands_in_epoch(self) -> bool:
         """Whether the landing is inside an epoch (else at the start of one)."""
