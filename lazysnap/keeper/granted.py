@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 
 from lazysnap.keeper.grant_messages import Epoch, LevelOrder, LevelReport, Order, Progress, Report, SnapshotKey, newest
 
-_COMPLETE_KEPT = 1024
-"""Keys of complete snapshots that a node remembers per level; more than ``keep_last`` can use."""
-
 
 @dataclass(frozen=True)
 class SlotView:
@@ -98,6 +95,9 @@ class NodeLevel:
     is_ready: bool = True
     attempt: int = 0
     complete: set[SnapshotKey] = field(default_factory=set)
+    """The newest of all starts of the run."""
+    remembered: int = 1024
+    """How many of these at least; no fewer than ``keep_last``."""
     cancelled: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
     works: bool = True
@@ -111,8 +111,8 @@ class NodeLevel:
     def learn(self, order: LevelOrder) -> None:
         """What is complete."""
         self.complete.update(order.complete)
-        if len(self.complete) > 2 * _COMPLETE_KEPT:
-            self.complete = set(sorted(self.complete)[-_COMPLETE_KEPT:])
+        if len(self.complete) > 2 * self.remembered:
+            self.complete = set(sorted(self.complete)[-self.remembered :])
 
     def obey(self, order: LevelOrder) -> bool:
         """Take the order; whether there is something to report."""

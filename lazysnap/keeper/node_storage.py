@@ -85,7 +85,7 @@ class NodeStorage:
         self._around, self._team = around, team
         self._lock = threading.Lock()
         self._names: dict[int, set[str]] = {}
-        self._levels: tuple[NodeLevel, ...] = tuple(NodeLevel() for _ in levels)
+        self._levels: tuple[NodeLevel, ...] = tuple(map(self._known, self.levels))
         """As they were when the last order was obeyed."""
         self._stopped: list[float | None] = [None] * len(levels)
         """By level: since when it does not work on all nodes, by the monotonic clock."""
@@ -96,7 +96,7 @@ class NodeStorage:
         self._tells_unreached_at: float | None = None
         """When trainers are told again, by the time that it lasts; ``None``: they were not told, or that it is over."""
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
-        self._node = NodeGrants(team.node, run.start, tuple(NodeLevel() for _ in levels))
+        self._node = NodeGrants(team.node, run.start, tuple(map(self._known, self.levels)))
         self._loop = GrantLoop(self._node, self, self._coordinator(), alone_s=_ALONE_S)
         for writer in self._writers:
             writer.start(self._loop, self._writers)
@@ -108,6 +108,12 @@ class NodeStorage:
         run = self.run
         files = NodeFiles(self._team, run.run_id, run.start, is_shared=bool(level.shared))
         return LevelWriter(level, index, files, self, knows_earlier=level.url in run.stored)
+
+    def _known(self, level: PersistentLevel) -> NodeLevel:
+        """What the restart saw there is complete. The coordinator tells only the newest."""
+        earlier = {SnapshotKey(step, start) for start, step in self.run.stored.get(level.url, ())}
+        known = NodeLevel(complete=earlier)
+        return replace(known, remembered=max(known.remembered, level.keep_last))
 
     def _coordinator(self) -> Coordinator | None:
         if self._team.node != 0:

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.grant_messages import SnapshotKey
+from lazysnap.keeper.grant_messages import MAX_TOLD, SnapshotKey
 from lazysnap.keeper.granted import NodeLevel
 from lazysnap.snapshots.retention import is_milestone, is_over
 
@@ -25,8 +25,9 @@ class Retention:
         is_complete = key in level.complete
         if key.start == self.start and not is_complete and (key.step == level.grant or key.step in level.cancelled):
             return key.step != level.grant
-        # A milestone may be complete though it is too old to be told.
-        is_complete = is_complete or is_milestone(self.settings, key.step)
+        # What is older than all that is told may be complete: milestones, and with a large ``keep_last`` others, too.
+        is_untold = self.settings.keep_last > MAX_TOLD and key < min(level.complete, default=key)
+        is_complete = is_complete or is_untold or is_milestone(self.settings, key.step)
         return is_over(key, self.settings, level.complete, is_complete=is_complete, protected=protected)
 
 

@@ -481,6 +481,30 @@ def test_complete_steps_go_when_enough_newer_ones_are_complete_and_incomplete_on
     assert expired([50, 60, 70, 80], complete=[50, 60, 70, 80]) == [60]
 
 
+@pytest.mark.parametrize("keep_last", [200, 300, 1500, 10**9])
+def test_so_many_complete_ones_stay_however_many_these_are(keep_last):
+    """The coordinator tells the newest alone; a keeper that comes later knows no others."""
+    retention = Retention(PersistentLevel("/0", keep_last=keep_last), START)
+    grants = LevelGrants(retention.settings)
+    first, later = (NodeLevel(remembered=max(1024, keep_last)) for _ in range(2))
+    every = [SnapshotKey(step, START) for step in range(4000)]
+
+    def oldest_to_stay(level, step):
+        return next(number for number in range(step + 1) if not retention.is_over(every[number], level))
+
+    for step in range(4000):
+        grants.complete.add(step)
+        if step % 100 == 99:
+            order = grants.order(START, (), is_ready=True)
+            first.learn(order)
+            if step > 2000:
+                later.learn(order)
+    for level in (first, later):
+        assert oldest_to_stay(level, 3999) <= max(0, 4000 - keep_last)
+    if keep_last <= 300:
+        assert oldest_to_stay(first, 3999) == 4000 - keep_last
+
+
 def test_a_cancelled_step_goes_unless_it_is_granted_again():
     assert expired([10, 20], complete=[10], cancelled=frozenset({20})) == [20]
     assert expired([10, 20], complete=[10], cancelled=frozenset({20}), grant=20) == []
