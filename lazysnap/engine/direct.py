@@ -182,11 +182,10 @@ class DirectStorage:
         run = self._run
         assert run is not None, "a capture begins behind the first boundary, and that names the run"
         if self._storage is None or self._storage.run.start != run.start:
-            if self._storage is not None:
-                self._storage.close()
             own = Team() if self._team is None else replace(self._team, node=0, nodes=1, crew=(self._team.rank,))
             around = Surroundings(lambda: [self._memory], lambda digest: None, self._emit)
-            self._storage = NodeStorage(self._config.levels, msgspec.structs.replace(run, peers=None), own, around)
+            run = msgspec.structs.replace(run, peers=None)
+            self._storage = NodeStorage(self._config.levels, run, own, around, self._storage)
         return self._storage
 
     def _emit(self, message: Message) -> None:
@@ -216,7 +215,7 @@ class DirectStorage:
             return False
         deadline = time.monotonic() + timeout_s
         wait = self._storage.wait_for(self._newest_step)
-        while wait.result() is None and time.monotonic() < deadline:
+        while (wait.result() is None or not self._storage.is_idle()) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         return wait.result() is True
 

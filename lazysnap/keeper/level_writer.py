@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 0.5
 _MAX_HANGING = 3
 """Threads that may hang at one level at a time; then it is left alone until one comes back."""
+_STANDS_S = 30.0
+"""Who waits for the last work of a level does not wait for an operation that did not move for so long."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 """Between two small writes to a level that failed: the pause doubles up to this."""
 _BEGIN_S = 1.0
@@ -104,7 +106,7 @@ class LevelWriter:
         self._changed = threading.Condition()
         self._work: deque[Callable[[], None]] = deque()
         self._told = Told(())
-        self._is_untidy = self._is_closed = self._is_swept = False
+        self._is_untidy = self._is_closed = self._is_swept = self._is_busy = False
         self._knows_earlier, self._knows_own = knows_earlier, True
         self._fails_since: float | None = None
         self._began = 0.0
@@ -182,6 +184,19 @@ class LevelWriter:
         return None if attempt is None else f"{attempt.name} (nothing has moved for {attempt.idle_s:.1f} s)"
 
     @property
+    def has_names(self) -> bool:
+        """Whether names are still to be given or taken away, as far as the level works."""
+        return self._fails_since is None and self._names.first() is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do that a level which works could do."""
+        with self._changed:
+            stands = self.idle_s > _STANDS_S
+            is_done = stands or not (self._is_busy or self._work)
+            return is_done and (stands or self._fails_since is not None or not (self._is_untidy or self.has_names))
+
+    @property
     def fails_since(self) -> float | None:
         """When the level began to fail, by the monotonic clock; ``None``: it works."""
         return self._fails_since
@@ -204,13 +219,20 @@ class LevelWriter:
                 if work is None:
                     return
                 self._began = time.monotonic()
-                work()
+                work()  # begun in ``_next``, so that nobody takes the level for idle in between
             except Exception:  # the rim of the thread: a bug here must not end persistence
                 logger.exception("%s", self._where)
             finally:
                 self._attempt, self._reading, self._slots, self.step = None, [], (), None
 
     def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            self._is_busy = False
+            work = self._await_work()
+            self._is_busy = work is not None
+            return work
+
+    def _await_work(self) -> Callable[[], None] | None:
         with self._changed:
             while not self._is_closed:
                 naming = self._names.first() if self._fails_since is None else None

@@ -3,6 +3,7 @@
 The decisions are those of ``keeper.grants`` and ``keeper.granted``; here they meet shared memory and the levels.
 """
 
+import itertools
 import logging
 import math
 import queue
@@ -26,7 +27,7 @@ from lazysnap.keeper.level_writer import LevelWriter, Told
 from lazysnap.keeper.links import Hello as LinkHello
 from lazysnap.keeper.links import Links
 from lazysnap.keeper.node_files import NodeFiles
-from lazysnap.keeper.protocol import Complete, Message, Peers, Run, Unlinked
+from lazysnap.keeper.protocol import Complete, Message, NameFailed, Peers, Run, Unlinked
 from lazysnap.keeper.team import Team
 from lazysnap.shard.checksum import Checksums
 
@@ -40,6 +41,8 @@ _ALONE_S = 20.0
 """Nodes whose trainers are dead wait so long for node 0."""
 _UNREACHED_S, _REMINDER_S = 10.0, 600.0
 """When trainers are told that a node is not reached, and how often again."""
+_NAMES_S = 300.0
+"""How long the next start waits until snapshots of this one have their names."""
 _PORT_S = 30.0
 """How long a keeper that takes a dead one's place waits for its port."""
 
@@ -78,12 +81,23 @@ class Surroundings:
 class NodeStorage:
     """Of one node, for one start. Methods may be called from any thread, and do not block but for ``close``."""
 
-    def __init__(self, levels: Sequence[PersistentLevel], run: Run, team: Team, around: Surroundings) -> None:
+    def __init__(
+        self,
+        levels: Sequence[PersistentLevel],
+        run: Run,
+        team: Team,
+        around: Surroundings,
+        before: "NodeStorage | None" = None,
+    ) -> None:
+        """``before``: of an earlier start, which gives its names first, and is closed then."""
         self.run = run
+        self._before = before
         self.num_kept = run.num_kept
         self.levels = tuple(replace(level, shared=level.url in run.shared) for level in levels)
         self._around, self._team = around, team
         self._lock = threading.Lock()
+        self._telling = threading.Lock()
+        """Held while writers are told what is known, so that they hear of each name and level together."""
         self._names: dict[int, set[str]] = {}
         self._levels: tuple[NodeLevel, ...] = tuple(map(self._known, self.levels))
         """As they were when the last order was obeyed."""
@@ -128,6 +142,9 @@ class NodeStorage:
     def _begin(self) -> None:
         """The thread that begins: after what an earlier keeper stored is known."""
         try:
+            if self._before is not None:
+                self._before.end()
+                self._before = None
             if not self.run.is_new:
                 self._wish_kept()
                 self._list()
@@ -256,24 +273,24 @@ class NodeStorage:
                 logger.exception("telling")
 
     def _take(self, known: tuple[NodeLevel, ...]) -> None:
-        with self._lock:
-            before = self._levels
+        before = self._levels
         for settings, old, new in zip(self.levels, before, known, strict=True):
             news = sorted(key.step for key in new.complete - old.complete if key.start == self.run.start)
             if news:
                 self._around.emit(Complete(settings.url, news, self.run.start))
-        # Only now: whoever waits for a step hears of it after its trainers did.
-        with self._lock:
-            self._levels, now = known, time.monotonic()
-            stopped = zip(self._stopped, known, strict=True)
-            self._stopped = [None if level.works else since or now for since, level in stopped]
-        if known != before:
-            self._tell()
+        with self._telling:
+            if known != before:
+                self._tell(known)
+            # Only now: whoever waits for a step hears of it after trainers, and after writers that name and delete.
+            with self._lock:
+                self._levels, now = known, time.monotonic()
+                stopped = zip(self._stopped, known, strict=True)
+                self._stopped = [None if level.works else since or now for since, level in stopped]
 
-    def _tell(self) -> None:
+    def _tell(self, levels: tuple[NodeLevel, ...]) -> None:
         """Names may be written, old snapshots may go."""
         with self._lock:
-            levels, names = self._levels, {step: set(given) for step, given in self._names.items()}
+            names = {step: set(given) for step, given in self._names.items()}
         for writer, level in zip(self._writers, levels, strict=True):
             writer.learned(Told(levels, names))
             for step, given in names.items():
@@ -330,7 +347,8 @@ class NodeStorage:
             self._names.setdefault(step, set()).add(name)
         # A new keeper is told of old names, too: what is being written does not give way to those.
         self.wish(step, is_urgent=any(slot is not None for slot in self.slots_of(step)))
-        self._tell()
+        with self._telling:
+            self._tell(self._levels)
 
     def release(self, name: str) -> None:
         """Take a name from this run's snapshots at every level."""
@@ -339,7 +357,8 @@ class NodeStorage:
                 names.discard(name)
         for writer in self._writers:
             writer.release(name)
-        self._tell()
+        with self._telling:
+            self._tell(self._levels)
 
     def again(self) -> list[Complete]:
         """What a trainer that comes back is told."""
@@ -389,6 +408,31 @@ class NodeStorage:
         """What each level that is at work is doing, in words."""
         found = [writer.doing for writer in self._writers]
         return [text for text in found if text is not None]
+
+    def has_names(self) -> bool:
+        """Whether snapshots are still to be named, as far as levels work."""
+        with self._lock:
+            named = [step for step, names in self._names.items() if names]
+            levels = [level for level, since in zip(self._levels, self._stopped, strict=True) if since is None]
+        keys = {step: SnapshotKey(step, self.run.start) for step in named}
+        is_open = any(step not in level.lost and keys[step] not in level.complete for step in named for level in levels)
+        return is_open or any(writer.has_names for writer in self._writers)
+
+    def is_idle(self) -> bool:
+        """Whether levels that work have nothing left to do: names, old snapshots."""
+        return not self.has_names() and all(writer.is_idle for writer in self._writers)
+
+    def end(self) -> None:
+        """Close, once names are given; what was not named is told. Blocks: at most ``_NAMES_S``."""
+        deadline = time.monotonic() + _NAMES_S
+        while self.has_names() and not self._is_closed and time.monotonic() < deadline:
+            time.sleep(_REST_S)
+        if self.has_names() and not self._is_closed:
+            given = sorted({name for names in self._names.values() for name in names})
+            text = "training was started again, and its snapshot was not at every level in time"
+            for level, name in itertools.product(self.levels, given):
+                self._around.emit(NameFailed(level.url, name, text))
+        self.close()
 
     def close(self) -> None:
         """Store no more; what is under way may end. Blocks: for a moment."""

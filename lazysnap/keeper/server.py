@@ -39,6 +39,8 @@ from lazysnap.keeper.team import Team
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+IDLE_LIMIT_S = 300.0
+"""How long the keeper of a job that is over gives names and deletes old snapshots."""
 
 
 def run_keeper(listener: socket.socket, trainer: socket.socket | None = None) -> None:
@@ -70,6 +72,8 @@ class Server:
         """Whether it was told to: then nobody is served any more."""
         self._asked_to_stop: Connection | None = None
         self._storage: NodeStorage | None = None
+        self._idle_until: float | None = None
+        """When it ends whatever the levels still do."""
         self._crew = 1
         """How many ranks the node has."""
         self._reserved: socket.socket | None = None
@@ -92,8 +96,13 @@ class Server:
 
     def _is_over(self) -> bool:
         if self._has_served or self._is_leaving:
-            return all(rank.phase is Phase.GONE for rank in self._ranks.values())
+            return all(rank.phase is Phase.GONE for rank in self._ranks.values()) and self._is_idle()
         return time.monotonic() > self._first_until
+
+    def _is_idle(self) -> bool:
+        """Whether names are given and old snapshots are gone, or that takes too long."""
+        self._idle_until = self._idle_until or time.monotonic() + IDLE_LIMIT_S
+        return self._storage is None or self._storage.is_idle() or time.monotonic() > self._idle_until
 
     def terminate(self) -> None:
         """SIGTERM: persist the newest captures, then leave."""
@@ -131,11 +140,9 @@ class Server:
 
     def _store(self, rank: LocalRank, run: Run, team: Team) -> None:
         """From now on captures of this start are stored, and of no other."""
-        if self._storage is not None:
-            self._storage.close()
-        self._crew = len(team.crew)
+        self._crew, self._idle_until = len(team.crew), None
         around = Surroundings(self._ranks_here, self._frozen.get, self._emit)
-        self._storage = NodeStorage(rank.levels, run, team, around)
+        self._storage = NodeStorage(rank.levels, run, team, around, self._storage)
 
     def _go_back(self) -> None:
         """Nothing was captured since the last start, and its trainers are gone: what was before still counts."""

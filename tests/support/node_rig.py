@@ -133,14 +133,18 @@ class Rig:
         """Of all nodes."""
         return [rank for node in self.nodes for rank in node]
 
-    def begin(self, start: str = STARTS[0], *, run_id: str = RUN, **told: Any) -> "Rig":
-        """A start of the training. ``told``: further fields of ``Run``."""
+    def begin(self, start: str = STARTS[0], *, run_id: str = RUN, follows: bool = False, **told: Any) -> "Rig":
+        """A start of the training; ``follows``: at the same keepers. ``told``: further fields of ``Run``."""
         self.start, self.run_id, self.step = start, run_id, 0
-        self._end()
+        before = self.storages if follows else [None] * len(self.nodes)
+        if not follows:
+            self._end()
         self.told_to = [self.ears() for _ in self.nodes]
         for rank in self.ranks:
             rank.begin_run(start)
-        self.storages = [self._storage(node, is_new=True, **told) for node in range(len(self.nodes))]
+        self.storages = [
+            self._storage(node, is_new=True, before=before[node], **told) for node in range(len(self.nodes))
+        ]
         return self
 
     def stop(self, node: int) -> None:
@@ -154,7 +158,12 @@ class Rig:
         self.storages[node] = self._storage(node, is_new=False)
 
     def _storage(
-        self, node: int, *, is_new: bool, stored: dict[str, list[tuple[str, int]]] | None = None
+        self,
+        node: int,
+        *,
+        is_new: bool,
+        before: NodeStorage | None = None,
+        stored: dict[str, list[tuple[str, int]]] | None = None,
     ) -> NodeStorage:
         run = Run(
             self.run_id,
@@ -174,9 +183,9 @@ class Rig:
             slot.set_word(Word.GRANT, 0)  # what the keeper before granted is not asked for any more
         team = Team.of(self._places, ranks[0].rank)
         around = Surroundings(lambda: list(ranks), self.frozen.get, self.told_to[node].append)
-        before = set(threading.enumerate())
-        storage = NodeStorage(self.levels_of(node), run, team, around)
-        self._writers += [one for one in set(threading.enumerate()) - before if one.name == "lazysnap-level"]
+        known = set(threading.enumerate())
+        storage = NodeStorage(self.levels_of(node), run, team, around, before)
+        self._writers += [one for one in set(threading.enumerate()) - known if one.name == "lazysnap-level"]
         return storage
 
     def _end(self) -> None:

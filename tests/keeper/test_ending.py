@@ -1,0 +1,105 @@
+"""A keeper ends, and begins with another start, when names are given and old snapshots are gone."""
+
+import threading
+
+import pytest
+from support.node_rig import STARTS, Rig, check, names_at, steps_at
+from support.waiting import until
+
+from lazysnap import faults
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper import node_storage
+from lazysnap.keeper.protocol import NameFailed
+
+
+@pytest.fixture
+def level(tmp_path):
+    return PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
+
+
+@pytest.fixture
+def rig(level):
+    rig = Rig(level).begin()
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """``held(place)``: whoever passes there stands still until ``let_go``."""
+
+    class Held:
+        def __init__(self):
+            self.place, self.is_there, self.let_go = "", threading.Event(), threading.Event()
+
+        def __call__(self, place):
+            self.place = place
+
+        def point(self, name):
+            if name == self.place:
+                self.is_there.set()
+                assert self.let_go.wait(60)
+
+    held = Held()
+    monkeypatch.setattr(faults, "point", held.point)
+    yield held
+    held.let_go.set()
+
+
+def test_a_keeper_is_idle_when_names_are_given(rig, level, held):
+    assert rig.store() == 2
+    assert until(rig.storages[0].is_idle)
+
+    held("level.local.rename")
+    rig.storages[0].keep("mine", 2)
+    assert not rig.storages[0].is_idle()
+    assert held.is_there.wait(60)
+    assert not rig.storages[0].is_idle()
+
+    held.let_go.set()
+    assert until(rig.storages[0].is_idle)
+    assert names_at(level) == {2: ("mine",)}
+
+
+def test_a_keeper_is_idle_when_old_snapshots_are_gone(rig, level, held):
+    assert rig.store() == 2
+    held("level.store.uncommitted")
+    assert rig.store() == 4
+    assert held.is_there.wait(60)
+    assert not rig.storages[0].is_idle()
+
+    held.let_go.set()
+    assert until(rig.storages[0].is_idle)
+    assert steps_at(level) == [4]
+
+
+def test_a_snapshot_that_was_named_just_before_a_start_is_stored_and_named_before_others_are(rig, level, held):
+    held("level.store.begin")
+    assert rig.train() == 2
+    rig.storages[0].keep("mine", 2)
+    assert held.is_there.wait(60)
+
+    rig.begin(STARTS[1], follows=True)
+    for step in (1, 3, 5):
+        rig.capture(step)
+    held.let_go.set()
+
+    assert until(lambda: names_at(level).get(2) == ("mine",))
+    newest = rig.store()
+    assert until(lambda: steps_at(level) == sorted({2, newest}))
+    check(level, 2)
+
+
+def test_names_that_come_too_late_for_a_start_are_said_to_be_lost(rig, level, held, monkeypatch):
+    monkeypatch.setattr(node_storage, "_NAMES_S", 0.0)
+    held("level.store.begin")
+    assert rig.train() == 2
+    first = rig.told_to[0]
+    rig.storages[0].keep("mine", 2)
+    assert held.is_there.wait(60)
+
+    rig.begin(STARTS[1], follows=True)
+
+    assert until(lambda: [(event.name, event.level) for event in list(first) if isinstance(event, NameFailed)])
+    held.let_go.set()
+    rig.store()
