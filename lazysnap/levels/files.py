@@ -19,6 +19,7 @@ _GONE = "unmount it (umount -l) and mount it again"
 _REFUSED = "check owner and mode of the directory for user {user} (NFS turns root into nobody unless no_root_squash)"
 _GAVE_UP = "look into the kernel's log: the disk failed, or the server of a soft NFS mount is away"
 _NEXT_STEPS = {
+    errno.ENOTDIR: "a file is where a directory has to be: move it away, or give the level another directory",
     errno.ESTALE: f"the directory was replaced at the server: {_GONE}",
     errno.ENOTCONN: f"what serves this mount is gone: {_GONE}",
     errno.EROFS: "look into the kernel's log why it is mounted read-only, then remount it for writing",

@@ -389,6 +389,17 @@ def test_rights_lost_in_the_middle_of_a_run_are_named_and_come_back(open_to_all,
 
 
 @needs_root
+@pytest.mark.parametrize("below", ["", "level"])
+def test_a_file_where_a_directory_has_to_be_is_named_with_what_to_do(tmp_path, below):
+    (tmp_path / "file").touch()
+    store = open_store(str(tmp_path / "file" / below))
+    for work in (store.inventory, lambda: store.write(meta(1), Image(1))):
+        with pytest.raises(
+            LevelUnavailable, match=r"Not a directory: .*; a file is where a directory has to be: move it"
+        ):
+            work()
+
+
 def test_a_mount_whose_server_is_gone_says_so_and_is_taken_up_again(tmp_path):
     store = open_store(str(tmp_path / "mount" / "run"))
     store.write(meta(1), Image(1))
