@@ -60,6 +60,13 @@ def fresh(absence: Absence | None, *, how: str = 'engine.restore("latest")', ste
     elif absence.incomplete:
         look = f"; `lazysnap ls {shown(absence.urls[0])}` lists what is there" if absence.urls else ""
         reason = f"there are only incomplete snapshots {where} ({_steps(absence.incomplete)}){look}"
+    elif absence.uncommitted:
+        [(url, count), *_] = absence.uncommitted.items()
+        what = "1 directory" if count == 1 else f"{count} directories"
+        reason = (
+            f"there is no snapshot {where}, but {what} without a valid manifest, which is written last; "
+            f"`lazysnap ls {shown(url)}` lists what is there"
+        )
     elif absence.is_partial:
         reason = f"no snapshot was found {where}, but not all of that could be read; the messages above say what"
     else:

@@ -123,6 +123,7 @@ def fetch(which: int | str, told: Restart) -> Snapshot | Absence:
             urls,
             incomplete=tuple(sorted(seen - held)),
             unreadable=tuple(sorted(held)),
+            uncommitted=search.uncommitted,
             is_partial=bool(search.problems),
         )
 
@@ -266,6 +267,11 @@ class _Search:
 
     def _passed_over(self, problem: str) -> None:
         self.problems.append(problem)
+
+    @property
+    def uncommitted(self) -> Mapping[str, int]:
+        """See ``Absence.uncommitted``."""
+        return self._survey.uncommitted
 
     def end(self) -> TrainerEnd | None:
         """Of the trainer before, as far as this rank's keeper knows."""

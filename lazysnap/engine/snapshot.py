@@ -71,5 +71,7 @@ class Absence:
     """Steps of which a part was found, in ascending order."""
     unreadable: tuple[int, ...] = ()
     """Steps that were complete and could not be read, in ascending order."""
+    uncommitted: Mapping[str, int] = field(default_factory=dict)
+    """By level: directories of snapshots without any manifest, where there are some."""
     is_partial: bool = False
     """Whether not every place could be looked at, as the messages before said."""

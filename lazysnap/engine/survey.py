@@ -6,7 +6,7 @@ inode and times included, are at one place and share the work; a disk that only 
 
 import dataclasses
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from lazysnap.errors import ConfigError
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
+from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Place
 
 
@@ -41,11 +42,19 @@ class Survey:
         self._levels = levels
         self.reach: set[str] = set()
         """Labels of the places that only some ranks see, this one among them."""
+        self.uncommitted: Counter[str] = Counter()
+        """By level: directories of snapshots without any manifest. The same on every rank."""
 
     def look(self, problems: list[str]) -> list[Inventory]:
         """What all ranks found, the same list on each; what this one could not is added to ``problems``. Collective."""
         told = self._world.exchange_after("what is on storage", lambda: self._names(problems))
         sites = sites_of(told, self._world.places)
+        self.uncommitted = Counter(
+            site.url
+            for site in sites
+            for directory in site.listing.directories
+            if not directory.ranges and SnapshotName.parse(directory.name) is not None
+        )
         found = self._world.exchange_after("what of it is whole", lambda: self._mine(sites, problems))
         return merged([inventory_of(item) for listed in found for item in listed])
 

@@ -20,6 +20,12 @@ def test_a_start_that_could_not_look_everywhere_does_not_say_that_there_is_nothi
     assert "not all of that could be read" in told
 
 
+def test_directories_without_a_manifest_are_told():
+    told = report.fresh(Absence(("/a", "/b"), uncommitted={"/b": 3}))
+    assert "no snapshot in memory or at /a or at /b, but 3 directories without a valid manifest" in told
+    assert "`lazysnap ls /b`" in told
+
+
 def test_memory_that_is_not_held_is_not_told_as_held():
     sizes = Sizes(state_bytes=100, frozen_bytes=0, slots=3, slot_bytes=200, available_bytes=50)
     assert "100 bytes, 3 slots = " in opening_line(SnapshotConfig(), sizes, 1)

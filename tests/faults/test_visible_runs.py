@@ -114,6 +114,20 @@ def test_half_a_snapshot_and_a_damaged_one_are_named_as_the_reason(start, tmp_pa
     )
 
 
+def test_directories_without_a_manifest_are_the_reason(start, tmp_path):
+    level = tmp_path / "level"
+    start(steps=2)
+    for manifest in level.glob("step-*/*.json"):
+        manifest.unlink()
+    count = len([*level.glob("step-*")])
+    _, lines, _ = start(steps=2)
+    one(
+        lines[:1],
+        rf"lazysnap: starting fresh: there is no snapshot in memory or at {level}, but {count} director(y|ies) without "
+        rf"a valid manifest, which is written last; `lazysnap ls {level}` lists what is there",
+    )
+
+
 def test_of_two_ranks_one_that_is_missing_makes_it_incomplete(start, tmp_path):
     """Written as by a training of two ranks, of which only the first one stored its part."""
     layout = Layout.plan([TensorSpec("weight", "U8", (8,))])
