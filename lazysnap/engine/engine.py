@@ -744,9 +744,13 @@ class SnapshotEngine:
     def _tell_end(self, ending: report.Ending) -> None:
         self._hear()
         urls = [level.url for level in self.config.levels]
-        end = report.End(ending, urls, self.config.memory.linger_s)
-        for line in report.summary(self._statistics, end) if self._world.rank == 0 else ():
+        end = report.End(ending, urls, self.config.memory.linger_s, self.config.drain_timeout_s)
+        if self._world.rank != 0:
+            return
+        for line in report.summary(self._statistics, end):
             say(line)
+        if warning := report.not_durable(self._statistics, end):
+            logger.warning("%s", warning)
 
     def _has_captured_last(self) -> bool:
         last, capture = self._last_due, self._recorder.newest_whole()
@@ -776,20 +780,10 @@ class SnapshotEngine:
         has_any = self._statistics.began or self._client.was_attached or self._direct.has_newest
         if self._world.is_alone and not has_any:
             return True
-        started = time.monotonic()
         durable = self._durability.end(self._recorder.newest_whole(), progress, is_common=is_common)
         self._hear()
-        if not durable and self._protection.cause is not None:
+        if not durable and self._recorder.last_held_step() is None:  # else see ``report.not_durable``
             logger.warning("the last snapshot is not durable at every level. %s", self._reason())
-        elif not durable:
-            logger.warning(
-                "the last snapshot is not durable at every level (waited %.1f s of at most %g, drain_timeout_s); see "
-                "the messages above, if any, and the level that does not answer. Memory keeps it for %g s (linger_s) "
-                'for a restart of the same job with "latest"; then the keeper tries once more',
-                time.monotonic() - started,
-                self.config.drain_timeout_s,
-                self.config.memory.linger_s,
-            )
         return durable
 
     def abandon(self) -> None:

@@ -31,6 +31,7 @@ class End:
     urls: Sequence[str]
     """Of the levels, fast to slow."""
     linger_s: float
+    drain_timeout_s: float = 0.0
 
 
 # ---------------------------------------------------------------- the start
@@ -120,7 +121,7 @@ def duration(seconds: float) -> str:
 
 
 def summary(statistics: Statistics, end: End) -> list[str]:
-    """What was captured and stored; empty, if no step was due. What is not durable has a line of its own."""
+    """What was captured and stored; empty, if no step was due. Of what is not durable see ``not_durable``."""
     left_out = statistics.skipped.total()
     if not statistics.began and not left_out and not statistics.direct.count:
         return []
@@ -131,17 +132,23 @@ def summary(statistics: Statistics, end: End) -> list[str]:
     parts.append(f"training waited {duration(statistics.waited_s)} in all")
     lines = ["; ".join(parts)]
     newest = statistics.last_whole_step
-    missing = [url for url in end.urls if newest is None or statistics.last_durable_step.get(url) != newest]
-    if missing and newest is not None:
-        lines.append(
-            f"NOT DURABLE: step {newest}, the newest capture, is not at {', '.join(map(shown, missing))}"
-            f"{_failures(statistics, missing)}; {_fate(end)}"
-        )
-    elif newest is None and not any(url in statistics.last_durable_step for url in end.urls):
+    if newest is None and not any(url in statistics.last_durable_step for url in end.urls):
         lines.append("NOTHING OF THIS TRAINING IS CAPTURED: a restart would not find any of its steps")
-    elif newest is not None and end.ending is Ending.LINGERING:
+    elif newest is not None and end.ending is Ending.LINGERING and not not_durable(statistics, end):
         lines.append(f"step {newest}: {_fate(end)}")
     return lines
+
+
+def not_durable(statistics: Statistics, end: End) -> str:
+    """The warning about a newest capture that is not stored at every level; empty, if it is or if there is none."""
+    newest = statistics.last_whole_step
+    missing = [url for url in end.urls if statistics.last_durable_step.get(url) != newest]
+    if newest is None or not missing:
+        return ""
+    return (
+        f"NOT DURABLE: step {newest}, the newest capture, is not at {', '.join(map(shown, missing))}"
+        f"{_failures(statistics, missing) or _waited(end)}; {_fate(end)}"
+    )
 
 
 def _captured(statistics: Statistics) -> str:
@@ -168,6 +175,12 @@ def _newest(statistics: Statistics, url: str) -> str:
 def _failures(statistics: Statistics, urls: Sequence[str]) -> str:
     count = sum(statistics.level_failures[url] for url in urls)
     return f" ({count} write{'s' * (count != 1)} failed)" if count else ""
+
+
+def _waited(end: End) -> str:
+    if end.ending is Ending.CLOSED:
+        return ""
+    return f" after {end.drain_timeout_s:g} s (drain_timeout_s)"
 
 
 def _fate(end: End) -> str:
