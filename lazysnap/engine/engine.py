@@ -744,7 +744,8 @@ class SnapshotEngine:
     def _tell_end(self, ending: report.Ending) -> None:
         self._hear()
         urls = [level.url for level in self.config.levels]
-        end = report.End(ending, urls, self.config.memory.linger_s, self.config.drain_timeout_s)
+        config = self.config
+        end = report.End(ending, urls, config.memory.linger_s, config.drain_timeout_s, self._world.size)
         if self._world.rank != 0:
             return
         for line in report.summary(self._statistics, end):
@@ -796,7 +797,7 @@ class SnapshotEngine:
             self._compare_frozen(self.config.flush_budget_s)
             self._leave()
             self._client.abandon()
-            self._tell_end(report.Ending.LINGERING)
+            self._tell_end(report.Ending.ABANDONED)
 
     def _leave(self) -> None:
         self.statistics()  # as they are while the keeper is there

@@ -20,7 +20,9 @@ class Ending(enum.Enum):
     CLOSED = "closed"
     """The keeper stores what it has not stored yet, then it frees the memory."""
     LINGERING = "lingering"
-    """Left as after a crash: the keeper keeps the memory for a restart."""
+    """Not everything was made durable: the keeper keeps the memory for a restart."""
+    ABANDONED = "abandoned"
+    """Left as after a crash: the same, and nobody waited for storage."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class End:
     """Of the levels, fast to slow."""
     linger_s: float
     drain_timeout_s: float = 0.0
+    ranks: int = 1
 
 
 # ---------------------------------------------------------------- the start
@@ -134,16 +137,18 @@ def summary(statistics: Statistics, end: End) -> list[str]:
     newest = statistics.last_whole_step
     if newest is None and not any(url in statistics.last_durable_step for url in end.urls):
         lines.append("NOTHING OF THIS TRAINING IS CAPTURED: a restart would not find any of its steps")
-    elif newest is not None and end.ending is Ending.LINGERING and not not_durable(statistics, end):
+    elif newest is not None and end.ending is not Ending.CLOSED and not not_durable(statistics, end):
         lines.append(f"step {newest}: {_fate(end)}")
     return lines
 
 
 def not_durable(statistics: Statistics, end: End) -> str:
-    """The warning about a newest capture that is not stored at every level; empty, if it is or if there is none."""
+    """The warning about a newest capture that is not stored at every level; empty, if it is or if there is none, and
+    after a crash, for which memory is there.
+    """
     newest = statistics.last_whole_step
     missing = [url for url in end.urls if statistics.last_durable_step.get(url) != newest]
-    if newest is None or not missing:
+    if newest is None or not missing or end.ending is Ending.ABANDONED:
         return ""
     return (
         f"NOT DURABLE: step {newest}, the newest capture, is not at {', '.join(map(shown, missing))}"
@@ -184,6 +189,7 @@ def _waited(end: End) -> str:
 
 
 def _fate(end: End) -> str:
-    if end.ending is Ending.LINGERING:
-        return f'it stays in memory for {end.linger_s:g} s (linger_s), where a restart with "latest" finds it'
-    return "its keeper goes on storing it"
+    if end.ending is Ending.CLOSED:
+        return "its keeper goes on storing it"
+    finds = "it" if end.ranks == 1 else "the newest step that all ranks have"
+    return f'it stays in memory for {end.linger_s:g} s (linger_s), where a restart with "latest" finds {finds}'

@@ -55,3 +55,18 @@ def test_that_nothing_is_captured_is_said_only_where_storage_has_nothing_either(
     statistics.last_durable_step["/a"] = 8  # its keeper was lost since
 
     assert not any("NOTHING" in line for line in report.summary(statistics, end))
+
+
+def test_a_rank_that_outlives_another_says_that_memory_has_it_and_warns_of_nothing():
+    statistics = Statistics(began=33, whole=33, last_whole_step=33)
+    statistics.last_durable_step["/a"] = 30
+    end = report.End(report.Ending.ABANDONED, ("/a",), 1800, ranks=2)
+    assert report.not_durable(statistics, end) == ""
+    assert report.summary(statistics, end)[-1] == (
+        'step 33: it stays in memory for 1800 s (linger_s), where a restart with "latest" finds the newest step that '
+        "all ranks have"
+    )
+    lingering = report.End(report.Ending.LINGERING, ("/a",), 1800, 60)
+    assert report.not_durable(statistics, lingering).startswith(
+        "NOT DURABLE: step 33, the newest capture, is not at /a after 60 s (drain_timeout_s); it stays in memory"
+    )

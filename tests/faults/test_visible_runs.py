@@ -154,3 +154,13 @@ def test_what_is_not_durable_at_the_end_is_said_loudly(start, tmp_path):
         r"lazysnap: NOT DURABLE: step 8, the newest capture, is not at .*/file/level \(\d+ writes? failed\); it stays "
         r'in memory for 30 s \(linger_s\), where a restart with "latest" finds it',
     )
+
+
+def test_after_a_crash_it_says_where_the_newest_step_is_and_warns_of_nothing(start, tmp_path):
+    (tmp_path / "file").write_text("where a directory would have to be")
+    _, lines, text = start(url=str(tmp_path / "file" / "level"), abandon=True)
+    assert "NOT DURABLE" not in text
+    one(
+        lines,
+        r'lazysnap: step 8: it stays in memory for 30 s \(linger_s\), where a restart with "latest" finds it',
+    )

@@ -41,6 +41,9 @@ def main() -> None:
         if step == settings.get("die_at"):
             for pid in [engine._client._connection.peer_pid] * bool(settings.get("with_keeper")) + [os.getpid()]:
                 os.kill(pid, signal.SIGKILL)
+    if settings.get("abandon"):
+        engine.abandon()
+        return
     print("closed", engine.close(), flush=True)
 
 
