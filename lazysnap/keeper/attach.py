@@ -68,7 +68,7 @@ def attach(
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reply.since))
             raise JobBusy(
                 f"job {identity.job_id!r} runs already on this node: process {reply.pid}, since {since}; "
-                "end it, or give this one another directory or SnapshotConfig(job_id=...)"
+                "end it, or give this one a directory of its own (without levels: SnapshotConfig(job_id=...))"
             )
         if time.monotonic() > deadline:
             silent_pid = connection.peer_pid if was_there and connection is not None and reply is None else None
