@@ -211,7 +211,7 @@ def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_e
     job.start()
     second = job.start(ready=False, keeper_timeout_s=1000, gate_timeout_s=1000)
 
-    with pytest.raises(JobBusy, match=r"runs already .* end it, or give this one a directory of its own"), second.engine:
+    with pytest.raises(JobBusy, match=r"runs already .* end it, or give this one a directory"), second.engine:
         getattr(second.engine, call)()
 
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []

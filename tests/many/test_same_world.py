@@ -104,6 +104,7 @@ def copies(pieces):
 def test_each_rank_captures_its_share(make_job, on):
     """Replicated state stands once in the shards of a node, whatever the number of its ranks, in equal shares."""
     job = make_job(nodes=("node-a", "node-b"))
+    job.levels[0]["shared"] = False  # else a node stores a part of what it captures: test_shared_levels.py
     by_rank = {str(rank): {"node": f"node-{node}"} for rank, node in enumerate(on)}
     assert set(job.run("ddp", len(on), stop_at=1, wait_durable=True, by_rank=by_rank)) == {9}, job.output()
 
