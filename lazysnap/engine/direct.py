@@ -64,6 +64,9 @@ class _OwnMemory:
     def has_begun(self, start: str) -> bool:
         return start == self._start
 
+    def has_left(self, start: str) -> bool:
+        return start != self._start
+
 
 class DirectStorage:
     """Of one engine; used on the training thread. Threads start with the first write, and end in ``close``."""

@@ -126,6 +126,10 @@ class LocalRank:
         """Whether its trainer is dead, or said goodbye: what is whole in its slots stays as it is."""
         return self.phase not in (Phase.WAITING, Phase.ATTACHED, Phase.AWAY)
 
+    def has_left(self, start: str) -> bool:
+        """See ``node_storage.RankMemory``."""
+        return self.is_gone or (self.last is not None and self.last[0].start != start)
+
     def slots(self) -> list[Slot]:
         """All of them, also those that have their words alone."""
         return [*self._pool.all(), *self._lent]

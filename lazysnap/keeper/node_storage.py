@@ -57,6 +57,9 @@ class RankMemory(Protocol):
     def is_gone(self) -> bool:
         """Whether its trainer is dead, or said goodbye."""
 
+    def has_left(self, start: str) -> bool:
+        """Whether nothing more is captured for that start: its trainer is gone, or began another one."""
+
     @property
     def is_choosing(self) -> bool:
         """Whether its trainer did not tell yet which run it goes on with."""
@@ -145,6 +148,8 @@ class NodeStorage:
             if self._before is not None:
                 self._before.end()
                 self._before = None
+                if self._is_closed:
+                    return
             if not self.run.is_new:
                 self._wish_kept()
                 self._list()
@@ -202,7 +207,7 @@ class NodeStorage:
         start = self.run.start
         if rank is None or not rank.has_begun(start):
             return RankView(-1, False, ())
-        is_gone, slots = rank.is_gone, rank.slots()
+        is_gone, slots = rank.has_left(start), rank.slots()
         begun = max((slot.word(Word.BEGIN) - 1 for slot in slots if rank.holds(slot, start)), default=self.run.step)
         views = []
         for _, status in self._held(rank, slots):
@@ -352,6 +357,9 @@ class NodeStorage:
 
     def release(self, name: str) -> None:
         """Take a name from this run's snapshots at every level."""
+        before = self._before
+        if before is not None:
+            before.release(name)  # it would give it later
         with self._lock:
             for names in self._names.values():
                 names.discard(name)
@@ -425,8 +433,14 @@ class NodeStorage:
     def end(self) -> None:
         """Close, once names are given; what was not named is told. Blocks: at most ``_NAMES_S``."""
         deadline = time.monotonic() + _NAMES_S
-        while self.has_names() and not self._is_closed and time.monotonic() < deadline:
+        while (self._before is not None or self.has_names()) and not self._is_closed:
+            nodes, seconds = self._loop.unreached
+            if time.monotonic() > deadline or (nodes and seconds > _UNREACHED_S):
+                break
             time.sleep(_REST_S)
+        before = self._before
+        if before is not None:
+            before.close()
         if self.has_names() and not self._is_closed:
             given = sorted({name for names in self._names.values() for name in names})
             text = "training was started again, and its snapshot was not at every level in time"

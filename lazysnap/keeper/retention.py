@@ -26,9 +26,17 @@ class Retention:
         if key.start == self.start and not is_complete and (key.step == level.grant or key.step in level.cancelled):
             return key.step != level.grant
         # What is older than all that is told may be complete: milestones, and with a large ``keep_last`` others, too.
-        is_untold = self.settings.keep_last > MAX_TOLD and key < min(level.complete, default=key)
-        is_complete = is_complete or is_untold or is_milestone(self.settings, key.step)
+        is_complete = is_complete or self._is_untold(key, level) or is_milestone(self.settings, key.step)
         return is_over(key, self.settings, level.complete, is_complete=is_complete, protected=protected)
+
+    def _is_untold(self, key: SnapshotKey, level: NodeLevel) -> bool:
+        """Whether it may be complete without having been told. Of earlier starts the restart saw all."""
+        if self.settings.keep_last <= MAX_TOLD:
+            return False
+        if key.start != self.start:
+            return key < min(level.complete, default=key)
+        own = [known for known in level.complete if known.start == self.start]
+        return not own or key < min(own)
 
 
 def still_to_copy(faster: NodeLevel, slower: NodeLevel, settings: PersistentLevel, start: str) -> set[int]:

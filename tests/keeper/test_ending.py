@@ -103,3 +103,54 @@ def test_names_that_come_too_late_for_a_start_are_said_to_be_lost(rig, level, he
     assert until(lambda: [(event.name, event.level) for event in list(first) if isinstance(event, NameFailed)])
     held.let_go.set()
     rig.store()
+
+
+def test_the_name_of_a_start_outlives_two_more_starts_and_no_capture_is_left_out_meanwhile(rig, level, held):
+    held("level.store.begin")
+    assert rig.train() == 2
+    rig.storages[0].keep("mine", 2)
+    assert held.is_there.wait(60)
+
+    for start in STARTS[1:3]:
+        rig.begin(start, follows=True)
+        for step in range(1, 8):
+            rig.capture(step)  # waits for a slot, and fails if none is free
+    held.let_go.set()
+
+    assert until(lambda: names_at(level).get(2) == ("mine",))
+    newest = rig.store()
+    assert until(lambda: steps_at(level) == sorted({2, newest}))
+
+
+def test_a_name_that_is_taken_away_is_not_given_by_the_start_before(rig, level, held):
+    held("level.store.begin")
+    assert rig.train() == 2
+    rig.storages[0].keep("mine", 2)
+    assert held.is_there.wait(60)
+
+    rig.begin(STARTS[1], follows=True)
+    rig.storages[0].release("mine")
+    held.let_go.set()
+
+    newest = rig.store()
+    assert until(lambda: rig.storages[0].is_idle())
+    assert not any(names_at(level).values())
+    assert newest in steps_at(level)
+
+
+def test_a_name_whose_capture_is_gone_holds_up_no_start(rig, level, held):
+    """Of two that must be stored memory keeps one; the other is overwritten by the next start."""
+    held("level.store.begin")
+    assert rig.train() == 2
+    rig.storages[0].keep("first", 2)
+    assert held.is_there.wait(60)
+    rig.capture(3)
+    rig.storages[0].keep("second", 3)
+
+    rig.begin(STARTS[1], follows=True)
+    for step in range(1, 8):
+        rig.capture(step)
+    held.let_go.set()
+
+    rig.store()
+    assert "second" not in {name for names in names_at(level).values() for name in names}

@@ -486,7 +486,8 @@ def test_so_many_complete_ones_stay_however_many_these_are(keep_last):
     """The coordinator tells the newest alone; a keeper that comes later knows no others."""
     retention = Retention(PersistentLevel("/0", keep_last=keep_last), START)
     grants = LevelGrants(retention.settings)
-    first, later = (NodeLevel(remembered=max(1024, keep_last)) for _ in range(2))
+    earlier = {SnapshotKey(7, "s0")}  # that a restart saw
+    first, later = (NodeLevel(complete=set(earlier), remembered=max(1024, keep_last)) for _ in range(2))
     every = [SnapshotKey(step, START) for step in range(4000)]
 
     def oldest_to_stay(level, step):

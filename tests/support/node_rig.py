@@ -74,6 +74,10 @@ class Rank:
         found = [of for floor, of in self._starts if slot.word(Word.SEQUENCE) > floor]
         return bool(found) and found[-1] == start
 
+    def has_left(self, start: str) -> bool:
+        """Whether its trainer is gone, or began another start."""
+        return self.is_gone or (bool(self._starts) and self._starts[-1][1] != start)
+
     def has_begun(self, start: str) -> bool:
         """Whether its trainer told of that start."""
         return any(of == start for _, of in self._starts)
