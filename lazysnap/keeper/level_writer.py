@@ -219,7 +219,7 @@ class LevelWriter:
                 if work is None:
                     return
                 self._began = time.monotonic()
-                work()  # begun in ``_next``, so that nobody takes the level for idle in between
+                work()
             except Exception:  # the rim of the thread: a bug here must not end persistence
                 logger.exception("%s", self._where)
             finally:
@@ -229,7 +229,7 @@ class LevelWriter:
         with self._changed:
             self._is_busy = False
             work = self._await_work()
-            self._is_busy = work is not None
+            self._is_busy = work is not None  # under the lock: nobody takes the level for idle in between
             return work
 
     def _await_work(self) -> Callable[[], None] | None:

@@ -3,7 +3,6 @@
 The decisions are those of ``keeper.grants`` and ``keeper.granted``; here they meet shared memory and the levels.
 """
 
-import itertools
 import logging
 import math
 import queue
@@ -420,11 +419,20 @@ class NodeStorage:
     def has_names(self) -> bool:
         """Whether snapshots are still to be named, as far as levels work."""
         with self._lock:
-            named = [step for step, names in self._names.items() if names]
-            levels = [level for level, since in zip(self._levels, self._stopped, strict=True) if since is None]
-        keys = {step: SnapshotKey(step, self.run.start) for step in named}
-        is_open = any(step not in level.lost and keys[step] not in level.complete for step in named for level in levels)
+            works = [since is None for since in self._stopped]
+        is_open = any(works[level] for level, step, _ in self._unnamed() if step not in self._levels[level].lost)
         return is_open or any(writer.has_names for writer in self._writers)
+
+    def _unnamed(self) -> list[tuple[int, int, str]]:
+        """Level, step and name of what cannot be named yet, because the snapshot is not complete there."""
+        with self._lock:
+            return [
+                (index, step, name)
+                for index, level in enumerate(self._levels)
+                for step, names in self._names.items()
+                for name in sorted(names)
+                if SnapshotKey(step, self.run.start) not in level.complete
+            ]
 
     def is_idle(self) -> bool:
         """Whether levels that work have nothing left to do: names, old snapshots."""
@@ -441,11 +449,9 @@ class NodeStorage:
         before = self._before
         if before is not None:
             before.close()
-        if self.has_names() and not self._is_closed:
-            given = sorted({name for names in self._names.values() for name in names})
-            text = "training was started again, and its snapshot was not at every level in time"
-            for level, name in itertools.product(self.levels, given):
-                self._around.emit(NameFailed(level.url, name, text))
+        text = "training was started again before its snapshot was stored there"
+        for index, _, name in [] if self._is_closed else self._unnamed():
+            self._around.emit(NameFailed(self.levels[index].url, name, text))
         self.close()
 
     def close(self) -> None:

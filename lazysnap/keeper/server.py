@@ -96,7 +96,10 @@ class Server:
 
     def _is_over(self) -> bool:
         if self._has_served or self._is_leaving:
-            return all(rank.phase is Phase.GONE for rank in self._ranks.values()) and self._is_idle()
+            if any(rank.phase is not Phase.GONE for rank in self._ranks.values()):
+                self._idle_until = None
+                return False
+            return self._is_idle()
         return time.monotonic() > self._first_until
 
     def _is_idle(self) -> bool:
@@ -140,7 +143,7 @@ class Server:
 
     def _store(self, rank: LocalRank, run: Run, team: Team) -> None:
         """From now on captures of this start are stored, and of no other."""
-        self._crew, self._idle_until = len(team.crew), None
+        self._crew = len(team.crew)
         around = Surroundings(self._ranks_here, self._frozen.get, self._emit)
         self._storage = NodeStorage(rank.levels, run, team, around, self._storage)
 

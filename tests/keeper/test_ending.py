@@ -95,19 +95,24 @@ def test_a_snapshot_that_was_named_just_before_a_start_is_stored_and_named_befor
     check(level, 2)
 
 
-def test_names_that_come_too_late_for_a_start_are_said_to_be_lost(rig, level, held, monkeypatch):
+def test_names_that_come_too_late_for_a_start_are_said_to_be_lost_and_no_others(rig, level, held, monkeypatch):
     monkeypatch.setattr(node_storage, "_NAMES_S", 0.0)
+    assert rig.store() == 2
+    rig.storages[0].keep("given", 2)
+    assert until(lambda: names_at(level) == {2: ("given",)})
     held("level.store.begin")
-    assert rig.train() == 2
+    assert rig.train() == 4
     first = rig.told_to[0]
-    rig.storages[0].keep("mine", 2)
+    rig.storages[0].keep("mine", 4)
     assert held.is_there.wait(60)
 
     rig.begin(STARTS[1], follows=True)
 
-    assert until(lambda: [(event.name, event.level) for event in list(first) if isinstance(event, NameFailed)])
+    assert until(lambda: any(isinstance(event, NameFailed) for event in list(first)))
     held.let_go.set()
     stored(rig, level)
+    assert [event.name for event in first if isinstance(event, NameFailed)] == ["mine"]
+    assert 2 in steps_at(level)
 
 
 def test_the_name_of_a_start_outlives_two_more_starts_and_no_capture_is_left_out_meanwhile(rig, level, held):
