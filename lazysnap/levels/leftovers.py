@@ -5,6 +5,7 @@ Listed is only what bears exactly a name of ours, in a snapshot's directory that
 * temporary files of writers; whether the writer is dead, the storage is asked when they are deleted;
 * a file without a manifest that did not change for a day: before, it may be somebody's copy on its way (``cp``,
   ``rsync``, ``aws s3 cp``);
+* small files by which a place was tried out, that did not change for a day;
 * names (``keep-…``) in a directory where nothing else is, with our content, that did not change for a day.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from lazysnap import faults
 from lazysnap.levels.files import TEMP_MARK
 from lazysnap.levels.names import is_given_by_a_run
+from lazysnap.levels.probe import is_probe
 from lazysnap.levels.storage import Storage
 from lazysnap.shard.names import (
     NodeName,
@@ -112,8 +114,11 @@ def is_settled(storage: Storage, path: str) -> bool:
 
 def sweep(storage: Storage, is_ours: IsOurs | None, beat: Callable[[], None]) -> list[str]:
     """See ``SnapshotStore.sweep``."""
-    gone: list[str] = []
-    for directory in filter(is_directory_of_ours, storage.list()):
+    names = storage.list()
+    gone = [name for name in filter(is_probe, names) if is_settled(storage, name)]
+    for probe in gone:
+        storage.delete(probe)
+    for directory in filter(is_directory_of_ours, names):
         beat()
         before = len(gone)
         for leftover in leftovers(storage, directory, is_ours):

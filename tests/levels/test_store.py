@@ -15,6 +15,7 @@ from support.snapshots import read_image
 from lazysnap.errors import CaptureAborted, LevelFull, LevelUnavailable, ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.probe import probe_name
 
 
 @pytest.fixture(params=["disk", "tmpfs", "memory"])
@@ -199,6 +200,23 @@ def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, store):
     assert store.sweep() == [f"{directory}/keep-at-1"]
     assert store.storage.list(directory) == []
     assert [entry.names for entry in store.inventory().entries] == [("at-2",)]
+
+
+def test_a_small_file_of_a_try_goes_a_day_later(tmp_path, a_day_later):
+    store, name = open_store(str(tmp_path)), probe_name()
+    store.storage.put(name, b"lazysnap")
+    store.storage.put(f"{name}0", b"somebody else's")
+
+    assert store.sweep() == [name]
+    assert store.storage.list() == [f"{name}0"]
+
+
+def test_a_small_file_of_a_try_that_goes_on_stays(tmp_path):
+    store, name = open_store(str(tmp_path)), probe_name()
+    store.storage.put(name, b"lazysnap")
+
+    assert store.sweep() == []
+    assert store.storage.list() == [name]
 
 
 def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_waits(store):
