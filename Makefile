@@ -37,13 +37,13 @@ OLDEST_LIGHTNING ?= 2.5.0
 OLDEST := $(BIN)/uv pip install --quiet --python $(VENV)-oldest/bin/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"} \
   -e . lightning==$(OLDEST_LIGHTNING) pytorch-lightning==$(OLDEST_LIGHTNING) numpy torchdata hypothesis safetensors \
   'pytest<9.2' pytest-timeout
-WITHOUT_TORCH := tests/keeper tests/levels tests/shard tests/test_config.py tests/test_resolver.py \
-  tests/test_topology.py tests/snapshots/test_retention.py $(addprefix --ignore ,tests/levels/test_cascade.py tests/levels/test_fsspec.py \
+WITHOUT_TORCH := tests/keeper tests/levels tests/parity tests/shard tests/test_config.py tests/test_resolver.py \
+  tests/test_topology.py tests/snapshots/test_retention.py $(addprefix --ignore ,tests/keeper/test_protection_simulation.py tests/levels/test_cascade.py tests/levels/test_fsspec.py \
   tests/levels/test_s3.py tests/levels/test_s3_faults.py \
   tests/shard/test_pieces.py) --ignore-glob 'tests/shard/test_golden*.py'
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
-.PHONY: help demo test test-all lint format bench levels restore scale gpu oldest pythons clean
+.PHONY: help demo test test-all test-failed lint format bench levels restore scale gpu oldest pythons clean
 
 help:
 	@sed -n '2,18s/^# \{0,1\}//p' Makefile
@@ -56,6 +56,9 @@ test: lint
 
 test-all: lint
 	$(RUN_TESTS) --tier full $(PYTEST)
+
+test-failed: $(VENV)/.dev  # what failed last, one after the other
+	$(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -96,7 +99,7 @@ pythons: $(VENV)/.dev
 	    "$$python" -c '' 2>/dev/null || continue; \
 	    found="$$found $$version"; \
 	    $(BIN)/uv venv --quiet --clear --python "$$(command -v "$$python")" $(VENV)-other; \
-	    $(BIN)/uv pip install --quiet --python $(VENV)-other/bin/python fsspec xxhash rich msgspec cryptography hypothesis psutil \
+	    $(BIN)/uv pip install --quiet --python $(VENV)-other/bin/python fsspec xxhash rich msgspec cryptography numpy pyeclib hypothesis psutil \
 	      'pytest<9.2' pytest-timeout pytest-xdist; \
 	    PYTHONPATH=. $(VENV)-other/bin/python -m pytest --quiet --tier quick --numprocesses 2 --dist loadgroup $(WITHOUT_TORCH); \
 	    break; \

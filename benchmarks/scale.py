@@ -24,7 +24,7 @@ STATE_MB = 3.2
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "new_group")
 SOCKET_CALLS = ("send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg")
 STORE_CALLS = ("add", "get", "set", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set")
-SIMULATED = ("plan", "restart", "retention", "coordinator")
+SIMULATED = ("plan", "restart", "retention", "coordinator", "protection")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ The state is a transformer's, of one column: as many tensors, rows, files and na
 is replaced, or called beside the public API: the ranks' ``World`` and the ``KeeperClient`` of ``lazysnap.engine``;
 storage is a file system of fsspec, whose files are made by ``lazysnap.shard``; ``LevelWriter`` of
 ``lazysnap.keeper.level_writer`` (retention); ``Coordinator`` of ``lazysnap.keeper.grants`` with the messages that it
-gets.
+gets; ``meet_keepers``, and ``Encoding`` of ``lazysnap.keeper.encoding`` with readers that count.
 """
 
 import contextlib
@@ -28,16 +28,21 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.workers import Line
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.engine import engine as engine_module
+from lazysnap.engine.meeting import meet_keepers
 from lazysnap.engine.partition import STORERS
 from lazysnap.engine.survey import fields_of
 from lazysnap.engine.world import World
+from lazysnap.keeper import encoding
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
 from lazysnap.keeper.grant_messages import LevelReport, Progress, Report, SnapshotKey
 from lazysnap.keeper.granted import NodeLevel
 from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
 from lazysnap.keeper.level_writer import LevelWriter, Told
 from lazysnap.keeper.node_files import NodeFiles
+from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.protocol import Parity
 from lazysnap.keeper.team import Team
+from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.source import MemorySource, NodeSource
 from lazysnap.resolver import Entry, Inventory
 from lazysnap.shard.checksum import Checksums
@@ -53,6 +58,8 @@ KEPT = 3
 """Snapshots on storage, and whole captures in each keeper's memory."""
 PER_NODE = 8
 """Ranks; their number is a multiple of it."""
+PART_BYTES = 64 << 20
+"""Of a node, in what is counted of parity."""
 TOGETHER = 64
 """Reports that the coordinator takes at once."""
 LAYER_ROWS = (12_288, 4_096, 16_384, 4_096, 16_384, 4_096, 4_096)
@@ -254,8 +261,12 @@ class Fellows(World):
             answer = text.replace(f'"rank":{self.rank},', f'"rank":{other},')
             answer = answer.replace(f'"rank":{self.rank + self.size},', f'"rank":{other + self.size},')
             answers.append(answer.replace(nodes[self.rank], node))
-        if what == "linking keepers":  # rank 0's keeper is the one that all are to reach
-            answers[0] = _dumped([what, ["node-00000.cluster", 1, "certificate", "key"]])
+        if what == "linking keepers":  # rank 0 makes the certificate
+            answers = [_dumped([what, ["certificate", "key"]]), *[_dumped([what, None])] * (self.size - 1)]
+        if what == "where keepers are":  # the first rank of each node tells
+            for first, node in {node: rank for rank, node in reversed([*enumerate(nodes)])}.items():
+                door = {"host": f"{first}.cluster", "ports": [1, 2, 3], "domain": first, "library": "ISA-L"}
+                answers[node] = _dumped([what, door])
         if what == "what is in memory":  # one lost what is newest, so memory has nothing whole
             other = (self.rank + 1) % self.size
             answers[other] = answers[other].replace(START, EARLIER)
@@ -281,7 +292,7 @@ def imagined_keeper(rank: int, ranks: int) -> mock.Mock:
     """A ``KeeperClient`` that holds whole captures of one rank, newer than those on storage."""
     facts: Line = {"slot": None, "run_id": RUN, "frozen": None, "rank": rank, "world_size": ranks, "start": START}
     held = (MemoryEntry(step=10 + n, sequence=n, checksums=None, **facts) for n in range(KEPT))
-    return mock.Mock(**{"link_port.return_value": 1, "inventory.return_value": MemoryHoldings(tuple(held))})
+    return mock.Mock(**{"open_door.return_value": [1, 2, 3], "inventory.return_value": MemoryHoldings(tuple(held))})
 
 
 # ------------------------------------------------------------------------------------------------ simulated
@@ -383,7 +394,7 @@ def coordinator(ranks: int, snapshots: int = 4) -> Line:
 
     def hear(progress: Progress, stored: tuple[int, ...]) -> int:
         """From all nodes, as many at a time as a busy link brings."""
-        said = LevelReport(level.grant, None, progress, True, stored)
+        said = LevelReport(level.grant, None, progress, True, stored, level.turn)
         begun = started_by if level.grant is None else Own(level.grant, frozenset((level.grant,)))
         with Clock.making_up():
             texts = [encode(Report(node, own.epoch, (said,))) for node in range(nodes)]
@@ -404,6 +415,64 @@ def coordinator(ranks: int, snapshots: int = 4) -> Line:
     return {"cpu_s": clock.seconds() / snapshots, "messages": 2 * nodes, "bytes": size // snapshots}
 
 
+def protection(ranks: int) -> Line:
+    """What protection between nodes takes: the words of one node at the start, and per protected step what goes over
+    the links of all nodes, and what one node reads of the others.
+    """
+    clock = Clock()
+    fellows = Fellows(0, ranks)
+    met = meet_keepers(fellows, imagined_keeper(0, ranks), SnapshotConfig(job_id="imagined"), "imagined")
+    assert met.parity is not None
+    seconds, granted = clock.seconds(), coordinator(ranks)
+    counts, read = reads(met.parity)
+    return {
+        "meeting_cpu_s": seconds,
+        "meeting_told_bytes": fellows.told_bytes,
+        "peers_bytes": len(msgspec.json.encode(met.peers)),
+        "parity_bytes": len(msgspec.json.encode(met.parity)),
+        "link_messages_per_node": granted["messages"] / (ranks // PER_NODE),
+        "link_bytes_per_node": granted["bytes"] / (ranks // PER_NODE),
+        "read_requests_per_node": counts,
+        "read_parts_per_node": read,
+    }
+
+
+def reads(parity: Parity) -> tuple[int, float]:
+    """Requests of one node to the others of its group for the parity of one step, and bytes read, in parts of a node:
+    by ``keeper.encoding``, with readers that count.
+    """
+    ranks = [[number, 100, PART_BYTES // PER_NODE, None] for number in range(PER_NODE)]
+    index = _dumped(ranks).encode()
+    part = len(index).to_bytes(8, "little") + index + bytes(PER_NODE * 100 + PART_BYTES // PER_NODE * PER_NODE)
+    asked: Counter[str] = Counter()
+
+    class Reader:
+        def __init__(self, *_: Any) -> None: ...
+
+        def open(self, _: Any) -> int:
+            asked["requests"] += 1
+            return len(part)
+
+        def read_into(self, offset: int, out: memoryview) -> int:
+            asked["requests"] += 1
+            asked["bytes"] += len(out)
+            out[:] = part[offset : offset + len(out)]
+            return 0
+
+        def finish(self) -> None:
+            asked["requests"] += 1
+
+    own = MemorySource(memoryview(part), len(part))
+    identity = mock.Mock(run_id=RUN, start=START)
+    with (
+        mock.patch.object(encoding, "PeerReader", Reader),
+        mock.patch.object(encoding, "open_part", return_value=mock.Mock(size_bytes=len(part), view=own.view)),
+    ):
+        made = encoding.Encoding(parity, identity, Team(node=parity.members[0][0]), mock.Mock(), RateLimiter(None))
+        made.encode(1, ParityStore(), mock.Mock(), lambda: None)
+    return asked["requests"], asked["bytes"] / len(part)
+
+
 def run(settings: Line) -> Iterator[Line]:
     """A worker: all measures for one number of ranks; of a restart the rank for which it takes longest."""
     ranks = settings["ranks"]
@@ -415,6 +484,8 @@ def run(settings: Line) -> Iterator[Line]:
         yield {"measure": "restart", "kind": kind, "ranks": ranks, "world": world, **worst}
     yield {"measure": "retention", "ranks": ranks, **retention(ranks)}
     yield {"measure": "coordinator", "ranks": ranks, **coordinator(ranks)}
+    if ranks > PER_NODE:
+        yield {"measure": "protection", "ranks": ranks, **protection(ranks)}
 
 
 def _figures(line: Line) -> Line:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import lazysnap.console  # noqa: F401  warnings say whose they are
-from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap.config import MemoryLevel, Mirror, PersistentLevel, ReedSolomon, SnapshotConfig, Xor
 from lazysnap.errors import LazySnapError
 
 if TYPE_CHECKING:
@@ -32,11 +32,14 @@ __all__ = [
     "LossSpike",
     "LossWatch",
     "MemoryLevel",
+    "Mirror",
     "NonFinite",
     "PersistentLevel",
+    "ReedSolomon",
     "ResumableLoader",
     "SnapshotConfig",
     "SnapshotEngine",
+    "Xor",
     "attach",
     "latest_path",
     "load_weights",

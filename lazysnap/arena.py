@@ -48,6 +48,7 @@ class Word(enum.IntEnum):
     WATERMARK = 9  # image bytes [0, WATERMARK) are copied
     PIN = 10  # step + 1 of the capture that storage reads, or is going to; 0: none. See ``KEEP``
     GRANT = 15  # step + 1 that storage takes next, in every slot of the node; 0: none
+    HOLD = 16  # step + 1 of the capture that parity on other nodes counts on; 0: none. The keeper's own, see ``take``
     VOID = 11  # the capture was, or may have been, torn
     READY = 12  # pages are populated
     UNCHECKED = 14  # copied by a device, sources not compared since: not to be stored yet
@@ -80,11 +81,13 @@ class SlotStatus:
     pinned_step: int | None
     """The step that the slot is pinned for; ``None``: it is not pinned."""
     ready: bool
+    held: bool = False
+    """Whether parity on other nodes counts on it."""
 
     @property
     def pinned(self) -> bool:
-        """Whether storage reads the slot, or is going to: it is not to be reused."""
-        return self.pinned_step is not None
+        """Whether storage reads the slot, or is going to, or other nodes count on it: it is not to be reused."""
+        return self.pinned_step is not None or self.held
 
 
 def _round_up(size_bytes: int) -> int:
@@ -213,7 +216,21 @@ class Slot:
             watermark=self.word(Word.WATERMARK),
             pinned_step=pin - 1 if pin else None,
             ready=bool(self.word(Word.READY)),
+            held=bool(self.word(Word.HOLD)),
         )
+
+    def take(self) -> bool:
+        """Void the content, for a capture to begin; ``False``, and it is as before, if its keeper holds it now.
+
+        The keeper stores ``HOLD``, then looks whether the capture is whole; this looks the other way round. So a
+        capture that the keeper saw whole after it held it stays.
+        """
+        end = self.word(Word.END)
+        self.set_word(Word.END, 0)
+        if self.word(Word.HOLD):
+            self.set_word(Word.END, end)
+            return False
+        return True
 
     def begin(self, step: int, *, sequence: int, image_bytes: int, meta: bytes, pin: bool) -> None:
         """Begin a capture; the previous content is lost. ``meta`` is complete before any byte is copied.
@@ -250,6 +267,12 @@ class Slot:
         ``until_stored``: whether the keeper leaves the pin until it can say what became of the step.
         """
         self._words[Word.PIN] = (step + 1) | (KEEP if until_stored else 0)
+
+    @property
+    def kept_step(self) -> int | None:
+        """The step that it is pinned for ``until_stored``; ``None``: for none."""
+        pin = self.word(Word.PIN)
+        return (pin & ~KEEP) - 1 if pin & KEEP else None
 
     def advance(self, watermark: int) -> None:
         """Publish that image bytes below ``watermark`` are copied."""

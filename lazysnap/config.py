@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -136,6 +136,60 @@ class MemoryLevel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Redundancy:
+    """Protection of captures by the memory of other nodes: ``Mirror``, ``Xor`` or ``ReedSolomon``."""
+
+    parity: int = field(default=1, init=False)
+    """Nodes of a group that may be lost. Each node gives so many parts of ``group_size - parity`` of its memory."""
+    group_size: int = 8
+    """Nodes that protect each other, at most. Groups differ by at most one node."""
+    every_n_steps: int = 1
+    """Protect captures whose step is a multiple of it. What comes while the links are busy is left out."""
+    max_bytes_per_s: int | None = None
+    """Upper bound for what a node receives for it, averaged over seconds; ``None``: no bound. Restores are not
+    bounded."""
+    block_bytes: int = 1 << 20
+    """Bytes that are sent, compared and added up at a time: a multiple of 4 KiB from 64 KiB to 16 MiB."""
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        if type(self) is Redundancy:
+            raise ConfigError("Redundancy has no scheme: write Mirror(), Xor() or ReedSolomon(parity=2)")
+        for name in ("parity", "group_size", "every_n_steps", "block_bytes"):
+            _check_positive(kind, name, getattr(self, name))
+        _check_positive(kind, "max_bytes_per_s", self.max_bytes_per_s, optional=True)
+        if not self.parity < self.group_size <= 128:
+            raise ConfigError(
+                f"{kind}.group_size must be more than its parity ({self.parity}) and at most 128, got {self.group_size}"
+            )
+        if self.block_bytes % 4096 or not 64 << 10 <= self.block_bytes <= 16 << 20:
+            raise ConfigError(
+                f"{kind}.block_bytes must be a multiple of 4096 from {64 << 10} to {16 << 20}, got {self.block_bytes}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirror(Redundancy):
+    """Nodes in pairs: each holds a copy of the other's captures. Of each pair one node may be lost."""
+
+    group_size: int = field(default=2, init=False)
+    """Two. The last group has three nodes if their number is odd."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Xor(Redundancy):
+    """Of each group one node may be lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReedSolomon(Redundancy):
+    """Of each group ``parity`` nodes may be lost."""
+
+    parity: int = 2
+    """Nodes of a group that may be lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotConfig:
     """All settings of snapshots; the defaults suit one process with a local disk."""
 
@@ -145,6 +199,13 @@ class SnapshotConfig:
     """Persistent levels, fast to slow; empty means memory only."""
     memory: MemoryLevel = MemoryLevel()
     """The keeper's host memory."""
+    redundancy: Mirror | Xor | ReedSolomon | Literal["auto"] | None = "auto"
+    """How other nodes protect captures: ``Mirror()``, ``Xor()``, ``ReedSolomon(parity=2)``, or ``None``. ``"auto"``:
+    ``Mirror`` for two nodes, ``Xor`` for three, ``ReedSolomon`` for more. One node has none. Takes two slots
+    more of memory, and the parity (docs/several-ranks.md)."""
+    failure_domain: str | None = None
+    """What fails together with this node (a rack, a switch): nodes with the same text are put into different groups as
+    far as possible. Default: the node's host."""
     on_busy: Literal["skip", "wait"] = "skip"
     """When no slot is free at a boundary: skip that capture, or wait for one (at most ``gate_timeout_s``). Several
     ranks always wait."""
@@ -163,7 +224,7 @@ class SnapshotConfig:
     training runs, there is a warning."""
     link_address: str | None = None
     """With several nodes: the address of rank 0's node at which the keepers of the other nodes reach its keeper.
-    Default: ``MASTER_ADDR``, if that is the node's own, else that of its default route."""
+    Default: ``MASTER_ADDR`` as other nodes resolve it, if that is the node's own, else that of its default route."""
     averaging_period: int | None = None
     """With local SGD, where ranks synchronise by averaging their weights: steps from one averaging to the next.
     Captures fall on averagings, so ``every_n_steps`` must be a multiple of it. Default: gradients are averaged at every
@@ -196,14 +257,19 @@ class SnapshotConfig:
         object.__setattr__(self, "levels", levels)
         if not isinstance(self.memory, MemoryLevel):
             raise ConfigError(f"SnapshotConfig.memory must be a MemoryLevel, got {self.memory!r}")
+        if self.redundancy not in ("auto", None) and not isinstance(self.redundancy, Redundancy):
+            raise ConfigError(
+                'SnapshotConfig.redundancy must be Mirror(), Xor(), ReedSolomon(parity=2), "auto" or None, got '
+                f"{self.redundancy!r}"
+            )
+        self._check_text("failure_domain")
         if self.on_busy not in ("skip", "wait"):
             raise ConfigError(f'SnapshotConfig.on_busy must be "skip" or "wait", got {self.on_busy!r}')
         if self.require not in ("memory", "storage", None):
             raise ConfigError(f'SnapshotConfig.require must be "memory", "storage" or None, got {self.require!r}')
         if self.require == "storage" and not levels:
             raise ConfigError('SnapshotConfig.require is "storage", and no level is named: give levels=(...,)')
-        if self.job_id is not None and (not isinstance(self.job_id, str) or not self.job_id.strip()):
-            raise ConfigError(f"SnapshotConfig.job_id must be a non-empty string, got {self.job_id!r}")
+        self._check_text("job_id")
         _check_positive("SnapshotConfig", "averaging_period", self.averaging_period, optional=True)
         period = self.averaging_period or 1
         if self.every_n_steps % period:
@@ -214,6 +280,41 @@ class SnapshotConfig:
             )
         for name in ("gate_timeout_s", "keeper_timeout_s", "collective_timeout_s", "flush_budget_s", "drain_timeout_s"):
             _check_seconds("SnapshotConfig", name, getattr(self, name))
+
+    def _check_text(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and (not isinstance(value, str) or not value.strip()):
+            raise ConfigError(f"SnapshotConfig.{name} must be a non-empty string, got {value!r}")
+
+
+def redundancy_for(config: SnapshotConfig, nodes: int) -> Redundancy | None:
+    """What protects captures of so many nodes; ``None``: nothing.
+
+    Where there are too few nodes for what was asked, the parity is as large as leaves one piece of data
+    (``too_few_nodes`` says so).
+    """
+    asked = config.redundancy
+    if asked is None or nodes < 2:
+        return None
+    if asked == "auto":
+        return {2: Mirror(), 3: Xor()}.get(nodes, ReedSolomon())
+    if isinstance(asked, ReedSolomon) and asked.parity >= nodes:
+        return replace(asked, parity=nodes - 1)
+    return asked
+
+
+def too_few_nodes(config: SnapshotConfig, nodes: int) -> str | None:
+    """The text of a warning, if so many nodes give less protection than was asked for."""
+    asked, given = config.redundancy, redundancy_for(config, nodes)
+    if not isinstance(asked, Redundancy) or given == asked:
+        return None
+    kind = type(asked).__name__
+    if given is None:
+        return f"SnapshotConfig.redundancy is {kind}, and there is one node: no other node protects its captures"
+    return (
+        f"SnapshotConfig.redundancy is {kind}(parity={asked.parity}), and there are {nodes} nodes: {given.parity} of "
+        f"them may be lost; start at least {asked.parity + 1} nodes, or set parity={given.parity}"
+    )
 
 
 def config_at(place: "SnapshotConfig | str | os.PathLike[str]") -> SnapshotConfig:

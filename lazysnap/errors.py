@@ -21,6 +21,9 @@
     │   ├── LevelUnavailable                        it does not answer, or refuses
     │   ├── LevelFull                               no space or quota left
     │   └── LevelHangs          (TimeoutError)      an operation moved no byte within the deadline
+    ├── PeerError                                   reads from the memory of another node
+    │   ├── PeerUnreachable                         it does not answer, or is no process of the job
+    │   └── PeerRefused                             it cannot give what was asked for
     └── WaitTimeout            (TimeoutError)       a deadline passed; the event may still come
 """
 
@@ -99,6 +102,18 @@ class LevelFull(LevelError):
 
 class LevelHangs(LevelError, TimeoutError):
     """An operation at the level moved no byte for ``PersistentLevel.timeout_s``."""
+
+
+class PeerError(LazySnapError):
+    """A problem of reads from the memory of another node."""
+
+
+class PeerUnreachable(PeerError):
+    """The peer cannot be reached, does not answer in time, or does not keep to the protocol."""
+
+
+class PeerRefused(PeerError):
+    """The peer answered that it cannot give what was asked for; the message is the peer's."""
 
 
 class WaitTimeout(LazySnapError, TimeoutError):

@@ -40,6 +40,8 @@ class FrozenEntry:
     digest: str
     location: str
     """In the level: name of a directory, or index of a slot."""
+    node: str | None = None
+    """As of ``Entry``."""
 
 
 @dataclass(frozen=True)

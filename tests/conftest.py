@@ -19,8 +19,10 @@ from support import sampling
 from support.zygote import Zygote
 
 SEED = "LAZYSNAP_TEST_SEED"
-ONE_WORKER = ("nfs", "huggingface")
-"""Folders whose tests share what is started once: a server and a guest; a process that has imported transformers."""
+ONE_WORKER = ("nfs", "huggingface", "nodes")
+"""Folders whose tests share what is started once: a server and a guest; a process that has imported transformers;
+trainings that nothing happens to, on nodes that take a machine for themselves.
+"""
 
 
 def pytest_addoption(parser):

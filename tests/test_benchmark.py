@@ -1,5 +1,6 @@
 """The benchmark runs, judges what it measured, and compares with another checkout."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare, levels, stall
+from benchmarks.parity import survival
 from benchmarks.report import Report, cell, table
+from lazysnap.parity.groups import groups_of
 
 ROOT = Path(__file__).parent.parent
 NOTHING = ("boundary_ms", "longest_boundary_ms", "blocked_ms", "lost_ms", "start_lost_ms")
@@ -220,6 +223,39 @@ def test_restarts_are_measured_phase_by_phase_and_are_exact(tmp_path):
         phases = ("imports_s", "build_s", "load_s", "step_s")
         assert line["total_s"][0] == pytest.approx(sum(line[phase][0] for phase in phases))
         assert line["exact"] == "yes"
+
+
+@pytest.mark.parametrize(("nodes", "size", "parity"), [(7, 2, 1), (9, 4, 1), (10, 5, 2), (11, 8, 2), (6, 8, 4)])
+def test_survival_is_what_counting_all_sets_gives(nodes, size, parity):
+    groups = [{*group.members} for group in groups_of([str(node) for node in range(nodes)], size, parity)]
+    for count in range(nodes + 1):
+        sets = [{*lost} for lost in itertools.combinations(range(nodes), count)]
+        survived = sum(all(len(group & lost) <= parity for group in groups) for lost in sets)
+        assert survival(nodes, size, parity, count) == survived / len(sets)
+
+
+def test_survival_of_large_clusters():
+    assert survival(2048, 8, 2, 2) == 1.0
+    assert survival(2048, 2, 1, 2) == pytest.approx(1 - 1 / 2047)
+    assert survival(2048, 8, 1, 257) == 0.0
+    with pytest.raises(ValueError, match="can be lost"):
+        survival(8, 8, 2, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_protection_between_nodes_is_measured_and_a_lost_node_is_computed(tmp_path):
+    """What is restored is compared by the benchmark itself."""
+    run("parity", "--nodes", 3, "--megabytes", 5, "--rounds", 1, "--turns", 0, "--out", tmp_path)
+
+    found = {line["measure"]: line for line in lines(tmp_path / "parity.jsonl")}
+    assert "left out" not in found
+    for what in ("encode", "rebuild"):
+        assert (found[what]["nodes"], found[what]["may_be_lost"]) == (3, 1)
+        assert [len(found[what][name]) for name in ("gb_per_s", "tls_gb_per_s", "plain_gb_per_s")] == [1, 1, 1]
+    lost = found["lost node"]
+    phases = ("imported_s", "built_s", "met_s", "fetched_s", "loaded_s", "step_s")
+    assert lost["total_s"][0] == pytest.approx(sum(lost[name][0] for name in phases))
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from lazysnap import LazySnapError, MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap import LazySnapError, MemoryLevel, Mirror, PersistentLevel, ReedSolomon, SnapshotConfig, Xor
+from lazysnap.config import Redundancy, redundancy_for, too_few_nodes
 from lazysnap.errors import ConfigError
 
 BAD_LEVELS = [
@@ -42,6 +43,11 @@ BAD_CONFIGS = [
     ({"memory": None}, "memory"),
     ({"memory": 3}, "memory"),
     ({"on_busy": "block"}, "on_busy"),
+    ({"redundancy": "xor"}, "redundancy"),
+    ({"redundancy": Xor}, "redundancy"),
+    ({"redundancy": 2}, "redundancy"),
+    ({"failure_domain": ""}, "failure_domain"),
+    ({"failure_domain": 3}, "failure_domain"),
     ({"job_id": ""}, "job_id"),
     ({"job_id": "  "}, "job_id"),
     ({"job_id": 5}, "job_id"),
@@ -50,8 +56,23 @@ BAD_CONFIGS = [
     ({"flush_budget_s": float("nan")}, "flush_budget_s"),
     ({"drain_timeout_s": "600"}, "drain_timeout_s"),
 ]
+BAD_REDUNDANCIES = [
+    (Redundancy, {}, "Mirror()"),
+    (Mirror, {"every_n_steps": 0}, "every_n_steps"),
+    (Xor, {"group_size": 1}, "group_size"),
+    (Xor, {"group_size": 129}, "group_size"),
+    (Xor, {"group_size": 4.0}, "group_size"),
+    (ReedSolomon, {"parity": 0}, "parity"),
+    (ReedSolomon, {"parity": True}, "parity"),
+    (ReedSolomon, {"parity": 8}, "parity"),
+    (ReedSolomon, {"max_bytes_per_s": 0}, "max_bytes_per_s"),
+    (ReedSolomon, {"block_bytes": 4096}, "block_bytes"),
+    (ReedSolomon, {"block_bytes": (1 << 20) + 512}, "block_bytes"),
+    (ReedSolomon, {"block_bytes": 32 << 20}, "block_bytes"),
+]
 BAD = [(kind, *case) for kind, cases in ((PersistentLevel, BAD_LEVELS), (MemoryLevel, BAD_MEMORY)) for case in cases]
 BAD += [(SnapshotConfig, *case) for case in BAD_CONFIGS]
+BAD += BAD_REDUNDANCIES
 
 
 @pytest.mark.parametrize(("kind", "settings", "word"), BAD, ids=lambda value: str(value)[:60])
@@ -67,7 +88,17 @@ def test_a_bad_setting_is_one_clear_error_that_names_it_and_what_was_given(kind,
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(SnapshotConfig, "every_step"), (MemoryLevel, "linger")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (SnapshotConfig, "every_step"),
+        (MemoryLevel, "linger"),
+        (Mirror, "parity"),
+        (Mirror, "group_size"),
+        (Xor, "parity"),
+        (ReedSolomon, "parities"),
+    ],
+)
 def test_a_misspelt_setting_is_refused(kind, name):
     with pytest.raises(TypeError, match=name):
         kind(**{name: 1})
@@ -140,3 +171,54 @@ def test_a_url_of_a_kind_that_fsspec_does_not_know_is_refused():
             PersistentLevel(url)
     for url in ("s3://b/run", "gs://b/run", "simplecache::gs://b", "sftp://me@host/run", "a:b/c"):
         assert PersistentLevel(url).url == url
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "given"),
+    [
+        ("auto", 1, None),
+        ("auto", 2, Mirror()),
+        ("auto", 3, Xor()),
+        ("auto", 4, ReedSolomon(parity=2)),
+        ("auto", 2048, ReedSolomon(parity=2)),
+        (None, 8, None),
+        (Mirror(), 5, Mirror()),
+        (Xor(block_bytes=1 << 16), 2, Xor(block_bytes=1 << 16)),
+        (ReedSolomon(parity=3, group_size=6), 4, ReedSolomon(parity=3, group_size=6)),
+    ],
+)
+def test_redundancy_is_chosen_by_the_number_of_nodes_or_as_it_was_asked(asked, nodes, given):
+    config = SnapshotConfig(redundancy=asked)
+    assert redundancy_for(config, nodes) == given
+    assert too_few_nodes(config, nodes) is None
+
+
+@pytest.mark.parametrize("asked", [Mirror(), Xor(), ReedSolomon(parity=2)])
+def test_one_node_has_no_redundancy_and_what_was_asked_is_warned_of(asked):
+    config = SnapshotConfig(redundancy=asked)
+    assert redundancy_for(config, 1) is None
+    assert type(asked).__name__ in too_few_nodes(config, 1)
+
+
+def test_with_too_few_nodes_parity_is_as_large_as_leaves_a_piece_of_data():
+    config = SnapshotConfig(redundancy=ReedSolomon(parity=3, every_n_steps=5))
+    for nodes in (2, 3):
+        assert redundancy_for(config, nodes) == ReedSolomon(parity=nodes - 1, every_n_steps=5)
+        assert f"ReedSolomon(parity=3), and there are {nodes} nodes" in too_few_nodes(config, nodes)
+
+
+def test_a_configuration_file_names_the_kind_of_redundancy():
+    """LightningCLI reads settings by their annotations."""
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(SnapshotConfig, "config")
+    instantiate = getattr(parser, "instantiate", parser.instantiate_classes)  # the second is the older name
+
+    def read(written):
+        return instantiate(parser.parse_args([f"--config.redundancy={written}"])).config.redundancy
+
+    assert read("auto") == "auto"
+    assert read("null") is None
+    for kind in (Mirror, Xor, ReedSolomon):
+        given = f'{{"class_path": "lazysnap.{kind.__name__}", "init_args": {{"every_n_steps": 5}}}}'
+        assert read(given) == kind(every_n_steps=5)

@@ -55,6 +55,17 @@ def test_the_coordinator_gets_and_sends_one_message_per_node_and_snapshot():
     assert [simulated.coordinator(ranks)["messages"] for ranks in (8, 128)] == [2, 32]
 
 
+def test_what_protection_takes_of_a_node_does_not_grow_with_their_number():
+    per_node = ("link_messages_per_node", "read_requests_per_node", "read_parts_per_node", "peers_bytes")
+    few, more = simulated.protection(8 * 8), simulated.protection(128 * 8)
+
+    for name in per_node:
+        assert more[name] == pytest.approx(few[name], rel=0.05), name
+    assert few["read_parts_per_node"] == pytest.approx(2, rel=0.1)  # each of two parities is made of a part
+    for name, digits in (("parity_bytes", 64), ("link_bytes_per_node", 16)):  # of node numbers and names
+        assert more[name] <= few[name] + digits, name
+
+
 class Listening(World):
     """Notes what this rank tells the others."""
 
@@ -108,7 +119,14 @@ def test_the_simulated_plan_tells_the_others_what_they_ask_for():
 
     whats = [what for what, _ in said]
     levels = ["trying levels", "looking for what rank 0 wrote"]
-    assert whats == ["making the engine", "making the engine", "linking keepers", *levels, "the first boundary"]
+    assert whats == [
+        "making the engine",
+        "making the engine",
+        "linking keepers",
+        "where keepers are",
+        *levels,
+        "the first boundary",
+    ]
 
 
 def shard(rank, rows):

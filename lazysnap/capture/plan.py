@@ -5,7 +5,7 @@ with at least one dimension, and what the source names besides. Everything else 
 before control returns, since it may change at any time (docs/architecture.md).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -92,6 +92,17 @@ class CapturePlan:
         """Records in CPU memory that are copied at the boundary, each once."""
         records = self.records
         return [i for i in self.order if not records[i].lazy and records[i].nbytes and records[i].device.type == "cpu"]
+
+    @cached_property
+    def gpus(self) -> list[torch.device]:
+        """Devices whose memory is copied by streams of their own."""
+        found = {record.device for record in self.records if not record.frozen and record.device.type == "cuda"}
+        return sorted(found, key=str)
+
+    @cached_property
+    def is_lazy_on_cpu(self) -> bool:
+        """Whether the copy thread has anything to copy."""
+        return any(self.records[index].device.type == "cpu" for index in self.lazy if not self.records[index].frozen)
 
     @cached_property
     def _tied(self) -> list[int]:
@@ -264,15 +275,7 @@ def make_plan(
     check_walk(walk)
     lazy = lazy_keys(source) if lazy is None else lazy
     apart = frozen.all_names() if frozen is not None else frozenset()
-    primaries: dict[object, int] = {}
-    facts = []
-    for index, tensor in enumerate(walk.tensors):
-        key = key_of(tensor)
-        if walk.names[index] in apart:
-            facts.append((False, index))
-            continue
-        same = (key, tensor.shape, tensor.dtype, tensor.stride()) if key[1] else index
-        facts.append((key in lazy and not is_converted(tensor), primaries.setdefault(same, index)))
+    facts = _facts(walk, lazy, apart)
     chosen = [i for i, (_, primary) in enumerate(facts) if primary == i and walk.names[i] not in apart]
     # Small and eager tensors first: copies of neighbours can be coalesced, and the watermark starts early.
     chosen.sort(key=lambda index: (facts[index][0], walk.tensors[index].nbytes))
@@ -288,26 +291,47 @@ def make_plan(
     aliases.update({name: aliases.get(primary, primary) for name, primary in others.items()})
     layout = Layout.plan(specs, aliases)
     place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
-    records = []
-    for index, (is_lazy, primary) in enumerate(facts):
-        tensor, stored = walk.tensors[index], stored_form(walk.tensors[index])
-        offset, nbytes = place.get(walk.names[primary], (0, 0))
-        records.append(
-            TensorRecord(
-                name=walk.names[index],
-                lazy=is_lazy,
-                primary=primary,
-                pointer=tensor.data_ptr(),
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                stride=tensor.stride(),
-                device=tensor.device,
-                offset=offset,
-                nbytes=nbytes,
-                stored_shape=tuple(stored.shape),
-                stored_dtype=stored.dtype,
-                frozen=walk.names[index] in apart,
-            )
-        )
+    records = [_record(walk, facts, index, place, apart) for index in range(len(facts))]
     order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))
     return CapturePlan(walk.names, records, order, layout, logical, aliases, optimizer_signature(source), frozen)
+
+
+def _facts(walk: Walk, lazy: Collection[Key], apart: Collection[str]) -> list[tuple[bool, int]]:
+    """Of each tensor whether it is captured lazily, and the index of the one whose bytes stand for it."""
+    primaries: dict[object, int] = {}
+    facts = []
+    for index, tensor in enumerate(walk.tensors):
+        key = key_of(tensor)
+        if walk.names[index] in apart:
+            facts.append((False, index))
+            continue
+        same = (key, tensor.shape, tensor.dtype, tensor.stride()) if key[1] else index
+        facts.append((key in lazy and not is_converted(tensor), primaries.setdefault(same, index)))
+    return facts
+
+
+def _record(
+    walk: Walk,
+    facts: Sequence[tuple[bool, int]],
+    index: int,
+    place: Mapping[str, tuple[int, int]],
+    apart: Collection[str],
+) -> TensorRecord:
+    tensor, (is_lazy, primary) = walk.tensors[index], facts[index]
+    stored = stored_form(tensor)
+    offset, nbytes = place.get(walk.names[primary], (0, 0))
+    return TensorRecord(
+        name=walk.names[index],
+        lazy=is_lazy,
+        primary=primary,
+        pointer=tensor.data_ptr(),
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        stride=tensor.stride(),
+        device=tensor.device,
+        offset=offset,
+        nbytes=nbytes,
+        stored_shape=tuple(stored.shape),
+        stored_dtype=stored.dtype,
+        frozen=walk.names[index] in apart,
+    )

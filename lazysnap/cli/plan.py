@@ -2,12 +2,14 @@
 
 import argparse
 import re
+from typing import Any
 
 from rich.filesize import decimal
 
 from lazysnap.cli.output import Output
-from lazysnap.config import PersistentLevel, SnapshotConfig
+from lazysnap.config import PersistentLevel, Redundancy, SnapshotConfig, redundancy_for
 from lazysnap.errors import ConfigError
+from lazysnap.parity.groups import Group, groups_of
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -32,6 +34,10 @@ def parse_rate(text: str) -> float:
     return float(match[1]) * _SCALES[match[2]]
 
 
+def _groups(redundancy: Redundancy, nodes: int) -> tuple[Group, ...]:
+    return groups_of([*map(str, range(nodes))], redundancy.group_size, redundancy.parity)
+
+
 def add_arguments(plan: argparse.ArgumentParser) -> None:
     """Those of this command."""
     plan.add_argument("--params", type=parse_params, required=True, metavar="N", help="parameters: 7b, 350m, 125000000")
@@ -43,62 +49,82 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--nodes", type=int, default=1, help="machines they run on (1)")
     plan.add_argument("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has all, or a part (ddp)")
     plan.add_argument("--every-n-steps", type=int, default=1, help="steps between captures in memory (1)")
+    plan.add_argument("--no-redundancy", action="store_true", help="nodes do not protect each other")
     plan.add_argument("--no-level", action="store_true", help="memory only")
     plan.add_argument("--rate", type=parse_rate, metavar="RATE", help="bytes that storage takes from one node: 2GB/s")
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
-    """Estimate. Does not block. Raises: ConfigError."""
+def _estimate(args: argparse.Namespace, config: SnapshotConfig, redundancy: Redundancy | None) -> dict[str, Any]:
+    """The result of the command; bytes are those of all nodes together if not said otherwise."""
     # Not at the top: it imports torch, which the other commands do without.
     from lazysnap.engine.partition import STORERS
     from lazysnap.engine.slots import kept_whole, slots_needed
 
+    trainable = args.params if args.trainable is None else args.trainable
+    if trainable > args.params:
+        raise ConfigError(f"--trainable {trainable:g} is more than --params {args.params:g}")
+    weights = trainable * DTYPES[args.dtype]
+    captured = weights + trainable * OPTIMIZERS[args.optimizer] * DTYPES[args.state_dtype or args.dtype]
+    frozen = (args.params - trainable) * DTYPES[args.dtype]
+    slots = slots_needed(config, args.ranks, is_redundant=redundancy is not None)
+    sharing = args.nodes if args.sharding == "fsdp" else 1
+    group, parity = 1, 0.0
+    if redundancy is not None:
+        group = min(len(one.members) for one in _groups(redundancy, args.nodes))
+        if args.sharding == "fsdp":  # of two steps: the one that is protected, and the next
+            parity = 2 * captured / args.nodes * redundancy.parity / (group - redundancy.parity)
+    memory = (slots * captured + frozen) / sharing + parity
+    storers = max(sharing, min(args.nodes, STORERS))  # where all nodes see the level
+    return {
+        "weights_bytes": round(weights),
+        "captured_bytes": round(captured),
+        "frozen_bytes": round(frozen),
+        "slots_per_rank": slots,
+        "slots_kept_whole": kept_whole(config, args.ranks),
+        "nodes_per_group": group,
+        "parity_per_node_bytes": round(parity),
+        "memory_per_rank_bytes": round(memory * args.nodes / args.ranks),
+        "memory_per_node_bytes": round(memory),
+        "stored_per_snapshot_bytes": round(captured),
+        "seconds_per_snapshot": captured / storers / args.rate if args.rate else None,
+    }
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Estimate. Does not block. Raises: ConfigError."""
     if args.ranks < 1 or args.nodes < 1 or args.ranks % args.nodes:
         raise ConfigError(
             f"--ranks {args.ranks} --nodes {args.nodes}: expected at least one rank, and as many on every node"
         )
-    trainable = args.params if args.trainable is None else args.trainable
-    if trainable > args.params:
-        raise ConfigError(f"--trainable {trainable:g} is more than --params {args.params:g}")
     levels = () if args.no_level else (PersistentLevel("plan"),)
     config = SnapshotConfig(every_n_steps=args.every_n_steps, levels=levels, job_id="plan")
-    weight = DTYPES[args.dtype]
-    moments = trainable * OPTIMIZERS[args.optimizer] * DTYPES[args.state_dtype or args.dtype]
-    is_sharded = args.sharding == "fsdp"
-    weights = trainable * weight
-    captured = weights + moments
-    frozen = (args.params - trainable) * weight
-    ranks_per_node = args.ranks // args.nodes
-    slots, kept = slots_needed(config, args.ranks), kept_whole(config, args.ranks)
-    held_by = args.nodes if is_sharded else 1
-    memory = (slots * captured + frozen) / held_by
-    # Where all nodes see the level.
-    seconds = captured / (args.nodes if is_sharded else min(args.nodes, STORERS)) / args.rate if args.rate else None
-    size = decimal
+    redundancy = None if args.no_redundancy else redundancy_for(config, args.nodes)
+    found, is_sharded = _estimate(args, config, redundancy), args.sharding == "fsdp"
+    size = {name: decimal(int(value)) for name, value in found.items() if name.endswith("_bytes")}
+    captured, moments = size["captured_bytes"], decimal(found["captured_bytes"] - found["weights_bytes"])
     output.line(
-        f"state     {size(int(captured))} captured at each step: weights {size(int(weights))}, "
-        f"state of {args.optimizer} {size(int(moments))}"
+        f"state     {captured} captured at each step: weights {size['weights_bytes']}, "
+        f"state of {args.optimizer} {moments}"
     )
-    if frozen:
+    if found["frozen_bytes"]:
         where = "by all nodes together" if is_sharded else "by each node"
-        output.line(f"          {size(int(frozen))} not trained: captured once, held {where}")
+        output.line(f"          {size['frozen_bytes']} not trained: captured once, held {where}")
     reader = ", 1 that storage reads" if levels else ""
-    output.line(f"slots     {slots} per rank: the {kept} newest whole, 1 being written{reader}")
+    holds = ", 2 that other nodes protect" if redundancy is not None else ""
+    kept = f"the {found['slots_kept_whole']} newest whole, 1 being written"
+    output.line(f"slots     {found['slots_per_rank']} per rank: {kept}{reader}{holds}")
+    if redundancy is not None:
+        lost = f"of each {found['nodes_per_group']} nodes any {redundancy.parity} may be lost"
+        output.line(f"parity    {size['parity_per_node_bytes']} per node for others: {lost}")
+    ranks_per_node = args.ranks // args.nodes
     each = f"{ranks_per_node} rank{'s' * (ranks_per_node > 1)}"
-    output.line(f"memory    {size(int(memory))} per node of {each}, beside what training takes")
+    output.line(f"memory    {size['memory_per_node_bytes']} per node of {each}, beside what training takes")
     if levels:
         copies = ", where all nodes see the level; as much on each node's own disk"
-        output.line(f"storage   {size(int(captured))} per snapshot{copies * (not is_sharded and args.nodes > 1)}")
-    if levels and seconds is not None:
-        output.line(f"time      {seconds:.1f} s per snapshot at {size(int(args.rate))}/s per node: let a level's")
+        output.line(f"storage   {captured} per snapshot{copies * (not is_sharded and args.nodes > 1)}")
+    if levels and args.rate:
+        rate = f"{found['seconds_per_snapshot']:.1f} s per snapshot at {decimal(int(args.rate))}/s per node"
+        output.line(f"time      {rate}: let a level's")
         output.line("          every_n_steps be at least so many seconds of training")
     output.line("These are estimates from the numbers given; buffers, and what else the state holds, come on top.")
-    return output.result(
-        captured_bytes=round(captured),
-        frozen_bytes=round(frozen),
-        slots_per_rank=slots,
-        memory_per_rank_bytes=round(memory / ranks_per_node),
-        memory_per_node_bytes=round(memory),
-        stored_per_snapshot_bytes=round(captured),
-        seconds_per_snapshot=seconds,
-    )
+    return output.result(**found)

@@ -162,7 +162,7 @@ class Position:
         """
         if self._pending is None:
             self._skipped = batches
-        elif batches == 0 and self._pending["given"] == _length(self._loader):
+        elif batches == 0 and self._pending["given"] == length_of(self._loader):
             counters = {name: count + 1 for name, count in self._pending["counters"].items()}
             _set_counts(self._loader, self._bases, {**self._pending, "counters": counters})
             self._pending = None
@@ -184,7 +184,7 @@ class Position:
 
     def _share(self) -> dict[str, int | None]:
         parts = [self._loader, *self._bases, *_parts((self._loader, *self._bases)), _held(self._loader).get("state")]
-        return share_of([_held(part) for part in parts], _length(self._loader))
+        return share_of([_held(part) for part in parts], length_of(self._loader))
 
     def _counts(self) -> dict[str, Any]:
         loaders = (self._loader, *self._bases)
@@ -206,7 +206,7 @@ class Position:
             iteration.land(pending)
         else:
             skipped, self._skipped = self._skipped, 0
-            iteration.begin(min(skipped, _length(self._loader) or skipped))
+            iteration.begin(min(skipped, length_of(self._loader) or skipped))
 
     def _iteration(self) -> "_Iteration | None":
         running = None if self._running is None else self._running()
@@ -408,10 +408,11 @@ def _held(value: Any) -> dict[str, Any]:
     return getattr(value, "__dict__", {})
 
 
-def _length(loader: Any) -> int | None:
+def length_of(value: Any) -> int | None:
+    """How many batches a loader gives, or samples a dataset has; ``None``, where that is not known."""
     try:
-        return len(loader)
-    except TypeError:
+        return len(value)
+    except (TypeError, NotImplementedError, AttributeError):
         return None
 
 

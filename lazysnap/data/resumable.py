@@ -7,7 +7,23 @@ from lazysnap.data.position import Position
 from lazysnap.errors import ConfigError
 
 
-class ResumableLoader:
+class Recorded:
+    """The iterations of ``loader``, recorded by a position; ``asks_loader``: see ``Position``."""
+
+    def __init__(self, loader: Any, *, asks_loader: bool = False) -> None:
+        self.loader = loader
+        """The loader itself."""
+        self.position = Position(loader, asks_loader=asks_loader)
+        """Where it stands."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.position.iterate(lambda: iter(self.loader))
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+class ResumableLoader(Recorded):
     """A data loader whose position is state: give it to the engine beside model and optimizer, and iterate it.
 
     ::
@@ -29,16 +45,7 @@ class ResumableLoader:
                 f"ResumableLoader: a data loader is needed, that begins anew at every iter(), got "
                 f"{type(loader).__qualname__}"
             )
-        self.loader = loader
-        """The loader itself."""
-        self.position = Position(loader)
-        """Where it stands."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.position.iterate(lambda: iter(self.loader))
-
-    def __len__(self) -> int:
-        return len(self.loader)
+        super().__init__(loader)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "position"):

@@ -11,6 +11,8 @@ from lazysnap.keeper.identity import given_job_id
 Settings = dict[str, Any]
 
 MAY_DIFFER = {
+    "failure_domain": "it says what fails together with each node",
+    "redundancy.max_bytes_per_s": "networks of nodes may differ; a slow node makes protection slower",
     "memory.max_bytes": "nodes may have memory of different sizes; a rank whose slots do not fit says so",
     "levels[].url": "each node may have a disk of its own",
     "levels[].storage_options": "credentials and endpoints may be a node's own; and secrets are sent nowhere",
@@ -32,8 +34,9 @@ def common_settings(config: SnapshotConfig) -> Settings:
             for number, level in enumerate(value):
                 found |= _compared(f"levels[{number}]", "levels[]", level)
         elif dataclasses.is_dataclass(value):
+            found[name] = type(value).__name__
             found |= _compared(name, name, value)
-        else:
+        elif name not in MAY_DIFFER:
             found[name] = value
     return found
 

@@ -57,9 +57,7 @@ class Captures:
         write_header(job.plan, job.slot)
         copy_eager(job)
         faults.point("capture.eager_copied")
-        copied = [record for record in job.plan.records if not record.frozen]
-        devices = sorted({record.device for record in copied if record.device.type == "cuda"}, key=str)
-        on_cpu = any(record.lazy and record.device.type == "cpu" for record in copied)
+        devices, on_cpu = job.plan.gpus, job.plan.is_lazy_on_cpu
         for device in devices:
             copier = self._cuda.setdefault(device, CudaCopier(device))
             # Only a lone device can commit in stream order; with several, the thread that waits for all of them does.
@@ -129,14 +127,11 @@ class Captures:
         """
         self._cpu.close(timeout_s)
         deadline = time.monotonic() + timeout_s
-        while not all(map(_is_done, self._last_events())):
+        while not all(_is_done(event) for _, events in self._retired for event in events):
             if time.monotonic() > deadline:
                 logger.warning("a device did not finish its copies into host memory within %g s", timeout_s)
                 return
             time.sleep(0.001)
-
-    def _last_events(self) -> list[torch.cuda.Event]:
-        return [event for _, events in self._retired for event in events]
 
 
 def _is_done(event: torch.cuda.Event) -> bool:

@@ -225,7 +225,7 @@ class DirectStorage:
     def retire(self) -> None:
         """Captures are in memory again: end what runs here as soon as slower levels have their copies."""
         self.has_newest = False
-        if self._storage is not None and not self._storage.busy_levels():
+        if self._storage is not None and not self._storage.is_at_work():
             self.close()
 
     def close(self) -> None:

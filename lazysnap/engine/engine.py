@@ -18,9 +18,10 @@ from lazysnap.engine import report
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.collector import collector_paused
 from lazysnap.engine.direct import DirectStorage
-from lazysnap.engine.durability import Durability, Progress, meet_keepers
+from lazysnap.engine.durability import Durability, Progress
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.former import FormerRanks
+from lazysnap.engine.meeting import NOBODY, meet_keepers
 from lazysnap.engine.names import check_name
 from lazysnap.engine.opening import opening_line, shortages
 from lazysnap.engine.probe import check_levels
@@ -28,15 +29,16 @@ from lazysnap.engine.protection import Protection
 from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.refusal import together
 from lazysnap.engine.restart import Restart, fetch, part_ways
-from lazysnap.engine.rollback import Branch, Data, Rollback, WayBack, check_data, line_of
+from lazysnap.engine.rollback import Data, Rollback, WayBack, check_data, line_of
 from lazysnap.engine.shared_levels import shared_levels
 from lazysnap.engine.slots import kept_whole
-from lazysnap.engine.snapshot import Absence, NewRun, Snapshot
+from lazysnap.engine.snapshot import Absence, Snapshot
 from lazysnap.engine.statistics import Statistics
 from lazysnap.engine.world import World
 from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, SnapshotNotFound, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.client_slots import CaptureState
+from lazysnap.keeper.events import MemoryEntry
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import Run
 from lazysnap.keeper.team import Team
@@ -93,20 +95,23 @@ class SnapshotEngine:
         self._statistics = Statistics()
         self._protection = Protection(config, self._statistics)
         self._events = EventLog(config, self._statistics, self._protection)
-        self._events.tells_rates = self._world.rank == 0
+        self._events.speaks_for_node = self._speaks_for_node
         self._direct = DirectStorage(config, self._client, team)
         self._recorder = Recorder(config, self._source, self._direct, self._captures, self._events)
         if not self._world.is_alone:
             self._recorder.join(self._world)
         self._durability = Durability(config, self._direct, self._world)
-        self._peers = None if self._world.is_alone else meet_keepers(self._world, self._client, config, identity.job_id)
+        self._meeting = NOBODY
+        if not self._world.is_alone:
+            self._meeting = meet_keepers(self._world, self._client, config, identity.job_id)
+            self._recorder.group = self._meeting.group
         self._shared = shared_levels(self._world, config.levels)
         self._from_step = 0
         """What is captured from now on is of later steps."""
         self._stored: dict[str, list[tuple[str, int]]] = {}
         """By level: start and step of the complete snapshots that training goes on from."""
         self._former = FormerRanks(config, self._client, self._world)
-        restart = Restart(config, self._source, self._client, identity, self._world)
+        restart = Restart(config, self._source, self._client, identity, self._world, self._meeting)
         self._way_back = WayBack(restart, self._recorder)
         self._prepared = False
         self._has_opened = False
@@ -144,6 +149,10 @@ class SnapshotEngine:
         else:
             self.abandon()
 
+    @property
+    def _speaks_for_node(self) -> bool:
+        return self._world.is_alone or self._world.place.local_rank == 0
+
     def _check_open(self, call: str) -> None:
         """Raises: ConfigError, after the end."""
         if self._closed:
@@ -156,6 +165,11 @@ class SnapshotEngine:
     def step(self) -> int:
         """The step of the last boundary, or of the snapshot that was restored after it; 0 before the first."""
         return self._step
+
+    @property
+    def start(self) -> str:
+        """The id of this start, the same on all ranks: what is captured now is of no other one."""
+        return self._recorder.meta.start
 
     # ---------------------------------------------------------------- restart
 
@@ -173,7 +187,7 @@ class SnapshotEngine:
 
     def _fetch(self, which: int | str, client: KeeperClient | None) -> Snapshot | None:
         self._check_open("fetch")
-        found = fetch(which, Restart(self.config, self._source, client, self._identity, self._world))
+        found = fetch(which, Restart(self.config, self._source, client, self._identity, self._world, self._meeting))
         if isinstance(found, Absence):
             self._absence = found
             return None
@@ -254,7 +268,7 @@ class SnapshotEngine:
         ``position``: where in the data it goes on, in words; ``seconds``: what fetching and loading took together.
         """
         self._check_open("resume")
-        self._go_on(snapshot, snapshot.new_run or snapshot)
+        self._go_on(snapshot, (snapshot.new_run or snapshot).run_id)
         if snapshot.world_size > 1 or not self._world.is_alone:
             self._discard_others(snapshot)
         self._begin_run()
@@ -277,11 +291,11 @@ class SnapshotEngine:
                 new.left_name,
             )
 
-    def _go_on(self, snapshot: Snapshot, run: Snapshot | NewRun | Branch) -> None:
-        """Captures from here on are of ``run``, which goes on from ``snapshot``."""
+    def _go_on(self, snapshot: Snapshot, run_id: str) -> None:
+        """Captures from here on are of that run, which goes on from ``snapshot``."""
         meta = self._recorder.meta
         self._way_back.past.go_on(meta.run_id, snapshot.run_id, snapshot.step)
-        meta.run_id = run.run_id
+        meta.run_id = run_id
         meta.follow(snapshot.newest_start)
         self._recorder.resume(snapshot.step)
         self._step, self._last_due = snapshot.step, None
@@ -302,22 +316,25 @@ class SnapshotEngine:
                 logger.info("rank %d: %s", self._world.rank, line)
 
     def _discard_others(self, snapshot: Snapshot) -> None:
-        """Drop what this memory holds beside ``snapshot``, and beside the newest one where another was chosen: not all
-        ranks have it, and it must not outlast what they all have.
+        """Drop what this memory holds beside ``snapshot``, what other nodes protect, and the newest one where another
+        was chosen: not all ranks have it, and it must not outlast what they all have.
         """
+        other = snapshot.protected if snapshot.new_run is None else snapshot.new_run.left
         wanted = {(snapshot.run_id, snapshot.step, snapshot.start)}
-        if snapshot.new_run is not None:
-            left = snapshot.new_run.left
-            wanted.add((left.run_id, left.step, left.start))
+        if other is not None:
+            wanted.add((other.run_id, other.step, other.start))
+        self._drop("engine.restart.discard", lambda item: (item.run_id, item.step, item.start) not in wanted)
+
+    def _drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:
+        """Drop captures in memory. Blocks: asks the keeper."""
         try:
             held = self._client.inventory(self.config.keeper_timeout_s).entries
         except KeeperUnavailable as error:
             logger.info("nothing in memory to go through: %s", error)
             return
-        for item in held:
-            if (item.run_id, item.step, item.start) not in wanted:
-                faults.point("engine.restart.discard")
-                item.slot.drop(item.sequence)
+        for item in filter(is_unwanted, held):
+            faults.point(point)
+            item.slot.drop(item.sequence)
 
     def _begin_run(self, *, is_fresh: bool = False) -> None:
         """From now on captures are of this run. ``is_fresh``: others that are at the levels are named, once."""
@@ -333,7 +350,8 @@ class SnapshotEngine:
                 num_kept=num_kept,
                 stored=self._stored,
                 shared=self._shared,
-                peers=self._peers,
+                peers=self._meeting.peers,
+                parity=self._meeting.parity,
                 is_new=True,
                 names_others=is_fresh and self._world.rank == 0,
             )
@@ -493,7 +511,7 @@ class SnapshotEngine:
         if self._world.rank == 0:
             is_protected = self._protection.cause is None
             say(opening_line(self.config, sizes, self._world.size, is_protected=is_protected))
-        if self._world.is_alone or self._world.place.local_rank == 0:
+        if self._speaks_for_node:
             ranks_here = 1 if self._world.is_alone else len(self._world.crew)
             for shortage in shortages(self.config, sizes.state_bytes + sizes.frozen_bytes, ranks_here):
                 logger.warning("%s", shortage)
@@ -523,7 +541,7 @@ class SnapshotEngine:
 
     def _hear(self) -> None:
         """Count and log what happened."""
-        self._events.drain(self._durability.events())
+        self._events.drain(self._client.poll_events())
 
     def gate(self) -> None:
         """Return when parameters and optimizer state may change again: the last capture's copies are done.
@@ -570,7 +588,8 @@ class SnapshotEngine:
         branch = way.branch(snapshot)
         faults.point("engine.rollback.found")
         if branch is not None:
-            way.drop_newer(snapshot)
+            kept = snapshot.run_id, snapshot.step
+            self._drop("engine.rollback.drop", lambda item: (item.run_id, item.step) > kept)
         faults.point("engine.rollback.load")
         self.together("rolling back", lambda: way.load(snapshot, data))
         faults.point("engine.rollback.loaded")
@@ -613,10 +632,13 @@ class SnapshotEngine:
     # ---------------------------------------------------------------- names
 
     def keep(self, name: str) -> int:
-        """Name the newest snapshot, that of the last boundary: every level keeps it until ``release``.
+        """Name the newest snapshot, that of the last boundary: every level keeps it until ``release``. Its step.
 
         Where the last boundary was not captured, the next one will be, due or not; then the step returned is the least
-        that it can have. Does not block. Raises: ConfigError, for a bad name, or without persistent levels.
+        that it can have. A name is never given to another snapshot than that one: if it is lost before it is stored (a
+        torn copy, memory that died), a warning says so, and ``lost_names``.
+        Blocks: where storage has not taken the snapshot named before, until it has, at most ``gate_timeout_s``; not
+        again, once that was in vain. Raises: ConfigError, for a bad name, or without persistent levels.
         """
         self._check_open("keep")
         check_name(name)
@@ -624,6 +646,11 @@ class SnapshotEngine:
             raise ConfigError("keep: there is no persistent level that could keep a snapshot")
         with self._lock:
             return self._recorder.keep(name)
+
+    @property
+    def lost_names(self) -> Mapping[str, str]:
+        """Names that ``keep`` gave whose snapshot the first level will never have, and why, as far as it is known."""
+        return self._events.lost_names
 
     def restated(self, parts: Collection[str]) -> dict[str, Any] | None:
         """These parts of the state as they are now, in the encoding of a manifest, over the tensors of the capture of
@@ -652,16 +679,24 @@ class SnapshotEngine:
     # ---------------------------------------------------------------- waiting and ending
 
     def wait(
-        self, step: int | None = None, *, until: Literal["captured", "durable"] = "durable", timeout_s: float
+        self,
+        step: int | None = None,
+        *,
+        until: Literal["captured", "protected", "durable"] = "durable",
+        timeout_s: float,
     ) -> bool:
-        """Block until the capture of ``step`` (default: the last begun) is whole in memory, or it (or a later one) is
-        durable at the first level; ``False`` after the deadline, or if that capture was dropped.
+        """Block until the capture of ``step`` (default: the last begun) is whole in memory, or it (or a later one)
+        survives the loss of a node, or is durable at the first level; ``False`` after the deadline, or if that capture
+        was dropped.
 
-        With several ranks durable on all of them, so all are to wait for it; whole in the memory of this one.
+        With several ranks durable and protected on all of them, so all are to wait for it; whole in the memory of this
+        one.
         """
         self._check_open("wait")
-        if until not in ("captured", "durable"):
-            raise ConfigError(f'wait: until must be "captured" or "durable", got {until!r}')
+        if until not in ("captured", "protected", "durable"):
+            raise ConfigError(f'wait: until must be "captured", "protected" or "durable", got {until!r}')
+        if until == "protected" and self._meeting.parity is None:
+            raise ConfigError("wait: nodes do not protect each other: there is only one, or redundancy is None")
         if until == "durable" and not self.config.levels:
             raise ConfigError("wait: there is no persistent level that could make a snapshot durable")
         self.gate()
@@ -673,6 +708,8 @@ class SnapshotEngine:
             if not (self._world.is_alone and self._durability.has(step)):
                 self.flush(timeout_s)
             return self._durability.has(step)
+        if until == "protected":
+            return self._await_protected(step, timeout_s)
         if self._direct.has_step(step):
             return True  # not in memory, and at a level already
         deadline = time.monotonic() + timeout_s
@@ -682,6 +719,16 @@ class SnapshotEngine:
                 return False
             time.sleep(0.001)
         return state is CaptureState.HELD
+
+    def _await_protected(self, step: int, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        if (self.statistics().last_protected_step or -1) < step:
+            self._client.protect(step)
+        while (self.statistics().last_protected_step or -1) < step:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
 
     def flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
         """Block until the newest capture is durable at every level; ``False`` after the deadline, if it was dropped, or
@@ -720,13 +767,14 @@ class SnapshotEngine:
         """
         if self._closed:
             return self._has_ended_well
-        durable, over, captured = False, False, True
+        durable, over, captured, unstored = False, False, True, list[str]()
         try:
             self.gate()
             self._compare_frozen(self.config.drain_timeout_s)
             over = self._world.is_alone or self._world.ends()
             durable = not drain or self._end(progress, is_common=over)
             captured = not drain or self._has_captured_last()
+            unstored = [] if durable else self._unstored_names()
             self._protection.sum_up()
             self._former.dismiss(self._recorder, self._durability, is_end=durable and over)
         finally:
@@ -738,8 +786,17 @@ class SnapshotEngine:
             else:
                 self._client.abandon()
         self._tell_end(report.Ending.CLOSED if durable and over else report.Ending.LINGERING)
+        if unstored and self._world.rank == 0:
+            message = "the names %s are lost, unless %s takes their snapshots while memory stays (linger_s, %g s)"
+            logger.warning(message, unstored, shown(self.config.levels[0].url), self.config.memory.linger_s)
         self._has_ended_well = durable and captured
         return self._has_ended_well
+
+    def _unstored_names(self) -> list[str]:
+        """Of which nobody said yet what becomes of them."""
+        self._hear()
+        unstored = self._recorder.names.unstored(self._events.first_level_has)
+        return [name for name in unstored if name not in self._events.lost_names]
 
     def _tell_end(self, ending: report.Ending) -> None:
         self._hear()

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lazysnap.config import SnapshotConfig
@@ -17,7 +17,17 @@ from lazysnap.keeper.events import (
     KeeperSilent,
     KeeperUnreachable,
 )
-from lazysnap.keeper.protocol import Complete, Durable, LeftRun, LevelFailed, MemoryRefused, NameFailed, Unlinked
+from lazysnap.keeper.protocol import (
+    Complete,
+    Durable,
+    LeftRun,
+    LevelFailed,
+    MemoryRefused,
+    NameFailed,
+    Protected,
+    Unlinked,
+    Unprotected,
+)
 from lazysnap.keeper.room import readable
 from lazysnap.levels.redaction import shown
 
@@ -30,17 +40,25 @@ class EventLog:
     def __init__(self, config: SnapshotConfig, statistics: Statistics, protection: Protection | None = None) -> None:
         self.statistics = statistics
         self.protection = protection or Protection(config, statistics)
-        self.tells_rates = True
-        """Whether the first snapshot at each level is worth a line: on one rank it is."""
+        self.speaks_for_node = True
+        """Whether to warn of what all ranks of the node hear alike: one of them does."""
         self._due = {level.url: math.lcm(level.every_n_steps, config.every_n_steps) for level in config.levels}
         self._from_step = 0
         self._timed: set[str] = set()
         self._noted: set[str] = set()
+        self.lost_names: dict[str, str] = {}
+        """Names whose snapshot the first level will never have, and why."""
+        self.first_level_has: set[int] = set()
+        """Steps of this start that are complete there."""
+        self.takes_less: Callable[[str], bool] = lambda text: False
+        """Whether captures can do with less memory than was refused, and ask for that now."""
 
     def begin(self, step: int) -> None:
         """Captures from now on are of another start, which goes on from ``step``: nothing of it is durable yet."""
         self._from_step = step
+        self.first_level_has.clear()
         self.statistics.last_durable_step.clear()
+        self.statistics.last_protected_step = None
 
     def note_once(self, topic: str, message: str, *values: Any) -> None:
         """Warn, unless there was a warning on ``topic`` already that nothing has ended."""
@@ -48,11 +66,22 @@ class EventLog:
         self._noted.add(topic)
         logger.log(level, message, *values)
 
-    def end(self, topic: str, message: str, *values: Any) -> None:
-        """What there was a warning about is over: say so, if there was one."""
+    def _note_of_node(self, topic: str, message: str, *values: Any) -> None:
+        """``note_once``, of what all ranks of the node hear."""
+        if self.speaks_for_node or topic in self._noted:
+            self.note_once(topic, message, *values)
+        else:
+            self._noted.add(topic)
+            logger.info(message, *values)
+
+    def _warn_of_node(self, message: str, *values: Any) -> None:
+        logger.log(logging.WARNING if self.speaks_for_node else logging.INFO, message, *values)
+
+    def _end(self, topic: str, message: str, *values: Any) -> None:
+        """What the node was warned of is over: say so, if it was."""
         if topic in self._noted:
             self._noted.discard(topic)
-            logger.warning(message, *values)
+            self._warn_of_node(message, *values)
 
     def drain(self, events: Iterable[KeeperEvent]) -> None:
         """Count and log what happened."""
@@ -61,21 +90,34 @@ class EventLog:
                 self._time(event)
             elif isinstance(event, Complete):
                 self._count(event.level, event.steps)
-                self._works(event.level, event.steps[-1])
+                self._end(event.level, "%s works again: step %d is durable there", shown(event.level), event.steps[-1])
+            elif isinstance(event, Protected):
+                is_news = event.step is not None and event.step > (self.statistics.last_protected_step or -1)
+                self.statistics.protected += is_news
+                self.statistics.last_protected_step = event.step
+            elif isinstance(event, Unprotected) and event.text:
+                self._noted.add("nodes")
+                self._warn_of_node("NOT protected against the loss of a node: %s", event.text)
+            elif isinstance(event, Unprotected):
+                self._end("nodes", "protected against the loss of a node again")
             elif isinstance(event, LevelFailed):
                 self.statistics.level_failures[event.level] += 1
                 message = "step %d is not persisted, training goes on and the next snapshot is tried again: %s"
-                self.note_once(event.level, message, event.step, event.text)
+                self._note_of_node(event.level, message, event.step, event.text)
             elif isinstance(event, Unlinked) and event.text:
                 self._noted.add("links")
-                logger.warning("nothing is stored, memory alone protects: %s", event.text)
+                self._warn_of_node("nothing is stored, memory alone protects: %s", event.text)
             elif isinstance(event, Unlinked):
-                self.end("links", "the keepers of all nodes reach each other again: snapshots are stored again")
+                self._end("links", "the keepers of all nodes reach each other again: snapshots are stored again")
             elif isinstance(event, NameFailed):
-                logger.warning("%s: the name %r is not as asked for: %s", shown(event.level), event.name, event.text)
+                what = "is lost" if event.is_lost else "is not as asked for"
+                self._warn_of_node(f"%s: the name %r {what}: %s", shown(event.level), event.name, event.text)
+                if event.is_lost and event.level == next(iter(self._due)):
+                    self.lost_names[event.name] = event.text
             elif isinstance(event, KeeperLost):
                 self.statistics.keepers_lost += 1
-                self.note_once("keeper", "the keeper is gone, a new one is being started: %s", event.text)
+                self.statistics.last_protected_step = None  # its parity is gone; if it lives, it tells again
+                self._note_of_node("keeper", "the keeper is gone, a new one is being started")
             elif isinstance(event, KeeperUnreachable):
                 self.statistics.keepers_lost += 1
                 self.protection.lost(KeeperUnavailable(event.text), is_told=event.is_refusal)
@@ -84,7 +126,8 @@ class EventLog:
             elif isinstance(event, KeeperSilent):
                 self.note_once("silent", "%s", event.text)
             elif isinstance(event, KeeperAnswers):
-                self.end("silent", "the keeper (process %d) answers again: snapshots are stored again", event.pid)
+                self._noted.discard("silent")
+                logger.warning("the keeper (process %d) answers again: snapshots are stored again", event.pid)
             elif isinstance(event, LeftRun):
                 self.note_once(
                     "left run",
@@ -97,23 +140,22 @@ class EventLog:
                     event.name,
                     event.name,
                 )
-            elif isinstance(event, MemoryRefused):
+            elif isinstance(event, MemoryRefused) and not self.takes_less(event.text):
                 self.protection.lost(MemoryBoundExceeded(event.text))
 
     def _time(self, event: Durable) -> None:
         """What a snapshot takes at a level is known with the first one."""
-        if self.tells_rates and event.level not in self._timed:
+        if self.speaks_for_node and event.level not in self._timed:
             self._timed.add(event.level)
             size, rate = readable(event.num_bytes), readable(event.num_bytes / max(event.seconds, 1e-9))
             logger.info("%s: a snapshot of %s takes %.1f s (%s/s)", shown(event.level), size, event.seconds, rate)
-
-    def _works(self, level: str, step: int) -> None:
-        self.end(level, "%s works again: step %d is durable there", shown(level), step)
 
     def _count(self, level: str, steps: Sequence[int]) -> None:
         """``steps``: complete since the last time, oldest first."""
         statistics, every = self.statistics, self._due.get(level, 1)
         statistics.persisted[level] += len(steps)
+        if level == next(iter(self._due), None):
+            self.first_level_has.update(steps)
         for step in steps:
             before = statistics.last_durable_step.get(level, self._from_step)
             if step > before:

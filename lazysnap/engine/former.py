@@ -26,5 +26,5 @@ class FormerRanks:
         """
         if self._is_over:
             return
-        if durability.has_any() if self._has_levels else is_end or recorder.is_past_resumed():
+        if durability.has(0) if self._has_levels else is_end or recorder.is_past_resumed():
             self._is_over = self._client.supersede(self._world.place.local_world_size)

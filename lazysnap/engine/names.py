@@ -1,6 +1,7 @@
-"""Names that snapshots are kept under: wanted, given to a capture, and given again if that capture is lost."""
+"""Names that snapshots are kept under: wanted, and given to a capture. They never go to another one."""
 
 import logging
+from collections.abc import Collection
 
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.client import KeeperClient
@@ -27,26 +28,23 @@ class Names:
         self._client = client
         self.wanted: list[str] = []
         """For the next capture."""
-        self._given: dict[int, tuple[int, list[str]]] = {}
-        """By sequence number: the step and its names."""
+        self._given: dict[int, list[str]] = {}
+        """By step."""
 
-    def give(self, step: int, sequence: int, names: list[str]) -> None:
-        """The capture gets these names, at every level."""
-        _, held = self._given.get(sequence, (step, []))
-        self._given[sequence] = step, [*held, *names]
+    def give(self, step: int, names: list[str]) -> None:
+        """The capture of ``step`` gets these names, at every level."""
+        self._given.setdefault(step, []).extend(names)
         for name in names:
             self._client.keep(name, step)
 
-    def lost(self, sequence: int) -> None:
-        """The capture is worth nothing: the next one is called so."""
-        _, names = self._given.pop(sequence, (0, []))
-        self.wanted += names
+    def give_wanted(self, step: int) -> None:
+        """A capture began: it gets the names that wait for one."""
+        wanted, self.wanted = self.wanted, []
+        self.give(step, wanted)
 
-    def overwritten(self, sequence: int) -> None:
-        """The capture goes from memory: if storage did not get it, the next one is called so."""
-        step, _ = self._given.get(sequence, (0, []))
-        if sequence in self._given and not self._client.is_stored(step):
-            self.lost(sequence)
+    def unstored(self, stored: Collection[int]) -> list[str]:
+        """All but those that captures of these steps were given."""
+        return [name for step, names in self._given.items() if step not in stored for name in names]
 
     def begin_run(self) -> None:
         """Another state is loaded: the next capture is not the one that was to be called so."""
@@ -60,14 +58,14 @@ class Names:
 
         Those of steps that are stored, too: the last keeper may have died before it wrote them.
         """
-        for step, names in self._given.values():
+        for step, names in self._given.items():
             for name in names:
                 self._client.keep(name, step)
 
     def release(self, name: str) -> None:
         """Take the name from every snapshot of the run."""
         self.wanted = [wanted for wanted in self.wanted if wanted != name]
-        for _, names in self._given.values():
+        for names in self._given.values():
             if name in names:
                 names.remove(name)
         self._client.release(name)

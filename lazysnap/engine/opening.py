@@ -22,6 +22,8 @@ class Sizes:
     slot_bytes: int
     available_bytes: int
     """Memory that slots may take, with what they take already: of this machine, or ``max_bytes`` if that is less."""
+    group: tuple[int, int] = (1, 0)
+    """Nodes that protect each other, and how many of them may be lost."""
 
 
 def opening_line(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: bool = True) -> str:
@@ -33,6 +35,11 @@ def opening_line(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protect
         f"snapshots at {shown(level.url)} every {_steps(math.lcm(level.every_n_steps, config.every_n_steps))}"
         for level in config.levels
     ]
+    size, parity = sizes.group
+    if parity:
+        places.append(
+            f"any {parity} of {size} nodes may be lost" if parity > 1 else f"any one of {size} nodes may be lost"
+        )
     lack = "" if is_protected else "no memory: it would take "
     return (
         f"state {readable(sizes.state_bytes)}{per_rank}{once}, {lack}{sizes.slots} slots = {readable(memory)} of memory"

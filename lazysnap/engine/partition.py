@@ -74,11 +74,29 @@ class Partition:
         """By name: ``scope``, ``global_shape``, ``offsets``, as in the manifest; nothing for what is rank-scoped."""
         self.shared_rows: dict[str, tuple[int, int]] = {}
         """By name: of the captured rows those that this node stores at levels that all nodes see; absent: all."""
+        self.nodes: dict[str, int] = {}
+        """By name: how many nodes hold the captured rows, where it is more than one."""
+        self.common: list[Common] = []
+        """What must be the same on all ranks that hold the same tensors."""
         self._storers: set[int] = set()
-        parts: list[_Part] = []
-        shared: dict[tuple[int, ...], list[_Shared]] = {}
         self._tied: dict[int, int] = {}
-        everyone = tuple(range(len(nodes)))
+        parts, shared = self._sorted_out(walk, replicated, untrained, (rank, len(nodes)))
+        for holders, ones in shared.items():
+            parts += self._cut(walk, ones, [nodes[other] for other in holders], holders, rank)
+        self._parts = sorted(parts, key=lambda part: part.index)
+        self._names = [walk.names[part.index] for part in self._parts]
+        self._paths = [walk.paths[part.index] for part in self._parts]
+        here = {part.index for part in self._parts}
+        self.aliases = {walk.names[i]: walk.names[primary] for i, primary in self._tied.items() if primary in here}
+        """Further names of what is captured here."""
+
+    def _sorted_out(
+        self, walk: Walk, replicated: Collection[Key], untrained: Collection[str], of: tuple[int, int]
+    ) -> tuple[list[_Part], dict[tuple[int, ...], list[_Shared]]]:
+        """What is this rank's own, and by the ranks that hold it what others hold as well; ``of``: rank, and ranks."""
+        rank, everyone = of[0], tuple(range(of[1]))
+        own: list[_Part] = []
+        shared: dict[tuple[int, ...], list[_Shared]] = {}
         first: dict[object, int] = {}
         for index, (tensor, name) in enumerate(zip(walk.tensors, walk.names, strict=True)):
             held = held_part(tensor, name)
@@ -87,7 +105,7 @@ class Partition:
             if primary != index:
                 self._tied[index] = primary
             elif is_own:
-                parts.append(_Part(index))
+                own.append(_Part(index))
             else:
                 one, holders = _shared(index, tensor, held, everyone)
                 if held is not None and name in untrained and rank in holders:
@@ -95,42 +113,44 @@ class Partition:
                 # Of a shard without bytes there is nothing to keep but where the whole tensor has none.
                 if rank in holders and (volume(one.local.shape) or not volume(one.global_shape)):
                     shared.setdefault(holders, []).append(one)
-        self.common: list[Common] = []
-        """What must be the same on all ranks that hold the same tensors."""
-        for holders, ones in shared.items():
-            crew = [other for other in holders if nodes[other] == nodes[rank]]
-            self.common.append((crew, digest(str(holders).encode()), len(holders), _digest(walk, ones)))
-            sizes = [one.rows for one in ones]
-            storers = list(dict.fromkeys(nodes[other] for other in holders))[:STORERS]
-            stored = {}
-            if nodes[rank] in storers:
-                stored = {rows.index: rows for rows in share(sizes, storers.index(nodes[rank]), len(storers))}
-            self._storers.update(other for other in holders if nodes[other] in storers)
-            for rows in share(sizes, crew.index(rank), len(crew)):
-                one = ones[rows.index]
-                whole = (rows.start, rows.stop) == (0, sizes[rows.index][0])
-                parts.append(_Part(one.index, None if whole else (rows.start, rows.stop)))
-                start = (one.offsets[0] + rows.start, *one.offsets[1:]) if one.offsets else ()
-                name = walk.names[one.index]
-                self.facts[name] = {
-                    "scope": one.scope,
-                    "global_shape": list(one.global_shape),
-                    "offsets": list(start),
-                }
-                both = _both(rows, stored.get(rows.index))
-                if both != (0, rows.stop - rows.start):
-                    self.shared_rows[name] = both
-        self._parts = sorted(parts, key=lambda part: part.index)
-        self._names = [walk.names[part.index] for part in self._parts]
-        self._paths = [walk.paths[part.index] for part in self._parts]
-        here = {part.index for part in self._parts}
-        self.aliases = {walk.names[i]: walk.names[primary] for i, primary in self._tied.items() if primary in here}
-        """Further names of what is captured here."""
+        return own, shared
+
+    def _cut(
+        self, walk: Walk, ones: Sequence[_Shared], at: Sequence[str], holders: Sequence[int], rank: int
+    ) -> list[_Part]:
+        """This rank's rows of what ``holders`` hold; ``at``: their nodes."""
+        sizes, here = [one.rows for one in ones], at[holders.index(rank)]
+        crew = [other for other, node in zip(holders, at, strict=True) if node == here]
+        self.common.append((crew, digest(str(tuple(holders)).encode()), len(holders), _digest(walk, ones)))
+        num_nodes = len(set(at))
+        storers = list(dict.fromkeys(at))[:STORERS]
+        stored = {}
+        if here in storers:
+            stored = {rows.index: rows for rows in share(sizes, storers.index(here), len(storers))}
+        self._storers.update(other for other, node in zip(holders, at, strict=True) if node in storers)
+        parts = []
+        for rows in share(sizes, crew.index(rank), len(crew)):
+            one, name = ones[rows.index], walk.names[ones[rows.index].index]
+            whole = (rows.start, rows.stop) == (0, sizes[rows.index][0])
+            parts.append(_Part(one.index, None if whole else (rows.start, rows.stop)))
+            start = (one.offsets[0] + rows.start, *one.offsets[1:]) if one.offsets else ()
+            self.facts[name] = {"scope": one.scope, "global_shape": list(one.global_shape), "offsets": list(start)}
+            if num_nodes > 1:
+                self.nodes[name] = num_nodes
+            both = _both(rows, stored.get(rows.index))
+            if both != (0, rows.stop - rows.start):
+                self.shared_rows[name] = both
+        return parts
 
     @property
     def replicas(self) -> list[int]:
         """The ranks of the nodes that store what this node leaves out."""
         return sorted(self._storers) if self.shared_rows else []
+
+    def keep_all(self) -> None:
+        """Nodes do not hold the same after all: each stores, and protects, its own whole."""
+        self.shared_rows.clear()
+        self.nodes.clear()
 
     def holds_for(self, walk: Walk) -> bool:
         """Whether ``walk`` has the structure that this was made for; tensors are compared by the plan."""

@@ -1,6 +1,7 @@
 """What happens at a boundary: the state is walked, planned, given a slot, and its capture begun."""
 
 import json
+import logging
 import sys
 import time
 from collections import Counter
@@ -39,6 +40,8 @@ from lazysnap.keeper.slot_pool import fits, free_bytes
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import StateWalker, Walk
+
+logger = logging.getLogger("lazysnap.engine")
 
 _REMEMBERED = 64
 _SLOW_S = 0.1
@@ -96,6 +99,9 @@ class Recorder:
         self.has_lost_last = False
         """Whether the last capture that began was dropped."""
         self._keepers_lost = 0
+        self.group = (1, 0)
+        """Nodes that protect each other, and how many of them may be lost."""
+        log.takes_less = self._do_without_parity
         self.encoded_once = False
         self.stores_next = False
         """Whether storage gets the next capture, due there or not."""
@@ -105,6 +111,7 @@ class Recorder:
         """Until when the capture that is being begun waits for memory."""
         self._waits_for_storage = True
         """Whether a capture waits for a slot that storage reads: not again, once it waited in vain."""
+        self._waits_for_named = True
 
     def join(self, world: World) -> None:
         """Record one of several ranks' part from now on. Collective."""
@@ -133,14 +140,14 @@ class Recorder:
         frozen = plan.frozen.size_bytes if plan.frozen is not None else 0
         held = sum(slot.size_bytes for slot in self._client.slots())
         available = min(free_bytes() + held + frozen, self._config.memory.max_bytes or sys.maxsize)
-        return Sizes(plan.layout.size_bytes, frozen, self._slots_needed(), slot_bytes, available)
+        return Sizes(plan.layout.size_bytes, frozen, self._slots_needed(), slot_bytes, available, self.group)
 
     def is_ready(self) -> bool:
         """Whether every slot is there, and what every capture refers to."""
         return len(self._client.slots()) >= self._slots_needed() and not self.frozen.is_awaited()
 
     def _slots_needed(self) -> int:
-        return slots_needed(self._config, self.meta.world_size)
+        return slots_needed(self._config, self.meta.world_size, is_redundant=self.group[1] > 0)
 
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
@@ -292,7 +299,7 @@ class Recorder:
         if self._direct.is_resting() and not force:
             return self.skip("storage failed just now")
         meta = self.meta.write(step, plan, walked, None)
-        self._sequence = max(self._sequence, self._client.newest_sequence()) + 1
+        self._sequence = self._next_sequence()
         self.last_step, self.stores_next = step, False
         job = self._direct.write(plan, walked.tensors, meta, (step, self._sequence))
         self._log.statistics.direct.add(job.copy_s)
@@ -301,7 +308,7 @@ class Recorder:
         if job.phase is CapturePhase.WHOLE:
             self._remember(job)
             self._log.statistics.last_whole_step = step
-            self._name(step, job.sequence)
+            self.names.give_wanted(step)
             return True
         self._log.statistics.failed += 1
         self._lost(job.sequence)
@@ -334,9 +341,8 @@ class Recorder:
         slot, step, size = job.slot, job.step, job.plan.layout.size_bytes
         self._sequence = job.sequence = self._next_sequence()
         faults.point("engine.begin")
-        self.names.overwritten(slot.word(Word.SEQUENCE))
         slot.begin(step, sequence=job.sequence, image_bytes=size, meta=meta, pin=slot.is_granted(step))
-        if slot.status().pinned and not slot.is_granted(step):
+        if slot.word(Word.PIN) and not slot.is_granted(step):
             slot.unpin()  # withdrawn in between: the keeper, which looks the other way round, may have missed the pin
         # While storage waits for a step ahead its keeper looks at the words by itself: a message costs 0.3 ms.
         if self._config.levels and slot.word(Word.GRANT) <= step + 1:
@@ -359,7 +365,7 @@ class Recorder:
         if self.stores_next:
             self.stores_next = False
             self._client.wish(step)
-        self._name(step, job.sequence)
+        self.names.give_wanted(step)
 
     def _next_sequence(self) -> int:
         return max(self._sequence, self._client.newest_sequence()) + 1
@@ -403,6 +409,8 @@ class Recorder:
                 plan.logical[name] = {**plan.logical.get(name, {}), **facts}
                 if name in self._partition.shared_rows:
                     plan.logical[name]["shared_rows"] = list(self._partition.shared_rows[name])
+                if name in self._partition.nodes:
+                    plan.logical[name]["nodes"] = self._partition.nodes[name]
         return replace(plan, replicas=self._partition.replicas)
 
     def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
@@ -470,6 +478,15 @@ class Recorder:
         least = least_slots(self._config, self.meta.world_size) if self._world is None else needed
         self._client.reserve(meta_capacity, image_bytes, needed, least)
 
+    def _do_without_parity(self, text: str) -> bool:
+        """Memory was refused: what is only there for other nodes' protection goes first."""
+        if not self.group[1] or self._reserved is None:
+            return False
+        self.group = (1, 0)
+        self._log.note_once("parity", "NOT protected against the loss of a node, there is too little memory: %s", text)
+        self._request(*self._reserved)
+        return True
+
     def register_slots(self) -> None:
         """Slots are registered with CUDA before they count as ready, if the state is on such a device."""
         self._client.make_ready(registrar(self._source.expected().values()))
@@ -502,7 +519,8 @@ class Recorder:
         if is_pin_passed_over:
             statuses = [replace(status, pinned_step=None) for status in statuses]
         index = choose_slot(statuses, self._idle(slots), self._kept())
-        return None if index is None else slots[index]
+        # Held in this moment: the next look sees that.
+        return slots[index] if index is not None and slots[index].take() else None
 
     # ---------------------------------------------------------------- what became of it
 
@@ -529,7 +547,6 @@ class Recorder:
 
     def _lost(self, sequence: int) -> None:
         """A capture that was whole turned out to be worth nothing."""
-        self.names.lost(sequence)
         self._whole.pop(sequence, None)
         self.has_lost_last |= sequence == self._sequence
         self._log.statistics.last_whole_step = self.last_held_step()
@@ -574,17 +591,35 @@ class Recorder:
 
     def keep(self, name: str) -> int:
         """Name the capture of the last boundary, or else that of the next; its step (of the next: the least)."""
+        self._await_named(name)
         begun = self._begun
         if begun is not None and begun.step == self._seen_step and self._is_there(begun):
             # Before the keeper hears of it: from now on the slot is not used for another capture.
             begun.slot.pin(begun.step, until_stored=True)
-            self.names.give(begun.step, begun.sequence, [name])
+            self.names.give(begun.step, [name])
             return begun.step
         if self._seen_step is not None and self._direct.has_step(self._seen_step):
-            self.names.give(self._seen_step, self._sequence, [name])
+            self.names.give(self._seen_step, [name])
             return self._seen_step
         self.names.wanted.append(name)
         return (self._seen_step or 0) + 1
+
+    def _await_named(self, name: str) -> None:
+        """Wait until storage has taken what must be stored of other steps: memory has one slot to spare for that.
+
+        Not again, once it waited in vain.
+        """
+        deadline = time.monotonic() + (self._config.gate_timeout_s if self._waits_for_named else 0.0)
+        self._waits_for_named = True
+        while any(slot.kept_step not in (None, self._seen_step) for slot in self._client.slots()):
+            if time.monotonic() >= deadline or self._client.is_silent:
+                self._waits_for_named = False
+                logger.warning(
+                    "the snapshot %r may be lost before it is stored: storage has not taken the named one before it",
+                    name,
+                )
+                return
+            time.sleep(0.001)
 
     def restated(self, parts: Collection[str]) -> dict[str, Any] | None:
         """See ``SnapshotEngine.restated``."""
@@ -609,11 +644,6 @@ class Recorder:
     def _is_there(begun: _Begun) -> bool:
         status = begun.slot.status()
         return status.sequence == begun.sequence and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
-
-    def _name(self, step: int, sequence: int) -> None:
-        if self.names.wanted:
-            wanted, self.names.wanted = self.names.wanted, []
-            self.names.give(step, sequence, wanted)
 
     def tell_new_keeper(self) -> None:
         """After a keeper's death: the next one does not know what was asked of the last."""

@@ -4,7 +4,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lazysnap.engine.snapshot import MEMORY, Absence, Snapshot
+from lazysnap.engine.lost_parts import PARITY
+from lazysnap.engine.snapshot import Absence, Snapshot
 from lazysnap.engine.statistics import Statistics
 from lazysnap.keeper.room import readable
 from lazysnap.levels.redaction import shown
@@ -85,7 +86,7 @@ def from_checkpoint(path: str) -> str:
 
 def _which(snapshot: Snapshot, position: str) -> str:
     at = f" ({position})" if position else ""
-    source = MEMORY if snapshot.level == MEMORY else shown(snapshot.level)
+    source = "parity in the memory of other nodes" if snapshot.level == PARITY else shown(snapshot.level)
     return f"step {snapshot.step} of run {snapshot.run or snapshot.run_id[:RUN_DIGITS]}{at} from {source}"
 
 
@@ -130,6 +131,8 @@ def summary(statistics: Statistics, end: End) -> list[str]:
         return []
     parts = [f"captured {_captured(statistics)}"]
     parts += [f"stored {statistics.persisted[url]} at {shown(url)}{_newest(statistics, url)}" for url in end.urls]
+    if statistics.last_protected_step is not None:
+        parts.append(f"protected {statistics.protected} on other nodes (newest: step {statistics.last_protected_step})")
     if not end.urls:
         parts.append("stored nowhere: no storage level is set")
     parts.append(f"training waited {duration(statistics.waited_s)} in all")

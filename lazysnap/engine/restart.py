@@ -11,19 +11,23 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.engine.collector import collector_paused
+from lazysnap.engine.lost_parts import PARITY, lost_parts, most_protected
+from lazysnap.engine.meeting import NOBODY, Meeting, meet_keepers
 from lazysnap.engine.names import check_name
 from lazysnap.engine.part import BadShard, Part, PartReader
+from lazysnap.engine.peer_shards import PeerShards
 from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.shards import BadFrozen, ShardOpener
+from lazysnap.engine.shards import BadFrozen, NodeMemory, ShardOpener
 from lazysnap.engine.snapshot import MEMORY, Absence, NewRun, Snapshot
 from lazysnap.engine.survey import Survey, check_levels, fields_of, inventory_of
 from lazysnap.engine.world import World
@@ -31,7 +35,7 @@ from lazysnap.errors import JobBusy, LazySnapError, ShardCorrupt, SnapshotNotFou
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.protocol import TrainerEnd
+from lazysnap.keeper.protocol import HeldParity, TrainerEnd
 from lazysnap.keeper.visit import Visit
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import (
@@ -50,6 +54,8 @@ from lazysnap.state.source import StateSource
 logger = logging.getLogger("lazysnap.engine")
 
 LATEST = "latest"
+_FIRST_LEVEL = 2
+"""Speed of the first level: behind memory, and what is computed from parity."""
 _LISTINGS = 3
 """How often levels are listed until nothing vanishes between listing and reading."""
 
@@ -67,6 +73,8 @@ class Restart:
     client: KeeperClient | None
     identity: JobIdentity
     world: World
+    meeting: Meeting = NOBODY
+    """How other nodes are reached."""
     has_storage: bool = True
     """Whether levels are looked at; otherwise memory alone."""
     lends: bool = False
@@ -105,6 +113,7 @@ def fetch(which: int | str, told: Restart) -> Snapshot | Absence:
                 seconds=time.perf_counter() - started,
                 skipped=tuple(search.problems),
                 end=search.end() if choice.is_latest else None,
+                protected=search.protected,
                 newest_start=newest_start(inventories),
                 stored={
                     level.url: _stored(inventories, level, snapshot)
@@ -235,18 +244,22 @@ class _Search:
         self._world = told.world
         self._stack = stack
         self._node = told.world.place.node
-        levels = {level.url: LevelReader(level, place + 1) for place, level in enumerate(told.config.levels)}
+        levels = {level.url: LevelReader(level, place + _FIRST_LEVEL) for place, level in enumerate(told.config.levels)}
         levels = levels if told.has_storage else {}
         self._levels = levels
         for level in levels.values():
             level.begin_open()
         self._survey = Survey(told.world, levels)
-        self._opener = ShardOpener(levels, self._visit, stack, self._passed_over)
+        self._peers = PeerShards(told.meeting)
+        memory = NodeMemory(self._node, self._visit, self._peers)
+        self._opener = ShardOpener(levels, memory, stack, self._passed_over)
         self._parts = PartReader(told.source, told.world, self._opener, lends=told.lends)
         self._visits: dict[int, MemoryHoldings] = {}
         self._gone = False
         self._keeperless = ""
         """Why this rank's memory was out of reach."""
+        self.protected: SnapshotKey | None = None
+        """See ``Snapshot``."""
         self.problems: list[str] = []
         stack.callback(self._let_go)
 
@@ -254,11 +267,13 @@ class _Search:
         """Mapped memory goes now, and not when garbage is collected."""
         self._visits.clear()
         self._opener.forget()
+        self._peers.close()
 
     def forget(self) -> None:
         """What was passed over: everything is looked at anew."""
         self.problems = []
         self._opener.forget()
+        self._peers.close()
 
     def log_problems(self) -> None:
         """What was passed over, and why."""
@@ -290,19 +305,39 @@ class _Search:
                 mine = self._memories()
             except JobBusy as error:
                 refusal = str(error)
-            return [refusal, [fields_of(inventory) for inventory in mine], list(self._levels)]
+            own = self._visits.get(0) if self._world.place.local_rank == 0 else None
+            parity = [] if own is None else [msgspec.to_builtins(held) for held in own.parity]
+            return [refusal, [fields_of(inventory) for inventory in mine], list(self._levels), parity]
 
         told = self._world.exchange_after("what is in memory", remember)
-        busy = [text for text, _, _ in told if text]
+        busy = [text for text, *_ in told if text]
         if busy:
             raise JobBusy(busy[0])
-        check_levels([urls for _, _, urls in told], self._world.places)
+        check_levels([urls for _, _, urls, _ in told], self._world.places)
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
-        memories = [inventory_of(item) for _, listed, _ in told for item in listed]
+        memories = [inventory_of(item) for _, listed, _, _ in told for item in listed]
+        memories.append(self._computed(memories, [parity for *_, parity in told]))
         stored = self._survey.look(self.problems)
         found = [*memories, *stored]
         self.problems += [problem for inventory in found for problem in inventory.problems]
         return found
+
+    def _computed(self, memories: Sequence[Inventory], told: Sequence[list[Any]]) -> Inventory:
+        """What parity has of nodes that are gone. ``told``: by rank. Collective, if one node is left of several."""
+        client = self._told.client
+        if any(told) and client is not None and self._told.meeting.peers is None:
+            told_of = (self._told.config, self._told.identity.job_id)
+            self._peers.meet(meet_keepers(self._world, client, *told_of, alone=True))
+        held = [
+            (place.node, msgspec.convert(item, HeldParity))
+            for place, items in zip(self._world.places, told, strict=True)
+            for item in items
+            if self._peers.reaches(place.node)
+        ]
+        lost, entries, problems = lost_parts((entry for memory in memories for entry in memory.entries), held)
+        self._peers.know(lost)
+        self.protected = most_protected(held)
+        return Inventory(PARITY, tuple(entries), problems=tuple(problems) if self._world.rank == 0 else ())
 
     def _memories(self) -> list[Inventory]:
         """What the keeper holds for this rank; on the first rank of a node also for ranks that are no more."""
@@ -343,7 +378,9 @@ class _Search:
             )
             for item in holdings.entries
         )
-        images = tuple(FrozenEntry(MEMORY, 0, str(digest), f"{number}/{digest}") for digest in holdings.frozen)
+        images = tuple(
+            FrozenEntry(MEMORY, 0, str(digest), f"{number}/{digest}", self._node) for digest in holdings.frozen
+        )
         return Inventory(f"{MEMORY} of local rank {number} of {self._node}", entries, images)
 
     def _visit(self, number: int) -> MemoryHoldings:
@@ -393,7 +430,7 @@ class _Search:
         if mismatches:
             raise StateMismatch(mismatches[0])
         [part] = parts
-        level = max(part.levels, key=lambda url: -1 if url == MEMORY else list(self._levels).index(url))
+        level = max(part.levels, key=[MEMORY, PARITY, *self._levels].index)
         return Snapshot(
             part.state,
             plan.step,
@@ -424,15 +461,16 @@ class _Search:
                 return part
 
     def _is_near(self, entry: Entry) -> bool:
-        return entry.node in (None, self._node) or entry.node in self._survey.reach
+        is_here = entry.node in (None, self._node) or entry.node in self._survey.reach
+        return is_here or (entry.level == MEMORY and self._peers.reaches(entry.node))
 
     def _choose(self, plan: RestartPlan, own: int, bad: Mapping[Entry, BadShard]) -> dict[int, Entry]:
         """Per rank of the snapshot the fastest source that this one can reach."""
         chosen = {}
         for rank, offers in enumerate(plan.sources):
-            entry = next((e for e in offers if e not in bad and self._is_near(e)), None)
-            if entry is not None:
-                chosen[rank] = entry
+            near = [entry for entry in offers if entry not in bad and self._is_near(entry)]
+            if near:  # of two in memory the one of this node
+                chosen[rank] = min(near, key=lambda entry: (entry.speed, entry.node not in (None, self._node)))
         if own not in chosen:
             within = "" if self._world.is_alone else f" within reach of {self._node.split('/')[0]}"
             reasons = "; ".join(map(str, bad.values())) or "it is not there"

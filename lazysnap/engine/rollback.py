@@ -5,26 +5,22 @@ is captured at once: from then on ``"latest"`` means the new run, wherever newer
 """
 
 import dataclasses
-import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from lazysnap import faults
 from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.report import duration
 from lazysnap.engine.restart import Restart, fetch_back
 from lazysnap.engine.snapshot import Snapshot
-from lazysnap.errors import ConfigError, KeeperUnavailable, SnapshotNotFound
+from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.names import id_after, new_id
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import walk
-
-logger = logging.getLogger("lazysnap.engine")
 
 Data = Literal["skip", "repeat"]
 """What becomes of the batches since the snapshot."""
@@ -42,13 +38,6 @@ class Rollback:
     """``memory`` or the URL of the level it was read from."""
     seconds: float
     """Duration of the call."""
-
-
-@dataclass(frozen=True)
-class Branch:
-    """The run that begins at a snapshot that is not the newest. The same on all ranks."""
-
-    run_id: str
 
 
 class Past:
@@ -116,28 +105,17 @@ class WayBack:
             '"latest" takes what storage has'
         )
 
-    def branch(self, snapshot: Snapshot) -> Branch | None:
-        """The run that has to begin at ``snapshot``; ``None``, if no rank captured anything newer. Collective."""
+    def branch(self, snapshot: Snapshot) -> str | None:
+        """The id of the run that has to begin at ``snapshot``, the same on all ranks; ``None``, if no rank captured
+        anything newer. Collective.
+        """
         meta, last = self._recorder.meta, self._recorder.last_step
         is_newest = snapshot.run_id == meta.run_id and (last is None or last <= snapshot.step)
         told = self._told.world.exchange("rolling back", [is_newest, new_id()])
         if all(newest for newest, _ in told):
             return None
         _, run_id = told[0]
-        return Branch(id_after(run_id, meta.run_id))
-
-    def drop_newer(self, snapshot: Snapshot) -> None:
-        """Drop all captures in memory that are newer than ``snapshot``. Blocks: asks the keeper."""
-        client, kept = self._told.client, (snapshot.run_id, snapshot.step)
-        try:
-            held = () if client is None else client.inventory(self._told.config.keeper_timeout_s).entries
-        except KeeperUnavailable as error:
-            logger.info("nothing in memory to go through: %s", error)
-            return
-        for item in held:
-            if (item.run_id, item.step) > kept:
-                faults.point("engine.rollback.drop")
-                item.slot.drop(item.sequence)
+        return id_after(run_id, meta.run_id)
 
     def load(self, snapshot: Snapshot, data: Data) -> None:
         """Put the state back in place, and clear the gradients. Raises: what the state's objects raise."""

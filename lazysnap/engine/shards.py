@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
+from lazysnap.engine.lost_parts import PARITY
+from lazysnap.engine.peer_shards import PeerShards
 from lazysnap.engine.reading import LevelReader
 from lazysnap.engine.snapshot import MEMORY
 from lazysnap.errors import LazySnapError, ShardCorrupt
@@ -24,19 +26,31 @@ class BadFrozen(LazySnapError):
     """A source of frozen tensors that turned out to be no good while it was read; it is not offered again."""
 
 
+@dataclass(frozen=True)
+class NodeMemory:
+    """Where memory is read."""
+
+    node: str
+    """This one."""
+    visit: Callable[[int], MemoryHoldings]
+    """What its keeper holds for a local rank."""
+    peers: PeerShards
+    """Memory of other nodes."""
+
+
 class ShardOpener:
     """What is opened stays open, and leased against deletion, until ``stack`` ends. Not thread-safe."""
 
     def __init__(
         self,
         levels: Mapping[str, LevelReader],
-        visit: Callable[[int], MemoryHoldings],
+        memory: "NodeMemory",
         stack: contextlib.ExitStack,
         note: Callable[[str], None],
     ) -> None:
-        """``visit``: what the keeper holds for a local rank; ``note`` is told of what is passed over here."""
+        """``note`` is told of what is passed over here."""
         self._levels = levels
-        self._visit = visit
+        self._memory_of = memory
         self._stack = stack
         self._note = note
         self._refused: dict[FrozenEntry, str] = {}
@@ -51,7 +65,7 @@ class ShardOpener:
         """
         if entry not in self._opened:
             where = f"step {entry.step} of rank {entry.rank} at {shown(entry.level)}"
-            if entry.level == MEMORY:
+            if entry.level in (MEMORY, PARITY):
                 shard = self._memory(entry, where)
             else:
                 shard = self._levels[entry.level].open(entry, where, self._stack)
@@ -65,7 +79,11 @@ class ShardOpener:
 
     def _memory(self, entry: Entry, where: str) -> OpenShard:
         number, sequence = map(int, entry.location.split("/"))
-        item = next((one for one in self._visit(number).entries if one.sequence == sequence), None)
+        if entry.level == PARITY:
+            return self._memory_of.peers.computed(number, entry.rank, where)
+        if entry.node is not None and entry.node != self._memory_of.node:
+            return self._memory_of.peers.shard(entry.node, number, sequence, where)
+        item = next((one for one in self._memory_of.visit(number).entries if one.sequence == sequence), None)
         if item is None:
             raise ShardCorrupt(f"{where}: it is not there any more")
         meta = CaptureMeta.from_bytes(item.slot.read_meta(), where)
@@ -103,7 +121,7 @@ class ShardOpener:
         """Read what is wanted of a shard that was opened here, verified. Blocks. Raises: what its ``failure`` makes."""
         level, failure = self._sources[shard.blocks]
         try:
-            if level == MEMORY:
+            if level in (MEMORY, PARITY):
                 read({shard: wanted})
             else:
                 self._levels[level].read(shard, wanted)
@@ -128,7 +146,9 @@ class ShardOpener:
         if entry.level != MEMORY:
             return self._levels[entry.level].open(entry, where, self._stack)
         number, digest = entry.location.split("/")
-        slot = self._visit(int(number)).frozen.get(digest)
+        if entry.node is not None and entry.node != self._memory_of.node:
+            return self._memory_of.peers.frozen(entry.node, digest, where)
+        slot = self._memory_of.visit(int(number)).frozen.get(digest)
         if slot is None:
             raise ShardCorrupt(f"{where}: not there any more")
         image = slot.image[: slot.status().image_bytes]

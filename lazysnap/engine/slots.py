@@ -10,9 +10,11 @@ from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import SnapshotConfig
 
 
-def slots_needed(config: SnapshotConfig, world_size: int = 1) -> int:
-    """Slots for one rank: those that are kept, the one being written, and one that persistence reads."""
-    needed = least_slots(config, world_size) + bool(config.levels)
+def slots_needed(config: SnapshotConfig, world_size: int = 1, *, is_redundant: bool = False) -> int:
+    """Slots for one rank: those that are kept, the one being written, one that persistence reads, and where other
+    nodes protect it the one that is protected and the one that is about to be.
+    """
+    needed = least_slots(config, world_size) + bool(config.levels) + 2 * is_redundant
     if world_size > 1:
         # Fewer would leave no capture that all ranks have, or none at all.
         return max(needed, config.memory.slots or 0)

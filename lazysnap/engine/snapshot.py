@@ -53,6 +53,8 @@ class Snapshot:
     """By path of an optimizer in the state: the names of its parameters in its order, if they were known."""
     run: str = ""
     """What people see of ``run_id``: its first digits, as many as tell it apart from the other runs there."""
+    protected: SnapshotKey | None = None
+    """The one in memory that other nodes protect best, and that stays until a newer one is protected."""
     new_run: NewRun | None = None
     """``None``: it is the newest snapshot, and training goes on in its run."""
     captured_ns: int | None = None

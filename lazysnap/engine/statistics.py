@@ -73,5 +73,10 @@ class Statistics:
     """Seconds that training waited in all: at gates, and at boundaries that were due, captured or not."""
     last_whole_step: int | None = None
     """Newest capture of this start that is whole in the memory of a keeper that lives."""
+    protected: int = 0
+    """Snapshots that other nodes protect, or did."""
+    last_protected_step: int | None = None
+    """Newest capture of this start that survives the loss of a node; ``None``: none, or nodes do not protect each
+    other."""
     last_durable_step: dict[str, int] = field(default_factory=dict)
     """Newest step committed, by level; with several ranks on all of them."""

@@ -186,8 +186,9 @@ class World:
         in_node, among_nodes = self._shares
         if not in_node:
             partition = Partition(walked, (), self.rank, [str(rank) for rank in range(self.size)])
+            partition.nodes.clear()  # these are ranks: how many nodes hold it is not known
         if not among_nodes:
-            partition.shared_rows.clear()
+            partition.keep_all()
         return partition
 
     def ends(self) -> bool:

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO
 
 from lazysnap.config import PersistentLevel
+from lazysnap.console import say
 from lazysnap.errors import ConfigError
 from lazysnap.export.folder import sweep
 
@@ -22,6 +23,7 @@ logger = logging.getLogger("lazysnap.accelerate")
 
 _NICEST = 19
 _STORED_WITHIN_S = 3600.0
+_PATIENCE_S = 1.0
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _MOST_OUTPUT_BYTES = 1 << 16
 
@@ -33,8 +35,6 @@ class Copy:
     directory: str
     name: str
     """What the snapshot is called at the level (``engine.keep``)."""
-    run_id: str | None = None
-    """The run of the snapshot; ``None``: the newest run that has the name."""
     add: str | None = None
     """A directory whose content is part of the copy, in place of what is in the snapshot: what the save hooks of the
     script wrote, and stock ``save_state`` after the snapshot was taken.
@@ -70,7 +70,9 @@ class NamedCopies:
         self._stored_within_s = stored_within_s
         self._children: queue.SimpleQueue[_Child | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._pending: list[Copy] = []
+        self._pending: list[_Child] = []
+        self._lost: dict[str, str] = {}
+        """By name of a snapshot, why it will never be stored."""
         self._failed: dict[str, str] = {}
         """By directory, why it has no copy."""
         self._kept: Copy | None = None
@@ -87,7 +89,7 @@ class NamedCopies:
             self._fail(copy, f"its process cannot be started: {error}")
             return
         with self._changed:
-            self._pending.append(copy)
+            self._pending.append(child)
         if self._thread is None:
             self._thread = threading.Thread(target=self._reap, name="lazysnap-copies", daemon=True)
             self._thread.start()
@@ -96,7 +98,15 @@ class NamedCopies:
     def pending(self) -> list[str]:
         """Directories whose copies are not there yet, in order."""
         with self._changed:
-            return [copy.directory for copy in self._pending]
+            return [child.copy.directory for child in self._pending]
+
+    def give_up(self, lost: Mapping[str, str]) -> None:
+        """Make no copy of snapshots that will never be stored; ``lost``: by name, why. Does not block."""
+        with self._changed:
+            for child in self._pending:
+                if child.copy.name in lost and child.copy.name not in self._lost:
+                    self._lost[child.copy.name] = lost[child.copy.name]
+                    child.process.kill()
 
     def wait(self, timeout_s: float, directory: str | None = None) -> bool:
         """Block until all copies (or those of ``directory``) are made; ``False`` after the deadline, or if the last one
@@ -105,7 +115,7 @@ class NamedCopies:
         wanted = None if directory is None else os.path.realpath(directory)
 
         def is_over() -> bool:
-            return all(wanted not in (None, os.path.realpath(copy.directory)) for copy in self._pending)
+            return all(wanted not in (None, os.path.realpath(one.copy.directory)) for one in self._pending)
 
         with self._changed:
             done = self._changed.wait_for(is_over, timeout_s)
@@ -114,9 +124,17 @@ class NamedCopies:
 
     def close(self, timeout_s: float) -> bool:
         """``wait``, then say which copies were not made. Children that still work go on. Idempotent."""
-        done = self.wait(timeout_s)
+        patience_s = min(_PATIENCE_S, timeout_s)
+        done = self.wait(patience_s)
+        if not done and (waited_for := self.pending()):
+            more = f" and {len(waited_for) - 1} more" if len(waited_for) > 1 else ""
+            say(
+                f"save_state(directory): waiting for {waited_for[0]!r}{more} to be complete, at most {timeout_s:g} s; "
+                "if this process is ended before, they are made all the same"
+            )
+            done = self.wait(timeout_s - patience_s)
         with self._changed:
-            pending = list(self._pending)
+            pending = [child.copy for child in self._pending]
         for copy in pending:
             logger.warning(
                 "save_state(%r): the copy is not complete %g s after the end of training; a process goes on with it "
@@ -173,8 +191,7 @@ class NamedCopies:
         return _Child(copy, process, output)
 
     def _arguments(self, copy: Copy) -> list[str]:
-        more = ["--run", copy.run_id] if copy.run_id is not None else []
-        more += ["--add", copy.add] if copy.add is not None else []
+        more = ["--add", copy.add] if copy.add is not None else []
         to = os.path.abspath(copy.directory)
         return ["export", self._level.url, copy.name, *more, "--to", to, "--format", "accelerate", "--force"]
 
@@ -195,7 +212,7 @@ class NamedCopies:
                 self._fail(child.copy, _reason(code, child.output))
             child.output.close()
             with self._changed:
-                self._pending.remove(child.copy)
+                self._pending.remove(child)
                 self._changed.notify_all()
 
     def _succeed(self, copy: Copy) -> None:
@@ -210,6 +227,10 @@ class NamedCopies:
             logger.warning("save_state(%r): the copy is complete, but %s", copy.directory, error)
 
     def _fail(self, copy: Copy, reason: str) -> None:
+        if copy.name in self._lost:
+            self._failed[copy.directory] = self._lost[copy.name]
+            logger.warning("save_state(%r): no copy was made: %s", copy.directory, self._lost[copy.name])
+            return
         logger.warning("save_state(%r): no copy was made: %s. %s", copy.directory, reason, self._by_hand(copy))
         self._failed[copy.directory] = reason
         if self._kept is not None and self._kept.name != copy.name:

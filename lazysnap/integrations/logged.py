@@ -27,7 +27,8 @@ class Logged:
         """What is known now; nothing before the first capture.
 
         ``stall_ms``: training waited at the last capture. ``copy_gb_per_s``: mean of all. ``skipped``, ``torn``: so
-        far. ``lag_steps/…``, ``lag_s/…``: behind the last step, in memory and at storage level 0, 1, … of ``levels``.
+        far. ``lag_steps/…``, ``lag_s/…``: behind the last step, in memory, on other nodes, and at storage level 0, 1, …
+        of ``levels``.
         """
         if not statistics.began:
             return {}
@@ -41,6 +42,8 @@ class Logged:
             values["copy_gb_per_s"] = statistics.bytes_captured / copy_s / 1e9
         newest = max(self._passed_s, default=0)
         there = {"memory": statistics.last_whole_step}
+        if statistics.last_protected_step is not None:
+            there["other_nodes"] = statistics.last_protected_step
         # Not in the order of the statistics: there a level stands when it has its first snapshot.
         there |= {f"storage_{n}": statistics.last_durable_step.get(level.url) for n, level in enumerate(levels)}
         for place, step in there.items():

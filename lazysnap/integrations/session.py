@@ -1,21 +1,28 @@
-"""One training behind a callback: its steps, its figures, and how it starts, the same for every framework."""
+"""One training behind a door: its steps and figures, how it starts, goes back and ends; the same for all frameworks."""
 
 from collections.abc import Callable
 from typing import Any
 
+from lazysnap.config import SnapshotConfig
 from lazysnap.engine import SnapshotEngine, report
+from lazysnap.engine.losses import LossWatch, NonFinite
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.choice import means_snapshot
+from lazysnap.integrations.drain import DrainBar
 from lazysnap.integrations.logged import Logged
+from lazysnap.integrations.settings import Arguments, place_beside
+from lazysnap.state.source import StateSource
 
 
 class Session:
     """The calls of ``engine`` in one training. A step is known by its number, and captured once."""
 
-    def __init__(self, engine: SnapshotEngine) -> None:
+    def __init__(self, engine: SnapshotEngine, step: int = 0) -> None:
         self.engine = engine
-        self._step = 0
+        self.step = step
+        """The last one that is over and counts."""
+        self._watch: LossWatch | None = None
         self._logged = Logged()
 
     def start(self, step: int, prepare: Callable[[], None] = lambda: None) -> None:
@@ -25,25 +32,21 @@ class Session:
 
         def work() -> None:
             prepare()
-            self._step = step
+            self.step = step
             self.engine.prepare()
 
         self.engine.together("preparing", work)
         self.engine.check_required()
 
-    def go_to(self, step: int) -> None:
-        """Training stands behind ``step`` now: a snapshot was restored."""
-        self._step = step
-
     def has_passed(self, step: int) -> bool:
         """Whether ``step`` is over and was not captured; else an accumulation of gradients is under way."""
-        return step > self._step
+        return step > self.step
 
     def passes(self, step: int) -> bool:
         """``has_passed``; the step then counts in ``figures``, and ``capture`` takes it."""
         if not self.has_passed(step):
             return False
-        self._step = step
+        self.step = step
         self._logged.note(step)
         return True
 
@@ -51,11 +54,34 @@ class Session:
         """Capture the step that passed. ``is_last``: the end of a training, also between the steps of
         ``every_n_steps``; see ``SnapshotEngine.last_boundary``.
         """
-        (self.engine.last_boundary if is_last else self.engine.boundary)(self._step)
+        (self.engine.last_boundary if is_last else self.engine.boundary)(self.step)
 
     def figures(self) -> dict[str, float]:
         """For loggers: see ``Logged.values``."""
         return self._logged.values(self.engine.statistics(), self.engine.config.levels)
+
+    def judge(self, loss: Any, policy: NonFinite) -> None:
+        """A step, or a part of it, is over that had this ``loss``; see ``is_spoilt``. Collective. Blocks: until the
+        loss is computed. Raises: as ``LossWatch.is_bad``.
+        """
+        if self._watch is None:
+            self._watch = LossWatch(policy, self.engine)
+        self._watch.is_bad(loss)
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether a loss was bad, and training did not go back yet."""
+        return self._watch is not None and self._watch.is_spoilt
+
+    def go_back(self) -> None:
+        """Go back to the last good step. Collective. Blocks. Raises: as ``LossWatch.go_back``."""
+        assert self._watch is not None
+        self.step = self._watch.go_back().step
+
+    def close(self, bar: DrainBar) -> None:
+        """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows how far it is."""
+        with bar:
+            self.engine.close(drain=True, progress=bar)
 
     def tell_fresh(self, asked: Any, how: str, step: int = 0) -> None:
         """Tell the user how training starts, if it resumes no snapshot; ``asked``: the checkpoint asked for."""
@@ -70,18 +96,24 @@ class Session:
 class WithEngine:
     """What a door offers of its running training, and of the last one."""
 
-    _session: Session | None = None
+    _arguments: Arguments
+    session: Session | None = None
+    """Of the running training; ``None`` outside."""
     _statistics: Statistics | None = None
     """Of the last training."""
 
     @property
     def engine(self) -> SnapshotEngine | None:
         """The engine of the running training, for ``wait(...)`` and the like; ``None`` outside."""
-        return None if self._session is None else self._session.engine
+        return None if self.session is None else self.session.engine
 
     def statistics(self) -> Statistics | None:
         """Counters and timings of the running training, else of the last one; ``None`` before the first."""
         return self._statistics if self.engine is None else self.engine.statistics()
+
+    def figures(self) -> dict[str, float]:
+        """See ``Session.figures``; nothing outside of a training."""
+        return {} if self.session is None else self.session.figures()
 
     def keep(self, name: str) -> int:
         """Keep the newest snapshot of the running training under ``name``; see ``SnapshotEngine.keep``.
@@ -96,6 +128,20 @@ class WithEngine:
         Raises: ConfigError, also when no training runs.
         """
         self._running().release(name)
+
+    def leave(self) -> None:
+        """The training is over; its counters stay."""
+        if self.session is not None:
+            self._statistics, self.session = self.session.engine.statistics(), None
+
+    def begin(self, state: StateSource, directory: object) -> Session:
+        """A training begins that has this ``state`` and writes to ``directory``. Collective."""
+        url = place_beside(directory)
+        self.session = Session(self._make_engine(self._arguments.config_for(url), state, url))
+        return self.session
+
+    def _make_engine(self, config: SnapshotConfig, state: StateSource, url: str) -> SnapshotEngine:
+        return SnapshotEngine(config, state, default_url=url)
 
     def _running(self) -> SnapshotEngine:
         if self.engine is None:

@@ -30,7 +30,7 @@ HandOver = Callable[[Connection], None]
 def attach(
     identity: JobIdentity, config: SnapshotConfig, team: Team, hand_over: HandOver = lambda _: None
 ) -> tuple[Connection, Received]:
-    """A connection as this job's trainer, starting a keeper if there is none, and what came with the welcome.
+    """A connection as this job's trainer, starting a keeper if there is none, the welcome, and what came with it.
 
     Memory is handed over with the hello, not after the answer: until then it is lost if this process dies.
     Blocks: at most ``keeper_timeout_s``. Raises: JobBusy, if another trainer is attached; KeeperUnavailable.
@@ -61,7 +61,7 @@ def attach(
             assert connection is not None
             connection.peer_pid = reply.pid
             faults.set_peer(connection.peer_pid)
-            return connection, received[1:]
+            return connection, received
         if connection is not None:
             connection.close()
         if isinstance(reply, Busy) and time.monotonic() > busy_until:

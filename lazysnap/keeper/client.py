@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lazysnap.arena import Slot
+from lazysnap.arena import Slot, Word
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.attach import attach
@@ -60,6 +60,8 @@ from lazysnap.keeper.protocol import (
     Keep,
     Look,
     Message,
+    Protect,
+    Protected,
     Question,
     Release,
     Reserve,
@@ -67,6 +69,7 @@ from lazysnap.keeper.protocol import (
     Run,
     SlotMade,
     Superseded,
+    Welcome,
     Wish,
 )
 from lazysnap.keeper.questions import Questions
@@ -114,6 +117,8 @@ class KeeperClient:
         self._least = 0
         self._progress = (0, 0)
         """Of a drain: bytes that levels have, and bytes that all are to have."""
+        self._newest_held = 0
+        """The greatest sequence number that a keeper held when this process came to it."""
         self._notes: deque[Message] = deque()
         """What the keeper has not taken yet."""
         self._notes_lock = threading.Lock()
@@ -181,11 +186,14 @@ class KeeperClient:
                     is_over = self._is_closing()  # said while the keeper was starting
                     if not is_over:
                         if self._run is not None:  # at once: nobody asks before it is told
+                            has_captured = any(slot.word(Word.SEQUENCE) for slot in self._lent)
+                            if self._run.is_new and not has_captured:
+                                self._run = msgspec.structs.replace(self._run, floor=self._newest_sequence())
                             self._notes.append(self._run)
                             self._run = msgspec.structs.replace(self._run, is_new=False)
                         self._connection = connection
                         self.was_attached = True
-                        self._events.append(KeeperReady(connection.peer_pid))
+                        self._events.append(KeeperReady())
                         self._changed.notify_all()
                 if is_over:
                     self._leave(connection)
@@ -261,7 +269,7 @@ class KeeperClient:
                 self._frozen.orphan_all()
                 connection.close()
                 if not self._closing:
-                    self._events.append(KeeperLost("its connection ended"))
+                    self._events.append(KeeperLost())
                 self._changed.notify_all()
 
     @property
@@ -295,7 +303,9 @@ class KeeperClient:
 
     def _take(self, message: Message, fds: tuple[int, ...]) -> None:
         with self._changed:
-            if isinstance(message, SlotMade):
+            if isinstance(message, Welcome):
+                self._newest_held = max(self._newest_held, message.newest)
+            elif isinstance(message, SlotMade):
                 self._slots.map(message.slot, fds[0])
             elif isinstance(message, Adopted):
                 self._slots.readopt(message.slot, message.inode)
@@ -308,6 +318,8 @@ class KeeperClient:
             if isinstance(message, Complete):
                 news = self._durable.hear(message)
                 message = msgspec.structs.replace(message, steps=news)
+            if isinstance(message, Protected) and (self._run is None or message.start != self._run.start):
+                return  # what an earlier start has is not this one's
             if isinstance(message, News) and not (isinstance(message, Complete) and not message.steps):
                 self._events.append(message)
             self._questions.hear(message)
@@ -323,7 +335,9 @@ class KeeperClient:
         """
         with self._changed:
             self._durable.adopt(run.start)
-            run = self._run = msgspec.structs.replace(run, floor=self._slots.newest_sequence())
+            run = self._run = msgspec.structs.replace(run, floor=self._newest_sequence())
+            # Nor does what an earlier start protected, if nobody took note of it yet.
+            self._events = deque(event for event in self._events if not isinstance(event, Protected))
             is_told = self._connection is not None
         self._note(run)
         if is_told:
@@ -388,7 +402,11 @@ class KeeperClient:
     def newest_sequence(self) -> int:
         """The greatest sequence number of any capture that the keeper holds, also in slots of another size."""
         with self._changed:
-            return self._slots.newest_sequence()
+            return self._newest_sequence()
+
+    def _newest_sequence(self) -> int:
+        # What is held is told with the welcome, and the slots come later.
+        return max(self._newest_held, self._slots.newest_sequence())
 
     def refusal(self) -> JobBusy | None:
         """Why this process is not the job's trainer: another one is attached. ``None`` as long as nothing says so."""
@@ -472,6 +490,7 @@ class KeeperClient:
                 {digest: slot for digest, slot in images if slot is not None},
                 reply.end,
                 tuple(reply.local_ranks),
+                tuple(reply.parity),
             )
 
     def frozen_slot(self, digest: str) -> Slot | None:
@@ -506,10 +525,16 @@ class KeeperClient:
         """Have a step stored at every level, due or not. Does not block."""
         self._note(Wish(step))
 
-    def link_port(self, host: str, timeout_s: float) -> int:
-        """A port of that address of this machine for the links of the keepers; 0 if there is none. Blocks."""
-        reply = self._questions.ask(AskAddress(host=host), timeout_s)
-        return reply.port if isinstance(reply, Address) else 0
+    def protect(self, step: int) -> None:
+        """Have a step protected by other nodes, due or not. Does not block."""
+        self._note(Protect(step))
+
+    def open_door(self, host: str, pems: tuple[str, str], timeout_s: float) -> list[int]:
+        """Have the keeper let those with that certificate and key read at this address of the machine. The port, and
+        two for links of keepers; empty, if there are none. Blocks.
+        """
+        reply = self._questions.ask(AskAddress(host=host, cert_pem=pems[0], key_pem=pems[1]), timeout_s)
+        return reply.ports if isinstance(reply, Address) else []
 
     def wait_durable(self, step: int, timeout_s: float) -> bool:
         """Block until ``step`` or a later one is committed at the first level; ``False`` after the deadline."""
@@ -522,11 +547,6 @@ class KeeperClient:
                     return False
                 self._changed.wait(min(remaining, 0.5))
             return True
-
-    def is_stored(self, step: int) -> bool:
-        """Whether that very step is known to be at every level."""
-        with self._changed:
-            return all(self._durable.has(level.url, step) for level in self._config.levels)
 
     def drain(
         self, timeout_s: float, progress: Callable[[int, int], None] | None = None, newest: Capture | None = None

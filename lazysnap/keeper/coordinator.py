@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 _draws = random.SystemRandom()
 """The global generators are the training's."""
 COORDINATOR_NODE = 0
-_POLL_S = 0.02
-"""While a granted step is waited for, the words of the slots are looked at so often."""
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.2
+"""While a granted step is waited for, the words of the slots are looked at so often, or a few times per step."""
+_POLLS_PER_STEP = 5
 _IDLE_S = 1.0
 
 
@@ -69,25 +70,35 @@ class GrantLoop:
         self._unreached: frozenset[int] = frozenset()
         self._changed_at = time.monotonic()
         self._alone_since: float | None = None
+        self._poll_s = _POLL_S
+        self._begun = (-1, time.monotonic())
+        """The newest step that a rank began, and when that was seen."""
         self._thread = threading.Thread(target=self._run, name="lazysnap-grants", daemon=True)
 
     def start(self, links: Links | None) -> None:
-        """Begin. ``links`` have this as their handler; ``None``: this node is the only one."""
-        self._links = links
+        """Begin, if it is not closed. ``links`` have this as their handler, and end with it; ``None``: of one node."""
         if self._coordinator is None:
             self._unreached = frozenset({COORDINATOR_NODE})
         else:
             self._unreached = frozenset(range(self._coordinator.num_nodes)) - {COORDINATOR_NODE}
-        self._thread.start()
+        with self._lock:
+            self._links = links
+            if not self._is_closed:
+                self._thread.start()
+                return
+        if links is not None:
+            links.close()
 
     def close(self) -> None:
         """Stop deciding. Blocks: until the present decision is done."""
         self._is_closed = True
         self._events.put(None)
-        if self._thread.ident is not None:
+        with self._lock:
+            links, is_started = self._links, self._thread.is_alive()
+        if is_started:
             self._thread.join()
-        if self._links is not None:
-            self._links.close()
+        if links is not None:
+            links.close()
 
     @property
     def unreached(self) -> tuple[frozenset[int], float]:
@@ -176,7 +187,7 @@ class GrantLoop:
     def _wait(self) -> list[Callable[[], bool] | None]:
         """What happened; at least one thing, or it is time to look."""
         is_waiting = self._node.word is not None
-        timeout_s = _POLL_S if is_waiting else _IDLE_S
+        timeout_s = self._poll_s if is_waiting else _IDLE_S
         if self._timers:
             timeout_s = min(timeout_s, max(0.0, self._timers[0][0] - time.monotonic()))
         events: list[Callable[[], bool] | None] = []
@@ -196,6 +207,7 @@ class GrantLoop:
             is_news = any([self._is_news(event) for event in events])
             while not self._is_closed:
                 views = self._keeping.views()
+                self._time(views)
                 look = self._node.look(views)
                 if look.pin and self._node.word is not None:
                     self._keeping.pin(look.pin, self._node.word)
@@ -210,6 +222,15 @@ class GrantLoop:
                     self._act_alone(views)
                     return
                 is_news = False
+
+    def _time(self, views: Sequence[RankView]) -> None:
+        """Long steps need to be looked for less often: a slot stays for a step and longer."""
+        newest, now = max((view.begun for view in views), default=-1), time.monotonic()
+        step, since = self._begun
+        if newest > step:
+            a_step_s = (now - since) / (newest - step)
+            self._poll_s = min(max(_POLL_S, a_step_s / _POLLS_PER_STEP), _LONGEST_POLL_S)
+            self._begun = newest, now
 
     @staticmethod
     def _is_news(event: Callable[[], bool]) -> bool:
@@ -247,6 +268,8 @@ class GrantLoop:
         return node == COORDINATOR_NODE
 
     def _lose(self, node: int) -> bool:
+        if self._coordinator is not None:
+            self._coordinator.forget(node)
         if self._coordinator is not None or node == COORDINATOR_NODE:
             self._reach(self._unreached | {node})
         return False

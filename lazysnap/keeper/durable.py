@@ -30,7 +30,3 @@ class DurableSteps:
     def newest(self, url: str) -> int:
         """The greatest step at a level; -1 if there is none."""
         return max(self._steps.get(url, ()), default=-1)
-
-    def has(self, url: str, step: int) -> bool:
-        """Whether that very step is at a level."""
-        return step in self._steps.get(url, ())

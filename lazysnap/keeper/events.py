@@ -8,12 +8,15 @@ from lazysnap.keeper.protocol import (
     Complete,
     Durable,
     Held,
+    HeldParity,
     LeftRun,
     LevelFailed,
     MemoryRefused,
     NameFailed,
+    Protected,
     TrainerEnd,
     Unlinked,
+    Unprotected,
 )
 from lazysnap.shard.checksum import Checksums
 
@@ -54,13 +57,13 @@ class MemoryHoldings:
     """Of the trainer before."""
     local_ranks: tuple[int, ...] = ()
     """Of the ranks for which the keeper holds anything, this one included."""
+    parity: tuple[HeldParity, ...] = ()
+    """For other nodes; with the first rank of a node alone."""
 
 
 @dataclass(frozen=True)
 class KeeperLost:
     """The connection to the keeper ended; another keeper is being started."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,6 @@ class KeeperUnreachable:
 @dataclass(frozen=True)
 class KeeperReady:
     """A keeper is attached."""
-
-    pid: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class KeeperAnswers:
     pid: int
 
 
-News = Durable | Complete | LevelFailed | NameFailed | MemoryRefused | LeftRun | Unlinked
+News = Durable | Complete | Protected | Unprotected | LevelFailed | NameFailed | MemoryRefused | LeftRun | Unlinked
 """Messages of the keeper that the trainer's training thread wants to know of."""
 
 KeeperEvent = News | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent | KeeperAnswers

@@ -16,6 +16,7 @@ MAX_TOLD = 256
 """Steps in one list of a message. What is told is bounded, however long a run is."""
 
 Step = Annotated[int, Meta(ge=0, le=1 << 62)]
+Turn = Annotated[int, Meta(ge=0, le=1 << 62)]
 Steps = Annotated[tuple[Step, ...], Meta(max_length=2 * MAX_TOLD)]
 StartId = Annotated[str, Meta(min_length=1, max_length=64)]
 
@@ -77,6 +78,8 @@ class LevelReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """False from a failed write until a small write to the level works."""
     stored: Steps
     """The newest steps of this start of which the node has a verified file, and all that are wished."""
+    turn: Turn = 0
+    """As of the order that was obeyed."""
 
 
 class Report(Struct, frozen=True, tag="report", forbid_unknown_fields=True):
@@ -105,6 +108,9 @@ class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     """Steps that had to be stored, and that no node can store any more."""
     is_ready: bool = True
     """Whether the level works on all nodes."""
+    turn: Turn = 0
+    """Grows with each change of the grant: a step may be granted again while reports on its first grant are on the way.
+    """
 
 
 class Order(Struct, frozen=True, tag="order", forbid_unknown_fields=True):

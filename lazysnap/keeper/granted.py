@@ -5,7 +5,7 @@ the trainers read, *then* it removes every pin of another step. A trainer does i
 reads the word again. So a slot that is pinned for a step that is not wanted any more is let go by one of the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from lazysnap.keeper.grant_messages import Epoch, LevelOrder, LevelReport, Order, Progress, Report, SnapshotKey, newest
@@ -92,6 +92,8 @@ class NodeLevel:
     grant: int | None = None
     source: int | None = None
     progress: Progress = Progress.IDLE
+    turn: int = 0
+    """See ``LevelOrder``."""
     is_ready: bool = True
     attempt: int = 0
     complete: set[SnapshotKey] = field(default_factory=set)
@@ -102,6 +104,8 @@ class NodeLevel:
     lost: frozenset[int] = frozenset()
     works: bool = True
     """Whether the level works on all nodes."""
+    is_memory: bool = False
+    """See ``Coordinator``: what an order does not tell as complete is not complete any more."""
 
     @property
     def reads_slots(self) -> bool:
@@ -117,8 +121,11 @@ class NodeLevel:
     def obey(self, order: LevelOrder) -> bool:
         """Take the order; whether there is something to report."""
         self.cancelled, self.lost, self.works = frozenset(order.cancelled), frozenset(order.lost), order.is_ready
+        if self.is_memory:
+            self.complete = set(order.complete)
+        is_turn, self.turn = order.turn != self.turn, order.turn
         if order.grant == self.grant:
-            return False
+            return is_turn
         self.grant, self.source = order.grant, order.source
         self.attempt += 1  # a write under way cannot commit any more
         if self.grant is None:
@@ -130,7 +137,7 @@ class NodeLevel:
     def report(self, wishes: set[int]) -> LevelReport:
         """What the coordinator is told."""
         stored = tuple(sorted({*newest(self.stored), *newest(self.stored & wishes)}))
-        return LevelReport(self.grant, self.source, self.progress, self.is_ready, stored)
+        return LevelReport(self.grant, self.source, self.progress, self.is_ready, stored, self.turn)
 
 
 @dataclass
@@ -172,7 +179,9 @@ class NodeGrants:
         self.epoch = order.epoch
         for level, said in zip(self.levels, order.levels, strict=True):
             level.learn(said)
-            if not order.is_hello and level.obey(said):
+            if order.is_hello:
+                level.turn = said.turn
+            elif level.obey(said):
                 is_news = True
         self.wishes = {step for step in self.wishes if not self.is_answered(step)}
         self.urgent &= self.wishes
@@ -187,9 +196,10 @@ class NodeGrants:
             self.urgent.add(step)
         return True
 
-    def is_answered(self, step: int) -> bool:
-        """Whether the step is complete, or lost, at every level."""
-        return all(self._is_answered(level, step) for level in self.levels)
+    def is_answered(self, step: int, levels: Collection[int] | None = None) -> bool:
+        """Whether the step is complete, or lost, at every level, or at these."""
+        chosen = self.levels if levels is None else [self.levels[index] for index in levels]
+        return all(self._is_answered(level, step) for level in chosen)
 
     def _is_answered(self, level: NodeLevel, step: int) -> bool:
         return step in level.lost or SnapshotKey(step, self.start) in level.complete

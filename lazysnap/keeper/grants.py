@@ -52,6 +52,8 @@ class LevelGrants:
     """Complete snapshots of earlier starts of this run, told from the files."""
     grant: int | None = None
     source: int | None = None
+    turn: int = 0
+    """See ``LevelOrder``."""
     is_ahead: bool = True
     """Whether the step lay ahead of all ranks when it was granted: then a miss says that the margin is too small."""
     complete: set[int] = field(default_factory=set)
@@ -86,6 +88,7 @@ class LevelGrants:
 
     def take(self, step: int | None, source: int | None, *, is_ahead: bool) -> None:
         """Grant a step, or nothing."""
+        self.turn += (step, source) != (self.grant, self.source)
         self.grant, self.source, self.is_ahead = step, source, is_ahead
         self.cancelled.discard(-1 if step is None else step)
 
@@ -100,13 +103,15 @@ class LevelGrants:
         """A node gave the granted step up."""
         assert self.grant is not None
         self.cancelled.add(self.grant)
+        if len(self.cancelled) > 2 * MAX_TOLD:
+            self.cancelled = {*newest(self.cancelled)}
         self.has_failed = self.has_failed or Progress.FAILED in said
         if Progress.MISSED in said:
             if self.is_ahead:
                 self.margin = min(2 * self.margin + 1, 64)
             else:
                 self.lost.add(self.grant)
-        self.grant = None
+        self.take(None, None, is_ahead=True)
 
     def order(self, start: str, wishes: Collection[int], *, is_ready: bool) -> LevelOrder:
         """What every node is told. ``is_ready``: whether the level works on all nodes."""
@@ -115,7 +120,8 @@ class LevelGrants:
         # An answered wish may be older than the newest that are told.
         told |= {SnapshotKey(step, start) for step in newest(self.complete.intersection(wishes))}
         lost = tuple(sorted({*newest(self.lost), *newest(self.lost.intersection(wishes))}))
-        return LevelOrder(self.grant, self.source, tuple(sorted(told)), newest(self.cancelled), lost, is_ready)
+        complete, cancelled = tuple(sorted(told)), newest(self.cancelled)
+        return LevelOrder(self.grant, self.source, complete, cancelled, lost, is_ready, self.turn)
 
 
 @dataclass
@@ -132,6 +138,8 @@ class Coordinator:
     num_nodes: int
     levels: tuple[LevelGrants, ...]
     """Fast to slow."""
+    is_memory: bool = False
+    """Whether a node loses what it has with its keeper: then only what all nodes have now is complete."""
     epoch: Epoch = field(init=False)
     reports: dict[int, Report] = field(default_factory=dict)
     """By node: the newest that was sent in this epoch."""
@@ -175,7 +183,7 @@ class Coordinator:
         self.epoch = Epoch(self.heard.number + 1, self.owner)
         self.reports, self.is_open, self.outbids = {}, False, self.outbids + 1
         for level in self.levels:
-            level.grant = None
+            level.take(None, None, is_ahead=True)
         return True
 
     def receive(self, report: Report) -> bool:
@@ -189,6 +197,11 @@ class Coordinator:
             self.reports[report.node] = report
         return False
 
+    def forget(self, node: int) -> None:
+        """There is no link to that node: with ``is_memory``, nothing is decided until it has said what it has."""
+        if self.is_memory:
+            self.reports.pop(node, None)
+
     def decide(self, own: Own) -> bool:
         """Grant, count and cancel; ``True`` if ``order()`` is to be sent to every node.
 
@@ -199,7 +212,10 @@ class Coordinator:
         if not self.is_open:
             self._open()
         for index, level in enumerate(self.levels):
-            self._count(level, [report.levels[index] for report in self.reports.values()], own)
+            said = [report.levels[index] for report in self.reports.values()]
+            if self.is_memory:
+                level.complete.intersection_update(*(one.stored for one in said))
+            self._count(level, said, own)
         for index in range(len(self.levels)):
             if self._is_idle(index):
                 self._grant(index, own)
@@ -207,7 +223,10 @@ class Coordinator:
         self._told = (
             self.epoch,
             [
-                (x.grant, x.source, len(x.complete), len(x.complete & wishes), len(x.cancelled), len(x.lost))
+                (
+                    *(x.grant, x.source, max(x.complete, default=-1), len(x.complete)),
+                    *(len(x.complete & wishes), len(x.cancelled), len(x.lost)),
+                )
                 for x in self.levels
             ],
             [self._is_ready(index) for index in range(len(self.levels))],
@@ -237,19 +256,21 @@ class Coordinator:
         """Only reports on the present grant count: files that a node listed may be gone when the message is read."""
         if level.grant is None:
             return
-        if all(one.grant == level.grant and one.progress is Progress.COMMITTED for one in said):
+        present = [one for one in said if (one.turn, one.grant) == (level.turn, level.grant)]
+        if len(present) == len(said) and all(one.progress is Progress.COMMITTED for one in said):
             if level.is_under_way and level.source is None:
                 level.span = max(0, own.begun - level.grant)
             level.publish(level.grant)
         # Never by a clock of this process: a node that is slow may have committed, and others may have counted it.
-        how = {one.progress for one in said if one.grant == level.grant}
+        how = {one.progress for one in present}
         if how & GIVEN_UP:
             level.cancel(how)
 
     def _is_idle(self, index: int) -> bool:
         level = self.levels[index]
         said = [report.levels[index] for report in self.reports.values()]
-        return not level.is_under_way and all(one.grant == level.grant and one.is_ready for one in said)
+        present = (level.turn, level.grant)
+        return not level.is_under_way and all((one.turn, one.grant) == present and one.is_ready for one in said)
 
     def _source(self, index: int) -> int | None:
         """The nearest faster level that works; ``None``: the slots.

@@ -2,13 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import FrozenSlot, Held, Inventory, SlotMade, TrainerEnd
+from lazysnap.keeper.protocol import FrozenSlot, Held, HeldParity, Inventory, SlotMade, TrainerEnd
 from lazysnap.keeper.slot_pool import SlotPool
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta
@@ -38,7 +38,7 @@ class Holdings:
             step = max(newest.word(Word.REACHED), newest.word(Word.BEGIN)) - 1
             self._end = TrainerEnd(time.time_ns(), meta.run_id, step)
 
-    def told(self, local_ranks: Iterable[int], number: int = 0) -> Inventory:
+    def told(self, local_ranks: Iterable[int], number: int = 0, parity: Sequence[HeldParity] = ()) -> Inventory:
         """The answer to the question of that number. ``local_ranks``: of all ranks for which the keeper has such."""
         entries = []
         for index, slot in self._pool.items():
@@ -47,7 +47,12 @@ class Holdings:
                 if entry is not None:
                     entries.append(entry)
         return Inventory(
-            id=number, entries=entries, frozen=self._frozen.digests(), end=self._end, local_ranks=list(local_ranks)
+            id=number,
+            entries=entries,
+            frozen=self._frozen.digests(),
+            end=self._end,
+            local_ranks=list(local_ranks),
+            parity=list(parity),
         )
 
     def _entry(self, number: int, slot: Slot) -> Held | None:

@@ -1,15 +1,14 @@
 """Runs that are at the levels when a training starts fresh. They are looked for once, beside everything else."""
 
 import logging
-import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.protocol import LeftRun, Message
-from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels import open_store
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Watchdog
@@ -18,9 +17,6 @@ from lazysnap.runs import short_ids
 from lazysnap.shard.names import SnapshotName, parse_frozen_directory_name
 
 logger = logging.getLogger(__name__)
-
-_PATIENCE_S = 5.0
-"""How long a level that is slow to answer is waited for, when another one has answered."""
 
 Beat = Callable[[], None]
 
@@ -40,36 +36,23 @@ def begin_search(levels: Sequence[PersistentLevel], run_id: str, emit: Callable[
 
 
 def _search(levels: Sequence[PersistentLevel], run_id: str, emit: Callable[[Message], None]) -> None:
-    answers: queue.SimpleQueue[_Left | None] = queue.SimpleQueue()
-    for level in levels:
-        threading.Thread(target=_ask, args=(level, run_id, answers), name="lazysnap-left", daemon=True).start()
     found: list[_Left] = []
-    deadline = time.monotonic() + _PATIENCE_S
-    for _ in levels:
+    for level in levels:
         try:
-            answer = answers.get(timeout=max(0.0, deadline - time.monotonic()) if found else None)
-        except queue.Empty:
-            break  # the others are slow, or hang
-        found += [] if answer is None else [answer]
+            left = Watchdog(partial(_newest_left, level, run_id), f"{shown(level.url)}: looking for other runs")
+            found += [one for one in [left.result(level.timeout_s)] if one is not None]
+        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            logger.info("%s: whether other runs are there is not known: %s", shown(level.url), error)
     if found:
-        left = max(found, key=lambda item: item.newest)
+        left_run = max(found, key=lambda item: item.newest)
         names = short_ids([run_id, *(other for item in found for other in item.run_ids)])
-        emit(LeftRun(left.level, left.newest.step, names[left.newest.run_id], names[run_id]))
+        newest = left_run.newest
+        emit(LeftRun(left_run.level, newest.step, names[newest.run_id], names[run_id]))
 
 
-def _ask(level: PersistentLevel, run_id: str, answers: "queue.SimpleQueue[_Left | None]") -> None:
-    def look(beat: Beat) -> _Left | None:
-        return _newest_left(open_store(level.url, options=level.storage_options), run_id, beat)
-
-    try:
-        answers.put(Watchdog(look, f"{shown(level.url)}: looking for other runs").result(level.timeout_s))
-    except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-        logger.info("%s: whether other runs are there is not known: %s", shown(level.url), error)
-        answers.put(None)
-
-
-def _newest_left(store: SnapshotStore, run_id: str, beat: Beat) -> _Left | None:
+def _newest_left(level: PersistentLevel, run_id: str, beat: Beat) -> _Left | None:
     """The newest complete snapshot of another run: the manifests of one after another, until one is complete."""
+    store = open_store(level.url, options=level.storage_options)
     directories = store.listing().directories
     beat()
     named = {name: one for one in directories if (name := SnapshotName.parse(one.name)) is not None}

@@ -1,20 +1,20 @@
-"""The names that one level is to give to snapshots, or to take away, in the order in which they were asked for."""
+"""The names that one level is to give to snapshots, or to take away."""
 
 import threading
-from collections import deque
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 _TRIES = 3
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Naming:
     """A name that is to be given, or taken away."""
 
-    name: str
     step: int | None
     """``None`` takes it from all snapshots of the run."""
-    tries: int = 0
+    name: str
 
 
 class LevelNames:
@@ -22,51 +22,52 @@ class LevelNames:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: deque[Naming] = deque()
-        """The first one stays until it is done, or given up."""
-        self._asked: set[tuple[int, str]] = set()
-        """What need not be asked for again."""
-        self._failed: set[tuple[int | None, str]] = set()
-        """What was said to fail."""
+        self._wanted: frozenset[Naming] = frozenset()
+        self._taken: list[Naming] = []
+        """Names to take away; before others are given."""
+        self._settled: set[Naming] = set()
+        """Given, or refused for good."""
+        self._tries: Counter[Naming] = Counter()
+        """Of what failed."""
 
-    def give(self, step: int, name: str) -> None:
-        """Give a snapshot a name, once."""
+    def want(self, wanted: Collection[tuple[int, str]]) -> None:
+        """The steps that are here, each with its names. What was tried in vain is tried again."""
         with self._lock:
-            if (step, name) not in self._asked:
-                self._asked.add((step, name))
-                self._open.append(Naming(name, step))
+            self._wanted = frozenset(Naming(step, name) for step, name in wanted)
+            self._tries = Counter({naming: 1 for naming in self._tries})
 
     def take(self, name: str) -> None:
-        """Take a name away. What was still to be given so is not: a later try would give it again."""
+        """Take a name away, also from what it was still to be given to."""
         with self._lock:
-            self._asked = {(step, other) for step, other in self._asked if other != name}
-            self._open = deque(naming for naming in self._open if naming.name != name)
-            self._open.append(Naming(name, None))
+            self._wanted = frozenset(naming for naming in self._wanted if naming.name != name)
+            self._settled = {naming for naming in self._settled if naming.name != name}
+            self._taken.append(Naming(None, name))
 
     def first(self) -> Naming | None:
         """What is to be done next."""
         with self._lock:
-            return self._open[0] if self._open else None
+            if self._taken:
+                return self._taken[0]
+            open_ = (one for one in self._wanted - self._settled if self._tries[one] < _TRIES)
+            return min(open_, key=lambda one: (one.step or 0, one.name), default=None)
 
     def done(self, naming: Naming) -> None:
         """It was given, or taken away."""
         with self._lock:
-            self._failed.discard((naming.step, naming.name))
-            self._drop(naming)
+            self._settle(naming)
 
     def failed(self, naming: Naming, *, is_final: bool) -> bool:
         """It could not be done, this time or (``is_final``) ever; whether that is news."""
         with self._lock:
-            naming.tries += 1
-            if naming.tries >= _TRIES and naming.step is not None:
-                self._asked.discard((naming.step, naming.name))  # whoever asks again is heard
-            if is_final or naming.tries >= _TRIES:
-                self._drop(naming)
-            key = naming.step, naming.name
-            is_news = key not in self._failed
-            self._failed.add(key)
+            self._tries[naming] += 1
+            is_news = self._tries[naming] == 1
+            if is_final or (naming.step is None and self._tries[naming] >= _TRIES):
+                self._settle(naming)
             return is_news
 
-    def _drop(self, naming: Naming) -> None:
-        if naming in self._open:  # else the name was taken away meanwhile
-            self._open.remove(naming)
+    def _settle(self, naming: Naming) -> None:
+        del self._tries[naming]
+        if naming.step is None:
+            self._taken.remove(naming)
+        elif naming in self._wanted:  # else the name was taken away meanwhile
+            self._settled.add(naming)

@@ -26,7 +26,7 @@ from lazysnap.keeper.level_names import LevelNames, Naming
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.protocol import Durable, LevelFailed, Message, NameFailed
 from lazysnap.keeper.retention import Retention, still_to_copy
-from lazysnap.keeper.slot_source import SlotSource
+from lazysnap.keeper.slot_source import SlotSource, open_slot
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
@@ -49,8 +49,6 @@ _STANDS_S = 30.0
 """Who waits for the last work of a level does not wait for an operation that did not move for so long."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 """Between two small writes to a level that failed: the pause doubles up to this."""
-_BEGIN_S = 1.0
-"""How long a capture may take to write its metadata, before its slot is readable."""
 
 Beat = Callable[[], None]
 
@@ -81,10 +79,6 @@ class Told:
     levels: tuple[NodeLevel, ...]
     names: dict[int, set[str]] = field(default_factory=dict)
     """By step."""
-
-
-class _Missing(Exception):
-    """What was to be copied is not there any more."""
 
 
 class LevelWriter:
@@ -145,22 +139,18 @@ class LevelWriter:
         self._put(lambda: told(self._listed()))
 
     def learned(self, told: Told) -> None:
-        """What is complete, and has a name: old snapshots may go."""
+        """What is complete, and has a name: names may be given, old snapshots may go."""
+        # On every node: what it stores may be where no other one sees it.
+        complete = told.levels[self._index].complete
+        here = [step for step in told.names if SnapshotKey(step, self._files.start) in complete]
+        self._names.want([(step, name) for step in here for name in told.names[step]])
         with self._changed:
             self._told, self._is_untidy = told, True
             self._changed.notify_all()
 
-    def name(self, step: int, name: str) -> None:
-        """Give a complete snapshot a name."""
-        self._names.give(step, name)
-        self._wake()
-
     def release(self, name: str) -> None:
         """Take a name from the snapshots of the run."""
         self._names.take(name)
-        self._wake()
-
-    def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -178,10 +168,9 @@ class LevelWriter:
         return 0.0 if attempt is None else attempt.idle_s
 
     @property
-    def doing(self) -> str | None:
-        """What is done, and for how long nothing has moved; ``None``, if nothing is done."""
-        attempt = self._attempt
-        return None if attempt is None else f"{attempt.name} (nothing has moved for {attempt.idle_s:.1f} s)"
+    def is_at_work(self) -> bool:
+        """Whether an operation of the level runs."""
+        return self._attempt is not None
 
     @property
     def has_names(self) -> bool:
@@ -289,7 +278,7 @@ class LevelWriter:
             loop.committed(write)
             self._read_back(manifests)
             faults.point("keeper.persist.sound")
-        except (CaptureAborted, _Missing) as error:
+        except CaptureAborted as error:
             logger.info("%s: step %d is not stored: %s", self._where, step, error)
             loop.missed(write)
         except Exception as error:  # noqa: BLE001  the rim to storage packages; what cannot be read back is not there
@@ -351,25 +340,10 @@ class LevelWriter:
         return store.write_file(name, together.shards, self._paced(together, beat), beat)
 
     def _source(self, number: int, step: int, beat: Beat) -> tuple[Slot, SlotSource]:
-        """A slot shows the step before its metadata is there: that takes a moment. Raises: CaptureAborted."""
-        deadline = time.monotonic() + _BEGIN_S
-        while True:
-            slot = self._memory.slots_of(step)[number]
-            if slot is None:
-                raise CaptureAborted(f"step {step} is not in memory any more")
-            try:
-                status = slot.status()
-                if status.step == step:
-                    source = SlotSource(slot, status, beat)
-                    self._check_own(number, source.meta)
-                    return slot, source
-            except (FormatError, CaptureAborted):
-                if time.monotonic() > deadline:
-                    raise
-            if time.monotonic() > deadline:
-                raise CaptureAborted(f"step {step} is not in memory any more")
-            beat()
-            time.sleep(0.001)
+        """Raises: CaptureAborted; FormatError."""
+        slot, source = open_slot(lambda: self._memory.slots_of(step)[number], step, beat)
+        self._check_own(number, source.meta)
+        return slot, source
 
     def _check_own(self, number: int, meta: CaptureMeta) -> None:
         """Files are named after ranks: what is stored under a name is theirs. Raises: CaptureAborted."""
@@ -398,12 +372,12 @@ class LevelWriter:
         """From the files of a faster level."""
         above = self._above[source]
         if above._files.is_shared and not self._files.is_shared:
-            raise _Missing(f"{above._where}: has this node's share alone of what several nodes hold")
+            raise CaptureAborted(f"{above._where}: has this node's share alone of what several nodes hold")
         origin = open_store(above._level.url, options=above._level.storage_options)
         try:
             found = self._files.found(origin.storage, step)
         except (FileNotFoundError, FormatError) as error:
-            raise _Missing(str(error)) from error
+            raise CaptureAborted(str(error)) from error
         return [self._copy_file(store, origin, manifest, beat) for manifest in found]
 
     def _copy_file(self, store: SnapshotStore, origin: SnapshotStore, manifest: Manifest, beat: Beat) -> Manifest:
@@ -420,7 +394,7 @@ class LevelWriter:
                 parts = [SharedPart(one.meta, source, one.offset, one.size_bytes) for one in manifest.shards]
                 return self._store_shards(store, manifest.name, [(part.meta, part) for part in parts], beat)
         except (FileNotFoundError, FormatError) as error:  # what is there is not what the manifest says
-            raise _Missing(f"{place.where}: {error}") from error
+            raise CaptureAborted(f"{place.where}: {error}") from error
 
     def _paced(self, source: BlockSource, beat: Beat) -> RateLimitedSource:
         paced = RateLimitedSource(source, self._pace, beat)

@@ -11,15 +11,14 @@ length (4 bytes, big-endian, at most ``MAX_FRAME_BYTES``) and that many bytes of
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import random
 import socket
 import ssl
 import struct
 import threading
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from msgspec import DecodeError, Meta, Struct, msgpack
@@ -27,6 +26,7 @@ from msgspec import DecodeError, Meta, Struct, msgpack
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.certificate import Certificate
 from lazysnap.keeper.grant_messages import MAX_NODES, Order, Report, StartId
+from lazysnap.keeper.strangers import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,11 @@ _draws = random.SystemRandom()
 PROTOCOL = 1
 """Version of the messages between keepers. Raised with every change that the other end sees."""
 MAX_FRAME_BYTES = 1 << 20
-MAX_UNKNOWN = 64
-"""Connections that have not shown who they are yet; more are closed at once."""
 _PREAMBLE = struct.Struct("!8sH")
 _LENGTH = struct.Struct("!I")
-_MAX_NAMED = 256
-"""Addresses whose refusal is logged as a warning; a scanner must not fill the log."""
+_CLOSE_S, _AGAIN_S = 5.0, 0.1
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+"""Between two tries to connect: the pause doubles up to this."""
 
 
 class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
@@ -58,27 +57,6 @@ class Alive(Struct, frozen=True, tag="alive", forbid_unknown_fields=True):
 Message = Report | Order
 _encode = msgpack.Encoder().encode
 _decoder: msgpack.Decoder[Hello | Alive | Report | Order] = msgpack.Decoder(Hello | Alive | Report | Order)
-
-
-class Refused(Exception):
-    """The other end is not a keeper of this start of the job, or does not keep to the protocol."""
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """Seconds."""
-
-    connect_s: float = 10.0
-    """For a connection, the TLS handshake and the hello, each."""
-    send_s: float = 10.0
-    """A peer that takes nothing for so long is dropped."""
-    alive_s: float = 5.0
-    """After so long without a message one is sent."""
-    silence_s: float = 20.0
-    """A peer that says nothing for so long is dropped."""
-    shortest_pause_s: float = 0.1
-    longest_pause_s: float = 10.0
-    """Between two tries to connect: the pause doubles up to this."""
 
 
 class Handler(Protocol):
@@ -110,7 +88,7 @@ class _Peer:
     async def write(self, message: Struct, timeout_s: float, *, preamble: bytes = b"") -> None:
         data = _encode(message)
         if len(data) > MAX_FRAME_BYTES:
-            raise Refused(f"a message of {len(data)} bytes, at most {MAX_FRAME_BYTES} can be sent")
+            raise Violation(f"a message of {len(data)} bytes, at most {MAX_FRAME_BYTES} can be sent")
         self.writer.write(preamble + _LENGTH.pack(len(data)) + data)
         await asyncio.wait_for(self.writer.drain(), timeout_s)
 
@@ -118,29 +96,29 @@ class _Peer:
         """The next message. Nothing is allocated for a frame that is too long."""
         (length,) = _LENGTH.unpack(await asyncio.wait_for(self.reader.readexactly(_LENGTH.size), timeout_s))
         if length > MAX_FRAME_BYTES:
-            raise Refused(f"a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}")
+            raise Violation(f"a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}")
         data = await asyncio.wait_for(self.reader.readexactly(length), timeout_s)
         try:
             return _decoder.decode(data)
         except (DecodeError, RecursionError) as error:
-            raise Refused(f"a malformed message: {error}") from error
+            raise Violation(f"a malformed message: {error}") from error
 
     async def greet(self, me: Hello, timeout_s: float) -> Hello:
         """Exchange hellos; who is at the other end."""
         await self.write(me, timeout_s, preamble=_PREAMBLE.pack(b"lazysnap", PROTOCOL))
         magic, protocol = _PREAMBLE.unpack(await asyncio.wait_for(self.reader.readexactly(_PREAMBLE.size), timeout_s))
         if magic != b"lazysnap" or protocol != PROTOCOL:
-            raise Refused(
+            raise Violation(
                 f"protocol {magic!r} {protocol}, expected {b'lazysnap'!r} {PROTOCOL}: same lazysnap on all nodes?"
             )
         hello = await self.read(timeout_s)
         if not isinstance(hello, Hello):
-            raise Refused("a message before the hello")
+            raise Violation("a message before the hello")
         if (hello.job, hello.start) != (me.job, me.start):
-            raise Refused(f"start {hello.start} of job {hello.job!r}, expected start {me.start} of job {me.job!r}")
+            raise Violation(f"start {hello.start} of job {hello.job!r}, expected start {me.start} of job {me.job!r}")
         return hello
 
-    async def exchange(self, received: "Received", deadlines: Deadlines) -> None:
+    async def exchange(self, received: Callable[[Message], None], deadlines: Deadlines) -> None:
         """Until the connection fails, which it does by an exception."""
         tasks = [
             asyncio.ensure_future(self._send_all(deadlines)),
@@ -163,23 +141,16 @@ class _Peer:
             for message in waiting.values() or (Alive(),):
                 await self.write(message, deadlines.send_s)
 
-    async def _receive(self, received: "Received", deadlines: Deadlines) -> None:
+    async def _receive(self, received: Callable[[Message], None], deadlines: Deadlines) -> None:
         while True:
             message = await self.read(deadlines.silence_s)
             if isinstance(message, Hello):
-                raise Refused("a second hello")
+                raise Violation("a second hello")
             if not isinstance(message, Alive):
                 received(message)
 
     def close(self) -> None:
         self.writer.transport.abort()
-
-
-class Received(Protocol):
-    """Takes a message of one peer."""
-
-    def __call__(self, message: Message) -> None:
-        """On the links' thread."""
 
 
 class Links:
@@ -198,9 +169,12 @@ class Links:
         self._der = ssl.PEM_cert_to_DER_cert(certificate.cert_pem.decode())
         self._peers: dict[int, _Peer] = {}
         self._down: set[int] = set()
-        self._named: set[str] = set()
+        self._refusals = Refusals("links")
         self._num_unknown = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[Any] | None, socket.socket] = {}
+        """Connections that are in their TLS handshake, by task."""
+        self._closing, self._is_over = threading.Lock(), False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="lazysnap-links", daemon=True)
         self._thread.start()
@@ -214,12 +188,7 @@ class Links:
 
         Raises: ConfigError, if ``host`` means every interface; OSError, if the address cannot be had.
         """
-        address = ipaddress.ip_address(host)
-        if address.is_unspecified:
-            raise ConfigError(f"keepers listen on one interface, got {host}: name the address of one")
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if address.version == 6 else socket.AF_INET
-        )
+        listener = listener_at(host, port)
         listener.setblocking(False)
         bound = listener.getsockname()
         self._loop.call_soon_threadsafe(self._start, self._accept(listener))
@@ -236,26 +205,35 @@ class Links:
         self._loop.call_soon_threadsafe(self._send, node, message)
 
     def close(self) -> None:
-        """End all links. Blocks: at most a second."""
+        """End all links. Blocks: for a moment."""
 
         async def end() -> None:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            while self._tasks:  # before Python 3.12 ``wait_for`` may lose a cancellation
+                for task in self._tasks:
+                    connection = self._opening.get(task)
+                    if connection is None:
+                        task.cancel()
+                    else:  # cancelled just when its transport was made, asyncio would not close it
+                        with contextlib.suppress(OSError):
+                            connection.shutdown(socket.SHUT_RDWR)
+                await asyncio.wait(self._tasks, timeout=_AGAIN_S)
 
-        if self._loop.is_closed():
+        with self._closing:  # who began them may find out late that they are over
+            is_first, self._is_over = not self._is_over, True
+        if not is_first:
             return
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-            asyncio.run_coroutine_threadsafe(asyncio.wait_for(end(), 1.0), self._loop).result(2.0)
+            asyncio.run_coroutine_threadsafe(asyncio.wait_for(end(), _CLOSE_S), self._loop).result(2 * _CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(2.0)
+        self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _send(self, node: int, message: Message) -> None:
         peer = self._peers.get(node)
@@ -265,8 +243,15 @@ class Links:
     async def _accept(self, listener: socket.socket) -> None:
         with listener:
             while True:
+                # Not ``sock_accept``: cancelled at the wrong moment, it drops a connection without closing it.
+                is_ready = asyncio.Event()
+                self._loop.add_reader(listener, is_ready.set)
                 try:
-                    connection, address = await self._loop.sock_accept(listener)
+                    await is_ready.wait()
+                finally:
+                    self._loop.remove_reader(listener)
+                try:
+                    connection, address = listener.accept()
                 except OSError as error:  # no descriptors left, for example
                     logger.warning("links: a connection cannot be accepted: %s", error)
                     await asyncio.sleep(1.0)
@@ -275,15 +260,16 @@ class Links:
                     connection.close()
                     continue
                 self._num_unknown += 1
-                self._start(self._serve(connection, f"{address[0]}:{address[1]}", address[0]))
+                task = self._start(self._serve(connection, address))
+                task.add_done_callback(partial(_close_if_cancelled, connection))
 
-    async def _serve(self, connection: socket.socket, address: str, host: str) -> None:
+    async def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
         peer = node = None
         try:
-            peer = await self._open(connection, address, self._server_context)
+            peer = await self._open(connection, f"{address[0]}:{address[1]}", self._server_context)
             node = (await peer.greet(self._me, self._deadlines.connect_s)).node
-        except (OSError, EOFError, asyncio.TimeoutError, Refused) as error:
-            self._refuse(address, host, error)
+        except (OSError, EOFError, asyncio.TimeoutError, Violation) as error:
+            self._refusals.say(address, error)
         finally:
             self._num_unknown -= 1
             if node is None:
@@ -295,35 +281,33 @@ class Links:
         connection.setblocking(False)
         reader = asyncio.StreamReader(limit=1 << 16, loop=self._loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=self._loop)
-        timeout_s = self._deadlines.connect_s
-        if context is self._server_context:
-            transport, _ = await self._loop.connect_accepted_socket(
-                lambda: protocol, connection, ssl=context, ssl_handshake_timeout=timeout_s
-            )
-        else:
-            transport, _ = await self._loop.create_connection(
-                lambda: protocol, sock=connection, ssl=context, server_hostname="", ssl_handshake_timeout=timeout_s
-            )
+        timeout_s, task = self._deadlines.connect_s, asyncio.current_task()
+        self._opening[task] = connection
+        try:
+            if context is self._server_context:
+                transport, _ = await self._loop.connect_accepted_socket(
+                    lambda: protocol, connection, ssl=context, ssl_handshake_timeout=timeout_s
+                )
+            else:
+                transport, _ = await self._loop.create_connection(
+                    lambda: protocol, sock=connection, ssl=context, server_hostname="", ssl_handshake_timeout=timeout_s
+                )
+        finally:
+            del self._opening[task]
         peer = _Peer(reader, asyncio.StreamWriter(transport, protocol, reader, self._loop), address)
         if transport.get_extra_info("ssl_object").getpeercert(binary_form=True) != self._der:
             peer.close()
-            raise Refused("another certificate than this job's")
+            raise Violation("another certificate than this job's")
         return peer
 
-    def _refuse(self, address: str, host: str, error: BaseException) -> None:
-        """Say it once per host."""
-        level = logging.DEBUG if host in self._named or len(self._named) >= _MAX_NAMED else logging.WARNING
-        self._named.add(host) if level == logging.WARNING else None
-        logger.log(level, "links: refused %s: %s", address, _reason(error))
-
     async def _keep_up(self, node: int, host: str, port: int) -> None:
-        deadlines, pause_s = self._deadlines, 0.0
+        pause_s = 0.0
         while True:
             await asyncio.sleep(pause_s * _draws.uniform(0.5, 1.0))
-            pause_s = min(max(2 * pause_s, deadlines.shortest_pause_s), deadlines.longest_pause_s)
+            pause_s = min(max(2 * pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
             try:
                 peer = await self._dial(node, host, port)
-            except (OSError, EOFError, asyncio.TimeoutError, Refused) as error:
+            except (OSError, EOFError, asyncio.TimeoutError, Violation) as error:
                 self._say_down(node, f"{host}:{port}", error)
                 continue
             pause_s = 0.0
@@ -342,7 +326,7 @@ class Links:
         try:
             hello = await peer.greet(self._me, timeout_s)
             if hello.node != node:
-                raise Refused(f"node {hello.node}, expected node {node}")
+                raise Violation(f"node {hello.node}, expected node {node}")
         except BaseException:
             peer.close()
             raise
@@ -361,7 +345,7 @@ class Links:
         try:
             self._handler.link_is_up(node)
             await peer.exchange(lambda message: self._handler.received(node, message), self._deadlines)
-        except (OSError, EOFError, asyncio.TimeoutError, Refused) as failure:
+        except (OSError, EOFError, asyncio.TimeoutError, Violation) as failure:
             error = failure
         finally:
             peer.close()
@@ -375,12 +359,10 @@ class Links:
         """Once until it is up again."""
         if node not in self._down:
             self._down.add(node)
-            logger.warning("links: node %d (%s) is not reached: %s; trying again", node, address, _reason(error))
+            logger.warning("links: node %d (%s) is not reached: %s; trying again", node, address, reason(error))
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, asyncio.TimeoutError):
-        return "it does not answer in time"
-    if isinstance(error, EOFError):
-        return "it closed the connection"
-    return f"{type(error).__name__}: {error}"
+def _close_if_cancelled(connection: socket.socket, task: "asyncio.Task[None]") -> None:
+    """A task that is cancelled before it ran closes nothing itself."""
+    if task.cancelled():
+        connection.close()

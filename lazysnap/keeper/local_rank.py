@@ -18,7 +18,7 @@ from lazysnap.keeper.holdings import Holdings
 from lazysnap.keeper.left_runs import begin_search
 from lazysnap.keeper.lifecycle import Event, Phase, next_phase
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.node_storage import NodeStorage, Wait
+from lazysnap.keeper.node_storage import NodeStorage
 from lazysnap.keeper.protocol import (
     LENT,
     Abandon,
@@ -30,7 +30,6 @@ from lazysnap.keeper.protocol import (
     Drain,
     Drained,
     DrainProgress,
-    FrozenDropped,
     FrozenFilled,
     FrozenRefused,
     FrozenSlot,
@@ -41,6 +40,7 @@ from lazysnap.keeper.protocol import (
     Message,
     Ping,
     Pong,
+    Protect,
     Release,
     Reserve,
     Return,
@@ -50,6 +50,7 @@ from lazysnap.keeper.protocol import (
     Wish,
 )
 from lazysnap.keeper.slot_pool import SlotPool
+from lazysnap.keeper.step_wait import Wait
 from lazysnap.keeper.team import Team
 from lazysnap.shard.checksum import Checksums
 
@@ -90,7 +91,7 @@ class LocalRank:
         self._trainer_since = 0.0
         self._trainer_pid = 0
         self._pidfd = -1
-        self._pool = SlotPool(self._slot_made)
+        self._pool = SlotPool(lambda number, slot: self.emit(SlotMade(number), (slot.fd,)))
         self._lent: list[Slot] = []
         """The words of captures that are not in this memory: their trainer stores them itself."""
         self._frozen = frozen
@@ -145,6 +146,10 @@ class LocalRank:
     def has_begun(self, start: str) -> bool:
         """Whether its trainer captures, or captured, for that start."""
         return any(run.start == start for run, _ in self._runs)
+
+    def crew_of(self, start: str) -> int:
+        """How many ranks the node had in that start; 0, if its trainer does not know it."""
+        return next((len(team.crew) for run, team in self._runs if run.start == start), 0)
 
     def _checksums_of(self, slot: Slot) -> Checksums | None:
         storage = self._storage()
@@ -202,16 +207,7 @@ class LocalRank:
         self._forget_lent()
         self._pool.close()
 
-    def tell_dropped(self, digest: str) -> None:
-        """Frozen tensors were let go."""
-        self._emit(FrozenDropped(digest))
-
     # ---------------------------------------------------------------- what a person who stops the keeper wants to know
-
-    @property
-    def has_levels(self) -> bool:
-        """Whether captures are stored anywhere."""
-        return bool(self.levels)
 
     def is_drained(self) -> bool:
         """Whether the newest step that the node held was brought, or tried, to every level."""
@@ -275,16 +271,17 @@ class LocalRank:
         self.levels, self.team = levels, team
         self.is_choosing, self._last, self._settled = True, None, None
         self.go(Event.HELLO)
-        self._emit(Welcome(os.getpid()))
+        newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
+        self.emit(Welcome(os.getpid(), newest))
         for number, slot in self._pool.items():
-            self._emit(SlotMade(number), (slot.fd,))
+            self.emit(SlotMade(number), (slot.fd,))
         for digest in self._frozen.digests():
             self._hand_over(digest)
 
     def _hand_over(self, digest: str) -> None:
         slot = dict(self._frozen.items()).get(digest)
         if slot is not None:
-            self._emit(FrozenSlot(digest=digest), (slot.fd,))
+            self.emit(FrozenSlot(digest=digest), (slot.fd,))
 
     def _watch(self, connection: Connection) -> None:
         """Notice the trainer's death even if a forked child of it still holds the socket."""
@@ -336,7 +333,7 @@ class LocalRank:
                 if storage is not None:
                     storage.look()
             case Ping():
-                self._emit(Pong())
+                self.emit(Pong())
             case Reserve():
                 self._wanted, self._least = (message.meta, message.image, message.count), message.least
                 self._settled = None  # what was there once may have been returned meanwhile
@@ -367,10 +364,12 @@ class LocalRank:
             case Wish():
                 if storage is not None:
                     storage.wish(message.step, is_urgent=True)
+            case Protect():
+                if storage is not None:
+                    storage.protect(message.step)
             case Drain():
                 self._progress = (0, 0)
-                has_levels = bool(self.levels) and storage is not None
-                self._drain = message, storage.wait_for(message.step) if storage is not None and has_levels else None
+                self._drain = message, storage.wait_for(message.step) if storage is not None and self.levels else None
             case Abandon():  # it leaves as if it died, and its process may live on
                 self.trainer, self._drain = None, None
                 self._trainer_died()
@@ -390,7 +389,7 @@ class LocalRank:
 
         def tell(answer: Message) -> None:
             if self.trainer is trainer:  # else it is for nobody
-                self._emit(answer)
+                self.emit(answer)
 
         if run.names_others:
             begin_search(self.levels, run.run_id, tell)
@@ -411,7 +410,7 @@ class LocalRank:
                 self._lend(slot)
                 continue
             inode = os.fstat(slot.fd).st_ino
-            self._emit(Adopted(self._pool.adopt(slot), inode))
+            self.emit(Adopted(self._pool.adopt(slot), inode))
 
     def _lend(self, slot: Slot) -> None:
         """Of several the newest: a trainer that needs larger ones, or connects again, lends all of them anew."""
@@ -432,31 +431,25 @@ class LocalRank:
         progress = wait.progress()
         if progress != self._progress:
             self._progress = progress
-            self._emit(DrainProgress(*progress))
+            self.emit(DrainProgress(*progress))
         result = wait.result()
         if result is not None:
             self._answer(request, result)
 
     def _answer(self, request: Drain, ok: bool) -> None:
         self._drain = None
-        self._emit(Drained(id=request.id, ok=ok))
+        self.emit(Drained(id=request.id, ok=ok))
 
     # ---------------------------------------------------------------- other threads
 
-    def emit(self, message: Message) -> None:
+    def emit(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Tell the trainer, if there is one."""
-        self._emit(message)
-
-    def _emit(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         trainer = self.trainer
         if trainer is not None:
             try:
                 trainer.send(message, fds)
             except OSError as error:  # it is dying: the main loop will notice
                 logger.info("could not tell the trainer: %s", error)
-
-    def _slot_made(self, number: int, slot: Slot) -> None:
-        self._emit(SlotMade(number), (slot.fd,))
 
     def _provide_memory(self) -> None:
         while self.phase is not Phase.GONE:
@@ -473,7 +466,7 @@ class LocalRank:
                     self._settled = wanted
             except LazySnapError as error:
                 self._settled = wanted
-                self._emit(MemoryRefused(str(error)))
+                self.emit(MemoryRefused(str(error)))
             except Exception:  # the rim of the thread
                 logger.exception("memory")
                 self._settled = wanted

@@ -11,22 +11,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 from lazysnap import faults
-from lazysnap.arena import KEEP, Slot, SlotPhase, SlotStatus, Word
+from lazysnap.arena import KEEP, Slot, SlotPhase, Word
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.certificate import Certificate
 from lazysnap.keeper.coordinator import GrantLoop
 from lazysnap.keeper.grant_messages import SnapshotKey
-from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView, Write
+from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, Write, common_whole
 from lazysnap.keeper.grants import Coordinator, LevelGrants
 from lazysnap.keeper.level_writer import LevelWriter, Told
 from lazysnap.keeper.links import Hello as LinkHello
 from lazysnap.keeper.links import Links
 from lazysnap.keeper.node_files import NodeFiles
-from lazysnap.keeper.protocol import Complete, Message, NameFailed, Peers, Run, Unlinked
+from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
+from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.protection import NodeProtection
+from lazysnap.keeper.protection import Surroundings as ProtectionSurroundings
+from lazysnap.keeper.protocol import Complete, Message, NameFailed, Run, Unlinked
+from lazysnap.keeper.step_wait import AtLevel, Wait
 from lazysnap.keeper.team import Team
 from lazysnap.shard.checksum import Checksums
 
@@ -34,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 _MOVING_S = 5.0
 """A reader that did not move for so long does not hold a slot any more."""
-_FAILING_S = 5.0
-"""A level that fails for so long counts as tried, for those who wait for it."""
+_REST_S = 0.25
+"""How often a thread that has nothing to do looks again."""
 _ALONE_S = 20.0
 """Nodes whose trainers are dead wait so long for node 0."""
 _UNREACHED_S, _REMINDER_S = 10.0, 600.0
@@ -46,38 +50,14 @@ _PORT_S = 30.0
 """How long a keeper that takes a dead one's place waits for its port."""
 
 
-class RankMemory(Protocol):
-    """One rank of the node, as its keeper serves it."""
-
-    def slots(self) -> Sequence[Slot]:
-        """All of them."""
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether its trainer is dead, or said goodbye."""
-
-    def has_left(self, start: str) -> bool:
-        """Whether nothing more is captured for that start: its trainer is gone, or began another one."""
-
-    @property
-    def is_choosing(self) -> bool:
-        """Whether its trainer did not tell yet which run it goes on with."""
-
-    def holds(self, slot: Slot, start: str) -> bool:
-        """Whether what the slot shows is a capture of that start."""
-
-    def has_begun(self, start: str) -> bool:
-        """Whether its trainer captures, or captured, for that start."""
-
-
 @dataclass(frozen=True)
 class Surroundings:
     """What a node's storage needs of its keeper."""
 
-    ranks: Callable[[], Sequence[RankMemory | None]]
-    """All ranks of the node, in order; ``None`` for one that did not come yet."""
+    ranks: Ranks
     frozen: Callable[[str], Slot | None]
     emit: Callable[[Message], None]
+    parity: ParityStore = field(default_factory=ParityStore)
 
 
 class NodeStorage:
@@ -96,11 +76,20 @@ class NodeStorage:
         self._before = before
         self.num_kept = run.num_kept
         self.levels = tuple(replace(level, shared=level.url in run.shared) for level in levels)
+        self._from_slots = [
+            index
+            for index, level in enumerate(self.levels)
+            if not any(level.shared or not above.shared for above in self.levels[:index])
+        ]
+        """Levels that cannot copy from a faster one: see ``Coordinator``."""
         self._around, self._team = around, team
+        self._slots = NodeSlots(around.ranks, run.start, run.step)
         self._lock = threading.Lock()
         self._telling = threading.Lock()
         """Held while writers are told what is known, so that they hear of each name and level together."""
         self._names: dict[int, set[str]] = {}
+        self._lost_names: set[tuple[int, int, str]] = set()
+        """Level, step and name of what trainers were told to be lost."""
         self._levels: tuple[NodeLevel, ...] = tuple(map(self._known, self.levels))
         """As they were when the last order was obeyed."""
         self._stopped: list[float | None] = [None] * len(levels)
@@ -116,9 +105,16 @@ class NodeStorage:
         self._loop = GrantLoop(self._node, self, self._coordinator(), alone_s=_ALONE_S)
         for writer in self._writers:
             writer.start(self._loop, self._writers)
+        self._protection = self._protecting()
         works = (self._begin, "lazysnap-begin"), (self._learn, "lazysnap-tell"), (self._rest, "lazysnap-checksums")
         for work, name in works:
             threading.Thread(target=work, name=name, daemon=True).start()
+
+    def _protecting(self) -> NodeProtection | None:
+        if self.run.parity is None or self.run.peers is None:
+            return None
+        around = ProtectionSurroundings(self.emit, lambda: any(level.complete for level in self._levels))
+        return NodeProtection(self.run, self._team, self._slots, self._around.parity, around)
 
     def _writer(self, level: PersistentLevel, index: int) -> LevelWriter:
         run = self.run
@@ -144,6 +140,7 @@ class NodeStorage:
     def _begin(self) -> None:
         """The thread that begins: after what an earlier keeper stored is known."""
         try:
+            self._begin_protection()
             if self._before is not None:
                 self._before.end()
                 self._before = None
@@ -152,20 +149,31 @@ class NodeStorage:
             if not self.run.is_new:
                 self._wish_kept()
                 self._list()
-            self._loop.start(self._linked())
-            if self._is_closed:
-                self._loop.close()  # also the links that were made meanwhile
+            self._loop.start(self._linked(self._loop))
         except Exception:  # the rim of the thread
             logger.exception("storage")
 
+    def _begin_protection(self) -> None:
+        if self._before is not None:
+            self._before.end_protection()
+        if self._protection is not None:
+            self._protection.start(self._linked)
+            return
+        for slot in self._slots.all():  # nobody counts on what an earlier start protected
+            slot.set_word(Word.HOLD, 0)
+
+    def end_protection(self) -> None:
+        """Protect no more; what is protected stays so. Blocks: for a moment."""
+        if self._protection is not None:
+            self._protection.close()
+
     def _wish_kept(self) -> None:
         """What trainers asked an earlier keeper to store."""
-        ranks = [rank for rank in self._around.ranks() if rank is not None]
-        for rank in ranks:
+        for rank in self._slots.ranks():
             for slot in rank.slots():
-                pin = slot.word(Word.PIN)
-                if pin & KEEP and rank.holds(slot, self.run.start):
-                    self.wish((pin & ~KEEP) - 1, is_urgent=True)
+                step = slot.kept_step
+                if step is not None and rank.holds(slot, self.run.start):
+                    self.wish(step, is_urgent=True)
 
     def _list(self) -> None:
         waiting = threading.Semaphore(0)
@@ -181,65 +189,51 @@ class NodeStorage:
             while not waiting.acquire(timeout=1.0) and not self._is_closed:
                 pass
 
-    def _linked(self) -> Links | None:
+    def _linked(self, loop: GrantLoop, port: int | None = None) -> Links | None:
+        """The links of a loop, by way of a port of node 0; default: that of storage. Blocks: until they listen."""
         peers = self.run.peers
         if self._team.nodes == 1 or peers is None:
             return None
+        port = peers.port if port is None else port
         links = Links(
             Certificate(peers.cert_pem.encode(), peers.key_pem.encode()),
             LinkHello(peers.job, self.run.start, self._team.node),
-            self._loop,
+            loop,
         )
         if self._team.node == 0:
-            _listen(links, peers)
+            _listen(links, peers.host, port)
         else:
-            links.connect(0, peers.host, peers.port)
+            links.connect(0, peers.host, port)
         return links
 
     # ---------------------------------------------------------------- the grants' side (``coordinator.Keeping``)
 
     def views(self) -> list[RankView]:
         """See ``Keeping.views``."""
-        return [self._view(rank) for rank in self._around.ranks()]
-
-    def _view(self, rank: RankMemory | None) -> RankView:
-        start = self.run.start
-        if rank is None or not rank.has_begun(start):
-            return RankView(-1, False, ())
-        is_gone, slots = rank.has_left(start), rank.slots()
-        begun = max((slot.word(Word.BEGIN) - 1 for slot in slots if rank.holds(slot, start)), default=self.run.step)
-        views = []
-        for _, status in self._held(rank, slots):
-            assert status.step is not None
-            views.append(SlotView(status.step, status.phase is SlotPhase.WHOLE, status.pinned_step))
-        return RankView(begun, is_gone, tuple(views))
-
-    def _held(self, rank: RankMemory, slots: Sequence[Slot]) -> list[tuple[Slot, SlotStatus]]:
-        """The slots that hold a capture of this start, whole or being copied."""
-        found = [(slot, slot.status()) for slot in slots]
-        return [one for one in found if one[1].phase in _HELD and rank.holds(one[0], self.run.start)]
+        return self._slots.views()
 
     def settle(self, word: int | None) -> None:
         """See ``Keeping.settle``."""
         granted = 0 if word is None else word + 1
-        ranks = [rank for rank in self._around.ranks() if rank is not None]
-        for slot in (slot for rank in ranks for slot in rank.slots()):
+        for slot in self._slots.all():
             if slot.word(Word.GRANT) != granted:
                 slot.set_word(Word.GRANT, granted)
-        for rank in ranks:
+        for rank in self._slots.ranks():
             pinned = [slot for slot in rank.slots() if slot.word(Word.PIN)]
             kept = [slot for slot in pinned if self._is_kept(rank, slot)]
             # Memory has one slot to spare: of several that must be stored the oldest is stored first.
             first = min(kept, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
             for slot in pinned:
-                if slot is not first and not self._is_read(slot, granted):
+                # A later start may capture the same step while names of this one are waited for.
+                is_ours = rank.holds(slot, self.run.start)
+                if slot is not first and not (is_ours and self._is_read(slot, granted)):
                     slot.unpin()
 
     def _is_kept(self, rank: RankMemory, slot: Slot) -> bool:
         """Whether a trainer pinned it for a step of which it is not known yet what becomes of it."""
-        pin = slot.word(Word.PIN)
-        is_ours = bool(pin & KEEP) and rank.holds(slot, self.run.start)
-        return is_ours and bool(self.levels) and not self._node.is_answered((pin & ~KEEP) - 1)
+        step = slot.kept_step
+        is_ours = step is not None and rank.holds(slot, self.run.start)
+        return is_ours and step is not None and not self._node.is_answered(step, self._from_slots)
 
     def _is_read(self, slot: Slot, granted: int) -> bool:
         """Whether it is pinned for the granted step, by which a level that does not stand still profits."""
@@ -295,13 +289,13 @@ class NodeStorage:
         """Names may be written, old snapshots may go."""
         with self._lock:
             names = {step: set(given) for step, given in self._names.items()}
-        for writer, level in zip(self._writers, levels, strict=True):
-            writer.learned(Told(levels, names))
-            for step, given in names.items():
-                # Every node: what it stores may be where no other one sees it.
-                if SnapshotKey(step, self.run.start) in level.complete:
-                    for name in given:
-                        writer.name(step, name)
+        for index, level in enumerate(levels):
+            self._writers[index].learned(Told(levels, names))
+            for step, name in ((step, name) for step, given in names.items() for name in given):
+                if step in level.lost and (index, step, name) not in self._lost_names:
+                    self._lost_names.add((index, step, name))
+                    text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
+                    self.emit(NameFailed(self.levels[index].url, name, text, is_lost=True))
 
     def store_alone(self, steps: Sequence[int]) -> None:
         """See ``Keeping.store_alone``."""
@@ -312,15 +306,11 @@ class NodeStorage:
 
     def slots_of(self, step: int) -> list[Slot | None]:
         """See ``NodeMemory.slots_of``."""
-        found: list[Slot | None] = []
-        for rank in self._around.ranks():
-            slots = [] if rank is None else [one for one in self._held(rank, rank.slots()) if one[1].step == step]
-            found.append(max((slot for slot, _ in slots), key=lambda slot: slot.word(Word.SEQUENCE), default=None))
-        return found
+        return self._slots.of_step(step)
 
     def may_delete(self) -> bool:
         """See ``NodeMemory.may_delete``."""
-        return not any(rank is not None and rank.is_choosing for rank in self._around.ranks())
+        return not any(rank.is_choosing for rank in self._slots.ranks())
 
     def frozen(self, digest: str) -> Slot | None:
         """See ``NodeMemory.frozen``."""
@@ -339,11 +329,18 @@ class NodeStorage:
     def look(self) -> None:
         """Something changed in the slots, or a trainer came or went."""
         self._loop.look()
+        if self._protection is not None:
+            self._protection.look()
 
     def wish(self, step: int, *, is_urgent: bool = False) -> None:
         """The step must be stored at every level."""
         if self.levels:
             self._loop.wish(step, is_urgent=is_urgent)
+
+    def protect(self, step: int) -> None:
+        """The step is to be protected by other nodes."""
+        if self._protection is not None:
+            self._protection.wish(step)
 
     def keep(self, name: str, step: int) -> None:
         """Name a snapshot, at every level."""
@@ -362,40 +359,51 @@ class NodeStorage:
         with self._lock:
             for names in self._names.values():
                 names.discard(name)
-        for writer in self._writers:
-            writer.release(name)
-        with self._telling:
+        with self._telling:  # else a writer that was just told of the name would give it again
+            for writer in self._writers:
+                writer.release(name)
             self._tell(self._levels)
 
-    def again(self) -> list[Complete]:
+    def again(self) -> list[Message]:
         """What a trainer that comes back is told."""
+        told: list[Message] = [] if self._protection is None else self._protection.again()
         with self._lock:
-            told = []
             for settings, level in zip(self.levels, self._levels, strict=True):
                 steps = sorted(key.step for key in level.complete if key.start == self.run.start)
                 if steps:
                     told.append(Complete(settings.url, steps, self.run.start))
             return told
 
-    def wait_for(self, step: int) -> "Wait":
+    def wait_for(self, step: int) -> Wait:
         """Ask for a step at every level, and see what becomes of it."""
         self.wish(step)
+        return Wait(lambda: self._at_levels(step), lambda: self._size_of(step))
+
+    def _at_levels(self, step: int) -> list[AtLevel]:
         with self._lock:
-            return Wait(self, step, [level.cancelled for level in self._levels])
+            known = zip(self._levels, self._stopped, self._writers, strict=True)
+            return [
+                AtLevel(
+                    is_complete=SnapshotKey(step, self.run.start) in level.complete,
+                    is_lost=step in level.lost,
+                    is_cancelled=step in level.cancelled,
+                    stopped_at=stopped,
+                    failed_at=None if writer.fails_since is None else writer.failed_at,
+                    moved_bytes=writer.moved_bytes if writer.step == step else 0,
+                )
+                for level, stopped, writer in known
+            ]
 
     def common_step(self) -> int | None:
         """The newest step that all ranks of the node hold whole."""
-        views = self.views()
-        common = set.intersection(*({slot.step for slot in view.slots if slot.is_whole} for view in views))
-        return max(common, default=None)
+        return self._slots.newest_common()
 
     def is_abandoned(self) -> bool:
         """Whether all trainers that there were are gone, and none captured anything whole for this start."""
-        ranks = [rank for rank in self._around.ranks() if rank is not None]
+        ranks = self._slots.ranks()
         return bool(ranks) and all(rank.is_gone for rank in ranks) and self.common_step() is None
 
-    def size_of(self, step: int) -> int:
-        """Bytes of the step in the slots of this node."""
+    def _size_of(self, step: int) -> int:
         return sum(0 if slot is None else slot.status().image_bytes for slot in self.slots_of(step))
 
     def checksums_of(self, slot: Slot) -> Checksums | None:
@@ -411,27 +419,27 @@ class NodeStorage:
         """Whether every level failed at its last try."""
         return all(writer.fails_since is not None for writer in self._writers)
 
-    def busy_levels(self) -> list[str]:
-        """What each level that is at work is doing, in words."""
-        found = [writer.doing for writer in self._writers]
-        return [text for text in found if text is not None]
+    def is_at_work(self) -> bool:
+        """Whether an operation of any level runs."""
+        return any(writer.is_at_work for writer in self._writers)
 
     def has_names(self) -> bool:
         """Whether snapshots are still to be named, as far as levels work."""
         with self._lock:
             works = [since is None for since in self._stopped]
-        is_open = any(works[level] for level, step, _ in self._unnamed() if step not in self._levels[level].lost)
-        return is_open or any(writer.has_names for writer in self._writers)
+        return any(works[level] for level, _, _ in self._unnamed()) or any(writer.has_names for writer in self._writers)
 
     def _unnamed(self) -> list[tuple[int, int, str]]:
-        """Level, step and name of what cannot be named yet, because the snapshot is not complete there."""
+        """Level, step and name of what cannot be named yet, because the snapshot is not complete there; not of those
+        that are lost there.
+        """
         with self._lock:
             return [
                 (index, step, name)
                 for index, level in enumerate(self._levels)
                 for step, names in self._names.items()
                 for name in sorted(names)
-                if SnapshotKey(step, self.run.start) not in level.complete
+                if SnapshotKey(step, self.run.start) not in level.complete and step not in level.lost
             ]
 
     def is_idle(self) -> bool:
@@ -451,12 +459,13 @@ class NodeStorage:
             before.close()
         text = "training was started again before its snapshot was stored there"
         for index, _, name in [] if self._is_closed else self._unnamed():
-            self._around.emit(NameFailed(self.levels[index].url, name, text))
+            self._around.emit(NameFailed(self.levels[index].url, name, text, is_lost=True))
         self.close()
 
     def close(self) -> None:
         """Store no more; what is under way may end. Blocks: for a moment."""
         self._is_closed = True
+        self.end_protection()
         self._loop.close()
         self._news.put(None)
         for writer in self._writers:
@@ -468,10 +477,12 @@ class NodeStorage:
         """Without trainers, memory rests: a restore can tell whether its bytes are the same."""
         while not self._is_closed:
             self._tell_unreached()
-            ranks = [rank for rank in self._around.ranks() if rank is not None]
-            bare = None
-            if ranks and all(rank.is_gone for rank in ranks) and not self.busy_levels():
-                slots = [slot for rank in ranks for slot in rank.slots() if slot.image_capacity]
+            # Without protection, one of as many newer captures is whole on all ranks (docs/architecture.md).
+            if self._protection is None and len(common_whole(self._slots.views())) >= max(1, self.run.num_kept):
+                self._around.parity.clear()
+            ranks, bare = self._slots.ranks(), None
+            if ranks and all(rank.is_gone for rank in ranks) and not self.is_at_work():
+                slots = [slot for slot in self._slots.all() if slot.image_capacity]
                 whole = [slot for slot in slots if slot.status().phase is SlotPhase.WHOLE]
                 bare = max(
                     (slot for slot in whole if self.checksums_of(slot) is None),
@@ -509,68 +520,15 @@ class NodeStorage:
             )
 
 
-_HELD = (SlotPhase.CAPTURING, SlotPhase.WHOLE)
-_REST_S = 0.25
-
-
-class Wait:
-    """Somebody waits for a step at every level. Looked at now and then, on one thread."""
-
-    def __init__(self, storage: NodeStorage, step: int, cancelled: Sequence[frozenset[int]]) -> None:
-        self.step = step
-        self._storage = storage
-        self._since = time.monotonic()
-        self._done = [0] * len(cancelled)
-        self._was_granted = [step not in one for one in cancelled]
-        """By level: whether a cancelled grant of the step is a new one."""
-
-    def result(self) -> bool | None:
-        """Whether the step is at every level; ``None``: not known yet. ``False``, once every other level was tried."""
-        storage = self._storage
-        outcomes = [self._at(index) for index in range(len(storage.levels))]
-        if None in outcomes:
-            return None
-        return all(outcomes)
-
-    def _at(self, index: int) -> bool | None:
-        with self._storage._lock:
-            level = self._storage._levels[index]
-        if SnapshotKey(self.step, self._storage.run.start) in level.complete:
-            return True
-        if self.step in level.lost:
-            return False
-        if self.step not in level.cancelled:
-            self._was_granted[index] = True
-        elif self._was_granted[index]:
-            return False
-        stopped, writer = self._storage._stopped[index], self._storage._writers[index]
-        if stopped is None or time.monotonic() - max(stopped, self._since) <= _FAILING_S:
-            return None
-        # A level that may be back by now is tried once more.
-        return False if writer.fails_since is None or writer.failed_at >= self._since else None
-
-    def is_anywhere(self) -> bool:
-        """Whether the step is at some level."""
-        return any(self._at(index) for index in range(len(self._storage.levels)))
-
-    def progress(self) -> tuple[int, int]:
-        """Bytes that levels have, and bytes that all of them together are to have, of this node."""
-        size = self._storage.size_of(self.step)
-        for index, writer in enumerate(self._storage._writers):
-            moved = size if self._at(index) else writer.moved_bytes if writer.step == self.step else 0
-            self._done[index] = max(self._done[index], min(size, moved))
-        return sum(self._done), size * len(self._done)
-
-
-def _listen(links: Links, peers: Peers) -> None:
+def _listen(links: Links, host: str, port: int) -> None:
     """On the address that all nodes were told. A keeper before this one may just be leaving it."""
     deadline = time.monotonic() + _PORT_S
     while True:
         try:
-            links.listen(peers.host, peers.port)
+            links.listen(host, port)
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                logger.warning("keepers of other nodes cannot reach this one: %s:%d: %s", peers.host, peers.port, error)
+                logger.warning("keepers of other nodes cannot reach this one: %s:%d: %s", host, port, error)
                 return
             time.sleep(0.1)

@@ -10,7 +10,7 @@ import msgspec
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.team import Team
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 LENT = 2
@@ -63,9 +63,29 @@ class Peers(msgspec.Struct, frozen=True):
     job: str
     host: str
     port: int
-    """Where the keeper of node 0 listens."""
+    """Where the keeper of node 0 listens for grants of storage."""
     cert_pem: str
     key_pem: str
+    parity_port: int = 0
+    """Where the keeper of node 0 listens for grants of protection."""
+    own: tuple[str, int] = ("", 0)
+    """Where the keeper of this node lets others read; no port, if it does not."""
+
+
+class Parity(msgspec.Struct, frozen=True):
+    """How a node and the others of its group protect each other."""
+
+    members: list[tuple[int, str, int]]
+    """Of each node of the group: its number, and where its keeper lets others read."""
+    parity: int
+    """So many of them may be lost."""
+    most_lost: int
+    """And of all nodes, where there are several groups: what more nodes hold needs no parity."""
+    slots: int
+    """Of each rank: with fewer there are too few for captures beside those that are held."""
+    every_n_steps: int
+    max_bytes_per_s: int | None
+    block_bytes: int
 
 
 class Run(Message, frozen=True):
@@ -91,6 +111,8 @@ class Run(Message, frozen=True):
     """Whether no keeper was told before."""
     names_others: bool
     """Whether to look for other runs at the levels; see ``LeftRun``."""
+    parity: Parity | None = None
+    """With several nodes that protect each other."""
 
 
 class Reserve(Message, frozen=True):
@@ -146,6 +168,12 @@ class Wish(Message, frozen=True):
     step: int
 
 
+class Protect(Message, frozen=True):
+    """A step is to be protected by other nodes, due or not."""
+
+    step: int
+
+
 class AskInventory(Question, frozen=True):
     """Answered by ``Inventory``."""
 
@@ -157,9 +185,13 @@ class Drain(Question, frozen=True, kw_only=True):
 
 
 class AskAddress(Question, frozen=True, kw_only=True):
-    """A free port of this address of the machine, for the links. Answered by ``Address``."""
+    """Serve reads at this address of the machine from now on, and reserve two ports for links. Answered by
+    ``Address``.
+    """
 
     host: str
+    cert_pem: str
+    key_pem: str
 
 
 class Superseded(Message, frozen=True):
@@ -202,6 +234,8 @@ class Welcome(Message, frozen=True):
     """Whoever said hello is the trainer now. Slots follow."""
 
     pid: int
+    newest: int = 0
+    """The greatest sequence number of what is held: captures of earlier starts."""
 
 
 class Busy(Message, frozen=True):
@@ -281,9 +315,9 @@ class Drained(Answer, frozen=True, kw_only=True):
 
 
 class Address(Answer, frozen=True, kw_only=True):
-    """Where the keeper will listen; no port, if it cannot."""
+    """Where the keeper lets others read, and two ports for links; none, if it cannot."""
 
-    port: int
+    ports: list[int]
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -301,6 +335,33 @@ class Held(msgspec.Struct, frozen=True):
     block_bytes: int
     blocks: list[str] | None
     """Checksums, if they are known."""
+
+
+class HeldMember(msgspec.Struct, frozen=True):
+    """One node of a group, when a step was protected."""
+
+    ranks: list[int]
+    size_bytes: int
+    """Of its part (``keeper.node_part``)."""
+    frozen: list[str | None]
+    """Of each rank the digest of the frozen tensors that belong with its capture."""
+
+
+class HeldParity(msgspec.Struct, frozen=True):
+    """Parity of one step of one group (``parity.pieces``)."""
+
+    run_id: str
+    start: str
+    step: int
+    world_size: int
+    members: list[HeldMember]
+    parity: int
+    most_lost: int
+    """As of ``Parity``."""
+    block_bytes: int
+    """At most so many are read and compared at a time."""
+    position: int
+    """Which member the holder is."""
 
 
 class TrainerEnd(msgspec.Struct, frozen=True):
@@ -323,6 +384,8 @@ class Inventory(Answer, frozen=True, kw_only=True):
     """Of the trainer before."""
     local_ranks: list[int]
     """Of all ranks for which it holds anything."""
+    parity: list[HeldParity] = []
+    """Of the whole node; with the first rank alone."""
 
 
 class Durable(Message, frozen=True):
@@ -340,6 +403,20 @@ class Complete(Message, frozen=True):
     level: str
     steps: list[int]
     start: str
+
+
+class Protected(Message, frozen=True):
+    """A snapshot of a start survives the loss of a node: all parity of it is there."""
+
+    step: int | None
+    """``None``: none does any more, parity was lost with a keeper."""
+    start: str
+
+
+class Unprotected(Message, frozen=True):
+    """Nothing was protected for a while; said again and again. Empty: it is again."""
+
+    text: str
 
 
 class LevelFailed(Message, frozen=True):
@@ -362,6 +439,8 @@ class NameFailed(Message, frozen=True):
     level: str
     name: str
     text: str
+    is_lost: bool = False
+    """Whether the snapshot itself will never be there."""
 
 
 class LeftRun(Message, frozen=True):

@@ -18,12 +18,14 @@ from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.messages import Connection, OtherVersion
 from lazysnap.keeper.node_storage import NodeStorage, Surroundings
+from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import (
     Address,
     Adopt,
     AdoptFrozen,
     AskAddress,
     AskInventory,
+    FrozenDropped,
     Hello,
     Inventory,
     Leaving,
@@ -34,11 +36,14 @@ from lazysnap.keeper.protocol import (
     Stop,
     Superseded,
 )
+from lazysnap.keeper.served import PeerReads
 from lazysnap.keeper.team import Team
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+_LINKS = 2
+"""Of storage, and of protection."""
 IDLE_LIMIT_S = 300.0
 """How long the keeper of a job that is over gives names and deletes old snapshots."""
 
@@ -63,7 +68,7 @@ class Server:
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._ranks: dict[int, LocalRank] = {}
-        self._frozen = FrozenPool(self._frozen_dropped)
+        self._frozen = FrozenPool(lambda digest: self._emit(FrozenDropped(digest)))
         self._first_until = time.monotonic() + START_GRACE_S
         """When it leaves, if no trainer came."""
         self._has_served = False
@@ -76,8 +81,10 @@ class Server:
         """When it ends whatever the levels still do."""
         self._crew = 1
         """How many ranks the node has."""
-        self._reserved: socket.socket | None = None
-        """Holds the port of the links, from before they listen there."""
+        self._reserved: list[socket.socket] = []
+        """Hold the ports of the links, from before they listen there."""
+        self._parity = ParityStore()
+        self._reads = PeerReads(self._all_ranks, self._parity, self._frozen)
 
     # ---------------------------------------------------------------- main loop
 
@@ -91,6 +98,7 @@ class Server:
             self._storage.close()
         for rank in self._ranks.values():
             rank.close()
+        self._reads.close()
         self._frozen.close()
         self._listener.close()
 
@@ -144,7 +152,9 @@ class Server:
     def _store(self, rank: LocalRank, run: Run, team: Team) -> None:
         """From now on captures of this start are stored, and of no other."""
         self._crew = len(team.crew)
-        around = Surroundings(self._ranks_here, self._frozen.get, self._emit)
+        if run.peers is not None and run.peers.own[1]:  # a keeper before this one may have served them
+            self._reads.serve(run.peers.own, run.peers.cert_pem, run.peers.key_pem)
+        around = Surroundings(self._ranks_here, self._frozen.get, self._emit, self._parity)
         self._storage = NodeStorage(rank.levels, run, team, around, self._storage)
 
     def _go_back(self) -> None:
@@ -161,27 +171,24 @@ class Server:
     def _ranks_here(self) -> list[LocalRank | None]:
         return [self._ranks.get(number) for number in range(self._crew)]
 
+    def _all_ranks(self) -> list[LocalRank | None]:
+        """Also those that this start does not have."""
+        ranks = dict(self._ranks)
+        return [ranks.get(number) for number in range(max(ranks, default=-1) + 1)]
+
     def _emit(self, message: Message) -> None:
         for rank in list(self._ranks.values()):
             rank.emit(message)
 
     def _reserve(self, question: AskAddress) -> Address:
-        if self._reserved is None:
-            family = socket.AF_INET6 if ":" in question.host else socket.AF_INET
-            reserved = socket.socket(family, socket.SOCK_STREAM)
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                reserved.bind((question.host, 0))
-            except OSError as error:
-                reserved.close()
-                logger.warning("no port of %s can be had: %s", question.host, error)
-                return Address(id=question.id, port=0)
-            self._reserved = reserved
-        return Address(id=question.id, port=self._reserved.getsockname()[1])
-
-    def _frozen_dropped(self, digest: str) -> None:
-        for rank in self._ranks.values():
-            rank.tell_dropped(digest)
+        try:
+            own = self._reads.serve((question.host, 0), question.cert_pem, question.key_pem)
+            while len(self._reserved) < _LINKS:
+                self._reserved.append(_bound(question.host))
+        except (OSError, ValueError, LazySnapError) as error:  # ValueError: it is no address
+            logger.warning("no port of %s can be had: %s", question.host, error)
+            return Address(id=question.id, ports=[])
+        return Address(id=question.id, ports=[own, *(reserved.getsockname()[1] for reserved in self._reserved)])
 
     def _leave(self) -> None:
         self._is_leaving = True
@@ -267,7 +274,8 @@ class Server:
         elif isinstance(message, AskAddress):
             connection.send(self._reserve(message))
         elif isinstance(message, AskInventory):
-            connection.send(rank.holdings.told(sorted(self._ranks), message.id))
+            parity = self._parity.told() if rank.team.local_rank == 0 else ()
+            connection.send(rank.holdings.told(sorted(self._ranks), message.id, parity))
         else:
             rank.handle(message, fds)
 
@@ -298,7 +306,7 @@ class Server:
         """Another process wants to read what a rank holds. Raises: OSError, if it is gone again."""
         rank, local_ranks = self._ranks.get(number), sorted(self._ranks)
         if rank is None:
-            connection.send(Inventory(entries=[], frozen=[], end=None, local_ranks=local_ranks))
+            connection.send(Inventory(entries=[], frozen=[], end=None, local_ranks=local_ranks, parity=[]))
         else:
             rank.holdings.show(connection)
             connection.send(rank.holdings.told(local_ranks))
@@ -311,7 +319,7 @@ class Server:
         used = next((rank for rank in ranks if rank.is_used), None)
         if used is not None:
             connection.send(used.busy())
-        elif is_forced or not any(rank.phase is Phase.LINGERING and rank.has_levels for rank in ranks):
+        elif is_forced or not any(rank.phase is Phase.LINGERING and rank.levels for rank in ranks):
             self._agree_to_leave(connection)
         else:
             for rank in ranks:
@@ -332,3 +340,15 @@ class Server:
     def _agree_to_leave(self, connection: Connection) -> None:
         connection.send(Leaving(os.getpid()))
         self._leave()
+
+
+def _bound(host: str) -> socket.socket:
+    """Raises: OSError."""
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+    except OSError:
+        reserved.close()
+        raise
+    return reserved

@@ -10,6 +10,8 @@ from lazysnap.shard.manifest import CaptureMeta
 _POLL_S = 0.001
 STALL_S = 300.0
 """A capture whose watermark does not move for so long is given up."""
+_BEGIN_S = 1.0
+"""How long a capture may take to write its metadata, before its slot is readable."""
 
 
 class SlotSource:
@@ -72,3 +74,25 @@ class SlotSource:
                 raise CaptureAborted(f"the capture of step {self._step} was not checked by its trainer")
             self._beat()
             time.sleep(_POLL_S)
+
+
+def open_slot(find: Callable[[], Slot | None], step: int, beat: Callable[[], None]) -> tuple[Slot, SlotSource]:
+    """The capture of that step in the slot that ``find`` finds: it shows the step before its metadata is there, which
+    takes a moment. Blocks: for that. Raises: CaptureAborted, if it is not there any more; FormatError.
+    """
+    deadline = time.monotonic() + _BEGIN_S
+    while True:
+        slot = find()
+        if slot is None:
+            raise CaptureAborted(f"step {step} is not in memory any more")
+        try:
+            status = slot.status()
+            if status.step == step:
+                return slot, SlotSource(slot, status, beat)
+        except (FormatError, CaptureAborted):
+            if time.monotonic() > deadline:
+                raise
+        if time.monotonic() > deadline:
+            raise CaptureAborted(f"step {step} is not in memory any more")
+        beat()
+        time.sleep(_POLL_S)

@@ -170,6 +170,8 @@ class VerifiedSource:
         self.size_bytes = blocks.size_bytes
         self._blocks = blocks
         self._beat = beat
+        self._last: tuple[int, memoryview] | None = None
+        """A block: headers are read from one bit by bit."""
 
     def wait(self, upto: int) -> None:
         """Nothing to do: the file is whole."""
@@ -179,15 +181,21 @@ class VerifiedSource:
         out, size = map_anonymous(length), self._blocks.block_bytes
         stop = min(offset + length, self.size_bytes)
         for index in range(offset // size, -(-stop // size)):
-            with self._blocks.block(index, Buffers(), verify=True) as data:
-                start = index * size
-                if (start, len(data)) == (offset, length):
-                    out = data  # the usual case: both places have blocks of one size
-                    break
-                first, last = max(start, offset), min(start + len(data), stop)
-                out[first - offset : last - offset] = data[first - start : last - start]
+            data, start = self._block(index), index * size
+            if (start, len(data)) == (offset, length):
+                out = data  # the usual case: both places have blocks of one size
+                break
+            first, last = max(start, offset), min(start + len(data), stop)
+            out[first - offset : last - offset] = data[first - start : last - start]
         self._beat(stop - offset)
         return out
+
+    def _block(self, index: int) -> memoryview:
+        last = self._last
+        if last is None or last[0] != index:
+            with self._blocks.block(index, Buffers(), verify=True) as data:  # in buffers of its own: it is kept
+                last = self._last = index, data
+        return last[1]
 
     def finish(self) -> None:
         """Nothing to do: every block was compared when it was read."""

@@ -14,9 +14,11 @@ class DaemonPool(Generic[Result]):
     would keep the process alive for ever.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, on_error: Callable[[], None] = lambda: None) -> None:
+        """``on_error``: called when a task failed, while others may still run. From any of the threads."""
         self._count = count
         self._name = name
+        self._on_error = on_error
         self._feeding = threading.Lock()
         self._results: dict[int, Result] = {}
         self._error: BaseException | None = None
@@ -59,3 +61,4 @@ class DaemonPool(Generic[Result]):
                 self._results[item[0]] = item[1]()
             except BaseException as error:  # noqa: BLE001  handed to the caller
                 self._error = self._error or error
+                self._on_error()

@@ -20,7 +20,7 @@ from fsspec.spec import AbstractBufferedFile
 from lazysnap import faults
 from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
 from lazysnap.levels.files import temp_name
-from lazysnap.levels.probe import is_probe, probe_name
+from lazysnap.levels.probe import probe_name
 from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage, level_error
 from lazysnap.shard.checksum import BLOCK_BYTES, digest
@@ -289,10 +289,6 @@ class FsspecStorage(Storage):
                 self._filesystem().rmdir(self._path(path))
             except Exception:  # noqa: BLE001  object stores have no directories, and say so in many ways
                 return
-
-    def abort_stale(self, path: str = "") -> list[str]:
-        """Removes probes of dead processes. fsspec does not show unfinished uploads."""
-        return [name for name in ([] if path else self.list()) if is_probe(name) and self.delete_abandoned(name)]
 
     # The last one: it hides the type from the annotations behind it.
     def list(self, path: str = "", prefix: str = "") -> list[str]:

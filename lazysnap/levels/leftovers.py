@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lazysnap import faults
+from lazysnap.errors import FormatError
 from lazysnap.levels.files import TEMP_MARK
-from lazysnap.levels.names import is_given_by_a_run
 from lazysnap.levels.probe import is_probe
 from lazysnap.levels.storage import Storage
+from lazysnap.shard.limits import MAX_SMALL_OBJECT_BYTES
 from lazysnap.shard.names import (
     NodeName,
     is_directory_of_ours,
+    is_id,
     parse_file_name,
     parse_frozen_directory_name,
     parse_keep_file_name,
@@ -83,6 +85,14 @@ def leftovers(storage: Storage, directory: str, is_ours: IsOurs | None) -> Itera
             continue
         if is_wanted(parsed[0]) and is_settled(storage, path):
             yield Leftover(path, f"{directory}/{parsed[0].manifest}")
+
+
+def is_given_by_a_run(storage: Storage, path: str) -> bool:
+    """Whether a run wrote a ``keep-…`` object: its content is the run's id. Blocks. Raises: LevelError."""
+    try:
+        return storage.size(path) <= MAX_SMALL_OBJECT_BYTES and is_id(storage.get(path).decode("ascii").strip())
+    except (FileNotFoundError, FormatError, UnicodeDecodeError):
+        return False
 
 
 def lone_names(storage: Storage, directory: str) -> list[str]:

@@ -168,10 +168,10 @@ class S3Storage(Storage):
         except (LevelError, FileNotFoundError) as error:
             logger.debug("a directory stays: %s", error)
 
-    def abort_stale(self, path: str = "") -> list[str]:
+    def abort_stale(self) -> list[str]:
         """See ``Storage.abort_stale``. Foreign uploads below the prefix stay, and any that began within a day."""
         gone: list[str] = []
-        for key, upload, age_s in self._uploads(self.client.key(f"{path}/" if path else "")):
+        for key, upload, age_s in self._uploads(self.client.key("")):
             inner = key[len(self.client.key("")) :]
             if age_s >= SETTLED * self.abandoned_after_s and (is_node_file_path(inner) or is_probe(inner)):
                 self.client.abort(key, upload)

@@ -1,10 +1,11 @@
-"""What a node stores of a shard at levels that all nodes see: its own tensors, and its share of what other nodes hold.
+"""Part of a shard, as a shard of its own: what a node stores at levels that all nodes see, or what it alone holds.
 
-Which rows of a tensor these are was settled when the capture was planned (``shared_rows``); slots, and levels that one
-node sees alone, hold all of them, because a node cannot read another one's memory or disk.
+Which rows of a tensor these are was settled when the capture was planned: at shared levels a node stores its own
+tensors, and its share of what other nodes hold, too (``shared_rows``). Parity protects what few nodes hold (``nodes``).
 """
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,21 +26,33 @@ class _Run:
     length: int
 
 
+Cut = Callable[[TensorSpec, Any, int], tuple[TensorSpec | None, int]]
+"""What of a tensor with that entry in the manifest, of that rank, is in the part, and its first row there."""
+
+
 class SharedPart:
     """Part of a shard, as a shard of its own. See ``levels.source.BlockSource``."""
 
-    def __init__(self, meta: CaptureMeta, source: BlockSource, offset: int = 0, size_bytes: int | None = None) -> None:
-        """``offset`` and ``size_bytes``: of the shard in ``source``; default: all of it.
+    def __init__(
+        self,
+        meta: CaptureMeta,
+        source: BlockSource,
+        offset: int = 0,
+        size_bytes: int | None = None,
+        cut: Cut | None = None,
+    ) -> None:
+        """``offset`` and ``size_bytes``: of the shard in ``source``; default: all of it. ``cut``: default: to what is
+        stored where all nodes see it.
 
         Blocks: until the header is there. Raises: CaptureAborted; ShardCorrupt, if there is none.
         """
         size = source.size_bytes if size_bytes is None else size_bytes
         layout = Layout.parse(header_of(source, offset, size), size, f"rank {meta.rank}")
-        cut = {spec.name: _cut(spec, meta.tensors.get(spec.name), meta.rank) for spec in layout.specs}
-        specs = {name: one for name, (one, _) in cut.items() if one is not None}
+        parts = {spec.name: (cut or _cut)(spec, meta.tensors.get(spec.name), meta.rank) for spec in layout.specs}
+        specs = {name: one for name, (one, _) in parts.items() if one is not None}
         stored = {name: primary for name, primary in meta.aliases.items() if primary in specs}
         part = Layout.plan(specs.values(), {name: to for name, to in layout.metadata.items() if to in specs})
-        tensors = {name: _facts(meta.tensors[name], cut[name][1]) for name in meta.tensors if name in specs}
+        tensors = {name: _facts(meta.tensors[name], parts[name][1]) for name in meta.tensors if name in specs}
         self.meta = replace(meta, tensors=tensors, aliases=stored)
         self.size_bytes = part.size_bytes
         self._source = source
@@ -49,7 +62,7 @@ class SharedPart:
         for spec, start in zip(part.specs, part.offsets, strict=True):
             whole, at = layout.find(spec.name)
             row_bytes = whole.nbytes // max(1, whole.shape[0]) if whole.shape else 0
-            self._runs.append(_Run(start, offset + at + cut[spec.name][1] * row_bytes, spec.nbytes))
+            self._runs.append(_Run(start, offset + at + parts[spec.name][1] * row_bytes, spec.nbytes))
         self._starts = [run.start for run in self._runs]
 
     def wait(self, upto: int) -> None:
@@ -88,6 +101,25 @@ class SharedPart:
     def finish(self) -> None:
         """See ``BlockSource.finish``."""
         self._source.finish()
+
+
+def held_by_few(most: int) -> Cut:
+    """A cut to what at most so many nodes hold in memory."""
+
+    def cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, int]:
+        return (spec, 0) if _num_nodes(facts) <= most else (None, 0)
+
+    return cut
+
+
+def is_held_by_few(meta: CaptureMeta, most: int) -> bool:
+    """Whether at most so many nodes hold each of its tensors."""
+    return all(_num_nodes(facts) <= most for facts in meta.tensors.values())
+
+
+def _num_nodes(facts: Any) -> int:
+    found = facts.get("nodes", 1) if isinstance(facts, dict) else 1
+    return found if isinstance(found, int) else 1
 
 
 def has_shared_rows(meta: CaptureMeta) -> bool:

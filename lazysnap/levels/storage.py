@@ -163,8 +163,8 @@ class Storage(ABC):
         age = self.age_s(path)
         return age is not None and age >= seconds
 
-    def abort_stale(self, path: str = "") -> Sequence[str]:
-        """Give up uploads below ``path`` that have no living writer and that no listing shows; their names."""
+    def abort_stale(self) -> Sequence[str]:
+        """Give up uploads that have no living writer and that no listing shows; their names."""
         return []
 
     # ---------------------------------------------------------------- directories and links

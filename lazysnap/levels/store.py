@@ -29,10 +29,9 @@ from lazysnap.errors import (
     ShardCorrupt,
 )
 from lazysnap.levels.blocks import read_node_file
-from lazysnap.levels.leftovers import IsOurs, sweep
+from lazysnap.levels.leftovers import IsOurs, is_given_by_a_run, sweep
 from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.names import is_given_by_a_run
 from lazysnap.levels.node_file import (
     FROZEN_NAME,
     FilePlace,

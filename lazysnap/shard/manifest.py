@@ -35,7 +35,7 @@ FORMAT_VERSION = 1
 """The version that is written, and the newest one that is read."""
 _OPTIONAL = ("frozen", "parameters", "replicas")
 """Keys that are absent if there is nothing to say."""
-_FACTS = ("dtype", "scope", "global_shape", "offsets", "shared_rows")
+_FACTS = ("dtype", "scope", "global_shape", "offsets", "shared_rows", "nodes")
 """The keys of a tensor's entry."""
 _HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
 _MIDDLE = b'","manifest":'

@@ -3,13 +3,13 @@
 Values are recorded before the first step: schedules change them later.
 """
 
-import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from lazysnap.data.position import length_of
 from lazysnap.state.optimizers import class_of, named_optimizers, recorded
 from lazysnap.state.source import StateSource
 
@@ -48,15 +48,9 @@ def sizes(prefix: str, loaders: Iterable[Any]) -> dict[str, Any]:
     """Lengths of the datasets of ``loaders``, and sizes of their batches, behind ``prefix``."""
     listed = list(loaders)
     return {
-        f"{prefix}dataset_length": [_length(getattr(loader, "dataset", None)) for loader in listed],
+        f"{prefix}dataset_length": [length_of(getattr(loader, "dataset", None)) for loader in listed],
         f"{prefix}batch_size": [_batch_size(loader) for loader in listed],
     }
-
-
-def _length(dataset: Any) -> int | None:
-    with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
-        return len(dataset)
-    return None
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -69,7 +69,7 @@ def again(directory):
     objects = accelerator.free_memory(*objects)
     model, optimizer, loader = prepared(accelerator)
     train(accelerator, model, optimizer, loader)
-    assert accelerator._lazysnap_door._step == 7
+    assert accelerator._lazysnap_door.step == 7
     assert sorted(accelerator._lazysnap_door._state._named()) == ["accelerate", "loader", "model", "optimizer"]
     seen = weights(model, optimizer)
     accelerator.free_memory()

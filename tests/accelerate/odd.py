@@ -184,7 +184,7 @@ def main():
     # None of what was no boundary took a snapshot, and no boundary was missed.
     assert dies_after or statistics.began <= STEPS, statistics
     if not dies_after and case.found is None:
-        last = case.accelerator._lazysnap_door._step
+        last = case.accelerator._lazysnap_door.step
         assert last == STEPS, last
 
 

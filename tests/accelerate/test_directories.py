@@ -13,9 +13,9 @@ pytestmark = pytest.mark.sampled("stock checkpoints")
 
 
 class Script:
-    def __init__(self, root, lazy=True, levels=True, **project):
+    def __init__(self, root, lazy=True, levels=True, max_bytes_per_s=None, **project):
         configuration = ProjectConfiguration(project_dir=str(root), **project)
-        level = PersistentLevel(str(root / "level"), every_n_steps=100)
+        level = PersistentLevel(str(root / "level"), every_n_steps=100, max_bytes_per_s=max_bytes_per_s)
         config = SnapshotConfig(job_id=str(root), levels=(level,) * levels, memory=MemoryLevel(linger_s=5))
         made = {"cpu": True, "project_config": configuration}
         self.accelerator = LazyAccelerator(**made, snapshots=config) if lazy else Accelerator(**made)
@@ -57,6 +57,44 @@ def test_stock_reads_a_named_copy_that_was_made_while_training_went_on(tmp_path)
 
     stock = Script(tmp_path, lazy=False)
     stock.accelerator.load_state(str(place))
+    assert stock.facts() == wanted
+
+
+def test_checkpoints_in_quick_succession_hold_the_steps_at_which_they_were_asked_for(tmp_path):
+    """The level takes the first snapshot at once, and each other one a second after the one before."""
+    script, wanted = Script(tmp_path, max_bytes_per_s=50_000), []
+    for number in range(3):
+        script.train()
+        wanted.append(script.facts())
+        script.accelerator.save_state(tmp_path / f"{number}")
+    script.train(15)
+    script.accelerator.end_training()
+
+    for number, facts in enumerate(wanted):
+        stock = Script(tmp_path, lazy=False)
+        stock.accelerator.load_state(str(tmp_path / f"{number}"))
+        assert stock.facts() == facts
+
+
+def test_a_checkpoint_is_never_of_an_earlier_training_at_the_same_step(tmp_path):
+    """That one could not be made, so its snapshot keeps its name; the new one is stored seconds later."""
+
+    def saved(script, place):
+        for number in range(2):
+            script.train()
+            wanted = script.facts()
+            script.accelerator.save_state(place / f"{number}")
+        script.accelerator.end_training()
+        return wanted
+
+    (tmp_path / "file").write_text("")
+    saved(Script(tmp_path), tmp_path / "file")
+    second = Script(tmp_path, max_bytes_per_s=5000)
+    second.model[0].weight.data.mul_(2)
+    wanted = saved(second, tmp_path)
+
+    stock = Script(tmp_path, lazy=False)
+    stock.accelerator.load_state(str(tmp_path / "1"))
     assert stock.facts() == wanted
 
 

@@ -184,8 +184,21 @@ def test_what_a_training_had_written_for_a_copy_outlives_it(training, tmp_path):
     assert (out / "own.pt").read_text() == "mine"
 
 
+def test_a_copy_of_a_snapshot_that_was_lost_is_given_up_and_the_next_is_made(training, trained, tmp_path, caplog):
+    """Its child would wait for an hour, and the next child for it."""
+    for directory, name in (("lost", "never"), ("out", "b")):
+        training.save(tmp_path / directory, name)
+    training.copies.give_up({"never": "the snapshot of step 7 was dropped"})
+    assert training.copies.wait(TIMEOUT_S, str(tmp_path / "out"))
+    assert torch.equal(weight_in(tmp_path / "out"), trained[1]["b"])
+    assert not (tmp_path / "lost").exists()
+    assert warnings_in(caplog) == [
+        f"save_state({str(tmp_path / 'lost')!r}): no copy was made: the snapshot of step 7 was dropped"
+    ]
+    assert not training.copies.close(TIMEOUT_S)
+
+
 def test_no_copy_mixes_the_small_state_of_one_step_with_the_weights_of_another(training, tmp_path, caplog):
-    """The name goes to the next snapshot where the one that it was given to is lost."""
     beside = tmp_path / "beside"
     beside.mkdir()
     write_restated(Restated(7, {}), str(beside))
@@ -277,6 +290,18 @@ def test_a_snapshot_that_never_comes_is_named(trained, tmp_path, caplog):
     assert "'never'" in said
     assert "complete are the steps 1, 2, 3" in said
     training.copies.close(1.0)
+
+
+def test_an_end_that_waits_for_copies_says_so(trained, tmp_path, caplog):
+    """Else a program that has told how its training ended is silent for minutes."""
+    caplog.set_level(logging.INFO, "lazysnap")
+    training = Training(trained[0])
+    training.save(tmp_path / "out", "never")
+    assert not training.copies.close(1.0)
+    said = f"save_state(directory): waiting for {str(tmp_path / 'out')!r}"
+    assert any(record.getMessage().startswith(said) for record in caplog.records)
+    training.copies.give_up({"never": "this is the end of a test"})
+    assert not training.copies.wait(TIMEOUT_S, str(tmp_path / "out"))
 
 
 TRAINER = """

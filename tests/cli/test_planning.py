@@ -31,8 +31,12 @@ def test_ranks_of_a_node_share_one_copy_and_sharded_ones_split_it_between_nodes(
     _, fsdp = run_json(capsys, "plan", "--params", "7b", "--ranks", "16", "--nodes", "2", "--sharding", "fsdp")
 
     assert ddp["captured_bytes"] == fsdp["captured_bytes"] == 84e9
-    assert ddp["memory_per_node_bytes"] == 4 * 84e9
-    assert fsdp["memory_per_node_bytes"] == 4 * 42e9
+    # Two slots more for what the other node protects, and of what each node has alone the mirror of two steps.
+    assert ddp["memory_per_node_bytes"] == 6 * 84e9
+    assert (fsdp["memory_per_node_bytes"], fsdp["parity_per_node_bytes"]) == ((6 + 2) * 42e9, 2 * 42e9)
+    for sharding, held in (("ddp", 84e9), ("fsdp", 42e9)):
+        words = ["--params", "7b", "--ranks", "16", "--nodes", "2", "--sharding", sharding, "--no-redundancy"]
+        assert run_json(capsys, "plan", *words)[1]["memory_per_node_bytes"] == 4 * held
     assert ddp["stored_per_snapshot_bytes"] == fsdp["stored_per_snapshot_bytes"] == 84e9
 
 
@@ -43,7 +47,19 @@ def test_a_frozen_base_is_not_captured_at_each_step(capsys):
     assert planned["frozen_bytes"] == 990e6 * 2
     assert planned["memory_per_node_bytes"] == planned["slots_per_rank"] * 60e6 + 990e6 * 2
 
-    words = ["--params", "1b", "--trainable", "10m", "--dtype", "bf16", "--ranks", "4", "--nodes", "2"]
+    words = [
+        "--params",
+        "1b",
+        "--trainable",
+        "10m",
+        "--dtype",
+        "bf16",
+        "--ranks",
+        "4",
+        "--nodes",
+        "2",
+        "--no-redundancy",
+    ]
     _, ddp = run_json(capsys, "plan", *words)
     _, fsdp = run_json(capsys, "plan", *words, "--sharding", "fsdp")
     assert ddp["memory_per_node_bytes"] == ddp["slots_per_rank"] * 60e6 + 990e6 * 2

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap import MemoryLevel, PersistentLevel, ReedSolomon, SnapshotConfig, Xor
 from lazysnap.engine.alike import MAY_DIFFER, check_alike, common_settings
 from lazysnap.errors import ConfigError
 
@@ -20,9 +20,11 @@ def test_ranks_with_disks_of_their_own_are_alike():
 def test_what_may_differ_is_listed_and_exists():
     names = {f"memory.{field.name}" for field in dataclasses.fields(MemoryLevel)}
     names |= {f"levels[].{field.name}" for field in dataclasses.fields(PersistentLevel)}
+    names |= {f"redundancy.{field.name}" for field in dataclasses.fields(ReedSolomon)}
+    names |= {field.name for field in dataclasses.fields(SnapshotConfig)} - {"levels"}
 
     assert set(MAY_DIFFER) <= names
-    compared = {name.replace("[0]", "[]") for name in settings(PersistentLevel("/x"))}
+    compared = {name.replace("[0]", "[]") for name in settings(PersistentLevel("/x"), redundancy=ReedSolomon())}
     assert compared.isdisjoint(MAY_DIFFER)
     assert names <= compared | set(MAY_DIFFER)
 
@@ -49,6 +51,8 @@ def test_the_name_of_a_job_may_come_from_the_environment(monkeypatch):
         (settings(PersistentLevel("/x"), memory=MemoryLevel(linger_s=5)), "memory.linger_s is 1800.0 and 5"),
         (settings(PersistentLevel("/x"), job_id="other"), "job_id is None and 'other'"),
         (settings(PersistentLevel("/x"), gate_timeout_s=5), "gate_timeout_s is 60.0 and 5"),
+        (settings(PersistentLevel("/x"), redundancy=None), "redundancy is 'auto' and None"),
+        (settings(PersistentLevel("/x"), redundancy=Xor()), "redundancy is 'auto' and 'Xor'"),
     ],
 )
 def test_what_differs_is_named(others, text):
@@ -59,3 +63,22 @@ def test_what_differs_is_named(others, text):
 
     assert "ranks 0 and 2" in str(raised.value)
     assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "text"),
+    [
+        (None, Xor(), "redundancy is None and 'Xor'"),
+        (ReedSolomon(parity=1), Xor(), "redundancy is 'ReedSolomon' and 'Xor'"),
+        (ReedSolomon(), ReedSolomon(parity=3), "redundancy.parity is 2 and 3"),
+        (Xor(), Xor(group_size=4), "redundancy.group_size is 8 and 4"),
+        (Xor(), Xor(block_bytes=1 << 16), "redundancy.block_bytes is 1048576 and 65536"),
+    ],
+)
+def test_nodes_protect_each_other_in_one_way(mine, other, text):
+    with pytest.raises(ConfigError, match=text):
+        check_alike([settings(redundancy=mine), settings(redundancy=other)])
+
+
+def test_each_node_has_its_failure_domain_and_its_network():
+    check_alike([settings(redundancy=Xor(max_bytes_per_s=rank + 1), failure_domain=f"rack-{rank}") for rank in (0, 1)])

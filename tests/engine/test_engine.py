@@ -6,8 +6,10 @@ import time
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
+from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.arena import Word
 from lazysnap.errors import ConfigError, JobBusy, UnsupportedState
 from lazysnap.levels import open_store
 
@@ -247,6 +249,20 @@ def test_an_engine_that_was_closed_says_so_and_does_nothing(job, tmp_path, end):
     assert engine.step == 1
     assert {**training.facts(), "next": None} == {**facts, "next": None}
     assert end == "abandon" or sorted(tmp_path.rglob("*")) == stored
+
+
+def test_a_fresh_start_beside_memory_of_an_earlier_one_is_stored_from_its_first_step(job, tmp_path):
+    """What is in memory is of a training that was further than this one."""
+    first = job.start()
+    first.run(1, 30)
+    job.crash(first)
+
+    second = job.start(tmp_path, ready=False)
+    second.engine.prepare()
+    assert second.engine.wait_ready(TIMEOUT_S)
+    second.run(1, 1)
+    slots = second.engine._client.slots()
+    assert until(lambda: max(slot.word(Word.GRANT) for slot in slots)) - 1 < 30
 
 
 def test_what_comes_after_the_end_of_a_training_is_harmless(job):

@@ -3,7 +3,8 @@
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.statistics import Statistics
-from lazysnap.keeper.protocol import Complete, Durable, LevelFailed
+from lazysnap.keeper.events import KeeperLost
+from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, NameFailed, Protected, Unlinked, Unprotected
 
 
 def said(caplog):
@@ -29,6 +30,19 @@ def test_a_level_that_fails_is_told_once_and_once_that_it_works_again(caplog):
     assert log.statistics.level_failures == {"/disk": 5}
 
 
+def test_of_what_all_ranks_of_a_node_hear_alike_one_warns(caplog):
+    caplog.set_level("INFO")
+    told = [LevelFailed("/disk", 1, "full"), Unlinked("no link"), Unprotected("alone"), NameFailed("/disk", "x", "-")]
+    logs = [log_of() for _ in range(3)]
+    for rank, log in enumerate(logs):
+        log.speaks_for_node = rank == 0
+        log.drain([*told, Unlinked(""), Unprotected(""), complete(2)])
+
+    assert len(said(caplog)) == 7
+    assert len([record for record in caplog.records if record.levelname == "INFO"]) == 14
+    assert all(log.statistics.level_failures == {"/disk": 1} for log in logs)
+
+
 def test_steps_that_were_due_between_two_that_are_stored_count_as_left_out():
     log = log_of(every=10)
 
@@ -48,3 +62,12 @@ def test_after_going_back_only_what_comes_behind_that_step_counts():
 
     assert log.statistics.dropped == {"/disk": 8 + 1}
     assert log.statistics.last_durable_step == {"/disk": 6}
+
+
+def test_a_step_is_not_protected_any_more_once_the_keeper_with_its_parity_is_gone():
+    log = log_of()
+    log.drain([Protected(6, "s1")])
+    assert log.statistics.last_protected_step == 6
+
+    log.drain([KeeperLost()])
+    assert log.statistics.last_protected_step is None

@@ -126,6 +126,61 @@ def test_a_name_of_a_stored_snapshot_that_the_keeper_died_before_writing_is_give
     assert steps_at(tmp_path) == [3, 7, 8]
 
 
+def slow_training(job, tmp_path, **settings):
+    """Its level takes the first snapshot at once, and each other one seconds after the one before."""
+    level = PersistentLevel(str(tmp_path), every_n_steps=1000, max_bytes_per_s=30_000)
+    memory = job.config().memory
+    training = Training(SnapshotConfig(job_id=job.job_id, levels=(level,), memory=memory, **settings), width=256)
+    job.trainings.append(training)
+    assert training.engine.wait_ready(TIMEOUT_S)
+    return training
+
+
+def test_names_in_quick_succession_are_on_the_steps_that_they_were_given_to(job, tmp_path):
+    """Memory has one slot to spare for storage: a call waits until the snapshot named before is stored."""
+    training = slow_training(job, tmp_path)
+    for step, name in enumerate("abc", 1):
+        training.run(step, step)
+        assert training.engine.keep(name) == step
+    training.run(4, 30)
+
+    assert training.engine.close()
+    assert named(tmp_path) == {"a": 1, "b": 2, "c": 3}
+
+
+def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_one(job, tmp_path, caplog):
+    training = slow_training(job, tmp_path, gate_timeout_s=0.5)
+    for step, name in enumerate("abc", 1):
+        training.run(step, step)
+        assert training.engine.keep(name) == step
+    assert "'c' may be lost" in caplog.text
+    training.run(4, 30)
+    # The level takes half a minute for each.
+    until(lambda: training.engine.statistics() and training.engine.lost_names, timeout_s=3 * TIMEOUT_S)
+
+    assert training.engine.close()
+    assert named(tmp_path) == {"a": 1, "b": 2}
+    assert [*training.engine.lost_names] == ["c"]
+    assert "the name 'c' is lost: the snapshot of step 3 was" in caplog.text
+
+
+def test_names_that_are_not_stored_at_the_end_are_told_and_stored_while_memory_stays(job, tmp_path, caplog):
+    place = tmp_path / "level"
+    place.write_text("no directory")
+    training = job.start(place, ready=False, drain_timeout_s=0.5, gate_timeout_s=0.5)
+    for step, name in ((1, "early"), (2, "next")):
+        training.run(step, step)
+        assert training.engine.keep(name) == step
+    training.run(3, 9)
+
+    assert not training.engine.close()
+    told = {*training.engine.lost_names} | ({"next"} if "['early', 'next'] are lost, unless" in caplog.text else set())
+    assert told == {"next"}
+    assert "the names ['early'" in caplog.text
+    place.unlink()
+    until(lambda: place.exists() and named(place) == {"early": 1})
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65, "latest", "12", 7])
 def test_names_that_are_none_are_refused(job, tmp_path, name):
     engine = job.start(tmp_path, ready=False).engine

@@ -20,11 +20,12 @@ from lazysnap.keeper.coordinator import GrantLoop
 from lazysnap.keeper.grant_messages import SnapshotKey
 from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.keeper.grants import Coordinator, LevelGrants
-from lazysnap.keeper.links import Deadlines, Hello, Links
+from lazysnap.keeper.links import Hello, Links
 from lazysnap.keeper.retention import Retention
+from lazysnap.keeper.strangers import Deadlines
 
 NUM_RANKS = 2
-QUICK = Deadlines(connect_s=20, send_s=20, alive_s=0.2, silence_s=20, shortest_pause_s=0.02, longest_pause_s=0.2)
+QUICK = Deadlines(connect_s=20, send_s=20, alive_s=0.2, silence_s=20)
 
 
 def say(*words):

@@ -42,6 +42,7 @@ def held(monkeypatch):
 
     held = Held()
     monkeypatch.setattr(faults, "point", held.point)
+    monkeypatch.setattr(node_storage, "_MOVING_S", 600.0)  # on a busy machine it stands longer than a slot is held
     yield held
     held.let_go.set()
 
@@ -164,3 +165,20 @@ def test_a_name_whose_capture_is_gone_holds_up_no_start(rig, level, held):
 
     stored(rig, level)
     assert "second" not in {name for names in names_at(level).values() for name in names}
+
+
+def test_a_name_whose_capture_was_overwritten_is_said_to_be_lost_once(rig, level, held):
+    held("level.store.begin")
+    assert rig.train() == 2
+    rig.storages[0].keep("first", 2)
+    assert held.is_there.wait(60)
+    rig.capture(3)
+    rig.storages[0].keep("second", 3)
+    for step in range(4, 8):
+        rig.capture(step)
+    held.let_go.set()
+
+    assert until(lambda: rig.told(NameFailed))
+    stored(rig, level)
+    assert [(event.name, event.is_lost) for event in rig.told(NameFailed)] == [("second", True)]
+    assert until(lambda: names_at(level).get(2) == ("first",))

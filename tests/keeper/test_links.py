@@ -2,32 +2,33 @@
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import pathlib
 import queue
 import signal
 import socket
-import ssl
 import struct
 import subprocess
 import sys
+import threading
 
-import msgspec
 import pytest
+from raw_peer import WAIT_S, frame, is_closed, peak_kib, refusals, tls
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.certificate import Certificate, make_certificate
+from lazysnap.keeper.coordinator import GrantLoop
 from lazysnap.keeper.grant_messages import Epoch, LevelOrder, Order, Report
-from lazysnap.keeper.links import MAX_FRAME_BYTES, MAX_UNKNOWN, Deadlines, Hello, Links
+from lazysnap.keeper.granted import NodeGrants
+from lazysnap.keeper.links import MAX_FRAME_BYTES, Hello, Links
+from lazysnap.keeper.strangers import Deadlines
 
 PREAMBLE = struct.pack("!8sH", b"lazysnap", 1)
-QUICK = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0, shortest_pause_s=0.02, longest_pause_s=0.2)
-"""Messages and tries to connect follow fast; nothing fails by time, except what a test has shortened."""
-
-WAIT_S = 30.0
-"""For the other end to close: less than the deadlines by which it closes what it could not refuse."""
+QUICK = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0)
+"""Messages follow fast; nothing fails by time, except what a test has shortened."""
 
 
 class Inbox:
@@ -86,40 +87,6 @@ def order(number):
     return Order(Epoch(number, 7), False, (LevelOrder(10, None, (), (), ()),))
 
 
-def tls(address, certificate):
-    """A raw connection of one who has the certificate."""
-    connection = socket.create_connection(address, timeout=WAIT_S)
-    return certificate.context(ssl.PROTOCOL_TLS_CLIENT).wrap_socket(connection)
-
-
-def frame(message):
-    data = msgspec.msgpack.encode(message)
-    return struct.pack("!I", len(data)) + data
-
-
-def is_closed(connection):
-    """Whether the other end closes; what it had sent is read first."""
-    try:
-        while connection.recv(1 << 16):
-            pass
-    except TimeoutError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def peak_kib(*, since_now=False):
-    """The most memory that this process had; ``since_now``: what it had earlier is forgotten."""
-    if since_now:
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-    return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-
-
-def refusals(caplog):
-    return [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-
-
 def test_messages_go_both_ways_and_arrive_as_they_were(ends, server):
     links, inbox, (host, port) = server
     other, other_inbox = ends(1)
@@ -133,21 +100,6 @@ def test_messages_go_both_ways_and_arrive_as_they_were(ends, server):
     assert other_inbox.next() == ("message", 0, order(2))
 
 
-def test_nobody_without_the_certificate_is_let_in(server, certificate, caplog):
-    _, inbox, address = server
-    naked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    naked.check_hostname, naked.verify_mode = False, ssl.CERT_NONE
-
-    with socket.create_connection(address, timeout=WAIT_S) as connection, naked.wrap_socket(connection) as secure:
-        with contextlib.suppress(OSError):
-            secure.sendall(PREAMBLE + frame(Hello("job", "s1", 1)))
-        assert is_closed(secure)
-
-    until(lambda: refusals(caplog))
-    assert "127.0.0.1" in refusals(caplog)[0]
-    assert inbox.events.empty()
-
-
 def test_another_certificate_is_refused_by_both_sides(ends, server, caplog):
     _, inbox, (host, port) = server
     stranger, stranger_inbox = ends(1, certificate=Certificate(*make_certificate()))
@@ -157,35 +109,6 @@ def test_another_certificate_is_refused_by_both_sides(ends, server, caplog):
     until(lambda: refusals(caplog) and "not reached" in caplog.text)
     assert inbox.events.empty()
     assert stranger_inbox.events.empty()
-
-
-def test_a_certificate_that_the_job_key_signed_is_not_the_jobs(server, certificate, caplog):
-    """Nothing is delegated: there is one certificate."""
-    _, inbox, address = server
-    import datetime
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-
-    ours = x509.load_pem_x509_certificate(certificate.cert_pem)
-    key = serialization.load_pem_private_key(certificate.key_pem, None)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    signed = (
-        x509.CertificateBuilder(ours.subject, x509.Name([]), key.public_key(), 7)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .sign(key, hashes.SHA256())
-    )
-    context = certificate.context(ssl.PROTOCOL_TLS_CLIENT)
-    with open(os.memfd_create("chain"), "wb") as chain:
-        chain.write(signed.public_bytes(serialization.Encoding.PEM) + certificate.key_pem)
-        chain.flush()
-        context.load_cert_chain(f"/proc/self/fd/{chain.fileno()}")
-
-    with socket.create_connection(address, timeout=WAIT_S) as connection, context.wrap_socket(connection) as secure:
-        assert is_closed(secure)
-    until(lambda: refusals(caplog))
-    assert inbox.events.empty()
 
 
 @pytest.mark.parametrize(
@@ -241,28 +164,6 @@ def test_a_peer_that_sends_what_is_no_message_is_dropped(server, certificate, ca
     assert "127.0.0.1" in caplog.text
 
 
-def test_a_frame_that_is_announced_as_long_takes_no_memory(server, certificate, caplog):
-    """The process's peak stays: four gigabytes are announced, on many connections."""
-    _, _, address = server
-    before = peak_kib(since_now=True)
-    for _ in range(20):
-        with tls(address, certificate) as secure:
-            secure.sendall(PREAMBLE + struct.pack("!I", 0xFFFFFFF0))
-            assert is_closed(secure)
-
-    assert peak_kib() - before < 64 << 10
-    assert "a frame of 4294967280 bytes" in refusals(caplog)[0]
-
-
-def test_a_connection_that_says_nothing_is_closed_in_time(ends, certificate):
-    links, inbox = ends(0, deadlines=dataclasses.replace(QUICK, connect_s=2.0))
-    address = links.listen("127.0.0.1")
-    with socket.create_connection(address, timeout=WAIT_S) as plain, tls(address, certificate) as secure:
-        assert is_closed(plain)
-        assert is_closed(secure)
-    assert inbox.events.empty()
-
-
 def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, certificate, caplog):
     """Of each kind of message only the newest waits; nothing else waits for that peer. Its silence does not count."""
     links, inbox = ends(0, deadlines=dataclasses.replace(QUICK, send_s=1.0))
@@ -289,18 +190,6 @@ def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, certific
     assert peak_kib() - before < 64 << 10
 
 
-def test_many_connections_of_strangers_are_bounded(server, ends):
-    _, inbox, (host, port) = server
-    with contextlib.ExitStack() as stack:
-        for _ in range(MAX_UNKNOWN):
-            stack.enter_context(socket.create_connection((host, port), timeout=WAIT_S))
-        assert is_closed(stack.enter_context(socket.create_connection((host, port), timeout=WAIT_S)))
-    other, _ = ends(1)
-    other.connect(0, host, port)
-
-    inbox.until("up", 1)
-
-
 def test_a_silent_peer_is_dropped(ends, certificate):
     links, inbox = ends(0, deadlines=dataclasses.replace(QUICK, silence_s=1.0))
     with tls(links.listen("127.0.0.1"), certificate) as secure:
@@ -308,17 +197,6 @@ def test_a_silent_peer_is_dropped(ends, certificate):
 
         assert inbox.next() == ("up", 1)
         assert inbox.next() == ("down", 1)
-
-
-def test_only_the_chosen_interface_is_listened_on(ends, server):
-    _, _, (_, port) = server
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), timeout=WAIT_S)
-
-    links, _ = ends(2)
-    for host in ("0.0.0.0", "::"):
-        with pytest.raises(ConfigError):
-            links.listen(host)
 
 
 def test_a_link_comes_back_by_itself_and_each_change_is_logged_once(ends, certificate, caplog):
@@ -402,3 +280,30 @@ def test_of_two_nodes_the_one_with_the_greater_number_connects(server):
     links, _, (host, port) = server
     with pytest.raises(ConfigError, match="greater number"):
         links.connect(1, host, port)
+
+
+def test_links_that_are_closed_while_others_connect_leave_nothing(certificate):
+    """What is accepted or made just then is closed, too: a warning of an open socket would fail this."""
+    for _ in range(40):
+        links, other = (Links(certificate, Hello("job", "s1", node), Inbox(), QUICK) for node in (0, 1))
+        host, port = links.listen("127.0.0.1")
+        other.connect(0, host, port)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for _ in range(5):
+                stack.enter_context(socket.create_connection((host, port), timeout=WAIT_S))
+            closing = threading.Thread(target=links.close)
+            closing.start()
+            while closing.is_alive():
+                stack.enter_context(socket.create_connection((host, port), timeout=WAIT_S))
+        closing.join()
+        other.close()
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "lazysnap-links"]
+
+
+def test_links_of_grants_that_are_closed_before_they_begin_are_closed(certificate):
+    loop = GrantLoop(NodeGrants(0, "s1", ()), None, None, alone_s=1.0)
+    links = Links(certificate, Hello("job", "s1", 0), loop, QUICK)
+    loop.close()
+    loop.start(links)
+    assert not [thread for thread in threading.enumerate() if thread.name in ("lazysnap-links", "lazysnap-grants")]

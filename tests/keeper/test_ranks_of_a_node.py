@@ -1,5 +1,6 @@
 """Several trainers and the one keeper of their node: nothing of a rank is lost for another one's death."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -9,6 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.waiting import until
 
+from lazysnap.keeper.certificate import Certificate, make_certificate
+from lazysnap.keeper.node_part import read_index
+from lazysnap.keeper.peer_client import PeerReader
+from lazysnap.keeper.peer_messages import PartOf, SlotOf
 from lazysnap.levels import open_store
 from lazysnap.shard.names import new_id
 
@@ -148,6 +153,7 @@ def test_sigterm_makes_the_newest_capture_of_every_rank_durable(job):
     trainers = ranks(job, levels=[level])
     for trainer in trainers:
         trainer.capture(step=3)
+    assert [steps(trainer) for trainer in trainers] == [[3]] * RANKS  # the keeper heard of the start by now
     for trainer in trainers:
         trainer.kill()
     os.kill(job.keeper_pid(), signal.SIGTERM)
@@ -161,6 +167,7 @@ def test_what_an_earlier_start_left_is_stored_as_of_the_ranks_and_nodes_that_it_
     level = job.level(every_n_steps=100)
     for trainer in ranks(job, 2, levels=[level]):
         trainer.capture(step=3)
+        assert steps(trainer) == [3]  # its keeper heard of the start by now
         trainer.kill()
     later = [job.start(rank=(rank, 2), levels=[level], floor=1, elsewhere=True) for rank in range(2)]
     for trainer in later:
@@ -176,3 +183,27 @@ def test_what_an_earlier_start_left_is_stored_as_of_the_ranks_and_nodes_that_it_
     found = open_store(level["url"]).inventory().entries
     assert [(entry.step, entry.start, entry.file) for entry in found] == [(3, START, "node-00000-of-00001")] * 2
     assert [(entry.rank, entry.world_size) for entry in found] == [(0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)], ids=["fewer", "more"])
+def test_other_nodes_read_what_an_earlier_start_left_as_of_the_ranks_that_it_had(job, before, now):
+    for trainer in ranks(job, before):
+        trainer.capture(step=3)
+        assert steps(trainer) == [3]  # its keeper heard of the start by now
+        trainer.kill()
+    later = [job.start(rank=(rank, now), floor=1) for rank in range(now)]
+    for trainer in later:
+        assert isinstance(trainer.connect(), float)
+    for trainer in later:
+        trainer.adopt_run(run_id="ab" * 8)
+        assert 3 in steps(trainer) or before == 1  # its keeper heard of the later start by now
+    pems = make_certificate()
+    port = later[0].open_door(pems=[pem.decode() for pem in pems])
+
+    with contextlib.closing(PeerReader(Certificate(*pems), ("127.0.0.1", port))) as reader:
+        part = memoryview(bytearray(reader.open(PartOf(START, 3, 1))))
+        reader.read_into(0, part)
+        found = [rank for rank, *_ in read_index(lambda at, length: part[at : at + length], len(part))]
+        assert found == [*range(before)]
+        for number in range(before):
+            assert reader.open(SlotOf(number, 1, "image")) > 0

@@ -186,6 +186,10 @@ class Trainer:
         )
         return True
 
+    def open_door(self, pems):
+        """The port at which the keeper lets others read."""
+        return self.client.open_door("127.0.0.1", pems, TIMEOUT_S)[0]
+
     def wait_durable(self, step, timeout_s):
         return self.client.wait_durable(step, timeout_s)
 

@@ -72,7 +72,8 @@ def test_a_dead_server_costs_s3_its_snapshots_and_nothing_else(start, levels, s3
     s3_server.kill()
     try:
         training.run(3, 4)
-        until(lambda: training.engine.statistics().level_failures[remote.url])
+        # What was under way there (deleting, naming) has a deadline of its own, and then the copy has one.
+        until(lambda: training.engine.statistics().level_failures[remote.url], timeout_s=4 * remote.timeout_s)
         assert not training.engine.flush(1)
         statistics = training.engine.statistics()
         assert statistics.level_failures[remote.url] >= 1

@@ -16,6 +16,7 @@ from support.names import directory_of
 from lazysnap.errors import LevelUnavailable, ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.fsspec_storage import FsspecStorage
+from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.redaction import Redaction
 
 NAME = SHARD.split("/")[1]
@@ -133,10 +134,9 @@ def test_age_is_by_the_clock_of_the_place(place, ahead_s, monkeypatch):
 def test_a_probe_of_a_dead_process_is_swept_when_it_is_old(place):
     storage = FsspecStorage(f"objects://{place}/run")
     storage.put(".lazysnap-probe-0123456789abcdef", b"probe")
-    assert storage.abort_stale() == []
+    assert sweep(storage, None, lambda: None) == []
     late = abandoned_after(0.0, FsspecStorage(f"objects://{place}/run"))
-    assert late.abort_stale(directory_of(1)) == []
-    assert late.abort_stale() == [".lazysnap-probe-0123456789abcdef"]
+    assert sweep(late, None, lambda: None) == [".lazysnap-probe-0123456789abcdef"]
     assert late.list() == []
 
 

@@ -240,8 +240,8 @@ class ListEngine:
         state = decode(json.loads(self.choice.text), tensor=copies.__getitem__)
         return Snapshot(state, self.choice.step, "0" * 16, 1, "list", 0.0)
 
-    def resume(self, snapshot: Snapshot, **_: Any) -> None:
-        pass
+    def load(self, snapshot: Snapshot, **_: Any) -> None:
+        self.state.load(snapshot.state)
 
     def tell_start(self, line: str | None = None) -> None:
         pass

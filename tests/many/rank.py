@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine, Xor
 from lazysnap.dcp import SnapshotReader
 from lazysnap.engine.world import World
 from lazysnap.errors import WaitTimeout
@@ -294,6 +294,9 @@ def main() -> None:
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
         gate_timeout_s=settings.get("gate_timeout_s", 60.0),
         keeper_timeout_s=settings.get("keeper_timeout_s", 20.0),
+        redundancy=Xor(group_size=settings["group_size"]) if "group_size" in settings else "auto",
+        failure_domain=settings.get("domain"),
+        link_address=settings.get("link_address"),
     )
     with timed(write):
         engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})
@@ -376,6 +379,8 @@ def main() -> None:
             until(lambda: os.path.exists(settings["result"] + "-go"), lambda: "being let go")
         if settings.get("stop_at") == step:
             write("stopped", step, digest(model, optimizer), *own(model, loop))
+            if settings.get("wait_protected"):
+                write("protected", step, engine.wait(step, until="protected", timeout_s=settings.get("wait_s", 20)))
             if settings.get("wait_durable"):
                 write("durable", step, engine.wait(step, until="durable", timeout_s=settings.get("wait_s", 20)))
             engine.abandon()

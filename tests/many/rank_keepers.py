@@ -30,9 +30,26 @@ def keepers(job):
     return found
 
 
-def local_ranks(job):
-    """For which the keeper of this node holds anything."""
+def end_nodes(job, *nodes):
+    """Kill the keepers of these nodes, and with them all that the nodes held. The ranks are dead."""
     identity = JobIdentity.from_config(SnapshotConfig(job_id=str(job.root)))
+    for node in nodes:
+        connection = try_connect(dataclasses.replace(identity, node=node))
+        with contextlib.closing(connection), contextlib.suppress(ConnectionResetError):
+            os.kill(connection.peer_pid, signal.SIGKILL)
+            connection.sock.settimeout(TIMEOUT_S)
+            while connection.sock.recv(1 << 16):  # until it is dead
+                pass
+
+
+def _identity(job, node):
+    identity = JobIdentity.from_config(SnapshotConfig(job_id=str(job.root)))
+    return identity if node is None else dataclasses.replace(identity, node=node)
+
+
+def local_ranks(job, node=None):
+    """For which the keeper of a node, this one by default, holds anything."""
+    identity = _identity(job, node)
     try:
         with contextlib.closing(Visit(identity, 0, TIMEOUT_S)) as visit:
             return list(visit.holdings.local_ranks)
@@ -41,12 +58,12 @@ def local_ranks(job):
 
 
 @contextlib.contextmanager
-def visits(job):
-    """What the keeper of this node holds, by local rank, as soon as all of it has a checksum."""
-    identity = JobIdentity.from_config(SnapshotConfig(job_id=str(job.root)))
+def visits(job, node=None):
+    """What the keeper of a node, this one by default, holds, by local rank, as soon as all of it has a checksum."""
+    identity = _identity(job, node)
     with contextlib.ExitStack() as stack:
         found = {}
-        for number in local_ranks(job):
+        for number in local_ranks(job, node):
             deadline = time.monotonic() + TIMEOUT_S
             while True:
                 visit = Visit(identity, number, TIMEOUT_S)

@@ -1,13 +1,15 @@
 """One rank of a small DDP training that rolls back: ``rollback_rank.py SETTINGS_JSON``.
 
 Settings: rank, world, meeting, root, journal; ``bad``: by batch, the rank whose loss is NaN there; ``never``:
-batches that are not there; ``back``: after the last step the ranks go back so many steps; ``kind``: ddp or fsdp.
+batches that are not there; ``back``: after the last step the ranks go back so many steps; ``kind``: ddp or fsdp;
+``nodes``: by rank; with them a step counts once it is protected.
 """
 
 import datetime
 import json
 import os
 import random
+import socket
 import sys
 
 import torch
@@ -22,6 +24,8 @@ from lazysnap import LossWatch, MemoryLevel, NonFinite, PersistentLevel, Snapsho
 def main() -> None:
     settings = json.loads(sys.argv[1])
     rank, world = settings["rank"], settings["world"]
+    if "nodes" in settings:
+        socket.gethostname = lambda: settings["nodes"][rank]
     torch.set_num_threads(1)
     journal = os.open(settings["journal"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -74,9 +78,13 @@ def main() -> None:
         engine.boundary(step)
         engine.gate()
         write("trained", step, digest([list(model.parameters()), list(optimizer.state.values())]))
+    if "nodes" in settings:
+        write("protected", step, engine.wait(step, until="protected", timeout_s=30))
     if settings.get("back"):
         step = engine.rollback(steps=settings["back"]).step
         write("back", step, digest([list(model.parameters()), list(optimizer.state.values())]))
+        if "nodes" in settings:
+            write("protected", step, engine.wait(step, until="protected", timeout_s=30))
         engine.abandon()
         sys.stdout.flush()
         os._exit(9)

@@ -2,9 +2,11 @@
 
 import json
 import pathlib
+import types
 import uuid
 
 import pytest
+from rank_keepers import end_nodes
 
 HERE = pathlib.Path(__file__).parent
 
@@ -63,3 +65,16 @@ def test_after_going_back_over_captured_steps_latest_is_the_same_on_all_ranks(zy
     assert ranks.all("resumed") == [["5", digest] for digest in wanted]
     assert ranks.run(storage=storage) == {0}, ranks.output()
     assert [line[0] for line in ranks.all("ended")] == ["8", "8"]
+
+
+def test_the_step_that_was_gone_back_to_comes_back_from_another_node(zygote, tmp_path):
+    """Not the newer one, which was protected before."""
+    ranks = Ranks(zygote, tmp_path / "job")
+    nodes = ["node-a", "node-b"]
+    assert ranks.run(kind="fsdp", batches=6, back=2, nodes=nodes) == {9}, ranks.output()
+    assert ranks.all("protected") == [["5", "True"], ["6", "True"]] * 2, ranks.output()
+    wanted = ranks.all("back")
+    end_nodes(types.SimpleNamespace(root=ranks.place), nodes[1])
+
+    assert ranks.run(kind="fsdp", look=True, nodes=nodes) == {0}, ranks.output()
+    assert ranks.all("resumed") == wanted

@@ -89,8 +89,8 @@ def test_a_write_that_hangs_costs_snapshots_and_no_step_and_the_level_comes_back
     check_every_step_was_captured(job, stopped_at(job))
     check_training_never_waited(job)
     output = job.output()
-    assert len(re.findall(r"step \d+ is not persisted.*did not move for 3 s", output)) == 2, output  # on each rank
-    assert output.count("works again: step") == 2, output
+    assert len(re.findall(r"step \d+ is not persisted.*did not move for 3 s", output)) == 1, output  # once per node
+    assert output.count("works again: step") == 1, output
 
 
 def test_a_disk_slower_than_training_gets_fewer_snapshots_and_holds_nobody_up(job):

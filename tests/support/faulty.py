@@ -154,10 +154,10 @@ class FaultyStorage:
     def __getattr__(self, name: str) -> Callable[..., object]:
         """An operation that moves no data: it can only fail or hang."""
 
-        def call(path: str = "", **options: object) -> object:
-            operation = _Operation(self, name, path)
+        def call(*paths: str, **options: object) -> object:
+            operation = _Operation(self, name, "".join(paths))
             operation.fail(after=False)
-            result = getattr(self.storage, name)(path, **options)
+            result = getattr(self.storage, name)(*paths, **options)
             operation.fail(after=True)
             return result
 

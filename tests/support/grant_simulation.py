@@ -91,33 +91,22 @@ class Rank:
         return {slot.step for slot in self.slots if slot.is_whole}
 
 
-class Job:
+class Training:
     """One start: trainers that look at nothing but memory and gradients, and the keepers behind them."""
 
-    def __init__(self, world, start, num_nodes, steps, faults):
-        r, self.world, self.start, self.num_nodes, self.faults = world.random, world, start, num_nodes, faults
+    def __init__(self, world, start, num_nodes, steps):
+        r, self.world, self.start, self.num_nodes = world.random, world, start, num_nodes
         self.first, self.last = steps
         self.every, self.tick = r.choice((1, 1, 2, 5)), r.choice((0.02, 0.2, 1.0))
-        due, self.num_kept = self.every * r.choice((1, 2, 10)), 2 if self.every == 1 else 1
-        kept = None if world.num_levels == 1 else 20 * self.every
-        self.settings = [PersistentLevel(f"/{i}", every_n_steps=due, keep_last=r.choice((1, 2))) for i in range(1)]
-        self.settings += [
-            PersistentLevel(f"/{i}", every_n_steps=2 * due, keep_last=r.choice((1, 2)), keep_every_n_steps=kept)
-            for i in range(1, world.num_levels)
-        ]
-        speed, num_ranks = r.choice((0.2, 3, 15)) * self.tick, r.choice((1, 2))
-        self.ranks = [Rank(node, self.num_kept + 2) for node in range(num_nodes) for _ in range(num_ranks)]
-        slow = [10 if "slow" in faults and node == num_nodes - 1 else 1 for node in range(num_nodes)]
-        self.speed = [speed * r.uniform(1, 2) * factor for factor in slow]
-        self.deadline, self.down, self.hung = 8 * max(self.speed), set(), [0.0] * num_nodes
+        self.num_kept, self.down, self.gradients = 2 if self.every == 1 else 1, set(), Counter()
         self.cut, self.out = [0] * num_nodes, [0.0] * num_nodes
-        self.gradients, self.common = Counter(), None
-        self.keepers = [SimKeeper(self, node) for node in range(num_nodes)]
-        self.coordinators = [SimCoordinator(self)]
-        for rank in self.ranks:
-            self._after(0, self._boundary, rank, self.first)
 
-    # Training
+    def begin(self, ranks):
+        self.ranks = ranks
+        self.keepers = [self.new_keeper(node) for node in range(self.num_nodes)]
+        self.coordinators = [self.new_coordinator()]
+        for rank in ranks:
+            self._after(0, self._boundary, rank, self.first)
 
     def _after(self, delay, call, rank, *args):
         self.world.at(delay, lambda: None if rank.is_gone else call(rank, *args))
@@ -127,28 +116,6 @@ class Job:
         if not rank.is_copied:
             self._choose(rank, step)
         self._after(self.tick * self.world.random.uniform(0.3, 1), self._send_gradient, rank, step + 1)
-
-    def _choose(self, rank, step):
-        kept = sorted(rank.whole())[-self.num_kept :]
-        free = [slot for slot in rank.slots if slot.pin is None and not (slot.is_whole and slot.step in kept)]
-        if free:
-            self._after(self.world.stall(), self._begin, rank, min(free, key=lambda slot: slot.step), step)
-        else:
-            self.world.broken[WAITED] += 1
-            self._after(0.05, self._choose, rank, step)
-
-    def _begin(self, rank, slot, step):
-        keeper = self.keepers[rank.node]
-        # The step that was begun is stored before the granted step is read.
-        slot.step, slot.is_whole, slot.pin, rank.begun = step, False, None, step
-        if keeper.word == step:
-            self._after(self.world.stall(), self._pin, rank, slot, step)
-        self._after(self.tick * self.world.random.uniform(0.05, 1.2), self._end, rank, slot)
-        keeper.look()
-
-    def _pin(self, rank, slot, step):
-        keeper = self.keepers[rank.node]
-        slot.pin = step if "reread" in self.world.without or keeper.word == step else None
 
     def _end(self, rank, slot):
         slot.is_whole = rank.is_copied = True
@@ -167,17 +134,6 @@ class Job:
             self._after(self.tick * self.world.random.uniform(0, 0.2), self._boundary, rank, rank.step + 1)
             if all(rank.is_gone for rank in self.ranks):
                 self.kill()
-
-    def kill(self):
-        """All trainers are gone: the newest step that they have in common must reach every level."""
-        self.common = max(set.intersection(*(rank.whole() for rank in self.ranks)), default=None)
-        is_begun = min(rank.begun for rank in self.ranks) > self.first + self.every
-        self.world.broken[NOT_COMMON] += self.common is None and is_begun
-        for rank in self.ranks:
-            rank.is_gone = True
-        for keeper in self.keepers:
-            for call in (keeper.look, keeper.say):
-                self.world.at(self.world.random.uniform(0.1, 3), call)
 
     # Links and deaths
 
@@ -206,16 +162,76 @@ class Job:
         """Its trainers start another, which adopts the slots."""
         if all(rank.is_gone for rank in self.ranks if rank.node == node):
             return
-        self.keepers[node].is_dead, self.keepers[node] = True, SimKeeper(self, node)
+        self.keepers[node].is_dead, self.keepers[node] = True, self.new_keeper(node)
         for other in range(self.num_nodes) if node == 0 else (node,):
             self.break_link(other)
         if node == 0:
             for coordinator in self.coordinators:
                 coordinator.is_active = False
-            self.coordinators = [SimCoordinator(self)]
+            self.coordinators = [self.new_coordinator()]
+
+
+class Job(Training):
+    """With storage."""
+
+    def __init__(self, world, start, num_nodes, steps, faults):
+        super().__init__(world, start, num_nodes, steps)
+        r, self.faults = world.random, faults
+        due = self.every * r.choice((1, 2, 10))
+        kept = None if world.num_levels == 1 else 20 * self.every
+        self.settings = [PersistentLevel(f"/{i}", every_n_steps=due, keep_last=r.choice((1, 2))) for i in range(1)]
+        self.settings += [
+            PersistentLevel(f"/{i}", every_n_steps=2 * due, keep_last=r.choice((1, 2)), keep_every_n_steps=kept)
+            for i in range(1, world.num_levels)
+        ]
+        speed, num_ranks = r.choice((0.2, 3, 15)) * self.tick, r.choice((1, 2))
+        ranks = [Rank(node, self.num_kept + 2) for node in range(num_nodes) for _ in range(num_ranks)]
+        slow = [10 if "slow" in faults and node == num_nodes - 1 else 1 for node in range(num_nodes)]
+        self.speed = [speed * r.uniform(1, 2) * factor for factor in slow]
+        self.deadline, self.hung, self.common = 8 * max(self.speed), [0.0] * num_nodes, None
+        self.begin(ranks)
+
+    def new_keeper(self, node):
+        return SimKeeper(self, node)
+
+    def new_coordinator(self):
+        return SimCoordinator(self)
+
+    def _choose(self, rank, step):
+        kept = sorted(rank.whole())[-self.num_kept :]
+        free = [slot for slot in rank.slots if slot.pin is None and not (slot.is_whole and slot.step in kept)]
+        if free:
+            self._after(self.world.stall(), self._begin, rank, min(free, key=lambda slot: slot.step), step)
+        else:
+            self.world.broken[WAITED] += 1
+            self._after(0.05, self._choose, rank, step)
+
+    def _begin(self, rank, slot, step):
+        keeper = self.keepers[rank.node]
+        # The step that was begun is stored before the granted step is read.
+        slot.step, slot.is_whole, slot.pin, rank.begun = step, False, None, step
+        if keeper.word == step:
+            self._after(self.world.stall(), self._pin, rank, slot, step)
+        self._after(self.tick * self.world.random.uniform(0.05, 1.2), self._end, rank, slot)
+        keeper.look()
+
+    def _pin(self, rank, slot, step):
+        keeper = self.keepers[rank.node]
+        slot.pin = step if "reread" in self.world.without or keeper.word == step else None
+
+    def kill(self):
+        """All trainers are gone: the newest step that they have in common must reach every level."""
+        self.common = max(set.intersection(*(rank.whole() for rank in self.ranks)), default=None)
+        is_begun = min(rank.begun for rank in self.ranks) > self.first + self.every
+        self.world.broken[NOT_COMMON] += self.common is None and is_begun
+        for rank in self.ranks:
+            rank.is_gone = True
+        for keeper in self.keepers:
+            for call in (keeper.look, keeper.say):
+                self.world.at(self.world.random.uniform(0.1, 3), call)
 
     def add_second_coordinator(self, lasts):
-        self.coordinators.append(SimCoordinator(self))
+        self.coordinators.append(self.new_coordinator())
         self.world.at(lasts, self._heal, *self.world.random.sample(self.coordinators[-2:], 2))
 
     def _heal(self, stays, goes):
@@ -294,13 +310,16 @@ class SimKeeper:
             return
         look = self.grants.look(self.views())
         for number in look.pin:
-            for slot in self.ranks[number].slots:
-                slot.pin = self.grants.word if slot.step == self.grants.word else slot.pin
+            self._pin(self.ranks[number], self.grants.word)
         for write in look.writes:
             self._write(write)
         self._settle()
         if look.is_news:
             self.say()
+
+    def _pin(self, rank, step):
+        for slot in rank.slots:
+            slot.pin = step if slot.step == step else slot.pin
 
     def _write(self, write):
         r, job = self.world.random, self.job

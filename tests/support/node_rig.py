@@ -9,6 +9,7 @@ from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.certificate import make_certificate
 from lazysnap.keeper.node_storage import NodeStorage, Surroundings
+from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, Message, NameFailed, Peers, Run
 from lazysnap.keeper.team import Team
 from lazysnap.levels import open_store
@@ -53,21 +54,24 @@ def frozen_slot(size: int = 500_000) -> tuple[Slot, FrozenReference]:
 class Rank:
     """A trainer's end of three slots, and what its keeper knows of that trainer (``node_storage.RankMemory``)."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, num_slots: int = NUM_SLOTS) -> None:
         self.rank, self.world_size, self.sequence = rank, world_size, 0
+        self._crews: dict[str, int] = {}
         self.is_gone = self.is_choosing = False
-        self._slots = [Slot.create(1 << 16, len(image_of(0))) for _ in range(NUM_SLOTS)]
+        self._slots = [Slot.create(1 << 16, len(image_of(0))) for _ in range(num_slots)]
         self._starts: list[tuple[int, str]] = []
         for slot in self._slots:
             slot.populate()
+            slot.set_word(Word.READY, 1)
 
     def slots(self) -> list[Slot]:
         """All of them."""
         return list(self._slots)
 
-    def begin_run(self, start: str) -> None:
-        """Captures from now on are of this start."""
+    def begin_run(self, start: str, crew: int = 1) -> None:
+        """Captures from now on are of this start, in which its node has so many ranks."""
         self._starts.append((self.sequence, start))
+        self._crews[start] = crew
 
     def holds(self, slot: Slot, start: str) -> bool:
         """Whether a slot shows a capture of that start."""
@@ -82,13 +86,22 @@ class Rank:
         """Whether its trainer told of that start."""
         return any(of == start for _, of in self._starts)
 
+    def crew_of(self, start: str) -> int:
+        """How many ranks its node had in that start."""
+        return self._crews.get(start, 0)
+
     def begin(self, step: int, run_id: str, *, must: bool = False, frozen: FrozenReference | None = None) -> Slot:
         """Begin a capture as the trainer does: pinned, if its step is granted. Blocks: until a slot is free."""
         newest = max(
             (slot for slot in self._slots if slot.status().phase is SlotPhase.WHOLE), key=_sequence, default=None
         )
-        free = until(lambda: [slot for slot in self._slots if slot is not newest and not slot.status().pinned])
-        slot = min(free, key=_sequence)
+
+        def taken() -> Slot | None:
+            free = [slot for slot in self._slots if slot is not newest and not slot.status().pinned]
+            slot = min(free, key=_sequence, default=None)
+            return slot if slot is not None and slot.take() else None
+
+        slot = until(taken)
         self.sequence += 1
         meta = CaptureMeta(run_id, self._starts[-1][1], step, self.rank, self.world_size, 0, frozen=frozen)
         size, pin = len(image_of(step)), slot.is_granted(step)
@@ -144,8 +157,9 @@ class Rig:
         if not follows:
             self._end()
         self.told_to = [self.ears() for _ in self.nodes]
-        for rank in self.ranks:
-            rank.begin_run(start)
+        for node in self.nodes:
+            for rank in node:
+                rank.begin_run(start, len(node))
         self.storages = [
             self._storage(node, is_new=True, before=before[node], **told) for node in range(len(self.nodes))
         ]
@@ -186,11 +200,19 @@ class Rig:
         for slot in (slot for rank in ranks for slot in rank.slots()):
             slot.set_word(Word.GRANT, 0)  # what the keeper before granted is not asked for any more
         team = Team.of(self._places, ranks[0].rank)
-        around = Surroundings(lambda: list(ranks), self.frozen.get, self.told_to[node].append)
+        around = Surroundings(lambda: list(ranks), self.frozen.get, self.told_to[node].append, self._parity_of(node))
         known = set(threading.enumerate())
-        storage = NodeStorage(self.levels_of(node), run, team, around, before)
+        storage = NodeStorage(self.levels_of(node), self._protected(run, node), team, around, before)
         self._writers += [one for one in set(threading.enumerate()) - known if one.name == "lazysnap-level"]
         return storage
+
+    def _parity_of(self, node: int) -> ParityStore:
+        """What the keeper of that node holds for others."""
+        return ParityStore()
+
+    def _protected(self, run: Run, node: int) -> Run:
+        """With what the keeper of a node is told of others that protect it."""
+        return run
 
     def _end(self) -> None:
         for storage in self.storages:

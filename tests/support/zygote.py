@@ -3,9 +3,12 @@
 As a program it is that process; its arguments are the modules to import. It reads one JSON object per line (``id``,
 ``args``, ``env``, ``output``) and answers with one line when the child runs (``id``, ``pid``) and one when it has ended
 (``id``, ``status``). The fault points of lazysnap are armed anew in each child, by the environment that it is given.
+
+``{"id": ..., "listen": path}``: there it serves clients (``forked``), in whatever namespaces they are.
 """
 
 import contextlib
+import ctypes
 import importlib
 import itertools
 import json
@@ -15,11 +18,14 @@ import queue
 import runpy
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 IMPORTED = (
     "accelerate",
@@ -28,6 +34,7 @@ IMPORTED = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
+    "torch.distributed.run",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "lightning.pytorch",
@@ -37,6 +44,10 @@ IMPORTED = (
     "lazysnap.integrations.lightning",
 )
 TIMEOUT_S = 120.0
+CLIENT = pathlib.Path(__file__).with_name("forked.py")
+# Of the client: mounts, host name, IPC, processes, network.
+_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -87,13 +98,23 @@ class Zygote:
 
     def start(self, args: Sequence[str], env: Mapping[str, str], output: pathlib.Path | str) -> Child:
         """Run the script ``args[0]`` with its arguments; what it says goes to the file ``output``."""
+        return self._ask({"args": list(args), "env": dict(env), "output": str(output)})
+
+    def _ask(self, request: dict) -> Child:
         with self._lock:
             number = next(self._numbers)
             child = self._children[number] = Child()
-            request = {"id": number, "args": list(args), "env": dict(env), "output": str(output)}
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
             self._process.stdin.flush()
         return child
+
+    def python(self, directory: pathlib.Path) -> pathlib.Path:
+        """A program to be called in place of Python wherever that directory is seen; it is made there."""
+        program, path = directory / "python", directory / "zygote"
+        self._ask({"listen": str(path)}).get()
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {CLIENT} {path} "$@"\n')
+        program.chmod(0o755)
+        return program
 
     def run(
         self,
@@ -134,7 +155,9 @@ def _warm_up() -> None:
 def _run(request: dict) -> None:
     """The child."""
     os.setsid()
-    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    output = request["output"]
+    if isinstance(output, str):
+        output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
@@ -145,13 +168,35 @@ def _run(request: dict) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _fork(request: dict) -> int:
+def _run_there(connection: socket.socket) -> None:
+    """The child, for a client: its own child runs in the namespaces of the client."""
+    data, handles, _, _ = socket.recv_fds(connection, 1 << 20, 1)
+    client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(os.pidfd_open(client), _NAMESPACES):
+        raise OSError(ctypes.get_errno(), "setns")
+
+    def run() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        request = json.loads(data)
+        pathlib.Path("/proc/self/comm").write_text(os.path.basename(request["args"][0]))
+        with connection:
+            connection.send(str(os.getpid()).encode())
+        _run({**request, "output": handles[0]})
+
+    _, status = os.waitpid(_fork(run), 0)
+    with contextlib.suppress(BrokenPipeError):  # it was killed as well
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _fork(work: Callable[[], None]) -> int:
+    """Do that in a child, which ends as the work does."""
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        _run(request)
+        work()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -167,25 +212,36 @@ def _serve() -> None:
     def answer(**facts: int) -> None:
         os.write(1, json.dumps(facts).encode() + b"\n")
 
-    running: dict[int, int] = {}
+    running: dict[int, int | None] = {}
+    listeners: list[socket.socket] = []
     buffer = b""
     while True:
-        readable, _, _ = select.select([0], [], [], 0.02 if running else None)
-        if readable:
+        readable, _, _ = select.select([0, *listeners], [], [], 0.02 if running else None)
+        for listener in filter(readable.count, listeners):
+            with listener.accept()[0] as connection:
+                running[_fork(partial(_run_there, connection))] = None
+        if 0 in readable:
             data = os.read(0, 1 << 16)
             if not data:
                 return
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 request = json.loads(line)
-                pid = _fork(request)
+                if "listen" in request:
+                    listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    listeners[-1].bind(request["listen"])
+                    listeners[-1].listen(64)
+                    answer(id=request["id"], status=0)
+                    continue
+                pid = _fork(partial(_run, request))
                 running[pid] = request["id"]
                 answer(id=request["id"], pid=pid)
         while running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            answer(id=running.pop(pid), status=os.waitstatus_to_exitcode(status))
+            if (number := running.pop(pid)) is not None:
+                answer(id=number, status=os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class _WithSnapshots:
     @property
     def engine(self) -> SnapshotEngine:
         """The engine, for ``wait``, ``keep`` and the like; made when it is first used (collective then)."""
-        return self._lazysnap_door.engine
+        return self._lazysnap_door.opened().engine
 
     def statistics(self) -> Statistics | None:
         """Counters and timings so far; ``None`` before anything was captured or loaded."""

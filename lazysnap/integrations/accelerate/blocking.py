@@ -2,15 +2,13 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from lazysnap.errors import LevelUnavailable
 from lazysnap.export.folder import in_place_when_whole
-
-Result = TypeVar("Result")
 
 
 def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str], Any]) -> None:
@@ -45,30 +43,25 @@ def write_together(accelerator: Accelerator, directory: str, place: str, save: C
     together(directory, write)
 
 
-def by_main(accelerator: Accelerator, directory: str, work: Callable[[], Result]) -> Result:
+def by_main(accelerator: Accelerator, directory: str, work: Callable[[], Any]) -> Any:
     """What ``work`` returns on the main process. Collective. Raises: as ``save_blocking``."""
-    found: list[Any] = [None]
-
-    def do() -> None:
-        if accelerator.is_main_process:
-            found[0] = work()
-
-    together(directory, do)
-    broadcast_object_list(found)
-    result: Result = found[0]
-    return result
+    return together(directory, lambda: work() if accelerator.is_main_process else None)[0]
 
 
-def together(directory: str, work: Callable[[], None]) -> None:
-    """Do ``work`` on every rank. Collective. Raises: on every rank, what one of them met, as ``save_blocking``."""
-    failure: Exception | None = None
+def together(directory: str, work: Callable[[], Any]) -> list[Any]:
+    """Do ``work`` on every rank; what it returned on each. Collective.
+
+    Raises: on every rank, what one of them met, as ``save_blocking``.
+    """
+    result, failure = None, None
     try:
-        work()
+        result = work()
     except Exception as error:  # noqa: BLE001  raised below, when all ranks know
         failure = error
-    said = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
+    results = gather_object([(result, failure and f"{type(failure).__name__}: {failure}")])
     if failure is not None:
         raise failure
-    others = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
+    others = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(results) if text is not None]
     if others:
         raise LevelUnavailable(f"{directory!r}: {'; '.join(others)}")
+    return [result for result, _ in results]

@@ -13,14 +13,13 @@ import torch
 from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.boundaries import Boundaries
-from lazysnap.engine.losses import LossWatch, NonFinite, check_policy
+from lazysnap.engine.losses import NonFinite, check_policy
 from lazysnap.engine.snapshot import Snapshot
-from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.accelerate.saving import Directories, Wanted
 from lazysnap.integrations.accelerate.state import AcceleratorState
 from lazysnap.integrations.drain import DrainBar
-from lazysnap.integrations.logged import Logged
+from lazysnap.integrations.session import Session, WithEngine
 from lazysnap.integrations.settings import place_beside
 from lazysnap.state.objects import unwrapped
 
@@ -34,7 +33,7 @@ _STOCK = {
 }
 
 
-class Door:
+class Door(WithEngine):
     """The snapshots of one accelerator. All on the training thread.
 
     Raises: ConfigError, for an accelerator that cannot be captured, or without a place for snapshots.
@@ -59,14 +58,11 @@ class Door:
         self.boundaries = Boundaries(self._at_boundary)
         self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions)
         self._directories = Directories(self._accelerator, self._state)
-        self._engine: SnapshotEngine | None = None
-        self._statistics: Statistics | None = None
-        self._logged = Logged()
-        self._step = 0
+        self._left_at = 0
+        """The step at which the last session ended."""
         self._has_asked = False
         """Whether ``save_state`` was called within an accumulation."""
         self._policy = rollback_on
-        self._watch: LossWatch | None = None
         self._is_apart = False
         """Whether the processes do different numbers of steps now."""
         self._has_told: set[str] = set()
@@ -83,19 +79,24 @@ class Door:
             self._tell_once("%s: saving and loading as Accelerate does, without snapshots", self._why_stock)
         return self._why_stock is not None
 
-    @property
-    def engine(self) -> SnapshotEngine:
-        """The engine, with all that is prepared by now as its state; made when it is first used. Collective then.
+    def opened(self) -> Session:
+        """The session, with all that is prepared by now as its state; begun when it is first used. Collective then.
 
         Raises: as ``SnapshotEngine``.
         """
         if self._end.alive:
             self._state.refresh()
-        if self._engine is None:
+        if self.session is None:
             if self._config is None:
                 raise ConfigError(f"LazyAccelerator: there is no engine: {self._why_stock}")
-            self._engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
-        return self._engine
+            engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
+            self.session = Session(engine, self._left_at)
+        return self.session
+
+    @property
+    def step(self) -> int:
+        """The last step that is over."""
+        return self._left_at if self.session is None else self.session.step
 
     def watch_loader(self, loader: Any) -> None:
         """A loader was prepared."""
@@ -120,16 +121,15 @@ class Door:
         """A ``backward`` is over. Collective, and blocks until the loss is computed, where a policy is set."""
         if self._policy is None or self._why_stock is not None:
             return
-        if self._watch is None:
-            self._watch = LossWatch(self._policy, self.engine)
-            if self._policy.data == "repeat":
-                self.boundaries.check_repeatable()
-        if self._watch.is_bad(loss):  # weights and gradients are of no use; it goes back before the next batch
+        if self._policy.data == "repeat":
+            self.boundaries.check_repeatable()
+        self.opened().judge(loss, self._policy)
+        if self._goes_back:  # weights and gradients are of no use; it goes back before the next batch
             self.boundaries.note()
 
     @property
     def _goes_back(self) -> bool:
-        return self._watch is not None and self._watch.is_spoilt
+        return self.session is not None and self.session.is_spoilt
 
     def boundary(self) -> int | None:
         """``save_state()``: capture now, between two steps; the step, or ``None`` if no capture began.
@@ -140,27 +140,29 @@ class Door:
             self._has_asked = True
             self._tell_once("save_state() within an accumulation of gradients: captured after the next optimizer step")
             return None
-        return self._step if self._capture(force=True) else None
+        return self.step if self._capture(force=True) else None
 
     def _at_boundary(self) -> None:
         asked, self._has_asked = self._has_asked, False
         self._capture(force=asked)
 
     def _capture(self, *, force: bool) -> bool:
+        session = self.opened()
+        self._count(session)
+        self._directories.look(session.engine)
+        if session.is_spoilt:
+            session.go_back()
+            return False
+        return not self._is_apart and session.engine.boundary(session.step, force=force)
+
+    def _count(self, session: Session) -> None:
         if self.boundaries.has_stepped:
             self.boundaries.passed()
-            self._step += 1
-            self._logged.note(self._step)
-        if self._watch is not None and self._watch.is_spoilt:
-            self._step = self._watch.go_back().step
-            return False
-        if self._is_apart:
-            return False
-        return self.engine.boundary(self._step, force=force)
+            session.passes(session.step + 1)
 
     def save(self, wanted: Wanted) -> str:
         """``save_state(directory)``: see ``Directories.save``."""
-        return self._directories.save(wanted, self.engine, lambda: self._capture(force=True))
+        return self._directories.save(wanted, self.opened().engine, lambda: self._capture(force=True))
 
     def load_directory(self, directory: str | None, stock: Callable[[str | None], Any]) -> None:
         """``load_state(directory)``: by stock, from a complete checkpoint."""
@@ -169,7 +171,7 @@ class Door:
         self.boundaries.passed()
         if found is not None:
             self._directories.loaded(found)
-            self.engine.tell_start(report.from_checkpoint(found))
+            self.opened().engine.tell_start(report.from_checkpoint(found))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -181,69 +183,59 @@ class Door:
         self._is_apart = True
         if not self._state.is_uneven:
             self._state.is_uneven = True
-            self.engine.replan()
+            self.opened().engine.replan()
         try:
             yield
         finally:
             self._is_apart = False
         # All have now done as many steps as the one that did most of them.
-        steps = torch.tensor([self._step + self.boundaries.has_stepped], device=self._accelerator.device)
+        session = self.opened()
+        steps = torch.tensor([session.step + self.boundaries.has_stepped], device=self._accelerator.device)
         self.boundaries.passed()
-        self._step = int(self._accelerator.gather(steps).max())
+        session.step = int(self._accelerator.gather(steps).max())
 
     def load(self, which: int | str) -> Snapshot | None:
         """``load_state("latest")``: restore everything that was prepared and registered. Blocks. Collective.
 
         Raises: as ``SnapshotEngine.restore``.
         """
-        snapshot = self.engine.restore(which)
+        session = self.opened()
+        snapshot = session.engine.restore(which)
         if snapshot is not None:
-            self._step = snapshot.step
+            session.step = snapshot.step
             self.boundaries.passed()
         return snapshot
 
-    # ---------------------------------------------------------------- what it did, and its end
-
-    def statistics(self) -> Statistics | None:
-        """Counters and timings of the engine, also of the last one after its end; ``None`` before the first."""
-        return self._statistics if self._engine is None else self._engine.statistics()
-
-    def figures(self) -> dict[str, float]:
-        """Some of the statistics, for trackers."""
-        statistics = self.statistics()
-        levels = () if self._config is None else self._config.levels
-        return {} if statistics is None else self._logged.values(statistics, levels)
+    # ---------------------------------------------------------------- its end
 
     def close(self) -> None:
         """End well: see ``SnapshotEngine.close``. Blocks, with a progress bar after a second. Idempotent."""
-        if self._engine is None:
+        session = self.session
+        if session is None:
             return
-        if self._end.alive and not self._goes_back:
-            if self.boundaries.has_stepped:
-                self.boundaries.passed()
-                self._step += 1
-            if self._step:
-                self.engine.last_boundary(self._step)
-        with DrainBar(is_rank_zero=self._is_main_process) as bar:
-            self._engine.close(drain=True, progress=bar)
-        self._directories.close(self._engine.config.drain_timeout_s)
-        self._leave()
+        if self._end.alive and not session.is_spoilt:
+            self._count(session)
+            if session.step:
+                session.capture(is_last=True)
+        session.close(DrainBar(is_rank_zero=self._is_main_process))
+        self._directories.look(session.engine)
+        self._end_at(session, session.engine.config.drain_timeout_s)
 
     def forget(self) -> None:
         """Let go of what was prepared: what is prepared from now on is another training."""
         self.boundaries.close()
-        self._step, self._has_asked = 0, False
+        self._left_at, self._has_asked = 0, False
 
     def abandon(self) -> None:
         """Leave as after a crash: memory stays for a restart."""
-        if self._engine is not None:
-            self._engine.abandon()
-            self._directories.close(0.0)
-            self._leave()
+        if self.session is not None:
+            self.session.engine.abandon()
+            self._end_at(self.session, 0.0)
 
-    def _leave(self) -> None:
-        if self._engine is not None:
-            self._statistics, self._engine, self._watch = self._engine.statistics(), None, None
+    def _end_at(self, session: Session, timeout_s: float) -> None:
+        self._directories.close(timeout_s)
+        self._left_at = session.step
+        self.leave()
 
     def _finish(self) -> None:
         """The training is over without ``end_training``: well, or by an error that nobody caught."""

@@ -156,7 +156,8 @@ class Directories:
 
     def _name(self, engine: SnapshotEngine, *, is_there: bool) -> str | None:
         """Name the snapshot of this step; ``None`` if a rank has none, or cannot have it stored. Collective."""
-        name = f"save_state-{engine.step}-{next(self._numbers)}"
+        # Of this start: one before may have left such a name at the same step.
+        name = f"save_state-{engine.step}-{engine.start}-{next(self._numbers)}"
         if all(gather_object([is_there and engine.keep(name) == engine.step])):
             return name
         if is_there:
@@ -165,7 +166,8 @@ class Directories:
 
     def _beside(self, directory: str) -> str:
         """A directory beside ``directory``, the same on all ranks. Collective. Raises: as ``side_directory``."""
-        return by_main(self._accelerator, directory, lambda: side_directory(directory))
+        place: str = by_main(self._accelerator, directory, lambda: side_directory(directory))
+        return place
 
     def _write_rest(self, directory: str, added: str | None, wanted: "Wanted", now: Restated) -> str:
         """For a step that was captured before: write all but models and optimizers as it is now; where to.
@@ -221,6 +223,11 @@ class Directories:
             has_scaler=accelerator.scaler is not None,
         )
 
+    def look(self, engine: SnapshotEngine) -> None:
+        """Wait no longer for snapshots that were lost before they were stored."""
+        if self._copies is not None and engine.lost_names:
+            self._copies.give_up(engine.lost_names)
+
     # ---------------------------------------------------------------- loading
 
     def find(self, directory: str | None) -> str | None:
@@ -235,7 +242,7 @@ class Directories:
         if directory is not None or not project.automatic_checkpoint_naming:
             return directory
         root = os.path.join(accelerator.project_dir, _CHECKPOINTS)
-        found = by_main(accelerator, root, lambda: newest_complete(root, self._parts()))
+        found: str | None = by_main(accelerator, root, lambda: newest_complete(root, self._parts()))
         if found is None:
             raise SnapshotNotFound(
                 f'load_state(): no complete checkpoint in {root}: give a directory, or "latest" for the newest snapshot'

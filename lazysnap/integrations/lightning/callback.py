@@ -5,19 +5,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine import SnapshotEngine
-from lazysnap.engine.losses import LossWatch, NonFinite
+from lazysnap.engine.losses import NonFinite
 from lazysnap.engine.terminated import save_before_exit
-from lazysnap.errors import ConfigError
-from lazysnap.integrations.lightning.framework import callback_bases, neighbour, rebase
+from lazysnap.integrations.lightning.framework import callback_bases, rebase
 from lazysnap.integrations.lightning.latest import HOW, Latest
-from lazysnap.integrations.lightning.rollback import judge
 from lazysnap.integrations.lightning.shown import Loggers, drain_bar
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
 from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.session import Session, WithEngine
-from lazysnap.integrations.settings import Arguments, place_beside
+from lazysnap.integrations.settings import Arguments
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -55,12 +52,10 @@ class LazySnapshotCallback(WithEngine, Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._session = None
+        self.session = None
         self._state: LightningState | None = None
         self._latest: Latest | None = None
-        self._watch: LossWatch | None = None
         self._patches = Patches()
-        self._loggers: Loggers | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_arguments": self._arguments}
@@ -74,28 +69,27 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepare one run of the trainer. Raises: ConfigError, for a strategy that cannot be captured."""
-        self._leave()
+        self.leave()
         if not trainer.fast_dev_run:
             check_strategy(trainer)
         self._state = LightningState(trainer)
-        latest = Latest(trainer, self._state, lambda: self._session_for(trainer).engine)
+        latest = Latest(trainer, self._state, lambda: self._begun(trainer).engine)
         # Tuners take our callback out while they run a fit of their own.
         self._patches = Patches(lambda: self in trainer.callbacks)
         wrap = self._patches.replace
         wrap(trainer._checkpoint_connector, "resume_start", latest.resume_start)
         wrap(trainer._checkpoint_connector, "resume_end", latest.resume_end)
-        wrap(trainer.strategy, "load_model_state_dict", latest.load_model)
+        wrap(trainer.strategy, "load_model_state_dict", self._state.load_model)
         if stage == "fit" and not trainer.fast_dev_run:
             wrap(trainer._checkpoint_connector, "restore_training_state", latest.restore_training_state)
-            wrap(trainer._checkpoint_connector, "restore_optimizers_and_schedulers", latest.load_optimizers)
             wrap(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
-            self._latest = latest
+            self._latest, self._loggers = latest, Loggers(trainer)
             self._hook_loops(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
-            session, state, policy = self._session_for(trainer), self._state, self._arguments.rollback_on
+            session, state, policy = self._begun(trainer), self._state, self._arguments.rollback_on
 
             def prepare() -> None:
                 check_parts(trainer)
@@ -103,29 +97,33 @@ class LazySnapshotCallback(WithEngine, Callback):
                 session.tell_fresh(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
 
             session.start(trainer.global_step, prepare)
-            self._loggers = Loggers(trainer)
-            if policy is not None:
-                self._watch = LossWatch(policy, session.engine)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Judge the loss, if ``rollback_on`` is set. Raises: RollbackFailed; as ``SnapshotEngine.rollback``."""
-        if self._watch is not None and judge(self._watch, trainer, outputs):
-            self._went_to(trainer.global_step)
+        session, policy, epoch_loop = self.session, self._arguments.rollback_on, trainer.fit_loop.epoch_loop
+        if session is None or policy is None:
+            return
+        session.judge(outputs.get("loss") if isinstance(outputs, dict) else outputs, policy)
+        # The whole accumulation is dropped: its other batches belong to the same step.
+        if session.is_spoilt and not epoch_loop._should_accumulate():
+            session.go_back()
+            # The loop counts the batch that just ended once more, when this returns.
+            epoch_loop._batches_that_stepped -= 1
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """A last capture on SIGTERM; else leave the newest one to the keeper, for a restart."""
         try:
-            if self._session is not None:
-                engine, step = self._session.engine, trainer.global_step
+            if self.session is not None:
+                engine, step = self.session.engine, trainer.global_step
                 if type(exception).__name__ == "SIGTERMException":
                     # Lightning looks for the signal after a batch and everything due after it: this is a boundary. In
                     # the middle of a validation it is none: weights may be swapped, and the rest of it would be missing
                     # after the restart.
-                    is_boundary = not trainer.validating and self._session.has_passed(step)
+                    is_boundary = not trainer.validating and self.session.has_passed(step)
                     save_before_exit(engine, step, is_boundary=is_boundary)
                 engine.abandon()
         finally:
-            self._leave()
+            self.leave()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End well: the last snapshot becomes durable, the keeper leaves.
@@ -133,29 +131,23 @@ class LazySnapshotCallback(WithEngine, Callback):
         Blocks: until then, at most ``drain_timeout_s``; with a progress bar if it takes longer than a second.
         """
         try:
-            if self.engine is not None and stage == "fit":
-                with drain_bar(trainer) as bar:
-                    self.engine.close(drain=True, progress=bar)
+            if self.session is not None and stage == "fit":
+                self.session.close(drain_bar(trainer))
             elif self.engine is not None:
                 self.engine.abandon()  # only read from: what a keeper holds for a later fit stays
         finally:
-            self._leave()
+            self.leave()
 
     # ---------------------------------------------------------------- engine
 
-    def _make_engine(self, config: SnapshotConfig, state: LightningState, url: str) -> SnapshotEngine:
-        return SnapshotEngine(config, state, default_url=url)
+    def _begun(self, trainer: Any) -> Session:
+        assert self._state is not None
+        return self.session or self.begin(self._state, trainer.default_root_dir)
 
-    def _session_for(self, trainer: Any) -> Session:
-        if self._session is None:
-            assert self._state is not None
-            url = place_beside(trainer.default_root_dir)
-            self._session = Session(self._make_engine(self._arguments.config_for(url), self._state, url))
-        return self._session
-
-    def _leave(self) -> None:
-        if self.engine is not None and self._latest is not None:  # not of an evaluation
-            self._statistics = self.engine.statistics()
+    def leave(self) -> None:
+        """See ``WithEngine.leave``; the trainer is as it was."""
+        if self._latest is not None:  # not of an evaluation
+            super().leave()
         self._patches.undo()
         if self._state is not None:
             self._state.loaders.forget()
@@ -164,10 +156,6 @@ class LazySnapshotCallback(WithEngine, Callback):
     def _gate(self) -> None:
         if self.engine is not None:
             self.engine.gate()
-
-    def _went_to(self, step: int) -> None:
-        if self._session is not None:
-            self._session.go_to(step)
 
     # ---------------------------------------------------------------- point X
 
@@ -186,16 +174,13 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._gate()
             if state.is_landing and not state.lands_in_epoch():
                 state.land()
-                self._went_to(trainer.global_step)
             original()
 
         def start_epoch(original: Callable[[Any], Any], fetcher: Any) -> None:
-            _check_fetcher(fetcher)
             state.watch_loaders()
             original(fetcher)
             if state.is_landing:
                 state.land()
-                self._went_to(trainer.global_step)
 
         def before_fetch(original: Callable[[], Any]) -> None:
             fetcher = fit_loop._data_fetcher
@@ -220,30 +205,18 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._capture(trainer, is_last=True)
             original()
 
-        def loaders_saved(original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-            return {} if state.is_collecting else original()
-
         wrap(fit_loop, "_load_combined_loader_states", before_loaders)
         wrap(fit_loop, "on_advance_start", before_epoch)
         wrap(fit_loop, "on_advance_end", gated)
         wrap(fit_loop, "on_run_end", end_run)
-        wrap(fit_loop, "on_save_checkpoint", loaders_saved)
         wrap(epoch_loop, "on_run_start", start_epoch)
         wrap(epoch_loop, "_on_before_fetch", before_fetch)
         wrap(epoch_loop, "on_advance_end", end_batch)
         wrap(epoch_loop.val_loop, "run", gated)
 
     def _capture(self, trainer: Any, *, is_last: bool = False) -> None:
-        session, loggers = self._session, self._loggers
+        session = self.session
+        last = 0 if session is None else session.step
         if session is not None and session.passes(trainer.global_step):
-            if loggers is not None and loggers.are_due():
-                loggers.log(session.figures())
+            self._loggers.log(session, since=last)
             session.capture(is_last=is_last)
-
-
-def _check_fetcher(fetcher: Any) -> None:
-    if isinstance(fetcher, neighbour(fetcher, "_DataLoaderIterDataFetcher")):
-        raise ConfigError(
-            "LazySnapshotCallback: training_step(dataloader_iter) is not supported yet: batches are fetched inside the "
-            "step, and there is no point between two steps; take a batch as the argument instead"
-        )

@@ -13,24 +13,15 @@ from lazysnap.state.scalars import pack, unpack
 _CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
 _LIVE = _CONNECTOR[-2:]
 """What the connector knows of the hook that runs now."""
-_ANYWHERE = (
+_LAST_FILE = "_last_checkpoint_saved"
+_FIELDS = (
+    _LAST_FILE,
     "_last_global_step_saved",
     "_defer_save_until_validation",
     "current_score",
-    "_latest_update_step",
     "_latest_update_epoch",
 )
-"""Private fields of ModelCheckpoint and WeightAveraging."""
-_SAME_DIRECTORY = (
-    "_last_checkpoint_saved",
-    "best_k_models",
-    "best_model_path",
-    "best_model_score",
-    "kth_best_model_path",
-    "kth_value",
-    "last_model_path",
-)
-"""Fields of ModelCheckpoint that name files: worth something only while it writes to the same directory."""
+"""Fields of ModelCheckpoint and WeightAveraging that their ``state_dict`` omits, or ``load_state_dict`` drops."""
 
 
 def collect_metrics(trainer: Any, module: torch.nn.Module) -> dict[str, Any]:
@@ -89,25 +80,19 @@ def _make_result(trainer: Any, results: Any, state: dict[str, Any], metrics: dic
 
 
 def collect_callbacks(trainer: Any) -> dict[str, Any]:
-    """Fields of callbacks that their ``state_dict`` omits, or ``load_state_dict`` drops."""
-    found = {}
-    for callback in trainer.callbacks:
-        values = {name: getattr(callback, name) for name in (*_ANYWHERE, *_SAME_DIRECTORY) if name in vars(callback)}
-        if values:
-            found[callback.state_key] = pack({**values, "dirpath": _directory(callback)})
-    return found
+    """Those of ``_FIELDS`` that callbacks have."""
+    found = {
+        callback.state_key: {name: pack(vars(callback)[name]) for name in _FIELDS if name in vars(callback)}
+        for callback in trainer.callbacks
+    }
+    return {key: values for key, values in found.items() if values}
 
 
 def restore_callbacks(trainer: Any, state: dict[str, Any]) -> None:
     """Put back what ``collect_callbacks`` found."""
     for callback in trainer.callbacks:
         values = unpack(state.get(callback.state_key, {}), trainer.strategy.root_device)
-        is_same = values.get("dirpath") == _directory(callback)
-        for name, value in values.items():
-            if name in _ANYWHERE or (is_same and name in _SAME_DIRECTORY):
-                setattr(callback, name, value)
-
-
-def _directory(callback: Any) -> str | None:
-    path = getattr(callback, "dirpath", None)
-    return None if path is None else str(path)
+        for name in values.keys() & set(_FIELDS):
+            # A file means nothing to a callback that writes to another directory now.
+            if name != _LAST_FILE or str(values[name]).startswith(str(callback.dirpath)):
+                setattr(callback, name, values[name])

@@ -4,10 +4,10 @@ A single loader that saves its own state (torchdata's ``StatefulDataLoader``) is
 forward after a restart. Fetchers of loaders without a length hold one batch that was not trained.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
-from lazysnap.data.position import Position
+from lazysnap.data.position import length_of
+from lazysnap.data.resumable import Recorded
 from lazysnap.data.workers import is_stateful, keep_streams, release_streams
 
 
@@ -19,7 +19,7 @@ class LoaderPositions:
         """The program's own."""
         self._combined: Any = None
         self._kind: type = object
-        self._watched: list[_Watched] = []
+        self._watched: list[Recorded] = []
         self._landing: dict[str, Any] | None = None
         """What was loaded and not iterated yet."""
 
@@ -31,7 +31,7 @@ class LoaderPositions:
         self.forget()
         keep_streams(loaders)
         self.loaders, self._combined, self._kind = loaders, combined, type(combined)
-        self._watched = [_Watched(one, asks_loader=len(loaders) == 1 and is_stateful(one)) for one in loaders]
+        self._watched = [Recorded(one, asks_loader=len(loaders) == 1 and is_stateful(one)) for one in loaders]
         ours = {"__iter__": lambda _: self._iterate(), "__module__": self._kind.__module__}
         combined.__class__ = type(self._kind.__name__, (self._kind,), ours)
 
@@ -81,26 +81,5 @@ class LoaderPositions:
                 if position["given"] is None and not position.get("skip"):
                     iterator.iterators[number] = iter(())  # a shorter one, that was at its end
         for one in self._watched:
-            one.position.is_held = _length(combined) is None
+            one.position.is_held = length_of(combined) is None
         return combined
-
-
-class _Watched:
-    """A loader as the ``CombinedLoader`` iterates it."""
-
-    def __init__(self, loader: Any, *, asks_loader: bool) -> None:
-        self._loader = loader
-        self.position = Position(loader, asks_loader=asks_loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.position.iterate(lambda: iter(self._loader))
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-
-def _length(combined: Any) -> int | None:
-    try:
-        return len(combined)
-    except (TypeError, NotImplementedError):
-        return None

@@ -1,17 +1,9 @@
 """The counters and flags of Lightning's loops, as they are at a boundary, and as a restart puts them back."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class WorldChange:
-    """A snapshot of another number of ranks goes on."""
-
-    part_ways: Callable[[], None]
-    """Gives every rank random numbers of its own."""
+from lazysnap.state.source import KEY
 
 
 def recount(fit_loop: Any, state: dict[str, Any], passed: int) -> None:
@@ -24,17 +16,12 @@ def recount(fit_loop: Any, state: dict[str, Any], passed: int) -> None:
     fit_loop.epoch_loop.batch_progress.load_state_dict(progress)
 
 
-def is_between_epochs(fit_loop: Any) -> bool:
-    """Whether the current epoch is over and the next one has not begun."""
-    progress = fit_loop.epoch_progress.current
-    return bool(progress.processed == progress.ready)
-
-
 def collect_loops(trainer: Any) -> dict[str, Any]:
     """What the loops' own ``state_dict`` leaves out."""
     fit_loop = trainer.fit_loop
+    epochs = fit_loop.epoch_progress.current
     state = {
-        "between_epochs": is_between_epochs(fit_loop),
+        "between_epochs": epochs.processed == epochs.ready,
         "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "train_dl_reload_epoch": fit_loop._last_train_dl_reload_epoch,
@@ -46,8 +33,8 @@ def collect_loops(trainer: Any) -> dict[str, Any]:
     return state
 
 
-def limit_reached(trainer: Any, state: dict[str, Any]) -> str:
-    """The limit at which a collected state had ended, as the trainer is set now; empty if it goes on."""
+def reason_of_end(trainer: Any, state: dict[str, Any]) -> str:
+    """Why nothing is left to train of a collected state, as the trainer is set now; empty, if something is."""
     fit_loop = trainer.fit_loop
     epochs = state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     for name, done, limit in (
@@ -55,7 +42,16 @@ def limit_reached(trainer: Any, state: dict[str, Any]) -> str:
         ("max_epochs", epochs, fit_loop.max_epochs),
     ):
         if limit is not None and limit != -1 and done >= limit:
-            return f"{name}={limit}, at step {state['global_step']}"
+            return (
+                f"it had ended ({name}={limit}, at step {state['global_step']}): raise that limit to go on, or begin "
+                'fresh in another directory or without ckpt_path="latest"'
+            )
+    loops = state[KEY]["loops"]
+    if loops["should_stop"] and loops["between_epochs"]:
+        return (
+            f"it had been stopped early, after step {state['global_step']} (EarlyStopping, or trainer.should_stop): to "
+            'go on all the same, fit from a checkpoint instead of "latest"'
+        )
     return ""
 
 

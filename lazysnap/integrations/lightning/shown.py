@@ -6,6 +6,7 @@ from typing import Any
 from rich.progress import BarColumn
 
 from lazysnap.integrations.drain import Bar, DrainBar, RichBar, TqdmBar
+from lazysnap.integrations.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -16,20 +17,19 @@ class Loggers:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._failed: set[int] = set()
-        self._last_step: int = trainer.global_step
 
-    def are_due(self) -> bool:
-        """Whether they get figures at this step, the next one that is captured. On rank 0."""
+    def log(self, session: Session, since: int) -> None:
+        """Hand them the figures, every ``log_every_n_steps``, on rank 0; ``since``: the step before this one.
+
+        Before the step is captured: what a logger draws from random generators belongs to it.
+        """
         trainer, every = self._trainer, self._trainer.log_every_n_steps
-        last, self._last_step = self._last_step, trainer.global_step
-        return bool(trainer.is_global_zero and every and self._last_step // every != last // every)
-
-    def log(self, values: dict[str, float]) -> None:
-        """Hand them over, before the step is captured: what a logger draws from random generators belongs to it."""
-        for one in self._trainer.loggers if values else ():
+        is_due = trainer.is_global_zero and every and session.step // every != since // every
+        values = session.figures() if is_due else {}
+        for one in trainer.loggers if values else ():
             if id(one) not in self._failed:
                 try:
-                    one.log_metrics(metrics=dict(values), step=self._trainer.global_step)
+                    one.log_metrics(metrics=dict(values), step=session.step)
                     one.save()
                 except Exception as error:  # noqa: BLE001  figures are not worth a training
                     self._failed.add(id(one))

@@ -11,7 +11,7 @@ swaps in, and masks that ModelPruning leaves out of its checkpoints on purpose.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,18 +28,13 @@ from lazysnap.integrations.lightning.extras import (
 )
 from lazysnap.integrations.lightning.framework import neighbour, overrides
 from lazysnap.integrations.lightning.loaders import LoaderPositions
-from lazysnap.integrations.lightning.loops import (
-    WorldChange,
-    collect_loops,
-    limit_reached,
-    recount,
-    restore_loops,
-)
-from lazysnap.integrations.lightning.rollback import check_repeatable, put_back_fit
+from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
+from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.state.extras import ModuleExtras
+from lazysnap.state.modules import fitted
 from lazysnap.state.objects import NamedObjects
-from lazysnap.state.optimizers import check_optimizers
+from lazysnap.state.optimizers import owned, put_back
 from lazysnap.state.scalars import pack, unpack
 from lazysnap.state.settings import OptimizerSettings, differences, numbers, sizes, warn
 from lazysnap.state.source import KEY, OPTIMIZERS
@@ -47,33 +42,32 @@ from lazysnap.state.source import KEY, OPTIMIZERS
 logger = logging.getLogger(__name__)
 
 
+class _Ours(dict[str, Any]):
+    """A checkpoint that is the part of a snapshot which Lightning's connector puts back."""
+
+
 class LightningState(NamedObjects):
     """The ``StateSource`` of one fit (or of one evaluation, for ``expected`` only)."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._connector = trainer._checkpoint_connector
         self._streams = RandomStreams()
         self.loaders = LoaderPositions()
-        self._extras: dict[str, ModuleExtras] | None = None
+        self._extras: dict[str, ModuleExtras] = {}
         self._optimizer_settings = OptimizerSettings()
         self._settings: dict[str, Any] = {}
         self._restored: list[str] = []
         """Settings of optimizers that are not as the program has them, because they were restored."""
         self._landing: dict[str, Any] | None = None
-        self._change: WorldChange | None = None
-        self.is_collecting = False
 
     # ---------------------------------------------------------------- StateSource
 
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``. Calls the ``on_save_checkpoint`` hooks of the program."""
         trainer = self._trainer
-        self.is_collecting = True
-        try:
-            with own_state(trainer.strategy):
-                state: dict[str, Any] = dict(trainer._checkpoint_connector.dump_checkpoint(False))
-        finally:
-            self.is_collecting = False
+        with own_state(trainer):
+            state: dict[str, Any] = dict(self._connector.dump_checkpoint(False))
         for name, value in state.items():
             if isinstance(value, dict) and name.endswith(("state_dict", "model_state")):
                 state[name] = dict(value)
@@ -89,7 +83,7 @@ class LightningState(NamedObjects):
             "world_size": trainer.world_size,
             "metrics": collect_metrics(trainer, trainer.lightning_module),
             "callbacks": collect_callbacks(trainer),
-            "modules": {name: extras.collect() for name, extras in self._module_extras().items()},
+            "modules": {name: extras.collect() for name, extras in self._extras.items()},
             "validation_workers": running_workers(self._validation_loaders()),
             "streams": self._streams.collect(),
             OPTIMIZERS: self._optimizer_settings.fields,
@@ -118,38 +112,93 @@ class LightningState(NamedObjects):
         return {f"state_dict.{name}": value for name, value in module.state_dict().items() if torch.is_tensor(value)}
 
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
-        """See ``StateSource.load``: at the end of a batch of a running fit. With ``data`` the fit then waits for
-        ``land_again``. A restart goes by ``admit`` and ``land``.
+        """See ``StateSource.load``. At a restart, behind ``admit``: what the connector did not restore yet; all else
+        waits for ``land``. In a rollback, at the end of a batch: everything; with ``data`` the fit then waits for
+        ``land_again``.
 
-        Raises: ConfigError, if the batches since then cannot be repeated.
+        Calls the ``on_load_checkpoint`` hooks of the program. Raises: what they and ``load_state_dict`` raise;
+        ConfigError, if the batches since then cannot be repeated.
         """
+        if self.is_landing:
+            self._optimizer_settings.note(self)
+            self._restored = self._optimizer_settings.carry_on(state)
+            self._load_training(state)
+            return
         own = state[KEY]
         if data:
-            self._check_repeatable(own)
-        put_back_fit(self._trainer, list(self.optimizers()), state, data=data)
+            self.check_repeatable(own)
+        else:
+            with own_state(self._trainer):
+                state = with_present_data(self._trainer, list(self.optimizers()), state)
+            own = state[KEY]
+        hooked = (self._trainer.lightning_module, *self._trainer.callbacks)
+        if any(overrides(one, "on_load_checkpoint") for one in hooked):
+            state = {**tree_map_only(torch.Tensor, owned, state), KEY: own}  # the program may keep what it sees
+        self._begin(state)
+        try:
+            self._connector.restore_model()
+            self._connector.restore_callbacks()
+            self._load_training(self._connector._loaded_checkpoint)
+        finally:
+            self._connector._loaded_checkpoint = {}
+        landing = {**own, "fit_loop": state["loops"]["fit_loop"]}
         if data:
             # What is put back now may be changed in place before the batch is over.
-            landing = {**own, "fit_loop": state["loops"]["fit_loop"]}
             self._landing = tree_map_only(torch.Tensor, torch.clone, landing)
             self.prepare_loaders()
-            self._put_back(landing, in_hook=True)
-            self._streams.restore(own["streams"])
-        else:
-            self._put_back_modules(own)
-            self._streams.restore({**own["streams"], "owned": []})  # those that loaders own stay with the data
+        self._put_back(landing, in_hook=True)
+        self._streams.restore(own["streams"])
 
-    def _check_repeatable(self, own: dict[str, Any]) -> None:
-        check_repeatable(self._trainer, self.loaders)
-        if own["position"] is None or own["world_size"] != self._trainer.world_size:
+    def _begin(self, state: dict[str, Any]) -> None:
+        """Give the connector its part of a collected state."""
+        checkpoint = {name: value for name, value in state.items() if name != KEY}
+        checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
+        migrate = neighbour(self._connector, "_pl_migrate_checkpoint")
+        self._connector._loaded_checkpoint = _Ours(migrate(checkpoint, "latest"))
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the connector is restoring our state, and not a file."""
+        return isinstance(self._connector._loaded_checkpoint, _Ours)
+
+    def load_model(self, original: Callable[..., None], checkpoint: Any, *, strict: bool = True) -> None:
+        """In place of the strategy's: a sharded one would expect that its own files were read before."""
+        if not self.is_loading:
+            original(checkpoint, strict=strict)
+            return
+        module = self._trainer.lightning_module
+        module.load_state_dict(fitted(module, checkpoint["state_dict"]), strict=strict)
+
+    def _load_training(self, state: Mapping[str, Any]) -> None:
+        self._connector.restore_precision_plugin_state()
+        self._connector.restore_loops()
+        for optimizer, saved in zip(self.optimizers(), state["optimizer_states"], strict=False):
+            put_back(optimizer, saved)
+        self._connector.restore_lr_schedulers()
+
+    def check_repeatable(self, own: dict[str, Any] | None = None) -> None:
+        """Raises: ConfigError, for data that a running fit cannot give again; for what it cannot go back to (``own``:
+        of a collected state).
+        """
+        if self._trainer.reload_dataloaders_every_n_epochs:
+            raise ConfigError(
+                'LazySnapshotCallback: data="repeat" cannot go back to data loaders that '
+                'Trainer(reload_dataloaders_every_n_epochs=...) has replaced: use data="skip"'
+            )
+        self.loaders.check_repeatable()
+        if own is not None and (own["position"] is None or self._is_of_other_ranks(own)):
             raise ConfigError(
                 'rollback: data="repeat": the only usable snapshot is that of the end of an earlier fit, or of a fit '
                 'with another number of processes, whose place in the data this fit cannot go back to: use data="skip"'
             )
 
+    def _is_of_other_ranks(self, own: dict[str, Any]) -> bool:
+        return bool(own["world_size"] != self._trainer.world_size)
+
     # ---------------------------------------------------------------- restart
 
-    def admit(self, state: dict[str, Any], change: WorldChange | None = None) -> dict[str, Any]:
-        """Take a collected state in, and return the part of it that Lightning restores; ``change``: of other ranks.
+    def admit(self, state: dict[str, Any]) -> None:
+        """Take a collected state in: the connector restores its part of it, the rest waits for ``load`` and ``land``.
 
         Raises: StateMismatch, if it was not collected by this class.
         """
@@ -158,44 +207,16 @@ class LightningState(NamedObjects):
                 "the snapshot was not taken by LazySnapshotCallback (it has no state of Lightning's loops); restore it "
                 "with the loop that took it, or use another directory"
             )
-        self._change = change
-        checkpoint = {name: value for name, value in state.items() if name != KEY}
-        checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
+        self._begin(state)
         self._landing = {**state[KEY], "fit_loop": state["loops"]["fit_loop"]}
-        if self._trainer.state.fn == "fit" and (limit := limit_reached(self._trainer, state)):
-            logger.warning(
-                "the training had ended (%s), so there is nothing left to train: raise that limit to go on, or begin "
-                'fresh in another directory or without ckpt_path="latest"',
-                limit,
-            )
-        elif self._trainer.state.fn == "fit" and state[KEY]["loops"]["should_stop"] and not self.lands_in_epoch():
-            # Lightning asks before the first epoch: a training that was stopped early has ended.
-            self._trainer.should_stop = True
-            logger.warning(
-                "the training had been stopped early after step %d (EarlyStopping, or trainer.should_stop): there is "
-                'nothing left to train; to go on all the same, fit from a checkpoint instead of "latest"',
-                state["global_step"],
-            )
-        return checkpoint
-
-    def check_optimizers(self, checkpoint: Mapping[str, Any], parameters: Mapping[str, Sequence[str]] | None) -> None:
-        """Compare the optimizers with those of the snapshot, before anything is loaded into them.
-
-        Settings that differ are remembered, for the warning when the fit lands. Raises: StateMismatch.
-        """
-        state = {**checkpoint, KEY: self._landing or {}}
-        check_optimizers(self, state, parameters)
-        self._optimizer_settings.note(self)
-        self._restored = self._optimizer_settings.carry_on(state)
+        if self._trainer.state.fn == "fit" and (why := reason_of_end(self._trainer, state)):
+            self._trainer.should_stop = True  # Lightning asks before the first epoch
+            logger.warning("nothing is left to train: %s", why)
 
     @property
     def is_landing(self) -> bool:
         """Whether a restored state still waits for its point X."""
         return self._landing is not None
-
-    def restores_position(self) -> bool:
-        """Whether the position in the data is about to be restored exactly, inside an epoch."""
-        return self.lands_in_epoch() and self._change is None
 
     @staticmethod
     def position_of(state: dict[str, Any]) -> str:
@@ -222,7 +243,7 @@ class LightningState(NamedObjects):
                 epoch = self._landing["fit_loop"]["epoch_progress"]["current"]["processed"]
                 neighbour(fit_loop, "_set_sampler_epoch")(loader, epoch)
             self.loaders.load_state_dict(self._landing["position"]["loaders"])
-            if self._landing["world_size"] != self._trainer.world_size:
+            if self._is_of_other_ranks(self._landing):
                 recount(fit_loop, self._landing["fit_loop"], self.loaders.skipped)
 
     def lands_in_epoch(self) -> bool:
@@ -233,35 +254,29 @@ class LightningState(NamedObjects):
         """Put back what Lightning does not know or would turn, last of all the random generators."""
         assert self._landing is not None
         self.watch_loaders()
-        warn(restored=self._restored, changed=differences("", self._landing["settings"], self._settings))
-        self._settle(self._change)
+        self._settle()
 
     def land_again(self) -> None:
         """The batch is over in which a rollback began, that repeats batches: go on at the snapshot's place."""
         fetcher = self._trainer.fit_loop._data_fetcher
         iter(fetcher)
-        self._settle(None)
+        self._settle()
         fetcher.fetched += self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
-    def _settle(self, change: WorldChange | None) -> None:
+    def _settle(self) -> None:
         landing, self._landing = self._landing, None
         assert landing is not None
         self._put_back(landing)
         self._start_validation_workers(landing["validation_workers"])
-        if change is None:
+        if not self._is_of_other_ranks(landing):  # else each has random numbers of its own since the restart
             self._streams.restore(landing["streams"])
-        else:
-            change.part_ways()
 
     def _put_back(self, own: dict[str, Any], *, in_hook: bool = False) -> None:
         trainer = self._trainer
         restore_loops(trainer, own["fit_loop"], own["loops"])
         restore_metrics(trainer, trainer.lightning_module, own["metrics"], in_hook=in_hook)
         restore_callbacks(trainer, own["callbacks"])
-        self._put_back_modules(own)
-
-    def _put_back_modules(self, own: dict[str, Any]) -> None:
-        for name, extras in self._module_extras().items():
+        for name, extras in self._extras.items():
             if name in own["modules"]:
                 extras.restore(own["modules"][name])
 
@@ -282,22 +297,19 @@ class LightningState(NamedObjects):
         found = {item.state_key: getattr(item, "_average_model", None) for item in self._trainer.callbacks}
         return {key: average for key, average in found.items() if isinstance(average, torch.nn.Module)}
 
-    def _module_extras(self) -> dict[str, ModuleExtras]:
-        if self._extras is None:
-            modules = {"": self._trainer.lightning_module, **self._averages()}
-            self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
-        return self._extras
-
     def start(self, *, repeats: bool) -> None:
         """The fit begins: buffers count as changed from here on, settings are as the program has them.
 
         ``repeats``: a rollback is to repeat batches. Raises: ConfigError, if they cannot be given again.
         """
         if repeats:
-            check_repeatable(self._trainer, self.loaders)
-        self._module_extras()
+            self.check_repeatable()
+        modules = {"": self._trainer.lightning_module, **self._averages()}
+        self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
         self._optimizer_settings.note(self)
         self._settings = self._collect_settings()
+        if self._landing is not None:
+            warn(restored=self._restored, changed=differences("", self._landing["settings"], self._settings))
 
     def _collect_settings(self) -> dict[str, Any]:
         """Sizes of the training data, and numbers and switches among the hyperparameters."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.patches import Patches
 from lazysnap.state.optimizers import stepping
 from lazysnap.state.unsupported import check_supported
@@ -37,7 +38,13 @@ def check_strategy(trainer: Any) -> None:
 
 
 def check_parts(trainer: Any) -> None:
-    """Raises: ConfigError, for a module or an optimizer that shards its state itself."""
+    """Raises: ConfigError, for a module or an optimizer that shards its state itself, or fetches its own batches."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if isinstance(fetcher, neighbour(fetcher, "_DataLoaderIterDataFetcher")):
+        raise ConfigError(
+            "LazySnapshotCallback: training_step(dataloader_iter) is not supported yet: batches are fetched inside the "
+            "step, and there is no point between two steps; take a batch as the argument instead"
+        )
     optimizers = {f"optimizer {number}": one for number, one in enumerate(trainer.strategy.optimizers)}
     try:
         check_supported({"the module": trainer.lightning_module, **optimizers})
@@ -50,9 +57,12 @@ def _kinds(strategy: Any) -> set[str]:
 
 
 @contextlib.contextmanager
-def own_state(strategy: Any) -> Iterator[None]:
-    """While it lasts, the strategy tells of the state that this rank holds: views, no collective."""
-    patches = Patches()
+def own_state(trainer: Any) -> Iterator[None]:
+    """While it lasts, the strategy tells of the state that this rank holds: views, no collective; the fit loop asks no
+    data loader for its state.
+    """
+    patches, strategy = Patches(), trainer.strategy
+    patches.replace(trainer.fit_loop, "on_save_checkpoint", lambda _: {})
     if "ModelParallelStrategy" in _kinds(strategy):
         patches.replace(strategy, "lightning_module_state_dict", lambda _: strategy.lightning_module.state_dict())
         patches.replace(strategy, "optimizer_state", lambda _, optimizer: stepping(optimizer).state_dict())

@@ -8,8 +8,6 @@ from typing import Any
 from transformers import TrainerCallback
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine import SnapshotEngine
-from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.settings import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments
@@ -42,15 +40,6 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazyTrainerCallback")
         self._training: Training | None = None
 
-    @property
-    def engine(self) -> SnapshotEngine | None:
-        """The engine of the running training, for ``wait(...)`` and the like; ``None`` outside."""
-        return None if self._training is None else self._training.engine
-
-    def statistics(self) -> Statistics | None:
-        """Counters and timings of the running training, else of the last one; ``None`` before the first."""
-        return None if self._training is None else self._training.statistics()
-
     def attach(self, trainer: Any) -> None:
         """Let ``trainer.train`` take snapshots and understand ``"latest"``. Replaces methods of this one object.
 
@@ -59,7 +48,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         if self._training is not None and self._training.trainer is not trainer:
             raise ConfigError("LazyTrainerCallback: it belongs to another Trainer already; make one for each")
         if self._training is None:
-            self._training = Training(trainer, self._arguments)
+            self._training = Training(trainer, self)
 
     # ---------------------------------------------------------------- hooks
 

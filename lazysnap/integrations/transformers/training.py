@@ -15,14 +15,12 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
 from lazysnap.data import make_resumable
-from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.snapshot import Snapshot
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.integrations.choice import means_snapshot
 from lazysnap.integrations.drain import Bar, DrainBar, RichBar, TqdmBar
 from lazysnap.integrations.patches import Patches
-from lazysnap.integrations.session import Session, WithEngine
-from lazysnap.integrations.settings import Arguments, place_beside
+from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -41,13 +39,16 @@ _HOOKS = (
 """Methods of a ``Trainer`` that are replaced while it trains."""
 
 
-class Training(WithEngine):
-    """One trainer, over all its calls of ``train``. Raises: ConfigError, for one whose loop is not known."""
+class Training:
+    """One trainer, over all its calls of ``train``; ``shown``: what the user sees of them.
 
-    def __init__(self, trainer: Any, arguments: Arguments) -> None:
+    Raises: ConfigError, for one whose loop is not known.
+    """
+
+    def __init__(self, trainer: Any, shown: WithEngine) -> None:
         self.trainer = trainer
         self.is_running = False
-        self._arguments = arguments
+        self._shown = shown
         self._patches = Patches()
         self._reset()
         loop = "_inner_training_loop"
@@ -66,7 +67,6 @@ class Training(WithEngine):
 
     def _reset(self) -> None:
         self.is_running = False
-        self._session = None
         self._state = TrainingState(self.trainer)
         self._asked: Any = None
         """The ``resume_from_checkpoint`` of this call."""
@@ -88,15 +88,14 @@ class Training(WithEngine):
             if trial is None:
                 self._hook()
             result = original(None if means_snapshot(which) else which, *args, **kwargs)
-            if self.engine is not None:
+            if self._shown.session is not None:
                 make: Callable[[], Bar] = RichBar if self.trainer.args.disable_tqdm else _tqdm_bar
-                with DrainBar(is_rank_zero=self.trainer.is_world_process_zero(), make=make) as bar:
-                    self.engine.close(drain=True, progress=bar)
+                self._shown.session.close(DrainBar(is_rank_zero=self.trainer.is_world_process_zero(), make=make))
             return result
         finally:
-            if self.engine is not None:
-                self.engine.abandon()  # nothing after close
-                self._statistics = self.engine.statistics()
+            if self._shown.engine is not None:
+                self._shown.engine.abandon()  # nothing after close
+            self._shown.leave()
             self._patches.undo()
             self._reset()
 
@@ -122,9 +121,7 @@ class Training(WithEngine):
         """Blocks: reads one snapshot. Raises: as ``SnapshotEngine.fetch``; StateMismatch."""
         found = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
-        url = place_beside(self.trainer.args.output_dir)
-        engine = SnapshotEngine(self._arguments.config_for(url), self._state, default_url=url)
-        self._session = Session(engine)
+        engine = self._shown.begin(self._state, self.trainer.args.output_dir).engine
         self._snapshot = engine.fetch(self._asked) if means_snapshot(self._asked) else None
         if self._snapshot is None:
             return found
@@ -145,7 +142,7 @@ class Training(WithEngine):
     def _prepare_for_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.restore``."""
         prepared = original(*args, **kwargs)
-        session, state, snapshot = self._session, self._state, self._snapshot
+        session, state, snapshot = self._shown.session, self._state, self._snapshot
         assert session is not None
         state.prepare()
         if snapshot is None:
@@ -188,14 +185,14 @@ class Training(WithEngine):
     def _get_batch_samples(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
         self._iterator = iterator  # its position is asked for after the last epoch, too
         if self._state.landing is not None:
-            self._land()
+            self._state.land()
         else:
             self._capture()
         return original(iterator, *args, **kwargs)
 
     def _finalize_training(self, original: Callable[..., Any], trial: Any, num_samples: Any, start_time: float) -> Any:
         if self._state.landing is not None:
-            self._land()
+            self._state.land()
         self._capture(is_last=True)  # before the best weights are loaded
         self._iterator = None
         return original(trial, num_samples, start_time - self._state.earlier_s)
@@ -204,7 +201,7 @@ class Training(WithEngine):
         self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
     ) -> Any:
         """A logger gets the values; the program's own dictionary, which may be its result, is left as it was."""
-        values = {} if self._session is None or not logs else self._session.figures()
+        values = self._shown.figures() if logs else {}
         if values:
             logs.update(values)
         result = original(args, state, control, logs=logs, **kwargs)
@@ -214,13 +211,8 @@ class Training(WithEngine):
 
     # ---------------------------------------------------------------- boundaries
 
-    def _land(self) -> None:
-        self._state.land()
-        if self._session is not None:
-            self._session.go_to(self.trainer.state.global_step)
-
     def _capture(self, *, is_last: bool = False) -> None:
-        session = self._session
+        session = self._shown.session
         if session is None or not session.passes(self.trainer.state.global_step):
             return
         self._state.is_finished = is_last

@@ -1,0 +1,195 @@
+"""How the keepers of several nodes come to know each other: at the start, by way of the training's process group."""
+
+import contextlib
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lazysnap.config import Redundancy, SnapshotConfig, redundancy_for, too_few_nodes
+from lazysnap.console import say
+from lazysnap.engine.slots import slots_needed
+from lazysnap.engine.world import World
+from lazysnap.errors import ConfigError
+from lazysnap.keeper.certificate import Certificate, make_certificate
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.protocol import Parity, Peers
+from lazysnap.parity.codes import library
+from lazysnap.parity.groups import exposed, groups_of
+
+logger = logging.getLogger("lazysnap.engine")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What this rank's keeper is told of the others, and what a restart reads by."""
+
+    peers: Peers | None = None
+    parity: Parity | None = None
+    """``None``: other nodes do not protect this one."""
+    reads: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """By node: where its keeper lets others read."""
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Nodes that protect this one and each other, and how many of them may be lost."""
+        return (1, 0) if self.parity is None else (len(self.parity.members), self.parity.parity)
+
+    @property
+    def certificate(self) -> Certificate:
+        """Of the job; there are ``peers``."""
+        assert self.peers is not None
+        return Certificate(self.peers.cert_pem.encode(), self.peers.key_pem.encode())
+
+
+NOBODY = Meeting()
+"""One node alone."""
+
+
+@dataclass(frozen=True)
+class _Door:
+    """Where the keeper of a node is reached."""
+
+    host: str
+    ports: list[int]
+    """For reads, grants of storage, grants of protection; none: it is not."""
+    domain: str
+    """What may be lost at once: the node, or what the user says."""
+    library: str = ""
+    """What computes parity there; empty: nothing."""
+
+
+def meet_keepers(
+    world: World, client: KeeperClient, config: SnapshotConfig, job_id: str, *, alone: bool = False
+) -> Meeting:
+    """Let the keepers of all nodes meet. Collective, with several nodes. Blocks: until each node has a keeper, at most
+    ``keeper_timeout_s``. ``alone``: also if there is one node only, whose keeper holds parity of others that are lost.
+
+    Raises: WaitTimeout.
+    """
+    places = world.places
+    nodes = list(dict.fromkeys(place.node for place in places))
+    if len(nodes) == 1 and not alone:
+        return NOBODY
+    # Only other nodes know where they reach that of rank 0: to itself its name may mean 127.0.1.1.
+    seen: Any = None if world.place.node == nodes[0] else address_of(os.environ.get("MASTER_ADDR"))
+    if world.rank == 0:
+        seen = [pem.decode() for pem in make_certificate()]
+    (cert_pem, key_pem), *of_first = world.exchange("linking keepers", seen)
+    mine = None
+    if world.place.local_rank == 0:
+        targets = [address for address in of_first if address is not None]
+        if config.link_address:
+            targets = [address_of(config.link_address) or config.link_address]
+        targets = list(dict.fromkeys(targets)) if len(nodes) > 1 else ["127.0.0.1"]
+        host = targets[0] if config.link_address and world.rank == 0 else own_address(targets)
+        domain = config.failure_domain or world.place.node
+        mine = vars(_open_door(client, host, domain, (cert_pem, key_pem), config.keeper_timeout_s))
+    told = world.exchange("where keepers are", mine)
+    doors = {place.node: _Door(**told[place.rank]) for place in places if place.local_rank == 0}
+    first, own = doors[nodes[0]], doors[world.place.node]
+    if world.rank == 0:
+        for node in nodes:
+            if not doors[node].ports:
+                logger.warning("the keeper of %s cannot be reached by others: %s", node.split("/")[0], doors[node].host)
+    if not first.ports:
+        return NOBODY
+    peers = Peers(
+        job_id,
+        first.host,
+        first.ports[1],
+        cert_pem,
+        key_pem,
+        parity_port=first.ports[2],
+        own=(own.host, own.ports[0] if own.ports else 0),
+    )
+    reads = {node: (door.host, door.ports[0]) for node, door in doors.items() if door.ports}
+    return Meeting(peers, _parity(world, config, [doors[node] for node in nodes], nodes.index(world.place.node)), reads)
+
+
+def _parity(world: World, config: SnapshotConfig, doors: Sequence[_Door], own: int) -> Parity | None:
+    redundancy = redundancy_for(config, len(doors))
+    if redundancy is None:
+        return None
+    lack = "" if all(door.ports for door in doors) else "not all keepers can be reached"
+    if not all(door.library for door in doors):
+        lack = "parity needs ISA-L or numpy on every node: pip install 'lazysnap[parity]'"
+    if lack:
+        if world.rank == 0:
+            logger.warning("NOT protected against the loss of a node: %s", lack)
+        return None
+    domains = [door.domain for door in doors]
+    groups = groups_of(domains, redundancy.group_size, redundancy.parity)
+    if world.rank == 0:
+        _warn(redundancy, domains, exposed(groups, domains))
+        text = too_few_nodes(config, len(doors))
+        if text is not None:
+            logger.warning("%s", text)
+        slow = {door.library for door in doors} - {"ISA-L"}
+        if slow:
+            say(f"parity is computed by {min(slow)} on some nodes; ISA-L is faster: pip install 'lazysnap[parity]'")
+    group = next(one for one in groups if own in one.members)
+    return Parity(
+        [(number, doors[number].host, doors[number].ports[0]) for number in group.members],
+        group.parity,
+        group.parity * len(groups),
+        slots_needed(config, world.size, is_redundant=True),
+        every_n_steps=redundancy.every_n_steps,
+        max_bytes_per_s=redundancy.max_bytes_per_s,
+        block_bytes=redundancy.block_bytes,
+    )
+
+
+def _warn(redundancy: Redundancy, domains: Sequence[str], lost: Mapping[str, object]) -> None:
+    shared = {domain for domain, count in Counter(domains).items() if count > 1}
+    for domain in sorted(shared & lost.keys()):
+        logger.warning(
+            "NOT protected against the loss of failure domain %s: more than %d of its nodes protect each other; use "
+            "more nodes, or more parity",
+            domain,
+            redundancy.parity,
+        )
+
+
+def _open_door(client: KeeperClient, host: str, domain: str, pems: tuple[str, str], timeout_s: float) -> _Door:
+    try:
+        client.connect(timeout_s)
+        ports = client.open_door(host, pems, timeout_s)
+    except Exception as error:  # noqa: BLE001  the others wait for an answer; whoever needs the keeper hears of it again
+        return _Door(f"{type(error).__name__}: {error}", [], domain)
+    if not ports:
+        return _Door(f"no port of {host} can be had; set SnapshotConfig(link_address=...)", [], domain)
+    try:
+        return _Door(host, ports, domain, library())
+    except ConfigError as error:
+        logger.info("%s", error)
+        return _Door(host, ports, domain)
+
+
+def address_of(host: str | None) -> str | None:
+    """The address of a host, as far as this machine knows it."""
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]) if host else None
+    return None
+
+
+def own_address(of_first: Sequence[str]) -> str:
+    """The address of this machine at which other nodes reach it. ``of_first``: what others have seen of rank 0's node,
+    an address of this machine or one that the way leads to.
+    """
+    for address in of_first:
+        with contextlib.suppress(OSError), _probe(address) as probe:
+            probe.bind((address, 0))  # only an address of this machine can be bound
+            return address
+    for address in [*of_first, "192.0.2.1"]:
+        with contextlib.suppress(OSError), _probe(address) as probe:
+            probe.connect((address, 9))  # sends nothing: it chooses the interface
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _probe(address: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)

@@ -1,0 +1,177 @@
+"""Computes the parity that one node holds for its group, of one step, out of the other nodes' memory.
+
+One thread per node reads its pieces block by block, as its captures fill, and adds each block to the parity; so links
+and processor work at the same time, and what is read takes one block of memory per node.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import xxhash
+
+from lazysnap.errors import LazySnapError
+from lazysnap.keeper.certificate import Certificate
+from lazysnap.keeper.node_part import open_part, read_index
+from lazysnap.keeper.node_slots import NodeSlots
+from lazysnap.keeper.parity_store import ParitySet, ParityStore
+from lazysnap.keeper.peer_client import PeerReader
+from lazysnap.keeper.peer_messages import PartOf
+from lazysnap.keeper.protocol import HeldMember, HeldParity, Parity, Run
+from lazysnap.keeper.team import Team
+from lazysnap.levels.daemon_pool import DaemonPool
+from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.rate_limiter import RateLimiter
+from lazysnap.parity.codes import Code, multiply_add
+from lazysnap.parity.groups import Group
+from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
+
+Beat = Callable[[], None]
+Result = TypeVar("Result")
+_FRESH_S = 60.0
+"""Connections that were not used for longer are made anew: the other side closes what nobody uses."""
+
+
+class Encoding:
+    """Of one node. Not thread-safe."""
+
+    def __init__(self, parity: Parity, run: Run, team: Team, certificate: Certificate, pace: RateLimiter) -> None:
+        self._parity, self._run, self._certificate, self._pace = parity, run, certificate, pace
+        self._world_size = team.world_size
+        self._group = Group(tuple(number for number, _, _ in parity.members), parity.parity)
+        self._position = self._group.members.index(team.node)
+        self._readers: dict[int, PeerReader] = {}
+        """By position."""
+        self._used_at = 0.0
+
+    @property
+    def _others(self) -> list[int]:
+        return [position for position in range(len(self._group.members)) if position != self._position]
+
+    def connect(self) -> None:
+        """Reach all of the group. Blocks. Raises: LazySnapError, naming a node that cannot be reached."""
+        if time.monotonic() - self._used_at > _FRESH_S:
+            self.close()
+        self._used_at = time.monotonic()
+        DaemonPool[None](len(self._others), "lazysnap-parity").run([partial(self._reach, at) for at in self._others])
+
+    def _reach(self, position: int) -> None:
+        if position in self._readers:
+            return
+        node, host, port = self._parity.members[position]
+        try:
+            self._readers[position] = PeerReader(self._certificate, (host, port))
+        except LazySnapError as error:
+            raise type(error)(f"node {node}: {error}") from error
+
+    def interrupt(self) -> None:
+        """Reads that are in progress fail at once; ``close`` must follow. From any thread."""
+        for reader in list(self._readers.values()):
+            reader.interrupt()
+
+    def close(self) -> None:
+        """End all connections; ``connect`` makes new ones."""
+        while self._readers:
+            self._readers.popitem()[1].close()
+
+    def encode(self, step: int, store: ParityStore, slots: NodeSlots, beat: Beat) -> ParitySet:
+        """The parity of that step. Blocks. ``beat`` may raise. Raises: LazySnapError."""
+        self.connect()
+        opened = self._of_all(lambda position: self._open(position, step))
+        own = open_part(slots, step, self._parity.most_lost, beat)
+        members = dict(zip(self._others, opened, strict=True))
+        members[self._position] = _member(own.view, own.size_bytes)
+        held = HeldParity(
+            self._run.run_id,
+            self._run.start,
+            step,
+            self._world_size,
+            members=[members[position] for position in sorted(members)],
+            parity=self._parity.parity,
+            most_lost=self._parity.most_lost,
+            block_bytes=self._parity.block_bytes,
+            position=self._position,
+        )
+        pieces = Pieces(self._group, tuple(member.size_bytes for member in held.members), held.block_bytes)
+        stripes = self._group.held(self._position)
+        files = store.buffers(len(stripes), pieces.stripe_bytes)
+        sums = [_Stripe(pieces, stripe, row, file) for (stripe, row), file in zip(stripes, files, strict=True)]
+        self._of_all(lambda position: self._read(position, sums, beat))
+        own.finish()  # nobody here reads it, and it may be the last one to be whole
+        for one in sums:
+            one.finish()
+        return ParitySet(held, {one.stripe: one.file for one in sums})
+
+    def _of_all(self, ask: Callable[[int], Result]) -> list[Result]:
+        """Ask every other node, each on a thread. The first failure ends the others: nobody delays its report."""
+        pool = DaemonPool[Result](len(self._others), "lazysnap-parity", self.interrupt)
+        return pool.run([partial(ask, position) for position in self._others])
+
+    def _open(self, position: int, step: int) -> HeldMember:
+        reader = self._readers[position]
+        size = reader.open(PartOf(self._run.start, step, self._parity.most_lost))
+
+        def read(offset: int, length: int) -> memoryview:
+            out = memoryview(bytearray(length))
+            reader.read_into(offset, out)
+            return out
+
+        return _member(read, size)
+
+    def _read(self, position: int, stripes: "Sequence[_Stripe]", beat: Beat) -> None:
+        """All that is wanted of one node."""
+        reader, buffer = self._readers[position], map_anonymous(self._parity.block_bytes)
+        for stripe in stripes:
+            for block in range(stripe.num_blocks(position)):
+                beat()
+                offset, length = stripe.span(position, block)
+                self._pace.take(length, beat)
+                checksum = reader.read_into(offset, buffer[:length])
+                stripe.add(position, block, buffer[:length], checksum)
+        reader.finish()
+
+
+class _Stripe:
+    """The file of a stripe that is being filled, by several threads."""
+
+    def __init__(self, pieces: Pieces, stripe: int, row: int, file: memoryview) -> None:
+        self.stripe, self.file = stripe, file
+        self._pieces, self._row = pieces, row
+        self._data = pieces.group.data(stripe)
+        self._code = Code(pieces.group.pieces, pieces.group.parity)
+        self._lock = threading.Lock()
+
+    def num_blocks(self, position: int) -> int:
+        """Of the piece of that member here, without zeros behind its end."""
+        if position not in self._data:
+            return 0
+        return sum(self.span(position, block)[1] > 0 for block in range(self._pieces.num_blocks))
+
+    def span(self, position: int, block: int) -> tuple[int, int]:
+        """See ``Pieces.span``."""
+        return self._pieces.span(position, self.stripe, block)
+
+    def add(self, position: int, block: int, data: memoryview, checksum: int) -> None:
+        """A block of that member's piece is here."""
+        column, start = self._data.index(position), block * self._pieces.block_bytes
+        with self._lock:
+            multiply_add(self._code.weight(self._row, column), data, self.file[start : start + len(data)])
+        self._note(column, block, checksum)
+
+    def _note(self, column: int, block: int, checksum: int) -> None:
+        at = self._pieces.checksum_at(column, block)
+        self.file[at : at + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
+
+    def finish(self) -> None:
+        """All blocks are in."""
+        size = self._pieces.block_bytes
+        for block in range(self._pieces.num_blocks):
+            parity = self.file[block * size : (block + 1) * size]
+            self._note(self._pieces.group.pieces, block, xxhash.xxh3_64_intdigest(parity))
+
+
+def _member(read: Callable[[int, int], memoryview], size_bytes: int) -> HeldMember:
+    entries = read_index(read, size_bytes)
+    return HeldMember([rank for rank, *_ in entries], size_bytes, [frozen for *_, frozen in entries])

@@ -1,0 +1,87 @@
+"""The slots of a node's ranks, as far as they hold captures of one start."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lazysnap.arena import KEEP, Slot, SlotPhase, SlotStatus, Word
+from lazysnap.keeper.granted import RankView, SlotView, common_whole
+
+_HELD = (SlotPhase.CAPTURING, SlotPhase.WHOLE)
+
+
+class RankMemory(Protocol):
+    """One rank of the node, as its keeper serves it."""
+
+    def slots(self) -> Sequence[Slot]:
+        """All of them."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its trainer is dead, or said goodbye."""
+
+    def has_left(self, start: str) -> bool:
+        """Whether nothing more is captured for that start: its trainer is gone, or began another one."""
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether its trainer did not tell yet which run it goes on with."""
+
+    def holds(self, slot: Slot, start: str) -> bool:
+        """Whether what the slot shows is a capture of that start."""
+
+    def has_begun(self, start: str) -> bool:
+        """Whether its trainer captures, or captured, for that start."""
+
+
+Ranks = Callable[[], Sequence[RankMemory | None]]
+"""All ranks of the node, in order; ``None`` for one that did not come yet."""
+
+
+class NodeSlots:
+    """Read from any thread."""
+
+    def __init__(self, ranks: Ranks, start: str, step: int = -1) -> None:
+        """``step``: where that start went on from."""
+        self._ranks, self._start, self._step = ranks, start, step
+
+    def ranks(self) -> list[RankMemory]:
+        """Those that came."""
+        return [rank for rank in self._ranks() if rank is not None]
+
+    def all(self) -> list[Slot]:
+        """Of all of them, also those of other starts."""
+        return [slot for rank in self.ranks() for slot in rank.slots()]
+
+    def views(self, pin: Word = Word.PIN) -> list[RankView]:
+        """What ``granted`` decides by. ``pin``: the word that says for which step a slot is pinned."""
+        return [self._view(rank, pin) for rank in self._ranks()]
+
+    def _view(self, rank: RankMemory | None, pin: Word) -> RankView:
+        start = self._start
+        if rank is None or not rank.has_begun(start):
+            return RankView(-1, False, ())
+        is_gone, slots = rank.has_left(start), rank.slots()
+        begun = max((slot.word(Word.BEGIN) - 1 for slot in slots if rank.holds(slot, start)), default=self._step)
+        views = []
+        for slot, status in self._held(rank, slots):
+            assert status.step is not None
+            pinned = slot.word(pin) & ~KEEP
+            views.append(SlotView(status.step, status.phase is SlotPhase.WHOLE, pinned - 1 if pinned else None))
+        return RankView(begun, is_gone, tuple(views))
+
+    def _held(self, rank: RankMemory, slots: Sequence[Slot]) -> list[tuple[Slot, SlotStatus]]:
+        """The slots that hold a capture of this start, whole or being copied."""
+        found = [(slot, slot.status()) for slot in slots]
+        return [one for one in found if one[1].phase in _HELD and rank.holds(one[0], self._start)]
+
+    def of_step(self, step: int) -> list[Slot | None]:
+        """Of each rank the slot that holds a capture of that step."""
+        found: list[Slot | None] = []
+        for rank in self._ranks():
+            slots = [] if rank is None else [one for one in self._held(rank, rank.slots()) if one[1].step == step]
+            found.append(max((slot for slot, _ in slots), key=lambda slot: slot.word(Word.SEQUENCE), default=None))
+        return found
+
+    def newest_common(self) -> int | None:
+        """The newest step that all ranks of the node hold whole."""
+        return max(common_whole(self.views()), default=None)

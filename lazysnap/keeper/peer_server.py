@@ -1,0 +1,226 @@
+"""Serves reads of this node's memory to the other processes of the job: slots, parts, parity.
+
+Each connection has a thread. It answers one request at a time, out of a ``BlockSource``, which may still fill.
+"""
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+import xxhash
+from msgspec import Struct, msgpack
+
+from lazysnap.errors import LazySnapError, PeerRefused
+from lazysnap.keeper.certificate import Certificate
+from lazysnap.keeper.peer_channel import Channel, Identity, shut
+from lazysnap.keeper.peer_messages import (
+    MAX_TEXT,
+    Alive,
+    Block,
+    Finished,
+    Open,
+    Opened,
+    Read,
+    Refusal,
+    Request,
+    What,
+)
+from lazysnap.keeper.strangers import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
+from lazysnap.levels.source import BlockSource
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1024
+"""More are closed at once."""
+_DEADLINES = Deadlines(alive_s=1.0, silence_s=300.0)
+"""How often a client hears that its request is still in progress; how long it may ask nothing."""
+_CLOSE_S = 5.0
+"""``close`` waits for so long."""
+_decoder: msgpack.Decoder[Request] = msgpack.Decoder(Request)
+
+
+class PeerServer:
+    """All reads that other processes do here."""
+
+    def __init__(
+        self, certificate: Certificate, open: Callable[[What], BlockSource], deadlines: Deadlines = _DEADLINES
+    ) -> None:
+        """``open`` finds what is read, on the thread of the connection.
+
+        It may raise LazySnapError or OSError, and so may the source: the client is sent its text.
+        """
+        self._identity = Identity(certificate, ssl.PROTOCOL_TLS_SERVER)
+        self._open, self._deadlines = open, deadlines
+        self._lock = threading.Lock()
+        self._listeners: list[socket.socket] = []
+        self._connections: dict[ssl.SSLSocket, Channel[Request] | None] = {}
+        """``None``: it has not shown the certificate yet."""
+        self._threads: set[threading.Thread] = set()
+        self._refusals = Refusals("reads by peers")
+        self._is_closed = threading.Event()
+        self._start(self._send_alive, "alive")
+
+    def listen(self, host: str, port: int = 0) -> tuple[str, int]:
+        """Serve on one address of this machine; the address.
+
+        Raises: ConfigError, if ``host`` means every interface; OSError, if the address cannot be had.
+        """
+        return self.serve(listener_at(host, port))
+
+    def serve(self, listener: socket.socket) -> tuple[str, int]:
+        """Serve on a socket that listens already, and take it over; its address."""
+        bound = listener.getsockname()
+        with self._lock:
+            self._listeners.append(listener)
+        self._start(lambda: self._accept(listener), "accept")
+        return bound[0], bound[1]
+
+    def close(self) -> None:
+        """End all connections. Blocks: some seconds; a source that is waited for may hold its thread longer."""
+        self._is_closed.set()
+        with self._lock:
+            connections, listeners = list(self._connections), list(self._listeners)
+        for listener in listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes ``accept``; its thread closes it
+        for secure in connections:
+            shut(secure)
+        deadline = time.monotonic() + _CLOSE_S
+        while (thread := self._any_thread()) and (left_s := deadline - time.monotonic()) > 0:
+            thread.join(left_s)
+
+    def _any_thread(self) -> threading.Thread | None:
+        with self._lock:
+            return next(iter(self._threads), None)
+
+    def _start(self, run: Callable[[], None], name: str) -> None:
+        def body() -> None:
+            try:
+                run()
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=body, name=f"lazysnap-peer-{name}", daemon=True)
+        with self._lock:
+            thread.start()
+            self._threads.add(thread)
+
+    def _send_alive(self) -> None:
+        while not self._is_closed.wait(self._deadlines.alive_s):
+            with self._lock:
+                channels = [channel for channel in self._connections.values() if channel is not None]
+            for channel in channels:
+                channel.send_beside(Alive())
+
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while not self._is_closed.is_set():
+                try:
+                    connection, address = listener.accept()
+                except OSError as error:  # no descriptors left, for example
+                    if not self._is_closed.is_set():
+                        logger.warning("reads by peers: a connection cannot be accepted: %s", error)
+                        self._is_closed.wait(1.0)
+                    continue
+                with connection:  # detached, if it is taken over
+                    try:
+                        self._take(connection, address)
+                    except (OSError, RuntimeError, Violation) as error:  # RuntimeError: no thread to be had
+                        self._refusals.say(address, error)
+
+    def _take(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        """Serve this connection on a thread of its own."""
+        connection.settimeout(self._deadlines.connect_s)
+        with self._lock:
+            num_unknown = sum(channel is None for channel in self._connections.values())
+            if num_unknown >= MAX_UNKNOWN or len(self._connections) >= MAX_CONNECTIONS:
+                raise Violation(f"{len(self._connections)} connections, {num_unknown} of them unknown: too many")
+            secure = self._identity.wrap(connection)
+            self._connections[secure] = None
+        if self._is_closed.is_set():  # ``close`` may not have seen it
+            shut(secure)
+        try:
+            self._start(lambda: self._serve(secure, address), "connection")
+        except RuntimeError:
+            self._forget(secure)
+            raise
+
+    def _forget(self, secure: ssl.SSLSocket) -> None:
+        with self._lock:
+            del self._connections[secure]
+        secure.close()
+
+    def _serve(self, secure: ssl.SSLSocket, address: tuple[str, int]) -> None:
+        is_known = False
+        try:
+            self._identity.handshake(secure, self._deadlines.connect_s)
+            channel = Channel(secure, _decoder, self._deadlines.send_s)
+            channel.greet(self._deadlines.connect_s)
+            is_known = True
+            with self._lock:
+                self._connections[secure] = channel
+            reads = _Reads(channel, self._open)
+            while True:
+                request = channel.receive(self._deadlines.silence_s)
+                try:
+                    answer, payload = reads.do(request)
+                except (LazySnapError, OSError) as error:  # of the source; the connection itself is well
+                    if isinstance(error, PeerRefused):
+                        self._refusals.say(address, error)
+                    logger.debug("reads by peers: %s asked for what failed: %s", address, error)
+                    answer, payload = Refusal(str(error)[:MAX_TEXT]), None
+                channel.send(answer, payload)
+                payload = None  # memory that is viewed cannot be unmapped
+        except Violation as error:
+            self._refusals.say(address, error)
+        except (OSError, EOFError) as error:
+            if is_known or self._is_closed.is_set():  # clients come and go
+                logger.debug("reads by peers: %s is gone: %s", address, reason(error))
+            else:
+                self._refusals.say(address, error)
+        finally:
+            self._forget(secure)
+
+
+class _Reads:
+    """What one client reads."""
+
+    def __init__(self, channel: Channel[Request], open: Callable[[What], BlockSource]) -> None:
+        self._channel, self._open = channel, open
+        self._what: What | None = None
+        self._source: BlockSource | None = None
+
+    def do(self, request: Request) -> tuple[Struct, memoryview | None]:
+        """The answer, and the bytes behind it.
+
+        Raises: PeerRefused, if no client of ours asks for it; LazySnapError and OSError, of the source.
+        """
+        if isinstance(request, Open):
+            self._source = None
+            with self._channel.waiting():
+                source = self._open(request.what)
+            self._what, self._source = request.what, source
+            return Opened(source.size_bytes), None
+        if self._source is None:
+            raise PeerRefused("nothing is open")
+        if isinstance(request, Read):
+            return self._read(self._source, request)
+        source, self._source = self._source, None
+        with self._channel.waiting():
+            source.finish()
+        return Finished(), None
+
+    def _read(self, source: BlockSource, request: Read) -> tuple[Struct, memoryview | None]:
+        stop = request.offset + request.length
+        if stop > source.size_bytes:
+            raise PeerRefused(f"bytes [{request.offset}, {stop}) of {self._what}, which has {source.size_bytes}")
+        with self._channel.waiting():
+            source.wait(stop)
+            payload = source.view(request.offset, request.length)[: request.length]
+            checksum = xxhash.xxh3_64_intdigest(payload)
+        return Block(len(payload), checksum), payload

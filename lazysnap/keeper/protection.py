@@ -1,0 +1,289 @@
+"""Protection of a node's memory by other nodes, for one start of a job: parity in their memory (REFT, section 4).
+
+A keeper computes the parity that it is to hold, out of what it reads from the slots of the other nodes of its group.
+Which step is protected is granted and counted as for storage (``keeper.grants``), by grants of its own: when all
+keepers have their parity of a step, the step is protected. Until a newer one is, its slots and its parity stay.
+"""
+
+import logging
+import math
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lazysnap import faults
+from lazysnap.arena import SlotPhase, Word
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, MemoryBoundExceeded, PeerRefused
+from lazysnap.keeper.certificate import Certificate
+from lazysnap.keeper.coordinator import GrantLoop
+from lazysnap.keeper.encoding import Encoding
+from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, Write
+from lazysnap.keeper.grants import Coordinator, LevelGrants
+from lazysnap.keeper.held_steps import HeldSteps
+from lazysnap.keeper.links import Links
+from lazysnap.keeper.node_slots import NodeSlots
+from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.protocol import HeldParity, Message, Parity, Peers, Protected, Run, Unprotected
+from lazysnap.keeper.team import Team
+from lazysnap.levels.rate_limiter import RateLimiter
+from lazysnap.levels.watchdog import WriteCancelled
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+"""Between two tries to reach the others after a failure: the pause doubles up to this."""
+_LATE_S, _REMINDER_S = 60.0, 600.0
+"""When trainers are told that nothing was protected since, and how often again."""
+_LOOK_S = 1.0
+_ALONE_S = 1e9
+"""Without node 0 nothing is protected."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What protection needs of the keeper."""
+
+    emit: Callable[[Message], None]
+    """Tell the trainers of the node; does not block."""
+    has_stored: Callable[[], bool]
+    """Whether a snapshot is complete at some level, and with it the frozen tensors."""
+
+
+@dataclass
+class _News:
+    """What trainers were told."""
+
+    newest: int = -1
+    since: float = field(default_factory=time.monotonic)
+    """When something that was due was protected last, or nothing was due."""
+    tells_at_s: float | None = None
+    """After how many seconds trainers are told again; ``None``: they were told nothing, or that it is over."""
+
+
+def interval_of(parity: Parity, run: Run) -> int:
+    """Steps that are due for protection are multiples of it: only what is captured can be protected."""
+    return math.lcm(parity.every_n_steps, run.every_n_steps)
+
+
+class NodeProtection:
+    """Of one node, for one start. Methods may be called from any thread, and do not block but for ``close``."""
+
+    num_kept = 0
+
+    def __init__(self, run: Run, team: Team, slots: NodeSlots, store: ParityStore, around: Surroundings) -> None:
+        """``run.peers`` and ``run.parity`` are there."""
+        assert run.peers is not None
+        assert run.parity is not None
+        self._run, self._slots, self._store, self._around = run, slots, store, around
+        self._peers: Peers = run.peers
+        self._parity: Parity = run.parity
+        self._every = interval_of(run.parity, run)
+        certificate = Certificate(run.peers.cert_pem.encode(), run.peers.key_pem.encode())
+        self._encoding = Encoding(run.parity, run, team, certificate, RateLimiter(run.parity.max_bytes_per_s))
+        level = NodeLevel(is_memory=True)
+        self._held = HeldSteps(run.start, level)
+        if not run.is_new:
+            self._held.inherit(self.views())
+        self._is_closed = False
+        self._is_failing = False
+        self._why = ""
+        """Why the last step that was tried is not protected."""
+        self._news = _News()
+        self._work: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
+        self._node = NodeGrants(team.node, run.start, (level,))
+        self._loop = GrantLoop(self._node, self, self._coordinator(team), alone_s=_ALONE_S)
+        for work, name in ((self._encode_all, "lazysnap-parity"), (self._watch, "lazysnap-protected")):
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    def _coordinator(self, team: Team) -> Coordinator | None:
+        if team.node != 0:
+            return None
+        settings = PersistentLevel("parity", every_n_steps=self._every)  # no place: its interval counts
+        levels = (LevelGrants(settings),)
+        return Coordinator(secrets.randbits(62), self._run.start, team.nodes, levels, is_memory=True)
+
+    def start(self, linked: Callable[[GrantLoop, int], Links | None]) -> None:
+        """Begin. ``linked`` makes the links of a loop, by way of that port of node 0. Blocks: until they listen."""
+        self._loop.start(linked(self._loop, self._peers.parity_port))
+
+    def look(self) -> None:
+        """Something changed in the slots, or a trainer came or went."""
+        self._loop.look()
+
+    def wish(self, step: int) -> None:
+        """The step is to be protected, due or not."""
+        self._loop.wish(step)
+
+    def again(self) -> list[Message]:
+        """What a trainer that comes back is told."""
+        protected = self._held.protected
+        return [] if protected is None else [Protected(protected, self._run.start)]
+
+    def close(self) -> None:
+        """Protect no more; what is protected stays so. Blocks: for a moment."""
+        if self._is_closed:
+            return  # another start may hold slots by now
+        self._is_closed = True
+        self._encoding.interrupt()
+        self._loop.close()
+        self._work.put(None)
+        self.settle(None)  # now it is known of which steps there is parity
+        self._held.end()
+        self.settle(None)
+
+    # ---------------------------------------------------------------- the grants' side (``coordinator.Keeping``)
+
+    def views(self) -> list[RankView]:
+        """See ``Keeping.views``."""
+        return self._slots.views(Word.HOLD)
+
+    def settle(self, word: int | None) -> None:
+        """Let go what nobody counts on any more."""
+        held = self._held
+        if held.kept is None and self._num_slots() < self._parity.slots:
+            held.do_without(self.views(), self._run.num_kept)
+        start = self._run.start
+        for rank in self._slots.ranks():
+            for slot in rank.slots():
+                status, is_own = slot.status(), rank.holds(slot, start)
+                is_there = status.step is not None and status.phase is not SlotPhase.VOID
+                if status.held and not (is_there and held.stays(status.step, is_own=is_own)):
+                    slot.set_word(Word.HOLD, 0)
+        # What was let go is not there any more: if it is granted again, it is computed again.
+        left = self._store.keep(lambda parity: held.stays(parity.step, is_own=parity.start == start))
+        held.level.stored = {parity.step for parity in left if parity.start == start}
+
+    def pin(self, ranks: Sequence[int], step: int) -> None:
+        """See ``Keeping.pin``."""
+        slots = self._slots.of_step(step)
+        for number in ranks:
+            slot = slots[number]
+            if slot is not None:
+                slot.set_word(Word.HOLD, step + 1)
+
+    def begin(self, write: Write) -> None:
+        """See ``Keeping.begin``."""
+        self._work.put(write)
+
+    def learned(self, levels: Sequence[NodeLevel]) -> None:
+        """See ``Keeping.learned``."""
+        if self._held.learn():
+            self._around.emit(Protected(self._held.protected, self._run.start))
+
+    def store_alone(self, steps: Sequence[int]) -> None:
+        """See ``Keeping.store_alone``: parity needs the others."""
+
+    # ---------------------------------------------------------------- parity
+
+    def _encode_all(self) -> None:
+        """The thread that computes parity."""
+        while (write := self._work.get()) is not None:
+            try:
+                self._encode(write)
+                self._is_failing, self._why = False, ""
+                self._loop.verified(write)
+            except (CaptureAborted, WriteCancelled, PeerRefused) as error:
+                self._encoding.close()  # a reader may be in the middle of a block
+                logger.info("step %d is not protected: %s", write.step, error)
+                if not isinstance(error, WriteCancelled):
+                    self._why = f"step {write.step}: {error}"
+                self._loop.missed(write)
+            except Exception as error:  # noqa: BLE001  the rim of the thread
+                self._encoding.close()
+                if self._is_closed:
+                    continue
+                self._failed(write, error)
+                self._await_peers()
+        self._encoding.close()
+
+    def _failed(self, write: Write, error: Exception) -> None:
+        level, self._is_failing = logging.INFO if self._is_failing else logging.WARNING, True
+        self._why = str(error) if isinstance(error, LazySnapError) else f"{type(error).__name__}: {error}"
+        logger.log(level, "step %d is not protected by other nodes, tried again: %s", write.step, self._why)
+        self._loop.failed(write)
+
+    def _encode(self, write: Write) -> None:
+        def obey() -> None:
+            if self._is_closed or not self._loop.is_wanted(write):
+                raise WriteCancelled(f"step {write.step} was cancelled")
+
+        faults.point("keeper.parity.begin")
+        self._check_slots()
+        done = self._encoding.encode(write.step, self._store, self._slots, obey)
+        self._check_frozen(done.held)
+        # The words once more: what parity was made of must be what is held.
+        for slot in self._slots.of_step(write.step):
+            if slot is None or slot.word(Word.HOLD) != write.step + 1 or slot.status().phase is not SlotPhase.WHOLE:
+                raise CaptureAborted(f"step {write.step} is not in memory any more")
+        faults.point("keeper.parity.done")
+        obey()
+        self._store.add(done)
+
+    def _check_frozen(self, held: HeldParity) -> None:
+        """Frozen tensors are not in the parity. Raises: LevelUnavailable, if those of a lost node would be lost."""
+        digests = {frozenset(filter(None, member.frozen)) for member in held.members}
+        if len(digests) > 1 and not self._around.has_stored():
+            raise LevelUnavailable(
+                "each node holds frozen tensors of its own, which parity leaves to storage, and they are not stored "
+                "yet: give SnapshotConfig(levels=...), or wait for the first snapshot there"
+            )
+
+    def _check_slots(self) -> None:
+        """Raises: MemoryBoundExceeded, if what is held would leave too few slots for captures."""
+        if (count := self._num_slots()) < self._parity.slots:
+            raise MemoryBoundExceeded(
+                f"a rank of this node has {count} slots of memory, parity needs {self._parity.slots}"
+            )
+
+    def _num_slots(self) -> int:
+        """Of the rank that has the fewest."""
+        ranks = [rank.slots() for rank in self._slots.ranks()]
+        counts = [sum(slot.image_capacity > 0 and slot.status().ready for slot in slots) for slots in ranks]
+        return min(counts, default=self._parity.slots)
+
+    def _await_peers(self) -> None:
+        """Until all of the group can be reached again; then steps are granted again."""
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._is_closed:
+            try:
+                self._check_slots()
+                self._encoding.connect()
+            except Exception as error:  # noqa: BLE001  the rim of the thread
+                self._why = str(error)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                self._loop.probed(0)
+                return
+
+    # ---------------------------------------------------------------- telling
+
+    def _watch(self) -> None:
+        """A run that is not protected says so, and says it again."""
+        while not self._is_closed:
+            try:
+                self._tell()
+            except Exception:  # the rim of the thread
+                logger.exception("telling")
+            time.sleep(_LOOK_S)
+
+    def _tell(self) -> None:
+        news, now = self._news, time.monotonic()
+        begun = max((view.begun for view in self.views()), default=-1)
+        protected, every = -1 if self._held.protected is None else self._held.protected, self._every
+        if protected > news.newest or begun // every <= protected // every:
+            if news.tells_at_s is not None:
+                self._around.emit(Unprotected(""))
+            self._news = _News(protected)
+            return
+        seconds = now - news.since
+        if seconds >= (news.tells_at_s or _LATE_S):
+            news.tells_at_s = seconds + _REMINDER_S
+            nodes, _ = self._loop.unreached
+            unreached = f"no link to the keeper of node {min(nodes)}" if nodes else ""
+            reason = unreached or self._why or "a node of its group, or of another one, has no parity yet"
+            self._around.emit(Unprotected(f"nothing was protected for {seconds:.0f} s: {reason}"))

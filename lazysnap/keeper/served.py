@@ -1,0 +1,132 @@
+"""What a keeper lets other keepers and restarting trainers of its job read: slots, its node's part, parity."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from lazysnap.arena import Slot, SlotPhase, Word
+from lazysnap.errors import CaptureAborted, ShardCorrupt
+from lazysnap.keeper.certificate import Certificate
+from lazysnap.keeper.frozen import FrozenPool
+from lazysnap.keeper.local_rank import LocalRank
+from lazysnap.keeper.node_part import open_part
+from lazysnap.keeper.node_slots import NodeSlots
+from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.peer_messages import FrozenOf, ParityOf, PartOf, What
+from lazysnap.keeper.peer_server import PeerServer
+from lazysnap.levels.source import BlockSource, MemorySource
+from lazysnap.shard.checksum import Checksums
+
+logger = logging.getLogger(__name__)
+
+_PORT_S = 30.0
+"""How long a keeper that takes a dead one's place waits for its port."""
+
+
+class PeerReads:
+    """One server at a time: that of the newest start. Who has the certificate of an earlier one is refused."""
+
+    def __init__(
+        self, ranks: Callable[[], Sequence[LocalRank | None]], parity: ParityStore, frozen: FrozenPool
+    ) -> None:
+        """``ranks``: all that the keeper has, by number, also those that the newest start does not have."""
+        self._ranks, self._parity, self._frozen = ranks, parity, frozen
+        self._compared: set[str] = set()
+        """Digests of frozen tensors whose memory has it."""
+        self._lock = threading.Lock()
+        self._server: PeerServer | None = None
+        self._serves: tuple[str, str, int] | None = None
+        """Certificate and address."""
+
+    def serve(self, address: tuple[str, int], cert_pem: str, key_pem: str) -> int:
+        """Serve there, if this is not done already; the port. Blocks: until it is bound. Raises: OSError; ConfigError.
+
+        A port that a keeper before this one used is waited for, on a thread.
+        """
+        host, port = address
+        with self._lock:
+            if self._serves is not None and self._serves[0] == cert_pem:
+                return self._serves[2]
+            self._end()
+            self._serves = (cert_pem, host, port)
+            server = self._server = PeerServer(Certificate(cert_pem.encode(), key_pem.encode()), self._open)
+        if port:
+            threading.Thread(target=self._listen, args=(server, host, port), name="lazysnap-reads", daemon=True).start()
+            return port
+        try:
+            _, port = server.listen(host, 0)
+        except BaseException:
+            self.close()
+            raise
+        self._serves = (cert_pem, host, port)
+        return port
+
+    def close(self) -> None:
+        """Serve nobody any more. Blocks: for a moment."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        server, self._server, self._serves = self._server, None, None
+        if server is not None:
+            server.close()
+
+    def _listen(self, server: PeerServer, host: str, port: int) -> None:
+        deadline = time.monotonic() + _PORT_S
+        while server is self._server:
+            try:
+                server.listen(host, port)
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    logger.warning("other nodes cannot read from this keeper: %s:%d: %s", host, port, error)
+                    return
+                time.sleep(0.1)
+
+    def _beat(self) -> None:
+        """What is waited for ends with the server; until then the reader's deadline counts. Raises: CaptureAborted."""
+        if self._server is None:
+            raise CaptureAborted("this keeper serves no reads of this start any more")
+
+    def _open(self, what: What) -> BlockSource:
+        """Raises: LazySnapError."""
+        if isinstance(what, ParityOf):
+            return self._parity.source(what.start, what.step, what.stripe)
+        if isinstance(what, PartOf):
+            slots = NodeSlots(lambda: self._crew(what.start), what.start)
+            return open_part(slots, what.step, what.most_lost, self._beat)
+        if isinstance(what, FrozenOf):
+            return self._frozen_of(what)
+        ranks = self._ranks()
+        rank = ranks[what.local_rank] if what.local_rank < len(ranks) else None
+        for slot in () if rank is None else rank.slots():
+            status = slot.status()
+            if status.sequence == what.sequence and status.phase is SlotPhase.WHOLE and slot.image_capacity:
+                return _of_slot(slot, is_meta=what.part == "meta")
+        raise CaptureAborted(f"capture {what.sequence} of local rank {what.local_rank} is not in memory any more")
+
+    def _crew(self, start: str) -> list[LocalRank | None]:
+        """The ranks that the node had in that start."""
+        ranks = self._ranks()
+        count = max((rank.crew_of(start) for rank in ranks if rank is not None), default=0)
+        return [*ranks[:count], *[None] * (count - len(ranks))]
+
+    def _frozen_of(self, what: FrozenOf) -> BlockSource:
+        slot = self._frozen.get(what.digest)
+        if slot is None:
+            raise CaptureAborted(f"frozen tensors {what.digest} are not in memory")
+        if what.digest not in self._compared:
+            found = Checksums.of(slot.read(0, slot.word(Word.IMAGE_BYTES))).whole
+            if found != what.digest:
+                raise ShardCorrupt(f"frozen tensors {what.digest}: their checksum in memory is {found}")
+            self._compared.add(what.digest)
+        return _of_slot(slot, is_meta=what.part == "meta")
+
+
+def _of_slot(slot: Slot, *, is_meta: bool) -> MemorySource:
+    if is_meta:
+        meta = slot.read_meta()
+        return MemorySource(memoryview(meta), len(meta))
+    size = slot.word(Word.IMAGE_BYTES)
+    return MemorySource(slot.read(0, size), size)

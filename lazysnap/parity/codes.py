@@ -1,0 +1,241 @@
+"""The erasure code of one stripe: k data pieces, m parity pieces; any k of them give back the others.
+
+A piece is a string of elements of GF(256), one per byte. A parity piece is a weighted sum of the data pieces. The
+weights are a Cauchy matrix whose columns are scaled so that parity 0 has weights of one. So parity 0 is the XOR of the
+data, and with one data piece it is its mirror. Every square part of a Cauchy matrix can be inverted, scaled or not:
+therefore any k pieces are enough. The weight of a parity and a column is the same for every k and m.
+"""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lazysnap.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ctypes import CDLL, Array, c_char
+    from pathlib import Path
+
+    from typing_extensions import Buffer
+
+POLYNOMIAL = 0x11D
+"""The field is that of ISA-L and of RAID-6."""
+MAX_PIECES = 256
+"""Data and parity together."""
+
+
+def _powers_of_two() -> list[int]:
+    powers = [1]
+    while len(powers) < 255:
+        doubled = powers[-1] << 1
+        powers.append(doubled ^ POLYNOMIAL if doubled > 255 else doubled)
+    return powers
+
+
+_POWERS = _powers_of_two()
+_LOGARITHMS = {power: exponent for exponent, power in enumerate(_POWERS)}
+
+
+def product(a: int, b: int) -> int:
+    """The product of two elements of the field."""
+    return _POWERS[(_LOGARITHMS[a] + _LOGARITHMS[b]) % 255] if a and b else 0
+
+
+def quotient(a: int, b: int) -> int:
+    """``a`` divided by ``b``, which is not 0."""
+    return _POWERS[(_LOGARITHMS[a] - _LOGARITHMS[b]) % 255] if a else 0
+
+
+@dataclass(frozen=True)
+class Code:
+    """Of stripes with so many data and parity pieces."""
+
+    pieces: int
+    """Data pieces: k."""
+    parity: int
+    """Parity pieces: m."""
+
+    def __post_init__(self) -> None:
+        if self.pieces < 1 or self.parity < 1 or self.pieces + self.parity > MAX_PIECES:
+            raise ConfigError(
+                f"a stripe has at least one data and one parity piece, and at most {MAX_PIECES} together, got "
+                f"{self.pieces} and {self.parity}"
+            )
+
+    def weight(self, row: int, column: int) -> int:
+        """The weight of data piece ``column`` in parity piece ``row``."""
+        if not (0 <= row < self.parity and 0 <= column < self.pieces):
+            raise ConfigError(f"{self} has no weight of data piece {column} in parity piece {row}")
+        return quotient(255 ^ column, (255 - row) ^ column)
+
+    @lru_cache(maxsize=1024)  # noqa: B019  codes are few and small
+    def recovery(self, wanted: int, present: tuple[int, ...]) -> list[int]:
+        """The weight of each piece in ``present`` in the sum that is data piece ``wanted``.
+
+        ``present``: exactly k pieces that are left: 0 to k-1 are data, k to k+m-1 parity.
+
+        Raises: ConfigError, if these are not k pieces of this code.
+        """
+        k, all_pieces = self.pieces, self.pieces + self.parity
+        if not 0 <= wanted < k:
+            raise ConfigError(f"{self} has no data piece {wanted}")
+        if len(present) != k or len({*present}) != k or not all(0 <= piece < all_pieces for piece in present):
+            raise ConfigError(
+                f"data piece {wanted} is computed from {k} different pieces of 0 to {all_pieces - 1}, got {[*present]}"
+            )
+        # One equation per data piece: its weights in the pieces that are present add up to 1 if it is the wanted one.
+        equations = [[self._share(piece, column) for piece in present] + [int(column == wanted)] for column in range(k)]
+        for at in range(k):
+            pivot = next(row for row in range(at, k) if equations[row][at])  # it exists: see the docstring above
+            equations[at], equations[pivot] = equations[pivot], equations[at]
+            equations[at] = [quotient(value, equations[at][at]) for value in equations[at]]
+            for row in range(k):
+                if row != at and (factor := equations[row][at]):
+                    equations[row] = [
+                        value ^ product(factor, other)
+                        for value, other in zip(equations[row], equations[at], strict=True)
+                    ]
+        return [equation[k] for equation in equations]
+
+    def _share(self, piece: int, column: int) -> int:
+        """The weight of data piece ``column`` in any ``piece``."""
+        return int(piece == column) if piece < self.pieces else self.weight(piece - self.pieces, column)
+
+
+def multiply_add(weight: int, data: "Buffer", out: "Buffer") -> None:
+    """Add ``weight`` times ``data`` to ``out``, in place: ``out ^= weight * data``.
+
+    Both have as many bytes, and ``out`` can be written to. Releases the interpreter lock.
+
+    Raises: ConfigError, for other buffers, or if neither ISA-L nor numpy is installed.
+    """
+    source, target = memoryview(data).cast("B"), memoryview(out).cast("B")
+    if not 0 <= weight < 256:
+        raise ConfigError(f"a weight is 0 to 255, got {weight}")
+    if len(source) != len(target) or target.readonly:
+        raise ConfigError(
+            f"multiply_add needs as many bytes to write to as to read, got {len(source)} to read and {len(target)} "
+            f"{'that are read-only' if target.readonly else 'to write to'}"
+        )
+    if weight and len(source):
+        _arithmetic().multiply_add(weight, source, target)
+
+
+def library() -> str:
+    """What computes: ``"ISA-L"`` or ``"numpy"``. Raises: ConfigError, if neither is installed."""
+    return _arithmetic().name
+
+
+class Arithmetic(Protocol):
+    """What multiplies and adds buffers of equal, positive length; the weight is not 0."""
+
+    name: str
+
+    def multiply_add(self, weight: int, source: memoryview, target: memoryview) -> None:
+        """Add ``weight`` times ``source`` to ``target``."""
+
+
+@cache
+def _arithmetic() -> Arithmetic:
+    for path in isal_paths():
+        try:
+            return IsaL(path)
+        except (OSError, AttributeError, ConfigError):  # not there, another library, or not right on this processor
+            continue
+    return Numpy()
+
+
+def isal_paths() -> "list[str | Path]":
+    """Where ISA-L may be: in the wheel of pyeclib, which need not be imported for it, then in the system."""
+    import importlib.util
+    from ctypes.util import find_library
+    from pathlib import Path
+
+    spec = importlib.util.find_spec("pyeclib")
+    found: list[str | Path] = []
+    if spec is not None and spec.origin is not None:
+        found += sorted(Path(spec.origin).parent.parent.glob("pyeclib.libs/libisal*"))
+    if not found and (name := find_library("isal")) is not None:
+        found.append(name)
+    return found
+
+
+class IsaL:
+    """Intel's storage library, of the wheel of ``pyeclib`` or of the system, called by ctypes."""
+
+    name = "ISA-L"
+    MAX_BYTES = 1 << 30
+    """Of one call: lengths are C ints."""
+
+    def __init__(self, path: "str | Path") -> None:
+        import ctypes
+
+        self._library: CDLL = ctypes.CDLL(str(path))
+        self._tables: dict[int, Array[c_char]] = {}
+        self._init_tables = self._library.ec_init_tables
+        self._update = self._library.ec_encode_data_update
+        # The library chooses among several programs by the processor: better compared here than found in a restart.
+        data = bytes(range(256)) * 17 + bytes(range(201))
+        for weight in (2, 0x8E):
+            out = bytearray(len(data))
+            self.multiply_add(weight, memoryview(data), memoryview(out))
+            if out != bytes(product(weight, value) for value in data):
+                raise ConfigError(f"{path} computes wrong products")
+
+    def multiply_add(self, weight: int, source: memoryview, target: memoryview) -> None:
+        """Add ``weight`` times ``source`` to ``target``."""
+        from ctypes import addressof, byref, c_char, c_char_p, c_void_p, cast
+
+        table = self._table(weight)
+        # ctypes gives no address of what is read-only, but of bytes: that is copied.
+        copy = cast(c_char_p(bytes(source)), c_void_p) if source.readonly else None
+        start = (copy.value or 0) if copy is not None else addressof(c_char.from_buffer(source))
+        end = addressof(c_char.from_buffer(target))
+        for at in range(0, len(source), self.MAX_BYTES):
+            length = min(self.MAX_BYTES, len(source) - at)
+            self._update(length, 1, 1, 0, table, c_void_p(start + at), byref(c_void_p(end + at)))
+
+    def _table(self, weight: int) -> "Array[c_char]":
+        if weight not in self._tables:
+            from ctypes import create_string_buffer
+
+            table = create_string_buffer(32)
+            self._init_tables(1, 1, bytes([weight]), table)
+            self._tables[weight] = table
+        return self._tables[weight]
+
+
+class Numpy:
+    """The same bytes by numpy: XOR as fast, other weights at 0.6 to 1 GB/s."""
+
+    name = "numpy"
+    BLOCK_BYTES = 1 << 16
+    """At a time: numpy makes an index of eight bytes of each, and these must fit the cache."""
+
+    def __init__(self) -> None:
+        try:
+            import numpy
+        except ImportError as error:
+            raise ConfigError(
+                "parity between nodes needs ISA-L or numpy, and neither is here; run pip install 'lazysnap[parity]'"
+            ) from error
+        self._numpy = numpy
+        self._table = cache(self._products)
+
+    def _products(self, weight: int) -> Any:
+        return self._numpy.array([product(weight, value) for value in range(256)], self._numpy.uint8)
+
+    def multiply_add(self, weight: int, source: memoryview, target: memoryview) -> None:
+        """Add ``weight`` times ``source`` to ``target``."""
+        numpy = self._numpy
+        data, out = numpy.frombuffer(source, numpy.uint8), numpy.frombuffer(target, numpy.uint8)
+        if weight == 1:
+            numpy.bitwise_xor(out, data, out=out)
+            return
+        table = self._table(weight)
+        products = numpy.empty(self.BLOCK_BYTES, numpy.uint8)
+        for at in range(0, len(data), self.BLOCK_BYTES):
+            block = out[at : at + self.BLOCK_BYTES]
+            # "clip": otherwise numpy writes to a buffer of its own first. No index is beyond 255.
+            found = numpy.take(table, data[at : at + len(block)], out=products[: len(block)], mode="clip")
+            numpy.bitwise_xor(block, found, out=block)

@@ -1,0 +1,103 @@
+"""Which nodes protect each other, and what each of them holds for the others. Pure functions of what all nodes know.
+
+A group of n nodes with m parities has n stripes. In stripe s the members at positions s, s+1, .. s+m-1 (modulo n) hold
+parity 0 to m-1; the others hold data. So each member holds m parity pieces and has data in n-m stripes: its part of a
+snapshot is cut into as many pieces of one size. Any m members may be lost.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lazysnap.errors import ConfigError
+from lazysnap.parity.codes import MAX_PIECES
+
+PIECE_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes that protect each other. Positions are those in ``members``."""
+
+    members: tuple[int, ...]
+    """Node numbers, ascending."""
+    parity: int
+    """Parity pieces of each stripe, and members that may be lost."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.parity < len(self.members) <= MAX_PIECES or [*self.members] != sorted({*self.members}):
+            raise ConfigError(
+                f"a group has more members than parities, at most {MAX_PIECES}, in ascending order; got {self}"
+            )
+
+    @property
+    def pieces(self) -> int:
+        """Data pieces of each stripe, and pieces of each member's part."""
+        return len(self.members) - self.parity
+
+    def piece_bytes(self, sizes: Sequence[int]) -> int:
+        """The size of every piece, from the sizes of the members' parts: the largest part decides."""
+        if len(sizes) != len(self.members):
+            raise ConfigError(f"{self} has {len(self.members)} parts, got {len(sizes)} sizes")
+        per_piece = -(-max(sizes) // self.pieces)
+        return -(-per_piece // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+
+    def holders(self, stripe: int) -> tuple[int, ...]:
+        """The positions of the members that hold parity 0, 1, .. of the stripe."""
+        return tuple((stripe + row) % len(self.members) for row in range(self.parity))
+
+    def data(self, stripe: int) -> tuple[int, ...]:
+        """The positions of the members that hold its data pieces, by column."""
+        holders = self.holders(stripe)
+        return tuple(position for position in range(len(self.members)) if position not in holders)
+
+    def held(self, position: int) -> tuple[tuple[int, int], ...]:
+        """The ``(stripe, row)`` of the parity pieces of a member, by row."""
+        return tuple(((position - row) % len(self.members), row) for row in range(self.parity))
+
+    def stripes(self, position: int) -> tuple[int, ...]:
+        """The stripes in which a member has data: piece p of its part belongs to the p-th of them."""
+        held = {stripe for stripe, _ in self.held(position)}
+        return tuple(stripe for stripe in range(len(self.members)) if stripe not in held)
+
+
+def groups_of(domains: Sequence[str], size: int, parity: int) -> tuple[Group, ...]:
+    """The groups of all nodes, from the failure domain of each node (``domains[node]``).
+
+    Groups have at most ``size`` members, and differ by at most one. Nodes of one domain are spread evenly over all
+    groups. Groups are smaller where a domain would have more than ``parity`` members in one group otherwise. They are
+    larger than ``size`` only where there are too few nodes for more groups of more than ``parity`` members.
+
+    Raises: ConfigError, if there are not more nodes than ``parity``.
+    """
+    members = Counter(domains)
+    fewest, most = _number_of_groups(len(domains), size, parity), len(domains) // (parity + 1)
+    # So many groups survive the loss of one domain, and of another.
+    enough = {-(-count // parity) for count in members.values()}
+    number = min(
+        (number for number in {fewest, *enough} if fewest <= number <= most),
+        key=lambda number: (sum(count > number * parity for count in members.values()), number),
+    )
+    # Nodes are dealt out in turn, domain by domain: of a domain all groups get as many, or one more.
+    first = {domain: node for node, domain in reversed([*enumerate(domains)])}
+    order = sorted(range(len(domains)), key=lambda node: (-members[domains[node]], first[domains[node]], node))
+    dealt = sorted(tuple(sorted(order[at::number])) for at in range(number))
+    return tuple(Group(one, parity) for one in dealt)
+
+
+def _number_of_groups(nodes: int, size: int, parity: int) -> int:
+    if not 1 <= parity < size:
+        raise ConfigError(f"groups of {size} nodes cannot have {parity} parities: one at least, and fewer than nodes")
+    if nodes <= parity:
+        raise ConfigError(f"{parity} parities need {parity + 1} nodes at least, got {nodes}")
+    return min(-(-nodes // size), nodes // (parity + 1))
+
+
+def exposed(groups: Sequence[Group], domains: Sequence[str]) -> dict[str, tuple[Group, ...]]:
+    """The failure domains whose loss is not survived, and the groups that it destroys."""
+    found: dict[str, tuple[Group, ...]] = {}
+    for group in groups:
+        for domain, count in Counter(domains[node] for node in group.members).items():
+            if count > group.parity:
+                found[domain] = (*found.get(domain, ()), group)
+    return found

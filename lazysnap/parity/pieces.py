@@ -1,0 +1,78 @@
+"""Where the parts of a group's nodes lie in its stripes, block by block. Pure.
+
+The file of a stripe, which each of its parity holders has in memory, is the parity, then checksums (xxh3-64,
+little-endian) of the blocks of each data piece by column, then those of the blocks of the parity itself. So what is
+rebuilt is compared with what its owner had in memory, and a damaged parity is known as such.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lazysnap.parity.groups import Group
+
+CHECKSUM_BYTES = 8
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Of one snapshot of one group."""
+
+    group: Group
+    sizes: tuple[int, ...]
+    """Bytes of each member's part."""
+    most_block_bytes: int
+
+    @cached_property
+    def _share(self) -> int:
+        return max(_ALIGN, -(-max(self.sizes) // self.group.pieces))
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """What is read and compared at a time."""
+        return min(self.most_block_bytes, -(-self._share // _ALIGN) * _ALIGN)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Of a piece."""
+        return -(-self._share // self.block_bytes)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of each piece: zeros follow where the part is over."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def stripe_bytes(self) -> int:
+        """Of the file of a stripe."""
+        return self.piece_bytes + (self.group.pieces + 1) * self.num_blocks * CHECKSUM_BYTES
+
+    def checksum_at(self, column: int, block: int) -> int:
+        """Where in the file of a stripe the checksum of a block of a data piece stands; of the parity behind the last
+        column.
+        """
+        return self.piece_bytes + (column * self.num_blocks + block) * CHECKSUM_BYTES
+
+    def span(self, position: int, stripe: int, block: int) -> tuple[int, int]:
+        """Offset and length, in the part of the member at that position, of a block of its piece in that stripe. The
+        length is 0 where the part is over.
+        """
+        offset = self.group.stripes(position).index(stripe) * self.piece_bytes + block * self.block_bytes
+        return offset, max(0, min(self.block_bytes, self.sizes[position] - offset))
+
+    def locate(self, position: int, index: int) -> tuple[int, int]:
+        """Stripe, and block in the piece, of block ``index`` of a member's part."""
+        piece, block = divmod(index, self.num_blocks)
+        return self.group.stripes(position)[piece], block
+
+
+def can_rebuild(group: Group, parts: Sequence[int], parities: Sequence[int]) -> bool:
+    """Whether every lost part can be rebuilt. ``parts``: positions whose part is there; ``parities``: positions whose
+    parity is there. Neither implies the other: a keeper that died lost its parity alone.
+    """
+    for stripe in range(len(group.members)):
+        lost = [position for position in group.data(stripe) if position not in parts]
+        if len(lost) > sum(position in parities for position in group.holders(stripe)):
+            return False
+    return True
