@@ -268,7 +268,7 @@ def _checked(value: Any, kind: Any, where: str) -> Any:
     """``value`` as an object of that type. Raises: ShardCorrupt, naming the field that does not fit."""
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:  # the second for half of a surrogate pair
         raise ShardCorrupt(f"{where}: {error}") from error
 
 

@@ -167,7 +167,7 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
 def test_names_that_are_not_stored_at_the_end_are_told_and_stored_while_memory_stays(job, tmp_path, caplog):
     place = tmp_path / "level"
     place.write_text("no directory")
-    training = job.start(place, ready=False, drain_timeout_s=0.5, gate_timeout_s=0.5)
+    training = job.start(place, drain_timeout_s=0.5, gate_timeout_s=0.5)
     for step, name in ((1, "early"), (2, "next")):
         training.run(step, step)
         assert training.engine.keep(name) == step
