@@ -109,8 +109,9 @@ def test_one_of_four_nodes_is_lost_and_then_another_before_anything_new_is_prote
 
 
 def test_a_node_lost_right_after_a_restart_of_all_trainers_costs_what_was_not_protected(cluster, undisturbed):
-    """Keepers protect the newest step when all trainers are dead; until they have, the one before stays protected."""
+    """Keepers protect the newest step when all trainers are dead. One of them hangs at that: the one before stays."""
     training = Training(cluster, "fsdp", has_level=False, redundancy="auto")
+    training.faults[cluster.nodes[0]] = "keeper.parity.begin:2:hang"
     rarely = {"protects_every": 100}
     training.start(cluster.nodes, protected_at=4, hold_at=7, **rarely)
     training.wait_held()
@@ -120,6 +121,7 @@ def test_a_node_lost_right_after_a_restart_of_all_trainers_costs_what_was_not_pr
     assert {step for step, _ in resumed(training).values()} == {7}
     lose_and_replace(training, 1)
     assert_from_memory(training, [1], 2, at_least=4)
+    assert {step for step, _ in resumed(training).values()} == {4}
     assert_exact(training, undisturbed("fsdp"))
 
 
