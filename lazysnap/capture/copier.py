@@ -10,26 +10,16 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
 
 import torch
 
 from lazysnap import faults
 from lazysnap.capture.job import CaptureJob, CapturePhase
+from lazysnap.capture.plan import Move
 
 logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Move:
-    """One lazy CPU tensor: plain memory, or a tensor to be gathered by torch."""
-
-    source: torch.Tensor
-    target: torch.Tensor
-    end: int
-    is_dense: bool
 
 
 def copy_eager(job: CaptureJob) -> None:
@@ -75,14 +65,15 @@ class CpuCopier:
     def _copy(self, job: CaptureJob) -> None:
         started = time.perf_counter()
         faults.point("capture.copy")
-        for move in _moves(job):
+        views = job.plan.views(job.slot)
+        for move in job.plan.moves(job.slot):
             if job.is_given_up:
                 return
+            source = job.sources[move.index].detach()  # its memory stays while it is read, whatever the owner does
             if move.is_dense:
-                _move_dense(job, move)
+                _move_dense(job, move, source.data_ptr())
             else:
-                with torch.no_grad():
-                    move.target.copy_(move.source)
+                views[move.index].copy_(source)
             job.slot.advance(move.end)
             faults.point("capture.copied_tensor")
         for event in job.wait_for_devices:
@@ -96,21 +87,8 @@ class CpuCopier:
             job.commit()
 
 
-def _moves(job: CaptureJob) -> list[_Move]:
-    views = job.plan.views(job.slot)
-    moves = []
-    for index in job.plan.order:
-        record = job.plan.records[index]
-        if record.lazy and record.nbytes and record.device.type == "cpu":
-            source = job.sources[index].detach()
-            is_dense = source.is_contiguous() and not source.is_conj() and not source.is_neg()
-            moves.append(_Move(source, views[index], record.offset + record.nbytes, is_dense))
-    return moves
-
-
-def _move_dense(job: CaptureJob, move: _Move) -> None:
-    source, target, nbytes = move.source.data_ptr(), move.target.data_ptr(), move.source.nbytes
-    for start in range(0, nbytes, SLICE_BYTES):
+def _move_dense(job: CaptureJob, move: Move, source: int) -> None:
+    for start in range(0, move.nbytes, SLICE_BYTES):
         if job.is_given_up:
             return
-        ctypes.memmove(target + start, source + start, min(SLICE_BYTES, nbytes - start))
+        ctypes.memmove(move.target + start, source + start, min(SLICE_BYTES, move.nbytes - start))

@@ -59,8 +59,24 @@ class TensorRecord:
     stored_shape: tuple[int, ...]
     """Shape and dtype in the shard; others than the tensor's for dtypes that a shard has no name for."""
     stored_dtype: torch.dtype
+    is_dense: bool
+    """Its bytes lie one behind the other as the shard has them: no kernel of torch is needed to copy it."""
     frozen: bool = False
     """Stands in the file of frozen tensors, not in this one."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One lazy tensor in CPU memory, on its way into a slot."""
+
+    index: int
+    """Of its record."""
+    nbytes: int
+    end: int
+    """Bytes from the start of the image."""
+    target: int
+    """Where in memory it goes."""
+    is_dense: bool
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,7 @@ class CapturePlan:
     replicas: list[int] = field(default_factory=list)
     """See ``CaptureMeta``."""
     _views: dict[Slot, list[torch.Tensor]] = field(default_factory=dict, repr=False)
+    _moves: dict[Slot, list[Move]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def lazy(self) -> list[int]:
@@ -155,10 +172,22 @@ class CapturePlan:
             ]
         return self._views[slot]
 
+    def moves(self, slot: Slot) -> list[Move]:
+        """What the copy thread has to do for a capture into ``slot``, in file order; worked out once per slot."""
+        if slot not in self._moves:
+            records, views = self.records, self.views(slot)
+            self._moves[slot] = [
+                Move(i, record.nbytes, record.offset + record.nbytes, views[i].data_ptr(), record.is_dense)
+                for i, record in ((i, records[i]) for i in self.order)
+                if record.lazy and record.nbytes and record.device.type == "cpu"
+            ]
+        return self._moves[slot]
+
     def forget(self, slots: Sequence[Slot]) -> None:
         """Drop the views of slots that are not among ``slots``, so that their memory can go."""
         for slot in [known for known in self._views if known not in slots]:
             del self._views[slot]
+            self._moves.pop(slot, None)
 
 
 def view_of(buffer: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -333,5 +362,6 @@ def _record(
         nbytes=nbytes,
         stored_shape=tuple(stored.shape),
         stored_dtype=stored.dtype,
+        is_dense=stored.is_contiguous() and not stored.is_conj() and not stored.is_neg(),
         frozen=walk.names[index] in apart,
     )

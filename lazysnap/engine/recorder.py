@@ -543,7 +543,8 @@ class Recorder:
 
     def _remember(self, job: CaptureJob) -> None:
         self._whole[job.sequence] = job.step
-        self._whole = dict([*self._whole.items()][-_REMEMBERED:])
+        while len(self._whole) > _REMEMBERED:
+            del self._whole[next(iter(self._whole))]
 
     def _lost(self, sequence: int) -> None:
         """A capture that was whole turned out to be worth nothing."""

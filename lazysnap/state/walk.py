@@ -1,14 +1,15 @@
 """The walk over the training state: its tensors in a fixed order, and everything else in the safe encoding.
 
 ``StateWalker`` repeats the walk at every boundary. Where the structure did not change it reuses the text of the last
-time: dicts that hold only tensors (parameters, each parameter's optimizer state) cost a comparison of their keys, and
-subtrees without tensors are encoded as one piece.
+time: dicts that hold only tensors (parameters), or only such dicts (the optimizer's state of all parameters), cost a
+comparison of their keys, and subtrees without tensors are encoded as one piece.
 """
 
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,6 +106,18 @@ class _Node:
     closing: str
     are_tensors: tuple[bool, ...] = ()
     """Which children are tensors."""
+    inner: list[tuple[Any, ...]] | None = None
+    """The keys of each child, where all of them are dicts of tensors."""
+
+
+def _is_of_tensors(values: Iterable[Any]) -> bool:
+    """Whether there are some, and nothing but tensors."""
+    kinds = set(map(type, values))
+    return bool(kinds) and kinds <= _TENSOR_TYPES
+
+
+def _inner_values(children: Iterable[dict[Any, Any]]) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, children))]
 
 
 def _are_tensors(children: Iterable[Any]) -> tuple[bool, ...]:
@@ -166,11 +179,13 @@ class StateWalker:
         keys = tuple(value) if is_dict else len(value)
         children = list(value.values()) if is_dict else list(value)
         before, place = len(self._tensors), len(self._nodes)
-        if is_dict and children and set(map(type, children)) <= _TENSOR_TYPES:
+        is_nested = is_dict and all(type(child) is dict and _is_of_tensors(child.values()) for child in children)
+        if is_dict and children and (is_nested or _is_of_tensors(children)):
             names = iter(walked.names[before:])
-            self._tensors.extend(children)
+            self._tensors.extend(_inner_values(children) if is_nested else children)
             text = _dump(encode(value, tensor=lambda tensor, path: next(names)))
-            self._nodes.append(_Node(kind, keys, text, None, ""))
+            inner = [*map(tuple, children)] if is_nested else None
+            self._nodes.append(_Node(kind, keys, text, None, "", inner=inner))
             return
         openings, closing = _frame(value, kind)
         self._nodes.append(_Node(kind, keys, None, openings, closing, _are_tensors(children)))
@@ -217,7 +232,11 @@ class StateWalker:
             raise _Changed
         children = value.values() if is_dict else value
         if node.text is not None:
-            if not set(map(type, children)) <= _TENSOR_TYPES:
+            if node.inner is not None:
+                if set(map(type, children)) != {dict} or [*map(tuple, children)] != node.inner:
+                    raise _Changed
+                children = _inner_values(children)
+            if not _is_of_tensors(children):
                 raise _Changed
             self._tensors.extend(children)
             self._parts.append(node.text)

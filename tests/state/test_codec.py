@@ -275,6 +275,16 @@ def test_walking_again_gives_the_text_of_a_full_walk(caplog):
         lambda state: state["state_dict"].pop("layer.1"),
         lambda state: state["optimizer_states"].append({"state": {}}),
         lambda state: state["optimizer_states"][0]["state"][1].update(extra=5),
+        lambda state: state["optimizer_states"][0]["state"][1].update(extra=torch.ones(1)),
+        lambda state: state["optimizer_states"][0]["state"][1].update(step=2.0),
+        lambda state: (moments := state["optimizer_states"][0]["state"][1]).update(step=moments.pop("step")),
+        lambda state: state["optimizer_states"][0]["state"].update({1: {}}),
+        lambda state: state["optimizer_states"][0]["state"].update({1: torch.ones(1)}),
+        lambda state: state["optimizer_states"][0]["state"].update(
+            {1: collections.OrderedDict(state["optimizer_states"][0]["state"][1])}
+        ),
+        lambda state: state["optimizer_states"][0]["state"].pop(1),
+        lambda state: state["optimizer_states"][0]["state"].clear(),
         lambda state: state["rng"].update(pair=(1, torch.ones(1))),
         lambda state: state["rng"].update(empty={"now": torch.ones(1)}),
         lambda state: state["metrics"].update({"deque": collections.deque([1])}),
