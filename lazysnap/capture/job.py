@@ -32,9 +32,10 @@ class CaptureJob:
         self.sequence = 0
         """Number of the capture in its slot."""
         self.sources = list(map(stored_form, tensors)) if plan.logical else tensors
-        self.versions = [
-            tensor._version if record.lazy else 0 for record, tensor in zip(plan.records, tensors, strict=True)
-        ]
+        self.versions = [0] * len(tensors)
+        """Of the lazy tensors; others need none, and not all have one."""
+        for index in plan.lazy:
+            self.versions[index] = tensors[index]._version
         self.phase = CapturePhase.COPYING
         self.reason = ""
         self.copy_s = 0.0
@@ -54,10 +55,11 @@ class CaptureJob:
 
         Fused optimizers do not bump versions; the gate is the rule and this is the net under it.
         """
+        records, sources, versions = self.plan.records, self.sources, self.versions
         return [
-            record.name
-            for record, tensor, version in zip(self.plan.records, self.sources, self.versions, strict=True)
-            if record.lazy and (tensor._version != version or tensor.data_ptr() != record.pointer)
+            records[index].name
+            for index in self.plan.lazy
+            if sources[index]._version != versions[index] or sources[index].data_ptr() != records[index].pointer
         ]
 
     def commit(self) -> bool:

@@ -130,12 +130,21 @@ class CapturePlan:
         return [record.shape for record in self.records]
 
     @cached_property
-    def _facts(self) -> list[tuple[torch.dtype, torch.device]]:
-        return [(record.dtype, record.device) for record in self.records]
+    def _dtypes(self) -> list[torch.dtype]:
+        return [record.dtype for record in self.records]
 
     @cached_property
     def _fixed(self) -> list[int]:
         return [index for index, record in enumerate(self.records) if record.lazy or record.frozen]
+
+    @cached_property
+    def _loose(self) -> list[int]:
+        """Those whose place may change, on its device: where it stays, the device is the same, too."""
+        return [index for index, record in enumerate(self.records) if not (record.lazy or record.frozen)]
+
+    @cached_property
+    def _devices(self) -> list[torch.device]:
+        return [self.records[index].device for index in self._loose]
 
     @cached_property
     def _places(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -151,9 +160,10 @@ class CapturePlan:
         if [tensor.shape for tensor in tensors] != self._shapes:
             return "a tensor changed its shape"
         # Facts of all tensors as lists: comparing those takes a third of comparing record by record.
-        facts = [(tensor.dtype, tensor.device) for tensor in tensors]
+        dtypes = [tensor.dtype for tensor in tensors]
+        devices = [tensors[index].device for index in self._loose]
         places = [(tensors[index].data_ptr(), tensors[index].stride()) for index in self._fixed]
-        if facts != self._facts or places != self._places:
+        if dtypes != self._dtypes or devices != self._devices or places != self._places:
             return "a tensor changed its dtype, device or place"
         for index in self._tied:
             record = self.records[index]
