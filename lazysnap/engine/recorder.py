@@ -530,7 +530,7 @@ class Recorder:
         if job.phase is CapturePhase.WHOLE:
             statistics.whole += 1
             self._remember(job)
-            statistics.last_whole_step = self.last_held_step()
+            statistics.last_whole_step = job.step  # whoever reads it asks whether its keeper lives
             statistics.bytes_captured += job.plan.layout.size_bytes
             statistics.copy.add(job.copy_s)
             return
