@@ -802,9 +802,17 @@ class SnapshotEngine:
         self._hear()
         urls = [level.url for level in self.config.levels]
         config = self.config
-        end = report.End(ending, urls, config.memory.linger_s, config.drain_timeout_s, self._world.size)
         if self._world.rank != 0:
             return
+        resumed = self._recorder.resumed_step
+        end = report.End(
+            ending,
+            urls,
+            config.memory.linger_s,
+            config.drain_timeout_s,
+            ranks=self._world.size,
+            untrained_step=resumed if resumed == self._recorder.seen_step else None,
+        )
         for line in report.summary(self._statistics, end):
             say(line)
         if warning := report.not_durable(self._statistics, end):

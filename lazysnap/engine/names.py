@@ -42,6 +42,10 @@ class Names:
         wanted, self.wanted = self.wanted, []
         self.give(step, wanted)
 
+    def described(self, steps: Collection[int]) -> str:
+        """Steps with the names that they were given, for a message."""
+        return ", ".join(f"step {step} ({', '.join(map(repr, self._given.get(step, [])))})" for step in steps)
+
     def unstored(self, stored: Collection[int]) -> list[str]:
         """All but those that captures of these steps were given."""
         return [name for step, names in self._given.items() if step not in stored for name in names]

@@ -93,6 +93,7 @@ class Recorder:
         """Steps of the last captures that are whole, by sequence number."""
         self.last_step: int | None = None
         """Of the last capture, or of the snapshot that was resumed from."""
+        self.resumed_step: int | None = None
         self._seen_step: int | None = None
         self._skipped: tuple[int | None, str] | None = None
         """The step that was left out last, and why."""
@@ -151,7 +152,7 @@ class Recorder:
 
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
-        self.last_step = self._seen_step = step
+        self.last_step = self._seen_step = self.resumed_step = step
         if self.frozen.names:
             self._plan = None  # it refers to a set that is chosen anew
         self.frozen.reset()
@@ -612,15 +613,22 @@ class Recorder:
         """
         deadline = time.monotonic() + (self._config.gate_timeout_s if self._waits_for_named else 0.0)
         self._waits_for_named = True
-        while any(slot.kept_step not in (None, self._seen_step) for slot in self._client.slots()):
+        while waiting := self._waiting_for_storage():
             if time.monotonic() >= deadline or self._client.is_silent:
                 self._waits_for_named = False
                 logger.warning(
-                    "the snapshot %r may be lost before it is stored: storage has not taken the named one before it",
+                    "the snapshot %r may be lost before it is stored: memory still holds %s, which is not stored yet. "
+                    "Name snapshots less often, or give training a faster level",
                     name,
+                    self.names.described(waiting),
                 )
                 return
             time.sleep(0.001)
+
+    def _waiting_for_storage(self) -> list[int]:
+        """Steps before this one that memory keeps until they are stored."""
+        kept = {slot.kept_step for slot in self._client.slots()}
+        return sorted(step for step in kept if step not in (None, self._seen_step))
 
     def restated(self, parts: Collection[str]) -> dict[str, Any] | None:
         """See ``SnapshotEngine.restated``."""

@@ -36,6 +36,8 @@ class End:
     linger_s: float
     drain_timeout_s: float = 0.0
     ranks: int = 1
+    untrained_step: int | None = None
+    """The step that was resumed, if no other came after it."""
 
 
 # ---------------------------------------------------------------- the start
@@ -125,10 +127,13 @@ def duration(seconds: float) -> str:
 
 
 def summary(statistics: Statistics, end: End) -> list[str]:
-    """What was captured and stored; empty, if no step was due. Of what is not durable see ``not_durable``."""
+    """What was captured and stored, if a step was due. Of what is not durable see ``not_durable``."""
     left_out = statistics.skipped.total()
     if not statistics.began and not left_out and not statistics.direct.count:
-        return []
+        step = end.untrained_step
+        if step is None:
+            return []
+        return [f"no step was trained after step {step}, which was resumed; if training was over there, all is well"]
     parts = [f"captured {_captured(statistics)}"]
     parts += [f"stored {statistics.persisted[url]} at {shown(url)}{_newest(statistics, url)}" for url in end.urls]
     if statistics.last_protected_step is not None:

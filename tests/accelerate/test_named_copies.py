@@ -26,7 +26,7 @@ from lazysnap.export.folder import in_place_when_whole, mark_of
 pytestmark = pytest.mark.sampled("stock checkpoints")
 
 TIMEOUT_S = 250
-"""Copies are made by processes of the lowest priority: on a busy machine they get little."""
+"""Copies are made by processes of low priority: on a busy machine they get little."""
 PARTS = Parts()
 POINTS = [
     "export.folder.made:1",

@@ -153,7 +153,8 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
     for step, name in enumerate("abc", 1):
         training.run(step, step)
         assert training.engine.keep(name) == step
-    assert "'c' may be lost" in caplog.text
+    assert "'c' may be lost before it is stored" in caplog.text
+    assert "step 2 ('b')" in caplog.text
     training.run(4, 30)
     # The level takes half a minute for each.
     until(lambda: training.engine.statistics() and training.engine.lost_names, timeout_s=3 * TIMEOUT_S)

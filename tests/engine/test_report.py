@@ -1,5 +1,6 @@
 """The lines that tell how a run starts and ends: they say no more than is known."""
 
+import logging
 from collections import Counter
 
 import pytest
@@ -39,6 +40,24 @@ def test_steps_that_training_wrote_itself_were_due_too():
     statistics.last_whole_step = 51
     told = report.summary(statistics, report.End(report.Ending.CLOSED, (), 1800))
     assert told[0].startswith("captured 0 of 60 due steps, 6 written by training itself, past memory, 54 left out")
+
+
+def test_a_training_that_was_over_when_it_was_resumed_says_that_no_step_was_trained(job, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lazysnap")
+    first = job.start(tmp_path)
+    first.run(1, 2)
+    assert first.engine.close()
+    again = job.start(tmp_path, ready=False)
+    assert again.engine.restore("latest").step == 2
+    assert again.engine.close()
+    assert "no step was trained after step 2, which was resumed" in caplog.text
+    caplog.clear()
+
+    third = job.start(tmp_path, ready=False)
+    assert third.engine.restore("latest").step == 2
+    third.run(3, 3)
+    assert third.engine.close()
+    assert "no step was trained" not in caplog.text
 
 
 def test_a_level_that_is_required_and_fails_does_not_say_that_training_goes_on(tmp_path):
