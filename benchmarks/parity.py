@@ -302,10 +302,10 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     """The part of the lost node is computed once more, by the new one, into memory that it has. Collective."""
     import torch.distributed as dist
 
-    from lazysnap.engine.lost_parts import lost_parts
-    from lazysnap.engine.peer_shards import PeerShards
     from lazysnap.levels.blocks import Wanted
     from lazysnap.resolver import Entry
+    from lazysnap.restore.lost_parts import lost_parts
+    from lazysnap.restore.peer_shards import PeerShards
     from lazysnap.snapshots.reader import read
 
     rank, nodes = dist.get_rank(), dist.get_world_size()

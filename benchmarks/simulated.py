@@ -28,10 +28,6 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.workers import Line
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.engine import engine as engine_module
-from lazysnap.engine.meeting import meet_keepers
-from lazysnap.engine.partition import STORERS
-from lazysnap.engine.survey import fields_of
-from lazysnap.engine.world import World
 from lazysnap.keeper import encoding
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
 from lazysnap.keeper.grant_messages import LevelReport, Progress, Report, SnapshotKey
@@ -44,7 +40,11 @@ from lazysnap.keeper.protocol import Parity
 from lazysnap.keeper.team import Team
 from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.source import MemorySource, NodeSource
+from lazysnap.ranks.meeting import meet_keepers
+from lazysnap.ranks.partition import STORERS
+from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, Inventory
+from lazysnap.restore.survey import fields_of
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import PAGE, Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest

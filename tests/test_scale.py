@@ -10,13 +10,13 @@ from support.names import START
 
 from benchmarks import simulated
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.engine.assembly import Assembly
-from lazysnap.engine.part import complete, nearest_first
-from lazysnap.engine.restart import Restart, fetch
-from lazysnap.engine.world import World
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.blocks import MemoryBlocks
+from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry
+from lazysnap.restore.assembly import Assembly
+from lazysnap.restore.part import complete, nearest_first
+from lazysnap.restore.restart import Restart, fetch
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.direct import DirectStorage
-from lazysnap.engine.world import World
 from lazysnap.errors import WaitTimeout
 from lazysnap.keeper.client import Capture
+from lazysnap.ranks.world import World
 
 logger = logging.getLogger("lazysnap.engine")
 

@@ -16,25 +16,17 @@ from lazysnap.console import say
 from lazysnap.data.position import position_in
 from lazysnap.engine import report
 from lazysnap.engine.captures import Captures
-from lazysnap.engine.collector import collector_paused
 from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.durability import Durability, Progress
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.former import FormerRanks
-from lazysnap.engine.meeting import NOBODY, meet_keepers
-from lazysnap.engine.names import check_name
 from lazysnap.engine.opening import opening_line, shortages
 from lazysnap.engine.probe import check_levels
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.recorder import Recorder
-from lazysnap.engine.refusal import together
-from lazysnap.engine.restart import Restart, fetch, part_ways
 from lazysnap.engine.rollback import Data, Rollback, WayBack, check_data, line_of
 from lazysnap.engine.shared_levels import shared_levels
-from lazysnap.engine.slots import kept_whole
-from lazysnap.engine.snapshot import Absence, Snapshot
 from lazysnap.engine.statistics import Statistics
-from lazysnap.engine.world import World
 from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, SnapshotNotFound, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.client_slots import CaptureState
@@ -43,6 +35,14 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import Run
 from lazysnap.keeper.team import Team
 from lazysnap.levels.redaction import shown
+from lazysnap.ranks.checks import together
+from lazysnap.ranks.meeting import NOBODY, meet_keepers
+from lazysnap.ranks.slots import kept_whole
+from lazysnap.ranks.world import World
+from lazysnap.restore.restart import Restart, fetch, part_ways
+from lazysnap.restore.snapshot import Absence, Snapshot
+from lazysnap.shard.names import check_name
+from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.optimizers import check_optimizers
 from lazysnap.state.source import StateSource

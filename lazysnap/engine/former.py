@@ -6,8 +6,8 @@ The first rank of each node says that nobody will need it, once a snapshot of th
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.durability import Durability
 from lazysnap.engine.recorder import Recorder
-from lazysnap.engine.world import World
 from lazysnap.keeper.client import KeeperClient
+from lazysnap.ranks.world import World
 
 
 class FormerRanks:

@@ -3,22 +3,9 @@
 import logging
 from collections.abc import Collection
 
-from lazysnap.errors import ConfigError
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.shard.names import is_keep_name
 
 logger = logging.getLogger("lazysnap.engine")
-
-_RESERVED = ("latest",)
-
-
-def check_name(name: str) -> None:
-    """Raises: ConfigError, if no snapshot may be called so."""
-    if not is_keep_name(name) or name in _RESERVED or name.isdigit():
-        raise ConfigError(
-            f"a snapshot's name must be 1 to 64 letters, digits, points, dashes or underscores (not 'latest', "
-            f"nor digits alone: those are steps), got {name!r:.100}"
-        )
 
 
 class Names:

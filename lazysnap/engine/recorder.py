@@ -20,7 +20,6 @@ from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_
 from lazysnap.capture.registration import registrar
 from lazysnap.capture.unchanged import is_unchanged
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.alike import check_alike, common_settings
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.estimate import bytes_of_one, bytes_of_share, estimate_image_bytes
@@ -30,13 +29,14 @@ from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
 from lazysnap.engine.opening import Sizes
 from lazysnap.engine.parameters import names_of_parameters
-from lazysnap.engine.partition import Partition, replicated_keys
-from lazysnap.engine.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
-from lazysnap.engine.world import World
 from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.client import Capture
 from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.slot_pool import fits, free_bytes
+from lazysnap.ranks.checks import check_alike, common_settings
+from lazysnap.ranks.partition import Partition, replicated_keys
+from lazysnap.ranks.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
+from lazysnap.ranks.world import World
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import StateWalker, Walk

@@ -4,11 +4,11 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lazysnap.engine.lost_parts import PARITY
-from lazysnap.engine.snapshot import Absence, Snapshot
 from lazysnap.engine.statistics import Statistics
 from lazysnap.keeper.room import readable
 from lazysnap.levels.redaction import shown
+from lazysnap.restore.lost_parts import PARITY
+from lazysnap.restore.snapshot import Absence, Snapshot
 
 RUN_DIGITS = 8
 """How much of a run's id is shown; commands take the first digits of an id."""

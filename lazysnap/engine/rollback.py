@@ -12,11 +12,11 @@ import torch
 
 from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.report import duration
-from lazysnap.engine.restart import Restart, fetch_back
-from lazysnap.engine.snapshot import Snapshot
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import RestartPlan
+from lazysnap.restore.restart import Restart, fetch_back
+from lazysnap.restore.snapshot import Snapshot
 from lazysnap.shard.names import id_after, new_id
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource

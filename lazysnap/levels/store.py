@@ -48,8 +48,8 @@ from lazysnap.shard.manifest import CaptureMeta, Manifest, Shard
 from lazysnap.shard.names import (
     NodeName,
     SnapshotName,
+    check_name,
     frozen_directory_name,
-    is_keep_name,
     keep_file_name,
     parse_file_name,
     parse_frozen_directory_name,
@@ -275,10 +275,7 @@ class SnapshotStore:
 
     def keep(self, entry: Entry, name: str) -> None:
         """Give a snapshot a name: retention leaves it alone until ``release``. Raises: ConfigError, for a bad name."""
-        if not is_keep_name(name):
-            raise ConfigError(
-                f"a snapshot's name must be 1 to 64 letters, digits, points, dashes or underscores, got {name!r:.100}"
-            )
+        check_name(name)
         file = keep_file_name(name)
         with self._naming(f"naming step {entry.step} {name!r}"):
             if file in self.storage.list(entry.location, file) and self._is_of_others(entry.location, file):

@@ -9,6 +9,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
+from lazysnap.errors import ConfigError
 from lazysnap.shard.limits import MAX_COUNT, MAX_RANKS
 
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -82,6 +83,15 @@ def is_directory_of_ours(name: str) -> bool:
 def is_keep_name(name: object) -> bool:
     """Whether this can be the name of a snapshot: 1 to 64 of ``A-Z a-z 0-9 . _ -``, the first a letter or digit."""
     return isinstance(name, str) and _KEEP_NAME.fullmatch(name) is not None
+
+
+def check_name(name: str) -> None:
+    """Raises: ConfigError, if no snapshot may be called so."""
+    if not is_keep_name(name) or name == "latest" or name.isdigit():
+        raise ConfigError(
+            f"a snapshot's name must be 1 to 64 letters, digits, points, dashes or underscores (not 'latest', "
+            f"nor digits alone: those are steps), got {name!r:.100}"
+        )
 
 
 def keep_file_name(name: str) -> str:

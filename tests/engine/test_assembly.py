@@ -3,8 +3,8 @@
 import torch
 from support.names import START
 
-from lazysnap.engine.assembly import Assembly
 from lazysnap.levels.blocks import MemoryBlocks
+from lazysnap.restore.assembly import Assembly
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard

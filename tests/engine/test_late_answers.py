@@ -11,12 +11,12 @@ from support.node_rig import RUN, image_of
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
-from lazysnap.engine import reading
-from lazysnap.engine.reading import LevelReader
 from lazysnap.errors import LevelHangs
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.source import MemorySource
+from lazysnap.restore import reading
+from lazysnap.restore.reading import LevelReader
 from lazysnap.shard.manifest import CaptureMeta
 
 

@@ -2,9 +2,9 @@
 
 import itertools
 
-from lazysnap.engine.lost_parts import PARITY, lost_parts, most_protected
 from lazysnap.keeper.protocol import HeldMember, HeldParity
 from lazysnap.resolver import Entry, Inventory, candidates
+from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 
 RUN, START, LATER = "ab" * 8, "01" * 8, "02" * 8
 SIZES = [1000, 900, 800, 1100]

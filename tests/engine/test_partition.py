@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazysnap.capture.plan import key_of
-from lazysnap.engine.partition import STORERS, Partition
-from lazysnap.engine.world import agree
+from lazysnap.ranks.partition import STORERS, Partition
+from lazysnap.ranks.world import agree
 from lazysnap.state.walk import walk
 
 SHAPES = [(), (7,), (3, 5), (0, 4), (1,), (40, 2), ()]

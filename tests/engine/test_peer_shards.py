@@ -8,12 +8,12 @@ from support.parity_rig import ParityRig
 from support.waiting import until
 
 from lazysnap import faults
-from lazysnap.engine.lost_parts import lost_parts
-from lazysnap.engine.meeting import Meeting
-from lazysnap.engine.peer_shards import PeerShards
 from lazysnap.errors import LazySnapError
 from lazysnap.levels.blocks import Wanted
+from lazysnap.ranks.meeting import Meeting
 from lazysnap.resolver import Entry
+from lazysnap.restore.lost_parts import lost_parts
+from lazysnap.restore.peer_shards import PeerShards
 from lazysnap.snapshots.reader import read
 
 NODES, LOST = range(4), 1

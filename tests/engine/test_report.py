@@ -9,9 +9,9 @@ from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.engine import report
 from lazysnap.engine.opening import Sizes, opening_line
 from lazysnap.engine.probe import check_levels
-from lazysnap.engine.snapshot import Absence
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import LevelUnavailable
+from lazysnap.restore.snapshot import Absence
 
 
 def test_a_start_that_could_not_look_everywhere_does_not_say_that_there_is_nothing():

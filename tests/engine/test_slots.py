@@ -7,7 +7,7 @@ import pytest
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.arena import SlotPhase, SlotStatus
-from lazysnap.engine.slots import choose_slot, kept_whole, slots_needed, slots_to_return
+from lazysnap.ranks.slots import choose_slot, kept_whole, slots_needed, slots_to_return
 
 
 def status(phase, sequence, pinned=False):

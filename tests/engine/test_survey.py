@@ -3,9 +3,9 @@
 import pytest
 from support.names import directory_of
 
-from lazysnap.engine.survey import check_levels, merged, sites_of
 from lazysnap.errors import ConfigError
 from lazysnap.resolver import Inventory
+from lazysnap.restore.survey import check_levels, merged, sites_of
 from lazysnap.topology import places
 
 NODES = places(["a", "a", "b", "b"])

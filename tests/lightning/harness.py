@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lazysnap import LazySnapshotCallback
-from lazysnap.engine.snapshot import Snapshot
 from lazysnap.engine.statistics import Statistics
+from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.codec import decode
 from lazysnap.state.walk import walk
 

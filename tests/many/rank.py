@@ -35,8 +35,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine, Xor
 from lazysnap.dcp import SnapshotReader
-from lazysnap.engine.world import World
 from lazysnap.errors import WaitTimeout
+from lazysnap.ranks.world import World
 from lazysnap.state.sharding import local_of
 
 WIDTH = 24

@@ -15,14 +15,14 @@ from lazysnap.capture.copier import copy_eager
 from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import make_plan
 from lazysnap.dcp import SnapshotReader
-from lazysnap.engine.assembly import Assembly
-from lazysnap.engine.fitting import check_fits
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, MemoryBlocks, VerifiedSource
 from lazysnap.levels.files import open_direct, pwrite_all
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.memory import map_anonymous
+from lazysnap.restore.assembly import Assembly
+from lazysnap.restore.compatibility import check_fits
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta

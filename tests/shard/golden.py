@@ -10,10 +10,10 @@ from support.snapshots import lone_manifest
 from lazysnap.capture.frozen import FrozenSet, digest_of, frozen_parameters
 from lazysnap.capture.plan import make_plan, view_of
 from lazysnap.config import PersistentLevel
-from lazysnap.engine.assembly import Assembly
-from lazysnap.engine.reading import LevelReader
 from lazysnap.levels import open_store
 from lazysnap.levels.local import PAGE
+from lazysnap.restore.assembly import Assembly
+from lazysnap.restore.reading import LevelReader
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import NodeName, SnapshotName, frozen_directory_name

@@ -10,8 +10,6 @@ from functools import cache
 
 from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import PersistentLevel
-from lazysnap.engine.lost_parts import lost_parts, most_protected
-from lazysnap.engine.slots import choose_slot
 from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView, common_whole
 from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
 from lazysnap.keeper.held_steps import HeldSteps
@@ -19,7 +17,9 @@ from lazysnap.keeper.parity_store import ParitySet, ParityStore
 from lazysnap.keeper.protocol import HeldMember, HeldParity
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import can_rebuild
+from lazysnap.ranks.slots import choose_slot
 from lazysnap.resolver import Entry, Inventory, candidates
+from lazysnap.restore.lost_parts import lost_parts, most_protected
 from support.grant_simulation import WAITED, Rank, SimCoordinator, SimKeeper, Slot, Training, World
 
 LOST = "what was said to be protected cannot be computed"

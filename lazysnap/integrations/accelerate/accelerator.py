@@ -10,12 +10,12 @@ from accelerate import Accelerator
 
 from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.losses import NonFinite
-from lazysnap.engine.snapshot import Snapshot
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.accelerate.door import Door, Snapshots
 from lazysnap.integrations.accelerate.saving import Wanted
 from lazysnap.integrations.choice import check_path, means_snapshot
+from lazysnap.restore.snapshot import Snapshot
 from lazysnap.runs import check_choice
 
 _DOOR = "_lazysnap_door"

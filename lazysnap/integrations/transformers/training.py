@@ -15,13 +15,13 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
 from lazysnap.data import make_resumable
-from lazysnap.engine.snapshot import Snapshot
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.integrations.choice import means_snapshot
 from lazysnap.integrations.drain import Bar, DrainBar, RichBar, TqdmBar
 from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.state import TrainingState
+from lazysnap.restore.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lazysnap.engine.lost_parts import PARITY
-from lazysnap.engine.peer_shards import PeerShards
-from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.snapshot import MEMORY
 from lazysnap.errors import LazySnapError, ShardCorrupt
 from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.levels.blocks import Blocks, MemoryBlocks, Wanted
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
+from lazysnap.restore.lost_parts import PARITY
+from lazysnap.restore.peer_shards import PeerShards
+from lazysnap.restore.reading import LevelReader
+from lazysnap.restore.snapshot import MEMORY
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference

@@ -12,8 +12,6 @@ from itertools import islice
 import xxhash
 
 from lazysnap import faults
-from lazysnap.engine.lost_parts import LostPart
-from lazysnap.engine.meeting import Meeting
 from lazysnap.errors import LazySnapError, PeerUnreachable, ShardCorrupt
 from lazysnap.keeper.node_part import find_shard
 from lazysnap.keeper.peer_client import PeerReader
@@ -22,6 +20,8 @@ from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
 from lazysnap.levels.source import header_of
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.pieces import CHECKSUM_BYTES
+from lazysnap.ranks.meeting import Meeting
+from lazysnap.restore.lost_parts import LostPart
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard

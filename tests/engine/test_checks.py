@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from lazysnap import MemoryLevel, PersistentLevel, ReedSolomon, SnapshotConfig, Xor
-from lazysnap.engine.alike import MAY_DIFFER, check_alike, common_settings
 from lazysnap.errors import ConfigError
+from lazysnap.ranks.checks import MAY_DIFFER, check_alike, common_settings
 
 
 def settings(*levels, **others):

@@ -20,17 +20,6 @@ import torch
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel, SnapshotConfig
-from lazysnap.engine.collector import collector_paused
-from lazysnap.engine.lost_parts import PARITY, lost_parts, most_protected
-from lazysnap.engine.meeting import NOBODY, Meeting, meet_keepers
-from lazysnap.engine.names import check_name
-from lazysnap.engine.part import BadShard, Part, PartReader
-from lazysnap.engine.peer_shards import PeerShards
-from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.shards import BadFrozen, NodeMemory, ShardOpener
-from lazysnap.engine.snapshot import MEMORY, Absence, NewRun, Snapshot
-from lazysnap.engine.survey import Survey, check_levels, fields_of, inventory_of
-from lazysnap.engine.world import World
 from lazysnap.errors import JobBusy, LazySnapError, ShardCorrupt, SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import MemoryHoldings
@@ -38,6 +27,8 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import HeldParity, TrainerEnd
 from lazysnap.keeper.visit import Visit
 from lazysnap.levels.redaction import shown
+from lazysnap.ranks.meeting import NOBODY, Meeting, meet_keepers
+from lazysnap.ranks.world import World
 from lazysnap.resolver import (
     Entry,
     FrozenEntry,
@@ -47,8 +38,16 @@ from lazysnap.resolver import (
     candidates,
     newest_start,
 )
+from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
+from lazysnap.restore.part import BadShard, Part, PartReader
+from lazysnap.restore.peer_shards import PeerShards
+from lazysnap.restore.reading import LevelReader
+from lazysnap.restore.shards import BadFrozen, NodeMemory, ShardOpener
+from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
+from lazysnap.restore.survey import Survey, check_levels, fields_of, inventory_of
 from lazysnap.runs import RunChoice, check_choice, listed, run_of, runs_in, short_ids
-from lazysnap.shard.names import id_after, new_id
+from lazysnap.shard.names import check_name, id_after, new_id
+from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.source import StateSource
 
 logger = logging.getLogger("lazysnap.engine")

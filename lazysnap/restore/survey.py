@@ -13,12 +13,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lazysnap import faults
-from lazysnap.engine.reading import LevelReader
-from lazysnap.engine.world import World
 from lazysnap.errors import ConfigError
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
+from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
+from lazysnap.restore.reading import LevelReader
 from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Place
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from lazysnap.capture.plan import Key
-from lazysnap.engine.partition import Partition
 from lazysnap.errors import WaitTimeout
+from lazysnap.ranks.partition import Partition
 from lazysnap.state.walk import Walk
 from lazysnap.topology import Place, places
 

@@ -1,14 +1,26 @@
-"""What all ranks must be configured alike, as they count on each other for it: compared when the engine is made."""
+"""What all ranks check together: that they are configured alike, and that where one cannot go on, none does."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.errors import ConfigError
+from lazysnap.errors import (
+    ConfigError,
+    JobBusy,
+    KeeperUnavailable,
+    LazySnapError,
+    LevelUnavailable,
+    MemoryBoundExceeded,
+    StateError,
+    StateMismatch,
+    UnsupportedState,
+)
 from lazysnap.keeper.identity import given_job_id
+from lazysnap.ranks.world import World
 
 Settings = dict[str, Any]
+
 
 MAY_DIFFER = {
     "failure_domain": "it says what fails together with each node",
@@ -21,6 +33,17 @@ MAY_DIFFER = {
     "levels[].verify": "places may differ in whether they check what arrives; each rank reads back its own files",
 }
 """Settings that are not compared, and why. All others must be the same on all ranks."""
+
+_SHARED = (
+    ConfigError,
+    JobBusy,
+    KeeperUnavailable,
+    LevelUnavailable,
+    MemoryBoundExceeded,
+    StateMismatch,
+    UnsupportedState,
+)
+_KINDS: dict[str, type[LazySnapError]] = {kind.__name__: kind for kind in _SHARED}
 
 
 def common_settings(config: SnapshotConfig) -> Settings:
@@ -57,3 +80,32 @@ def check_alike(told: Sequence[Settings]) -> None:
                     "all ranks the same value (SnapshotConfig; the job's name may come from LAZYSNAP_JOB_ID), or no "
                     "snapshot would be complete"
                 )
+
+
+def together(world: World, what: str, work: Callable[[], None]) -> None:
+    """Do ``work`` on every rank; if it raises on one of them, all raise, naming that rank and its reason. Collective.
+
+    Blocks: until all have done theirs. Raises: as ``work`` does, of the kinds in ``_SHARED``; for
+    any other error StateError, with that error as the cause on the rank that met it; WaitTimeout.
+    """
+    if world.is_alone:
+        work()
+        return
+    causes: list[Exception] = []
+
+    def outcome() -> list[str] | None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  objects of users load themselves: they raise what they like
+            causes.append(error)
+            return [type(error).__name__, str(error)]
+        return None
+
+    told = world.exchange_after(what, outcome)
+    refusals = [(rank, answer) for rank, answer in enumerate(told) if answer is not None]
+    if not refusals:
+        return
+    rank, (kind, text) = refusals[0]
+    others = f" (and {len(refusals) - 1} more ranks)" if len(refusals) > 1 else ""
+    reason = text if kind in _KINDS else f"{kind}: {text}"
+    raise _KINDS.get(kind, StateError)(f"rank {rank}{others}: {reason}") from next(iter(causes), None)

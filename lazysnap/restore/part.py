@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from lazysnap.engine.assembly import Assembly, is_empty_part, wanted_box
-from lazysnap.engine.fitting import check_fits
-from lazysnap.engine.shards import BadFrozen, ShardOpener
-from lazysnap.engine.world import World
 from lazysnap.errors import LazySnapError, ShardCorrupt
+from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, RestartPlan
+from lazysnap.restore.assembly import Assembly, is_empty_part, wanted_box
+from lazysnap.restore.compatibility import check_fits
+from lazysnap.restore.shards import BadFrozen, ShardOpener
 from lazysnap.snapshots.reader import OpenShard
 from lazysnap.state.codec import tensor_names
 from lazysnap.state.modules import held_names
