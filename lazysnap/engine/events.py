@@ -106,9 +106,9 @@ class EventLog:
                 self._note_of_node(event.level, message, event.step, event.text)
             elif isinstance(event, Unlinked) and event.text:
                 self._noted.add("links")
-                self._warn_of_node("nothing is stored, memory alone protects: %s", event.text)
+                self._warn_of_node("nothing new is stored, or protected on other nodes: %s", event.text)
             elif isinstance(event, Unlinked):
-                self._end("links", "the keepers of all nodes reach each other again: snapshots are stored again")
+                self._end("links", "the keepers of all nodes reach each other again: storage and protection go on")
             elif isinstance(event, NameFailed):
                 what = "is lost" if event.is_lost else "is not as asked for"
                 self._warn_of_node(f"%s: the name %r {what}: %s", shown(event.level), event.name, event.text)
