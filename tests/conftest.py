@@ -18,6 +18,8 @@ import seaweed
 from support import sampling
 from support.zygote import Zygote
 
+from lazysnap.levels.storage import Storage
+
 SEED = "LAZYSNAP_TEST_SEED"
 ONE_WORKER = ("nfs", "huggingface", "nodes")
 """Folders whose tests share what is started once: a server and a guest; a process that has imported transformers;
@@ -91,3 +93,9 @@ def s3_server(tmp_path_factory):
 def s3_url():
     """A prefix that nobody else uses."""
     return f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}/run"
+
+
+@pytest.fixture
+def a_day_later(monkeypatch):
+    """Let what nobody holds count as a day old."""
+    monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)

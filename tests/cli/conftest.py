@@ -5,8 +5,6 @@ import uuid
 import fsspec
 import pytest
 
-from lazysnap.levels.storage import Storage
-
 
 @pytest.fixture
 def make_url(tmp_path):
@@ -37,9 +35,3 @@ def url(request, make_url):
 def wide_terminal(monkeypatch):
     """Paths of temporary directories are long: tables shall not wrap because of them."""
     monkeypatch.setenv("COLUMNS", "250")
-
-
-@pytest.fixture
-def a_day_later(monkeypatch):
-    """Let what nobody holds count as a day old."""
-    monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)

@@ -1,5 +1,8 @@
 import pytest
 from keeper_jobs import Job
+from support.node_rig import RUN, STARTS, Rig
+
+from lazysnap import faults
 
 
 @pytest.fixture
@@ -18,3 +21,33 @@ def make_job(tmp_path):
 @pytest.fixture
 def job(make_job):
     return make_job()
+
+
+@pytest.fixture
+def rig():
+    """Makes trainings, which have begun unless ``start`` is ``None``, and end with the test."""
+    rigs = []
+
+    def make(*levels, start=STARTS[0], run_id=RUN, **settings):
+        rigs.append(Rig(*levels, **settings))
+        return rigs[-1] if start is None else rigs[-1].begin(start, run_id=run_id)
+
+    yield make
+    for made in rigs:
+        made.close()
+
+
+@pytest.fixture
+def passing(monkeypatch):
+    """Do something whenever a fault point is passed: ``passing(lambda name: ...)``."""
+
+    def arm(work):
+        original = faults.point
+
+        def point(name):
+            work(name)
+            original(name)
+
+        monkeypatch.setattr(faults, "point", point)
+
+    return arm

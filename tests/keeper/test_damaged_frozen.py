@@ -2,10 +2,9 @@
 
 import pytest
 from frozen_damage import DAMAGES, NOTICED, SHARD, damage, flip, frozen_at
-from support.node_rig import STARTS, Rig, frozen_slot, steps_at
+from support.node_rig import STARTS, frozen_slot, steps_at
 from support.waiting import until
 
-from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import FormatError
 from lazysnap.levels import open_store
@@ -17,19 +16,6 @@ def frozen():
     slot, reference = frozen_slot()
     yield slot, reference
     slot.close()
-
-
-@pytest.fixture
-def rig():
-    rigs = []
-
-    def make(*levels, run_id="ab" * 8, **settings):
-        rigs.append(Rig(*levels, **settings).begin(run_id=run_id))
-        return rigs[-1]
-
-    yield make
-    for one in rigs:
-        one.close()
 
 
 def restorable(level):
@@ -120,19 +106,18 @@ def test_what_cannot_be_replaced_fails_the_level_until_it_can(rig, frozen, tmp_p
     assert until(lambda: restorable(level) == trainer.complete(level))
 
 
-def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig, frozen, tmp_path, monkeypatch):
+def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig, frozen, tmp_path, passing):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
     slot, reference = frozen
-    trainer, original, committed = rig(level, frozen={reference.digest: slot}), faults.point, []
+    trainer, committed = rig(level, frozen={reference.digest: slot}), []
 
-    def point(name):
+    def work(name):
         if name == "keeper.persist.committed":
             committed.append(True)
             if len(committed) == 2:
                 flip(frozen_at(level.url) / SHARD)
-        original(name)
 
-    monkeypatch.setattr(faults, "point", point)
+    passing(work)
     assert trainer.store() == 2
     assert trainer.train(frozen=reference) == 4
 

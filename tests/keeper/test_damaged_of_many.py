@@ -5,43 +5,22 @@ import threading
 import pytest
 from frozen_damage import SHARD, flip, frozen_at, truncate
 from support.listing import files_below
-from support.node_rig import Rig, check, frozen_slot, steps_at
+from support.node_rig import check, frozen_slot, steps_at
 from support.waiting import until
 
-from lazysnap import faults
 from lazysnap.config import PersistentLevel
 
 
-@pytest.fixture(params=[(1, 2), (2, 1)], ids=["one node", "two nodes"])
-def ranks(request):
-    """How many nodes, with how many ranks each."""
-    return dict(zip(("nodes", "ranks"), request.param, strict=True))
+def when_committed(work):
+    """Before it is read back; one at a time."""
+    one_at_a_time = threading.Lock()
 
-
-@pytest.fixture
-def rig():
-    rigs = []
-
-    def make(*levels, **settings):
-        rigs.append(Rig(*levels, **settings).begin())
-        return rigs[-1]
-
-    yield make
-    for one in rigs:
-        one.close()
-
-
-def damage(monkeypatch, flip_one):
-    """From now on, whatever is committed, before it is read back."""
-    original, one_at_a_time = faults.point, threading.Lock()
-
-    def point(name):
+    def passed(name):
         if name == "keeper.persist.committed":
             with one_at_a_time:
-                flip_one()
-        original(name)
+                work()
 
-    monkeypatch.setattr(faults, "point", point)
+    return passed
 
 
 def flip_new(trainer, level, flipped):
@@ -57,27 +36,12 @@ def files(level, pattern):
     return [path.parent.name for path in files_below(level.url, pattern)]
 
 
-def test_shards_that_are_always_read_back_damaged_go_and_what_was_whole_stays(rig, ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("crew", [{"ranks": 2}, {"nodes": 2}], ids=str)
+def test_shards_that_are_always_read_back_damaged_go_and_what_was_whole_stays(
+    rig, crew, tmp_path, passing, monkeypatch
+):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
-    trainer = rig(level, **ranks)
-    assert trainer.store() == 2
-
-    flipped = set()
-    damage(monkeypatch, lambda: flip_new(trainer, level, flipped))
-    node = len(trainer.nodes) - 1
-    trainer.train_until(lambda: len(trainer.failed(node=node)) > 2)
-
-    assert trainer.complete(level) == [2]
-    monkeypatch.undo()
-    trainer.train_until(lambda: len(trainer.complete(level)) > 1)
-    assert until(lambda: steps_at(level) == trainer.complete(level)[-1:])
-    check(level, trainer.complete(level)[-1])
-    assert until(lambda: len(files(level, "*.safetensors")) == len(trainer.nodes))
-
-
-def test_while_all_is_read_back_damaged_little_is_left_of_it(rig, ranks, tmp_path, monkeypatch):
-    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
-    trainer = rig(level, **ranks)
+    trainer = rig(level, **crew)
     assert trainer.store() == 2
     seen, flipped = [], set()
 
@@ -85,21 +49,27 @@ def test_while_all_is_read_back_damaged_little_is_left_of_it(rig, ranks, tmp_pat
         flip_new(trainer, level, flipped)
         seen.append(len(files(level, "*.safetensors")))
 
-    damage(monkeypatch, flip_one)
+    passing(when_committed(flip_one))
     node = len(trainer.nodes) - 1
     trainer.train_until(lambda: len(trainer.failed(node=node)) > 3)
 
+    assert trainer.complete(level) == [2]
     check(level, 2)
     # One step that is whole, one that is being written, and one for which the level was not well yet.
     assert max(seen) <= 3 * len(trainer.nodes)
+    monkeypatch.undo()
+    trainer.train_until(lambda: len(trainer.complete(level)) > 1)
+    assert until(lambda: steps_at(level) == trainer.complete(level)[-1:])
+    check(level, trainer.complete(level)[-1])
+    assert until(lambda: len(files(level, "*.safetensors")) == len(trainer.nodes))
 
 
-def test_snapshots_whose_frozen_tensors_are_always_read_back_damaged_go(rig, tmp_path, monkeypatch):
+def test_snapshots_whose_frozen_tensors_are_always_read_back_damaged_go(rig, tmp_path, passing, monkeypatch):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
     slot, reference = frozen_slot()
     trainer = rig(level, ranks=2, frozen={reference.digest: slot})
     assert trainer.store(frozen=reference) == 2
-    damage(monkeypatch, lambda: truncate(frozen_at(level.url) / SHARD))
+    passing(when_committed(lambda: truncate(frozen_at(level.url) / SHARD)))
 
     trainer.train_until(lambda: len(trainer.failed()) > 2, frozen=reference)
 

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from support.node_rig import STARTS, Rig, check, names_at, steps_at
+from support.node_rig import STARTS, check, names_at, steps_at
 from support.waiting import until
 
 from lazysnap import faults
@@ -18,10 +18,8 @@ def level(tmp_path):
 
 
 @pytest.fixture
-def rig(level):
-    rig = Rig(level).begin()
-    yield rig
-    rig.close()
+def rig(rig, level):
+    return rig(level)
 
 
 @pytest.fixture
@@ -74,21 +72,26 @@ def test_a_keeper_is_idle_when_old_snapshots_are_gone(rig, level, held):
     assert steps_at(level) == [4]
 
 
+@pytest.fixture
+def named(rig, held):
+    """Step 2 has a name, and stands still before it is stored until ``let_go``."""
+    held("level.store.begin")
+    assert rig.train() == 2
+    rig.storages[0].keep("mine", 2)
+    assert held.is_there.wait(60)
+    return held.let_go
+
+
 def stored(rig, level):
     """Train until a step of the new start is complete. The words in the slots may be of the start before at first."""
     rig.train_until(lambda: rig.complete(level))
 
 
-def test_a_snapshot_that_was_named_just_before_a_start_is_stored_and_named_before_others_are(rig, level, held):
-    held("level.store.begin")
-    assert rig.train() == 2
-    rig.storages[0].keep("mine", 2)
-    assert held.is_there.wait(60)
-
+def test_a_snapshot_that_was_named_just_before_a_start_is_stored_and_named_before_others_are(rig, level, named):
     rig.begin(STARTS[1], follows=True)
     for step in (1, 3, 5):
         rig.capture(step)
-    held.let_go.set()
+    named.set()
 
     assert until(lambda: names_at(level).get(2) == ("mine",))
     stored(rig, level)
@@ -116,32 +119,22 @@ def test_names_that_come_too_late_for_a_start_are_said_to_be_lost_and_no_others(
     assert 2 in steps_at(level)
 
 
-def test_the_name_of_a_start_outlives_two_more_starts_and_no_capture_is_left_out_meanwhile(rig, level, held):
-    held("level.store.begin")
-    assert rig.train() == 2
-    rig.storages[0].keep("mine", 2)
-    assert held.is_there.wait(60)
-
+def test_the_name_of_a_start_outlives_two_more_starts_and_no_capture_is_left_out_meanwhile(rig, level, named):
     for start in STARTS[1:3]:
         rig.begin(start, follows=True)
         for step in range(1, 8):
             rig.capture(step)  # waits for a slot, and fails if none is free
-    held.let_go.set()
+    named.set()
 
     assert until(lambda: names_at(level).get(2) == ("mine",))
     stored(rig, level)
     assert until(lambda: steps_at(level) == sorted({2, rig.complete(level)[-1]}))
 
 
-def test_a_name_that_is_taken_away_is_not_given_by_the_start_before(rig, level, held):
-    held("level.store.begin")
-    assert rig.train() == 2
-    rig.storages[0].keep("mine", 2)
-    assert held.is_there.wait(60)
-
+def test_a_name_that_is_taken_away_is_not_given_by_the_start_before(rig, level, named):
     rig.begin(STARTS[1], follows=True)
     rig.storages[0].release("mine")
-    held.let_go.set()
+    named.set()
 
     stored(rig, level)
     assert until(lambda: rig.storages[0].is_idle())
@@ -149,36 +142,28 @@ def test_a_name_that_is_taken_away_is_not_given_by_the_start_before(rig, level, 
     assert until(lambda: steps_at(level) == rig.complete(level)[-1:])
 
 
-def test_a_name_whose_capture_is_gone_holds_up_no_start(rig, level, held):
+def test_a_name_whose_capture_is_gone_holds_up_no_start(rig, level, named):
     """Of two that must be stored memory keeps one; the other is overwritten by the next start."""
-    held("level.store.begin")
-    assert rig.train() == 2
-    rig.storages[0].keep("first", 2)
-    assert held.is_there.wait(60)
     rig.capture(3)
     rig.storages[0].keep("second", 3)
 
     rig.begin(STARTS[1], follows=True)
     for step in range(1, 8):
         rig.capture(step)
-    held.let_go.set()
+    named.set()
 
     stored(rig, level)
     assert "second" not in {name for names in names_at(level).values() for name in names}
 
 
-def test_a_name_whose_capture_was_overwritten_is_said_to_be_lost_once(rig, level, held):
-    held("level.store.begin")
-    assert rig.train() == 2
-    rig.storages[0].keep("first", 2)
-    assert held.is_there.wait(60)
+def test_a_name_whose_capture_was_overwritten_is_said_to_be_lost_once(rig, level, named):
     rig.capture(3)
     rig.storages[0].keep("second", 3)
     for step in range(4, 8):
         rig.capture(step)
-    held.let_go.set()
+    named.set()
 
     assert until(lambda: rig.told(NameFailed))
     stored(rig, level)
     assert [(event.name, event.is_lost) for event in rig.told(NameFailed)] == [("second", True)]
-    assert until(lambda: names_at(level).get(2) == ("first",))
+    assert until(lambda: names_at(level).get(2) == ("mine",))

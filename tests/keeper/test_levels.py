@@ -22,35 +22,6 @@ DEADLINE_S = 2.0
 
 
 @pytest.fixture
-def rig():
-    rigs = []
-
-    def make(*levels, **settings):
-        rigs.append(Rig(*levels, **settings).begin())
-        return rigs[-1]
-
-    yield make
-    for made in rigs:
-        made.close()
-
-
-@pytest.fixture
-def passing(monkeypatch):
-    """Do something whenever a fault point is passed: ``passing(lambda name: ...)``."""
-
-    def arm(work):
-        original = faults.point
-
-        def point(name):
-            work(name)
-            original(name)
-
-        monkeypatch.setattr(faults, "point", point)
-
-    return arm
-
-
-@pytest.fixture
 def inject(monkeypatch):
     """Arm a fault point in this process, as LAZYSNAP_FAULT does at its start."""
 

@@ -5,16 +5,14 @@ import pathlib
 import pytest
 from support.listing import files_below
 from support.names import directory_of
-from support.node_rig import RUN, STARTS, Rig, check, image_of, steps_at
+from support.node_rig import RUN, STARTS, check, steps_at
+from support.snapshots import Snapshot
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.protocol import Complete
 from lazysnap.levels import open_store
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.source import MemorySource
 from lazysnap.levels.storage import Storage
-from lazysnap.shard.manifest import CaptureMeta
 
 FIRST, ELSEWHERE, SECOND, THIRD = STARTS[:4]
 
@@ -25,19 +23,13 @@ def level(tmp_path):
 
 
 @pytest.fixture
-def rig(level):
-    rig = Rig(level, ranks=2)
-    yield rig
-    rig.close()
+def rig(rig, level):
+    return rig(level, start=None, ranks=2)
 
 
-def write(level, step, start, rank, world_size=2):
+def write(level, step, start, rank):
     """What another keeper wrote there."""
-    image = image_of(step, rank)
-    room = map_anonymous(-(-len(image) // 4096) * 4096)
-    room[: len(image)] = image
-    meta = CaptureMeta(RUN, start, step, rank, world_size, 3)
-    open_store(level.url).write(meta, MemorySource(room, len(image)))
+    Snapshot(step, RUN, rank=rank, world_size=2, start=start).write(open_store(level.url))
 
 
 def directories(level):

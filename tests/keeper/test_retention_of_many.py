@@ -1,42 +1,23 @@
 """Several nodes keep one place tidy, each its own files, and none takes the last snapshot that all of them have."""
 
 import contextlib
-import dataclasses
 import errno
 import pathlib
 import threading
 
 import pytest
 from frozen_damage import flip
-from snapshots import Image, meta
 from support.listing import files_below
 from support.names import directory_of
-from support.node_rig import RUN, STARTS, Rig, check, steps_at
+from support.node_rig import RUN, STARTS, check, steps_at
+from support.snapshots import Snapshot
 from support.waiting import until
 
-from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
-
-@pytest.fixture(params=[(1, 2), (2, 1), (2, 2)], ids=["two ranks", "two nodes", "two nodes of two"])
-def ranks(request):
-    """How many nodes, with how many ranks each."""
-    return dict(zip(("nodes", "ranks"), request.param, strict=True))
-
-
-@pytest.fixture
-def rig():
-    rigs = []
-
-    def make(*levels, **settings):
-        rigs.append(Rig(*levels, **settings))
-        return rigs[-1]
-
-    yield make
-    for made in rigs:
-        made.close()
+CREWS = pytest.mark.parametrize("crew", [{"ranks": 2}, {"nodes": 2}, {"nodes": 2, "ranks": 2}], ids=str)
 
 
 def level_at(tmp_path, **settings):
@@ -54,13 +35,13 @@ def complete(level):
 
 
 def write(level, step, rank, world_size, start):
-    what = dataclasses.replace(meta(step, RUN), rank=rank, world_size=world_size, start=start)
-    open_store(level.url).write(what, Image(step))
+    Snapshot(step, RUN, rank=rank, world_size=world_size, start=start).write(open_store(level.url))
 
 
-def test_a_step_goes_when_enough_newer_ones_are_complete(rig, ranks, tmp_path):
+@CREWS
+def test_a_step_goes_when_enough_newer_ones_are_complete(rig, crew, tmp_path):
     level = level_at(tmp_path, keep_last=2)
-    trainer = rig(level, **ranks).begin()
+    trainer = rig(level, **crew)
 
     assert [trainer.store() for _ in range(2)] == [2, 4]
     assert steps_at(level) == [2, 4]
@@ -72,18 +53,11 @@ def test_a_step_goes_when_enough_newer_ones_are_complete(rig, ranks, tmp_path):
 
 
 @pytest.fixture
-def at_node(monkeypatch):
+def at_node(passing):
     """Do something when a thread that works for a level passes a fault point: ``at_node(level, name, work)``."""
 
     def arm(level, name, work):
-        original = faults.point
-
-        def point(passed):
-            if passed == name and threading.current_thread().name.startswith(level.url):
-                work()
-            original(passed)
-
-        monkeypatch.setattr(faults, "point", point)
+        passing(lambda at: at == name and threading.current_thread().name.startswith(level.url) and work())
 
     return arm
 
@@ -92,7 +66,7 @@ def at_node(monkeypatch):
 def two_disks(rig, tmp_path):
     """Two nodes, each with a disk of its own: nobody can see how the other one's is. And what they see."""
     here, there = (PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=1) for name in ("here", "there"))
-    trainer = rig(here, nodes=2)
+    trainer = rig(here, nodes=2, start=None)
     trainer.levels_of = lambda node: ((here,), (there,))[node]
     return trainer.begin(), here, there
 
@@ -180,10 +154,11 @@ def test_what_a_node_with_slow_storage_is_writing_stays_with_the_others_until_it
     assert until(lambda: steps_at(here) == steps_at(there) == [4])
 
 
-def test_what_a_keeper_did_not_write_itself_goes_as_well(rig, ranks, tmp_path):
+@CREWS
+def test_what_a_keeper_did_not_write_itself_goes_as_well(rig, crew, tmp_path):
     """It took the place of one that died."""
     level = level_at(tmp_path, keep_last=3)
-    trainer = rig(level, **ranks).begin()
+    trainer = rig(level, **crew)
     assert [trainer.store() for _ in range(3)] == [2, 4, 6]
 
     for node in range(len(trainer.nodes)):
@@ -200,24 +175,22 @@ def test_what_a_keeper_did_not_write_itself_goes_as_well(rig, ranks, tmp_path):
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_shard_that_is_read_back_damaged_is_no_snapshot_and_goes_unless_somebody_reads_it(
-    rig, tmp_path, monkeypatch, is_read
+    rig, tmp_path, passing, is_read
 ):
-    level, original = level_at(tmp_path), faults.point
+    level = level_at(tmp_path)
     trainer = rig(level, ranks=2)
-    trainer.begin()
     path = trainer.directory(level, 2) / "node-00000-of-00001.safetensors"
 
     with contextlib.ExitStack() as stack:
 
-        def point(name):
+        def work(name):
             if name == "keeper.persist.committed":
                 flip(path)
                 if is_read:
                     storage = open_store(level.url).storage
                     stack.enter_context(storage.lease(f"{path.parent.name}/{path.name}"))
-            original(name)
 
-        monkeypatch.setattr(faults, "point", point)
+        passing(work)
         trainer.train()
         assert until(lambda: trainer.failed() == [2])
 
@@ -225,9 +198,10 @@ def test_a_shard_that_is_read_back_damaged_is_no_snapshot_and_goes_unless_somebo
         assert path.exists() == is_read
 
 
-def test_steps_with_a_name_milestones_and_what_is_read_stay(rig, ranks, tmp_path):
+@CREWS
+def test_steps_with_a_name_milestones_and_what_is_read_stay(rig, crew, tmp_path):
     level = level_at(tmp_path, keep_every_n_steps=4)
-    trainer = rig(level, **ranks).begin()
+    trainer = rig(level, **crew)
     assert trainer.store() == 2
     trainer.storages[0].keep("first", 2)
     assert until(lambda: any(path.name == "keep-first" for path in trainer.directory(level, 2).iterdir()))
@@ -245,18 +219,18 @@ def test_steps_with_a_name_milestones_and_what_is_read_stay(rig, ranks, tmp_path
     assert until(lambda: steps_at(level) == [4, 8, 12, 16])
 
 
-def test_of_what_was_before_nothing_goes_until_something_new_is_complete(rig, ranks, tmp_path, monkeypatch):
-    level, original, seen = level_at(tmp_path), faults.point, []
-    trainer = rig(level, **ranks).begin(STARTS[0])
+@CREWS
+def test_of_what_was_before_nothing_goes_until_something_new_is_complete(rig, crew, tmp_path, passing):
+    level, seen = level_at(tmp_path), []
+    trainer = rig(level, **crew)
     assert [trainer.store() for _ in range(2)] == [2, 4]
     assert until(lambda: steps_at(level) == [4])
 
-    def point(name):
+    def work(name):
         if name == "keeper.persist.committed":
             seen.append((4, STARTS[0]) in complete(level))
-        original(name)
 
-    monkeypatch.setattr(faults, "point", point)
+    passing(work)
     trainer.begin(STARTS[1], stored={level.url: [(STARTS[0], 4)]})
     assert trainer.store() == 2
     assert trainer.store() == 4
@@ -265,9 +239,10 @@ def test_of_what_was_before_nothing_goes_until_something_new_is_complete(rig, ra
     assert until(lambda: complete(level) == [(4, STARTS[1])])
 
 
-def test_what_an_earlier_start_left_stays_until_enough_is_complete_of_this_one(rig, ranks, tmp_path):
+@CREWS
+def test_what_an_earlier_start_left_stays_until_enough_is_complete_of_this_one(rig, crew, tmp_path):
     level = level_at(tmp_path, keep_last=2)
-    trainer = rig(level, **ranks).begin(STARTS[0])
+    trainer = rig(level, **crew)
     assert [trainer.store() for _ in range(2)] == [2, 4]
 
     trainer.begin(STARTS[1], stored={level.url: [(STARTS[0], 2), (STARTS[0], 4)]})
@@ -281,7 +256,7 @@ def test_what_an_earlier_start_left_stays_until_enough_is_complete_of_this_one(r
 def test_starts_that_never_come_far_leave_no_more_than_one_that_does(rig, tmp_path):
     """A training that dies again and again before there are ``keep_last`` of one start."""
     level = level_at(tmp_path, keep_last=4)
-    trainer, known, step = rig(level, ranks=2), [], 0
+    trainer, known, step = rig(level, start=None, ranks=2), [], 0
     for start in STARTS[:6]:
         trainer.begin(start, stored={level.url: known[-4:]})
         trainer.capture(step + 1)
@@ -312,7 +287,7 @@ def test_what_ranks_that_are_no_more_have_left_goes_with_the_rest(rig, tmp_path,
     half.parent.mkdir()
     half.write_bytes(b"half")
 
-    trainer = rig(level, **now).begin(STARTS[1], stored={level.url: [(STARTS[0], 1), (STARTS[0], 2)]})
+    trainer = rig(level, start=None, **now).begin(STARTS[1], stored={level.url: [(STARTS[0], 1), (STARTS[0], 2)]})
     for _ in range(3):
         newest = trainer.store()
 
@@ -322,7 +297,7 @@ def test_what_ranks_that_are_no_more_have_left_goes_with_the_rest(rig, tmp_path,
 
 def test_what_a_keeper_could_not_list_is_not_taken_for_incomplete(rig, tmp_path):
     level = level_at(tmp_path, keep_last=3)
-    trainer = rig(level).begin()
+    trainer = rig(level)
     assert [trainer.store() for _ in range(3)] == [2, 4, 6]
     path, away = pathlib.Path(level.url), tmp_path / "away"
     path.rename(away)
