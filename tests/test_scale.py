@@ -94,11 +94,12 @@ def forms(said):
 
 
 def test_the_simulated_restart_tells_the_others_what_a_real_one_tells(tmp_path):
-    config = SnapshotConfig(levels=(PersistentLevel(tmp_path, every_n_steps=1),), job_id=uuid.uuid4().hex)
+    levels = (PersistentLevel(tmp_path, every_n_steps=1),)
+    config = SnapshotConfig(levels=levels, job_id=uuid.uuid4().hex, keeper_timeout_s=60)
     with contextlib.closing(SnapshotEngine(config, {"state": {"weight": torch.ones(3)}})) as engine:
         assert engine.wait_ready(60)
         assert engine.boundary(1)
-        assert engine.flush(60)
+        assert engine.flush(240)
         world = Listening()
         assert fetch("latest", Restart(config, engine._source, engine._client, engine._identity, world)).step == 1
 

@@ -16,7 +16,7 @@ STEPS, BAD = 50, 23
 
 def train(directory, values, policy, accumulation=1):
     level = PersistentLevel(str(directory), every_n_steps=10)
-    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=5))
+    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=5), keeper_timeout_s=60)
     accelerator = LazyAccelerator(
         cpu=True, snapshots=config, rollback_on=policy, gradient_accumulation_steps=accumulation
     )
@@ -110,7 +110,7 @@ def repeat(directory, make, spoilt=(), *, times=1, accumulation=1, policy=None, 
     At the batch ``stored_at`` it waits until storage has what was captured.
     """
     level = PersistentLevel(str(directory), every_n_steps=5)
-    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=5))
+    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=5), keeper_timeout_s=60)
     set_seed(7)
     accelerator = LazyAccelerator(
         cpu=True,
@@ -132,7 +132,7 @@ def repeat(directory, make, spoilt=(), *, times=1, accumulation=1, policy=None, 
                 with accelerator.accumulate(model):
                     loss = model(values).square().mean() + random.random()
                     at = (progress["epoch"], progress["batch"])
-                    assert at != stored_at or accelerator.engine.flush(60)
+                    assert at != stored_at or accelerator.engine.flush(240)
                     left[at] = left.get(at, 0) - 1
                     accelerator.backward(loss * float("nan") if left[at] >= 0 else loss)
                     optimizer.step()

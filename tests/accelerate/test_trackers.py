@@ -26,9 +26,8 @@ class Listed(GeneralTracker):
 def test_figures_are_logged_beside_the_scripts_own(tmp_path):
     level = PersistentLevel(str(tmp_path / "level"), every_n_steps=2)
     tracker = Listed()
-    accelerator = LazyAccelerator(
-        cpu=True, log_with=tracker, snapshots=SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=5))
-    )
+    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=5), keeper_timeout_s=60)
+    accelerator = LazyAccelerator(cpu=True, log_with=tracker, snapshots=config)
     accelerator.init_trackers("a")
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -37,7 +36,7 @@ def test_figures_are_logged_beside_the_scripts_own(tmp_path):
         accelerator.log({"before": step}, step=step)
         accelerator.backward(model(batch).sum())
         optimizer.step()
-    accelerator.engine.flush(60)
+    assert accelerator.engine.flush(240)
     accelerator.log({"loss": 1.0}, step=8)
     accelerator.end_training()
 

@@ -60,8 +60,8 @@ class Starter:
 
     def config(self, *levels, **settings):
         levels = tuple(PersistentLevel(str(path), every_n_steps=1) for path in levels)
-        settings = {"job_id": self.job_id, "memory": MemoryLevel(linger_s=60), "keeper_timeout_s": 10, **settings}
-        return SnapshotConfig(levels=levels, **settings)
+        usual = {"job_id": self.job_id, "memory": MemoryLevel(linger_s=60), "keeper_timeout_s": TIMEOUT_S}
+        return SnapshotConfig(levels=levels, **{**usual, **settings})
 
     def start(self, *levels, width=16, extra=None, ready=True, **settings):
         training = Training(self.config(*levels, **settings), width, **(extra or {}))

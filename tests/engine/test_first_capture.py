@@ -81,9 +81,11 @@ def test_frozen_tensors_that_do_not_fit_end_the_wait(job, tmp_path):
 
 def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkeypatch, caplog):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
-    training = job.start(ready=False, keeper_timeout_s=3)
+    training = job.start(ready=False, gate_timeout_s=10 * TIMEOUT_S)
+    client = training.engine._client
     training.engine.prepare()
-    keeper = until(lambda: training.engine._client._connection).peer_pid
+    keeper = until(lambda: client._connection).peer_pid
+    client._heartbeat._timeout_s = 3  # only now: it had as long as it took to start
     os.kill(keeper, signal.SIGSTOP)
     try:
         training.run(1, 1)

@@ -15,9 +15,10 @@ def said(training, caplog, text):
 
 @pytest.mark.parametrize("on_busy", ["skip", "wait"])
 def test_one_rank_trains_and_captures_on_beside_a_frozen_keeper(job, tmp_path, caplog, on_busy):
-    training = job.start(tmp_path, on_busy=on_busy, keeper_timeout_s=3)
+    training = job.start(tmp_path, on_busy=on_busy)
     training.run(1, 2)
     keeper = training.engine._client._connection.peer_pid
+    training.engine._client._heartbeat._timeout_s = 3  # only now: it had as long as it took to start
     os.kill(keeper, signal.SIGSTOP)
     try:
         until(lambda: said(training, caplog, f"(process {keeper} on "))

@@ -43,7 +43,7 @@ def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, mon
         try:
             with pytest.raises(LevelHangs):
                 LevelReader(level, 1).open(entry, "it", stack)
-            assert plan.hanging.is_set()
+            until(plan.hanging.is_set)  # on a slow machine the deadline is over before the shard is open
             assert open_files(tmp_path)
         finally:
             plan.release()

@@ -76,7 +76,8 @@ def test_the_next_boundary_is_captured_and_named_where_the_last_was_not(job, tmp
 def test_a_name_is_given_though_no_level_would_take_that_step(job, tmp_path):
     level = PersistentLevel(str(tmp_path), every_n_steps=1000)
     memory = job.config().memory
-    training = Training(SnapshotConfig(job_id=job.job_id, levels=(level,), memory=memory, keeper_timeout_s=10))
+    config = SnapshotConfig(job_id=job.job_id, levels=(level,), memory=memory, keeper_timeout_s=TIMEOUT_S)
+    training = Training(config)
     job.trainings.append(training)
     assert training.engine.wait_ready(TIMEOUT_S)
     training.run(1, 6)

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 from support.node_rig import RUN, STARTS, image_of
-from support.parity_rig import ParityRig
-from support.waiting import until
+from support.parity_rig import SLOTS, ParityRig
+from support.waiting import TIMEOUT_S, until
 
 from lazysnap import faults
 from lazysnap.errors import LazySnapError
@@ -25,7 +25,7 @@ def live():
     made = ParityRig(nodes=len(NODES), parity=2)
     made.begin()
     made.protect()
-    until(lambda: len({made.protected(node) for node in NODES}) == 1)
+    until(lambda: granted(made))
     yield made
     made.close()
 
@@ -36,6 +36,7 @@ def rig():
     made = ParityRig(nodes=len(NODES), parity=2)
     made.begin()
     made.protect()
+    until(lambda: granted(made))
     made.stop(0)
     yield made
     made.close()
@@ -44,6 +45,13 @@ def rig():
 @pytest.fixture
 def step(rig):
     return newest(rig)
+
+
+def granted(rig):
+    """The step that all nodes are to protect next, once none of them computes anything; ``None`` before that."""
+    steps = {storage._protection._held.level.grant for storage in rig.storages}
+    step = steps.pop()
+    return None if steps or step is None or step <= rig.step else step
 
 
 def newest(rig):
@@ -169,16 +177,19 @@ def test_more_that_die_meanwhile_than_parity_replaces_are_named(live):
 
 
 def test_a_node_that_dies_while_parity_is_computed_costs_nothing_that_was_protected(live, caplog):
-    live.settings = {"max_bytes_per_s": 50_000}  # it takes seconds
+    live.settings = {"every_n_steps": 1000}
+    last = live.step
     live.begin(STARTS[1], follows=True)
     step = newest(live)
-    before = live.step = max(max(live.held(node)) for node in NODES)
+    until(lambda: granted(live))
+    for _ in range(2 * SLOTS):  # what is not held goes
+        live.capture(max(live.step, last) + live.every)
 
-    def is_held():
-        live.capture(live.step + live.every)
-        return all(max(live.held(node)) > before for node in NODES)
-
-    until(is_held)
+    live.step = granted(live)
+    for rank in live.ranks:
+        rank.begin(live.step, RUN)  # and until it is whole, its parity is not
+    live.look()
+    until(lambda: all(live.step in live.held(node) for node in NODES))
     die(live, LOST)
 
     until(lambda: "is not protected by other nodes, tried again: " in caplog.text)
@@ -193,16 +204,13 @@ def test_a_node_that_dies_before_all_have_said_that_they_have_their_parity_costs
     def point(name):
         if name == "keeper.parity.done":
             encoded.append(name)
-            assert goes_on.wait(60)
+            assert goes_on.wait(2 * TIMEOUT_S)
         original(name)
 
-    def is_encoded():
-        live.capture(live.step + live.every)
-        return len(encoded) == len(NODES)
-
-    monkeypatch.setattr(faults, "point", point)
-    until(is_encoded)
     step = newest(live)
+    monkeypatch.setattr(faults, "point", point)
+    live.capture(granted(live))
+    until(lambda: len(encoded) == len(NODES))
     die(live, LOST)
     goes_on.set()
 

@@ -174,7 +174,7 @@ def test_a_level_that_was_away_at_the_death_gets_the_capture_when_the_keeper_lea
     blocker = job.root / "level"
     blocker.write_text("not a directory")
     level = job.level()
-    first = job.trainer(levels=[level], linger_s=1.5)
+    first = job.trainer(levels=[level], linger_s=5)
     first.capture(step=4)
     first.begin(step=5)
     keeper = job.keeper_pid()

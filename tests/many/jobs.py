@@ -16,7 +16,7 @@ from support.waiting import until
 from support.zygote import Zygote
 
 HERE = pathlib.Path(__file__).parent
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 STOPPED = 9
 
 
