@@ -37,9 +37,7 @@ from lazysnap.keeper.level_writer import LevelWriter, Told
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import Parity
-from lazysnap.keeper.team import Team
-from lazysnap.levels.rate_limiter import RateLimiter
-from lazysnap.levels.source import MemorySource, NodeSource
+from lazysnap.levels.source import MemorySource, NodeSource, RateLimiter
 from lazysnap.ranks.meeting import meet_keepers
 from lazysnap.ranks.partition import STORERS
 from lazysnap.ranks.world import World
@@ -50,7 +48,7 @@ from lazysnap.shard.layout import PAGE, Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.names import NodeName, SnapshotName, parse_file_name
 from lazysnap.state.walk import walk
-from lazysnap.topology import places, share
+from lazysnap.topology import Team, places, share
 
 RUN, START, EARLIER = "00000000000000ab", "00000000000000cd", "00000000000000cc"
 URL = "imagined://run"

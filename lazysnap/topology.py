@@ -32,6 +32,28 @@ def places(nodes: Sequence[str]) -> list[Place]:
 
 
 @dataclass(frozen=True)
+class Team:
+    """One rank's place among all ranks and nodes."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    node: int = 0
+    """Nodes are numbered in the order of their first ranks, so rank 0 is on node 0."""
+    nodes: int = 1
+    crew: tuple[int, ...] = (0,)
+    """The ranks of the node, in order."""
+
+    @classmethod
+    def of(cls, places: Sequence[Place], rank: int) -> "Team":
+        """From where every rank of the training runs."""
+        place = places[rank]
+        nodes = list(dict.fromkeys(other.node for other in places))
+        crew = tuple(other.rank for other in places if other.node == place.node)
+        return cls(rank, len(places), place.local_rank, nodes.index(place.node), len(nodes), crew)
+
+
+@dataclass(frozen=True)
 class Rows:
     """Rows ``[start, stop)`` of one tensor along its first dimension; a tensor without dimensions is one row."""
 

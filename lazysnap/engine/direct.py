@@ -26,13 +26,12 @@ from lazysnap.engine.live_slot import LiveSlot
 from lazysnap.keeper.client import Capture, KeeperClient
 from lazysnap.keeper.node_storage import NodeStorage, Surroundings
 from lazysnap.keeper.protocol import LENT, Complete, Keep, Message, Release, Run
-from lazysnap.keeper.team import Team
 from lazysnap.levels import open_store
-from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.source import RateLimitedSource
+from lazysnap.levels.source import RateLimitedSource, RateLimiter
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.topology import Team
 
 logger = logging.getLogger("lazysnap.engine")
 

@@ -33,7 +33,6 @@ from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.events import MemoryEntry
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import Run
-from lazysnap.keeper.team import Team
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.checks import together
 from lazysnap.ranks.meeting import NOBODY, meet_keepers
@@ -46,6 +45,7 @@ from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.optimizers import check_optimizers
 from lazysnap.state.source import StateSource
+from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
 

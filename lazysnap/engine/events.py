@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from rich.filesize import decimal
+
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
@@ -28,7 +30,6 @@ from lazysnap.keeper.protocol import (
     Unlinked,
     Unprotected,
 )
-from lazysnap.keeper.room import readable
 from lazysnap.levels.redaction import shown
 
 logger = logging.getLogger("lazysnap.engine")
@@ -147,7 +148,7 @@ class EventLog:
         """What a snapshot takes at a level is known with the first one."""
         if self.speaks_for_node and event.level not in self._timed:
             self._timed.add(event.level)
-            size, rate = readable(event.num_bytes), readable(event.num_bytes / max(event.seconds, 1e-9))
+            size, rate = decimal(event.num_bytes), decimal(int(event.num_bytes / max(event.seconds, 1e-9)))
             logger.info("%s: a snapshot of %s takes %.1f s (%s/s)", shown(event.level), size, event.seconds, rate)
 
     def _count(self, level: str, steps: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 from lazysnap.arena import Slot, SlotPhase
 from lazysnap.capture.job import CaptureJob
 from lazysnap.errors import CaptureAborted
-from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import map_anonymous
 
 _ANY_SIZE = 1 << 62
 

@@ -5,8 +5,9 @@ import os
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from rich.filesize import decimal
+
 from lazysnap.config import SnapshotConfig
-from lazysnap.keeper.room import readable
 from lazysnap.levels.redaction import shown
 
 
@@ -29,7 +30,7 @@ class Sizes:
 def opening_line(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: bool = True) -> str:
     """What the training takes: state, memory (which it has, if ``is_protected``), and how often it is stored where."""
     per_rank = " per rank" if ranks > 1 else ""
-    once = f" and {readable(sizes.frozen_bytes)} that are not trained, once" if sizes.frozen_bytes else ""
+    once = f" and {decimal(sizes.frozen_bytes)} that are not trained, once" if sizes.frozen_bytes else ""
     memory = sizes.slots * sizes.slot_bytes + sizes.frozen_bytes
     places = [
         f"snapshots at {shown(level.url)} every {_steps(math.lcm(level.every_n_steps, config.every_n_steps))}"
@@ -42,8 +43,8 @@ def opening_line(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protect
         )
     lack = "" if is_protected else "no memory: it would take "
     return (
-        f"state {readable(sizes.state_bytes)}{per_rank}{once}, {lack}{sizes.slots} slots = {readable(memory)} of memory"
-        f"{per_rank} (of {readable(sizes.available_bytes)} available), "
+        f"state {decimal(sizes.state_bytes)}{per_rank}{once}, {lack}{sizes.slots} slots = {decimal(memory)} of memory"
+        f"{per_rank} (of {decimal(sizes.available_bytes)} available), "
         + (", ".join(places) or "no storage level: nothing outlives this machine")
     )
 
@@ -59,8 +60,8 @@ def shortages(config: SnapshotConfig, snapshot_bytes: int, ranks_here: int) -> l
         free, needed = _free_bytes(level.url), snapshot_bytes * ranks_here
         if free is not None and free < needed:
             found.append(
-                f"{level.url}: not even one snapshot fits: it takes {needed} bytes ({readable(needed)}), "
-                f"{free} ({readable(free)}) are free; free space, or choose another place"
+                f"{level.url}: not even one snapshot fits: it takes {needed} bytes ({decimal(needed)}), "
+                f"{free} ({decimal(free)}) are free; free space, or choose another place"
             )
     return found
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import LevelUnavailable
 from lazysnap.levels import open_store
-from lazysnap.levels.probe import probe
 from lazysnap.levels.redaction import shown
+from lazysnap.levels.storage import probe
 from lazysnap.levels.watchdog import Watchdog
 
 

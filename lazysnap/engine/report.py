@@ -4,8 +4,9 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.filesize import decimal
+
 from lazysnap.engine.statistics import Statistics
-from lazysnap.keeper.room import readable
 from lazysnap.levels.redaction import shown
 from lazysnap.restore.lost_parts import PARITY
 from lazysnap.restore.snapshot import Absence, Snapshot
@@ -170,7 +171,7 @@ def _captured(statistics: Statistics) -> str:
     due = statistics.began + direct + left_out
     text = f"{statistics.whole} of {due} due step{'s' * (due != 1)}"
     if statistics.shard_bytes:
-        text += f" ({readable(statistics.shard_bytes)} each)"
+        text += f" ({decimal(statistics.shard_bytes)} each)"
     reasons = [f"{reason} {count}" for reason, count in sorted(statistics.skipped.items())]
     notes = [f"{direct} written by training itself, past memory"] if direct else []
     notes += [f"{left_out} left out ({', '.join(reasons)})"] if left_out else []

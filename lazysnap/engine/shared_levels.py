@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import open_store
-from lazysnap.levels.probe import probe_name
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.storage import Storage
+from lazysnap.levels.storage import Storage, probe_name
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.ranks.world import World
 from lazysnap.restore.survey import is_path

@@ -12,7 +12,7 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import Starting, start_keeper, try_connect
 from lazysnap.keeper.messages import Connection, OtherVersion, Received
 from lazysnap.keeper.protocol import Busy, Hello, Welcome
-from lazysnap.keeper.team import Team
+from lazysnap.topology import Team
 
 _BUSY_GRACE_S = 3.0
 """A trainer that was just killed may take a moment to be gone."""

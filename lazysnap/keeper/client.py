@@ -73,7 +73,7 @@ from lazysnap.keeper.protocol import (
     Wish,
 )
 from lazysnap.keeper.questions import Questions
-from lazysnap.keeper.team import Team
+from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
 

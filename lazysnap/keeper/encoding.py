@@ -20,13 +20,12 @@ from lazysnap.keeper.parity_store import ParitySet, ParityStore
 from lazysnap.keeper.peer_client import PeerReader
 from lazysnap.keeper.peer_messages import PartOf
 from lazysnap.keeper.protocol import HeldMember, HeldParity, Parity, Run
-from lazysnap.keeper.team import Team
 from lazysnap.levels.daemon_pool import DaemonPool
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.rate_limiter import RateLimiter
+from lazysnap.levels.source import RateLimiter, map_anonymous
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
+from lazysnap.topology import Team
 
 Beat = Callable[[], None]
 Result = TypeVar("Result")

@@ -20,15 +20,10 @@ os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release,
 
 def try_connect(identity: JobIdentity) -> Connection | None:
     """A connection to the keeper of ``identity``, ``None`` if there is none. Blocks: at most a second, if it hangs."""
-    return connect_to(identity.address)
-
-
-def connect_to(address: str) -> Connection | None:
-    """As ``try_connect``."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(_CONNECT_S)
     try:
-        sock.connect(address)
+        sock.connect(identity.address)
     except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
         sock.close()
         return None

@@ -19,7 +19,7 @@ from lazysnap.arena import Slot
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, ConfigError, FormatError, LazySnapError, LevelHangs, ShardCorrupt
 from lazysnap.keeper.coordinator import GrantLoop
-from lazysnap.keeper.frozen_writer import FrozenWriter
+from lazysnap.keeper.frozen import FrozenWriter
 from lazysnap.keeper.grant_messages import SnapshotKey
 from lazysnap.keeper.granted import NodeLevel, Write
 from lazysnap.keeper.level_names import LevelNames, Naming
@@ -30,11 +30,10 @@ from lazysnap.keeper.slot_source import SlotSource, open_slot
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
-from lazysnap.levels.probe import probe
-from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
-from lazysnap.levels.source import BlockSource, NodeSource, RateLimitedSource, shard_of
+from lazysnap.levels.source import BlockSource, NodeSource, RateLimitedSource, RateLimiter, shard_of
+from lazysnap.levels.storage import probe
 from lazysnap.levels.watchdog import Watchdog, WriteCancelled
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, Manifest

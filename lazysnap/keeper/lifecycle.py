@@ -15,9 +15,7 @@ GONE, or when none came for ``START_GRACE_S``.
 """
 
 import enum
-from collections.abc import Mapping, Sequence
-
-from lazysnap.arena import SlotPhase, SlotStatus
+from collections.abc import Mapping
 
 START_GRACE_S = 30.0
 """How long a keeper waits for its first trainer."""
@@ -74,9 +72,3 @@ _NEXT: Mapping[tuple[Phase, Event], Phase] = {
 def next_phase(phase: Phase, event: Event) -> Phase:
     """The phase after ``event``; events that do not concern a phase leave it."""
     return _NEXT.get((phase, event), phase)
-
-
-def newest_whole(statuses: Sequence[SlotStatus]) -> int | None:
-    """Index of the slot with the newest whole capture."""
-    whole = [index for index, status in enumerate(statuses) if status.phase is SlotPhase.WHOLE]
-    return max(whole, key=lambda index: statuses[index].sequence, default=None)

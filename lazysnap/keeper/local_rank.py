@@ -51,8 +51,8 @@ from lazysnap.keeper.protocol import (
 )
 from lazysnap.keeper.slot_pool import SlotPool
 from lazysnap.keeper.step_wait import Wait
-from lazysnap.keeper.team import Team
 from lazysnap.shard.checksum import Checksums
+from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lazysnap.keeper.grant_messages import SnapshotKey
-from lazysnap.keeper.team import Team
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.storage import Storage
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import NodeName, SnapshotName, parse_file_name
+from lazysnap.topology import Team
 
 
 @dataclass(frozen=True)

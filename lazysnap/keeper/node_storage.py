@@ -31,8 +31,8 @@ from lazysnap.keeper.protection import NodeProtection
 from lazysnap.keeper.protection import Surroundings as ProtectionSurroundings
 from lazysnap.keeper.protocol import Complete, Message, NameFailed, Run, Unlinked
 from lazysnap.keeper.step_wait import AtLevel, Wait
-from lazysnap.keeper.team import Team
 from lazysnap.shard.checksum import Checksums
+from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from lazysnap.errors import CaptureAborted
 from lazysnap.keeper.protocol import HeldParity
 from lazysnap.keeper.slot_pool import check_room
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.source import MemorySource
+from lazysnap.levels.source import MemorySource, map_anonymous
 
 
 @dataclass(frozen=True, eq=False)

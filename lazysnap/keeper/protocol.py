@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from lazysnap.errors import KeeperUnavailable
-from lazysnap.keeper.team import Team
+from lazysnap.topology import Team
 
 PROTOCOL = 4
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""

@@ -37,7 +37,7 @@ from lazysnap.keeper.protocol import (
     Superseded,
 )
 from lazysnap.keeper.served import PeerReads
-from lazysnap.keeper.team import Team
+from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
 

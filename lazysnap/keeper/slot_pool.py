@@ -6,10 +6,11 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from rich.filesize import decimal
+
 from lazysnap import faults
 from lazysnap.arena import Slot, Word, capacity_fits
 from lazysnap.errors import MemoryBoundExceeded
-from lazysnap.keeper.room import readable, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,31 @@ def check_room(needed: int, what: str) -> None:
     free = free_bytes()
     if needed > free:
         raise MemoryBoundExceeded(
-            f"{what} need {needed} bytes ({readable(needed)}), this machine (or its container) has {free} "
-            f"({readable(free)}) to spare; free memory, use a larger machine, or capture a smaller state"
+            f"{what} need {needed} bytes ({decimal(needed)}), this machine (or its container) has {free} "
+            f"({decimal(free)}) to spare; free memory, use a larger machine, or capture a smaller state"
         )
+
+
+def refusal(count: int, slot_bytes: int, available_bytes: int, *, least: int, is_bound: bool) -> str:
+    """Why ``count`` slots do not fit, and what would.
+
+    ``least``: the smallest number of slots that this training may be given. ``is_bound``: ``available_bytes`` is what
+    ``MemoryLevel.max_bytes`` leaves, else what the machine or its container has.
+    """
+    whose = "MemoryLevel.max_bytes leaves" if is_bound else "this machine (or its container) has"
+    asked = f"{count} slots of {slot_bytes} bytes need {count * slot_bytes} bytes ({decimal(count * slot_bytes)})"
+    found = f"{whose} {available_bytes} ({decimal(available_bytes)})"
+    more = f"raise max_bytes to {count * slot_bytes}" if is_bound else "free memory, or use a larger machine"
+    fitting = available_bytes // slot_bytes
+    if least < count and fitting >= least:
+        advice = f"set MemoryLevel(slots={fitting}), which fits, or {more}"
+    elif fitting == 0:
+        advice = f"not even one fits: {more}, or capture a smaller state"
+    elif least < count:
+        advice = f"{least} slots, the least that protect a run, do not fit either: {more}, or capture a smaller state"
+    else:
+        advice = f"fewer would not protect this run: {more}, or capture a smaller state"
+    return f"{asked}, {found}; {advice}"
 
 
 class SlotPool:
@@ -148,7 +171,7 @@ class SlotPool:
         except OSError as error:
             slot.close()
             raise MemoryBoundExceeded(
-                f"the machine refused {slot.size_bytes} bytes ({readable(slot.size_bytes)}) for one more slot: "
+                f"the machine refused {slot.size_bytes} bytes ({decimal(slot.size_bytes)}) for one more slot: "
                 f"{os.strerror(error.errno or 0)}; free memory, use a larger machine, or capture a smaller state"
             ) from error
         slot.set_word(Word.READY, 1)

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.daemon_pool import DaemonPool
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Reader
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.manifest import Manifest, Shard

@@ -20,9 +20,8 @@ from fsspec.spec import AbstractBufferedFile
 from lazysnap import faults
 from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
 from lazysnap.levels.files import temp_name
-from lazysnap.levels.probe import probe_name
 from lazysnap.levels.redaction import Redaction
-from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage, level_error
+from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage, level_error, probe_name
 from lazysnap.shard.checksum import BLOCK_BYTES, digest
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from lazysnap import faults
 from lazysnap.errors import FormatError
 from lazysnap.levels.files import TEMP_MARK
-from lazysnap.levels.probe import is_probe
-from lazysnap.levels.storage import Storage
+from lazysnap.levels.storage import Storage, is_probe
 from lazysnap.shard.limits import MAX_SMALL_OBJECT_BYTES
 from lazysnap.shard.names import (
     NodeName,

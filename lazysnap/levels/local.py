@@ -39,7 +39,7 @@ from lazysnap.levels.files import (
     sync_handle,
     temp_name,
 )
-from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage
 
 __all__ = ["PAGE", "TEMP_MARK", "LocalStorage", "map_anonymous"]

@@ -8,11 +8,10 @@ from typing import Any
 
 from lazysnap.errors import LevelError, ShardCorrupt
 from lazysnap.levels.leftovers import is_node_file_path
-from lazysnap.levels.probe import is_probe, probe_name
 from lazysnap.levels.s3_client import PATIENCE_S, STALL_S, S3Client
 from lazysnap.levels.s3_errors import Failure, Kind
 from lazysnap.levels.s3_upload import S3Writer, checksum_of
-from lazysnap.levels.storage import MAX_SMALL_BYTES, SETTLED, Storage
+from lazysnap.levels.storage import MAX_SMALL_BYTES, SETTLED, Storage, is_probe, probe_name
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 from awscrt.checksums import crc32c
 
 from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.s3_client import S3Client
 from lazysnap.levels.s3_errors import Failure, Kind
+from lazysnap.levels.source import map_anonymous
 from lazysnap.shard.checksum import BLOCK_BYTES
 
 SINGLE_BELOW = 5 << 20

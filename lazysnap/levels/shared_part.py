@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lazysnap.errors import ShardCorrupt
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.source import BlockSource, header_of
+from lazysnap.levels.source import BlockSource, header_of, map_anonymous
 from lazysnap.shard.checksum import BLOCK_BYTES
 from lazysnap.shard.layout import PAGE, Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta

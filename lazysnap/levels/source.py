@@ -1,13 +1,21 @@
 """Sources of a file's bytes while it is written: slots that are still being filled, or what is whole."""
 
+import mmap
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.rate_limiter import RateLimiter
 from lazysnap.shard.layout import PAGE, Layout
 from lazysnap.shard.manifest import CaptureMeta, Shard
 from lazysnap.shard.node_layout import join
+
+_SLICE_S = 0.2
+
+
+def map_anonymous(size_bytes: int) -> memoryview:
+    """Page-aligned private memory, zeroed, freed with its last view."""
+    return memoryview(mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:size_bytes]
 
 
 class BlockSource(Protocol):
@@ -120,6 +128,28 @@ class MemorySource:
 
     def finish(self) -> None:
         """Nothing more to check: the writer compares the digest."""
+
+
+class RateLimiter:
+    """Lets at most ``max_bytes_per_s`` pass, averaged over the time since it was last idle; ``None``: no limit."""
+
+    def __init__(self, max_bytes_per_s: int | None) -> None:
+        self._rate = max_bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def take(self, num_bytes: int, beat: Callable[[], None]) -> None:
+        """Wait until ``num_bytes`` may pass. Blocks; calls ``beat`` meanwhile, so that a watchdog sees progress."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + num_bytes / self._rate
+        # The bytes may pass when those before them have.
+        while (left := start - time.monotonic()) > 0:
+            beat()
+            time.sleep(min(left, _SLICE_S))
 
 
 class RateLimitedSource:

@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -18,6 +20,8 @@ ABANDONED_AFTER_S = 3600.0
 
 SETTLED = 24
 """Times ``ABANDONED_AFTER_S``: a day. After that an object is nobody's work in progress, whoever put it there."""
+
+_PROBE = re.compile(r"\.lazysnap-probe-[0-9a-f]{16}")
 
 
 class Writer(Protocol):
@@ -179,6 +183,29 @@ class Storage(ABC):
     def delete_directory(self, path: str) -> None:
         """Remove an empty directory; harmless if there is none, or if it is not empty."""
         return
+
+
+def probe_name() -> str:
+    """A new name of a small object by which a place is tried out."""
+    return f".lazysnap-probe-{os.urandom(8).hex()}"
+
+
+def is_probe(name: str) -> bool:
+    """Whether this is such a name."""
+    return _PROBE.fullmatch(name) is not None
+
+
+def probe(storage: Storage, beat: Callable[[], None]) -> None:
+    """Write a small object, read it back and delete it. Blocks. Raises: LevelUnavailable; what the storage raises."""
+    path, text = probe_name(), os.urandom(8).hex()
+    storage.put(path, text.encode())
+    beat()
+    try:
+        found = storage.get(path)
+    finally:
+        storage.delete(path)
+    if found != text.encode():
+        raise LevelUnavailable(f"{path}: what was written was read back as {found!r:.40}")
 
 
 def level_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from lazysnap.errors import FormatError, ShardCorrupt, SnapshotNotFound
 from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.source import map_anonymous
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest

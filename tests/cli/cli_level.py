@@ -11,9 +11,8 @@ from support.names import START, directory_of
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.cli import main
 from lazysnap.levels.files import PAGE
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.node_file import entries_of
-from lazysnap.levels.source import MemorySource, shard_of
+from lazysnap.levels.source import MemorySource, map_anonymous, shard_of
 from lazysnap.levels.store import open_store
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import Checksums

@@ -15,8 +15,7 @@ from support.snapshots import RUN, SHARD, Snapshot, directory, look
 
 from lazysnap.errors import LazySnapError, LevelError, LevelHangs
 from lazysnap.levels.node_file import delete_files
-from lazysnap.levels.rate_limiter import RateLimiter
-from lazysnap.levels.source import RateLimitedSource, shard_of
+from lazysnap.levels.source import RateLimitedSource, RateLimiter, shard_of
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.levels.watchdog import Watchdog

@@ -18,7 +18,7 @@ from support.place import (
 )
 
 from lazysnap.errors import LevelError, ShardCorrupt
-from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage
 
 NAMES = (

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.capture.plan import view_of
 from lazysnap.levels import open_store
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.source import MemorySource, shard_of
+from lazysnap.levels.source import MemorySource, map_anonymous, shard_of
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest

@@ -13,8 +13,7 @@ from support.waiting import until
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import LevelHangs
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.source import MemorySource
+from lazysnap.levels.source import MemorySource, map_anonymous
 from lazysnap.restore import reading
 from lazysnap.restore.reading import LevelReader
 from lazysnap.shard.manifest import CaptureMeta

@@ -23,7 +23,7 @@ from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import KeeperUnavailable, LevelUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.room import refusal
+from lazysnap.keeper.slot_pool import refusal
 from lazysnap.levels import open_store
 
 SQUATTER = """

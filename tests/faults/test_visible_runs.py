@@ -7,8 +7,7 @@ import re
 import pytest
 
 from lazysnap.levels import open_store
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.source import MemorySource
+from lazysnap.levels.source import MemorySource, map_anonymous
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 

@@ -14,7 +14,7 @@ from lazysnap.keeper.client import Capture, KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.protocol import PROTOCOL, Busy, Drain, Drained, Hello, Leaving, Run, Stop, Welcome, encode
-from lazysnap.keeper.team import Team
+from lazysnap.topology import Team
 
 DEADLINE_S = 60
 

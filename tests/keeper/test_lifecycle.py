@@ -1,11 +1,6 @@
 """The keeper's decisions, without processes."""
 
-from lazysnap.arena import SlotPhase, SlotStatus
-from lazysnap.keeper.lifecycle import Event, Phase, newest_whole, next_phase
-
-
-def slot(sequence, phase=SlotPhase.WHOLE, *, pinned=False):
-    return SlotStatus(phase, sequence, sequence, 10, 10, pinned, True)
+from lazysnap.keeper.lifecycle import Event, Phase, next_phase
 
 
 def test_a_trainers_death_leads_to_lingering_and_its_goodbye_to_draining():
@@ -29,10 +24,3 @@ def test_gone_is_the_end_whatever_happens():
 
 def test_time_alone_never_ends_a_keeper_with_a_trainer():
     assert next_phase(Phase.ATTACHED, Event.TIME_UP) is Phase.ATTACHED
-
-
-def test_only_whole_captures_count_as_newest():
-    statuses = [slot(3), slot(5, SlotPhase.CAPTURING), slot(4, SlotPhase.VOID), slot(0, SlotPhase.EMPTY)]
-
-    assert newest_whole(statuses) == 0
-    assert newest_whole(statuses[1:]) is None

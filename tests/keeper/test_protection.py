@@ -30,10 +30,10 @@ from lazysnap.keeper.peer_messages import PartOf
 from lazysnap.keeper.peer_server import Deadlines, PeerServer
 from lazysnap.keeper.protection import interval_of
 from lazysnap.keeper.protocol import Protected, Run, Unprotected
-from lazysnap.keeper.team import Team
-from lazysnap.levels.rate_limiter import RateLimiter
+from lazysnap.levels.source import RateLimiter
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces
+from lazysnap.topology import Team
 
 NODES = range(3)
 

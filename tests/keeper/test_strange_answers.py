@@ -18,8 +18,8 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.protocol import PROTOCOL, Adopt, FrozenSlot, Hello, Inventory, SlotMade, Welcome, encode
-from lazysnap.keeper.team import Team
 from lazysnap.keeper.visit import Visit
+from lazysnap.topology import Team
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.keeper.client import Capture, KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import Run
-from lazysnap.keeper.team import Team
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import new_id
+from lazysnap.topology import Team
 
 TIMEOUT_S = 60.0
 # A shell starts what runs in the background with this signal ignored, and so all that it starts.

@@ -11,8 +11,8 @@ import seaweed
 from support.names import directory_of
 
 from lazysnap.levels.daemon_pool import DaemonPool
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.s3 import S3Storage
+from lazysnap.levels.source import map_anonymous
 from lazysnap.shard.checksum import BLOCK_BYTES, block_ranges
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import pytest
 from support.names import START
 from support.snapshots import read_image
 
-from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import map_anonymous
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 

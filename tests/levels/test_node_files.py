@@ -9,8 +9,7 @@ from support.snapshots import RUN, START, lone_manifest
 from lazysnap.errors import CaptureAborted, LevelError, ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, Wanted, fill
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.source import MemorySource, NodeSource
+from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest

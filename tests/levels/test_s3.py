@@ -30,9 +30,9 @@ from support.names import directory_of
 
 from lazysnap.errors import LevelUnavailable, ShardCorrupt
 from lazysnap.levels import open_store, s3, s3_upload
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.s3 import S3Storage
 from lazysnap.levels.s3_upload import BLOCK_BYTES, MAX_PARTS, part_bytes
+from lazysnap.levels.source import map_anonymous
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from support.snapshots import RUN, START
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
-from lazysnap.levels.source import MemorySource, NodeSource
+from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
 from lazysnap.shard.checksum import BLOCK_BYTES
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta

@@ -14,8 +14,8 @@ from support.snapshots import read_image
 
 from lazysnap.errors import CaptureAborted, LevelFull, LevelUnavailable, ShardCorrupt
 from lazysnap.levels import open_store
-from lazysnap.levels.memory import map_anonymous
-from lazysnap.levels.probe import probe_name
+from lazysnap.levels.source import map_anonymous
+from lazysnap.levels.storage import probe_name
 
 
 @pytest.fixture(params=["disk", "tmpfs", "memory"])

@@ -11,7 +11,7 @@ from support.names import directory_of
 from support.snapshots import read_image
 
 from lazysnap.levels import open_store
-from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import map_anonymous
 from lazysnap.shard.names import NodeName
 
 TWO_BLOCKS = 17 << 20

@@ -20,7 +20,7 @@ from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, MemoryBlocks, VerifiedSource
 from lazysnap.levels.files import open_direct, pwrite_all
 from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import map_anonymous
 from lazysnap.restore.assembly import Assembly
 from lazysnap.restore.compatibility import check_fits
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest

@@ -18,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import read_node_file
-from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazysnap.snapshots.spans import spans
+from lazysnap.snapshots.tensors import spans
 
 
 @st.composite

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from typing import NoReturn
 
 from lazysnap.errors import ShardCorrupt
-from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Reader, Storage, Writer, level_error
 from support.fault_plan import Act, Fail, Fault, FaultPlan, Flip, Hang, Truncate
 

@@ -11,15 +11,14 @@ from lazysnap.keeper.certificate import make_certificate
 from lazysnap.keeper.node_storage import NodeStorage, Surroundings
 from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, Message, NameFailed, Peers, Run
-from lazysnap.keeper.team import Team
 from lazysnap.levels import open_store
-from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import map_anonymous
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import SnapshotName
-from lazysnap.topology import places
+from lazysnap.topology import Team, places
 from support.ports import free_port
 from support.snapshots import read_image
 from support.waiting import until

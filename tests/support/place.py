@@ -10,7 +10,7 @@ from typing import Protocol
 
 import pytest
 
-from lazysnap.levels.memory import map_anonymous
+from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.shard.checksum import block_ranges
 

@@ -1,6 +1,6 @@
 """Nodes that protect each other's memory, in simulated time: what ``grant_simulation`` is for storage.
 
-Real are the decisions of ``grants`` and ``held_steps``, the choice of slots, and what a restart restores. All nodes are
+Real are the decisions of ``grants`` and ``HeldSteps``, the choice of slots, and what a restart restores. All nodes are
 one group. Everything is drawn from a seed, and what breaks an invariant is counted in ``broken``.
 """
 
@@ -12,8 +12,8 @@ from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView, common_whole
 from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
-from lazysnap.keeper.held_steps import HeldSteps
 from lazysnap.keeper.parity_store import ParitySet, ParityStore
+from lazysnap.keeper.protection import HeldSteps
 from lazysnap.keeper.protocol import HeldMember, HeldParity
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import can_rebuild

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.blocks import read_node_file
-from lazysnap.levels.memory import map_anonymous
 from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
-from lazysnap.levels.rate_limiter import RateLimiter
-from lazysnap.levels.source import MemorySource, RateLimitedSource
+from lazysnap.levels.source import MemorySource, RateLimitedSource, RateLimiter, map_anonymous
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, FrozenEntry
