@@ -22,8 +22,8 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.attach import attach
 from lazysnap.keeper.client_slots import CaptureState, MappedFrozen, MappedSlots
-from lazysnap.keeper.durable import DurableSteps
 from lazysnap.keeper.events import (
+    DurableSteps,
     KeeperAnswers,
     KeeperEvent,
     KeeperLost,

@@ -13,10 +13,6 @@ _SEND_S = 5.0
 _LOOK_S = 0.5
 
 
-def _nothing() -> None:
-    """Nothing else is waited for."""
-
-
 class Questions:
     """Asked by any thread; another one hands over the answers."""
 
@@ -28,7 +24,7 @@ class Questions:
         self._open: dict[int, Answer | None] = {}
         """By number; ``None``: not answered yet."""
 
-    def ask(self, question: Question, timeout_s: float, meanwhile: Callable[[], None] = _nothing) -> Answer | None:
+    def ask(self, question: Question, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> Answer | None:
         """Send a question, wait for its answer; ``None`` if none came in time. Blocks.
 
         ``meanwhile`` is called whenever the keeper sent something else; no lock is held then.

@@ -42,9 +42,9 @@ class BlockSource(Protocol):
         ...
 
 
-def shard_of(meta: CaptureMeta, source: BlockSource, offset: int = 0) -> Shard:
+def shard_of(meta: CaptureMeta, source: BlockSource) -> Shard:
     """What a manifest says of a shard. Blocks: until its header is there. Raises: CaptureAborted."""
-    return Shard(meta, offset, source.size_bytes, _header_bytes(source, 0, source.size_bytes))
+    return Shard(meta, 0, source.size_bytes, _header_bytes(source, 0, source.size_bytes))
 
 
 def _header_bytes(source: BlockSource, offset: int, size_bytes: int) -> int:

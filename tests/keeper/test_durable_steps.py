@@ -2,7 +2,7 @@
 
 import pytest
 
-from lazysnap.keeper.durable import DurableSteps
+from lazysnap.keeper.events import DurableSteps
 from lazysnap.keeper.protocol import Complete
 
 START, OTHER = "0" * 15 + "1", "0" * 15 + "2"
