@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.programs import ENVIRONMENT, TWO_RANKS, output_of
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.sampled("examples")
@@ -19,18 +20,7 @@ TINY = ["--size", "tiny", "--batch-size", "4"]
 
 
 def run(script: str, *arguments: str, job_id: str, code: int = 0) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LAZYSNAP_JOB_ID": job_id, "COLUMNS": "150"}
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert result.returncode == code, result.stdout[-4000:]
-    return result.stdout
+    return output_of(str(ROOT / "examples" / script), *arguments, code=code, LAZYSNAP_JOB_ID=job_id, COLUMNS="150")
 
 
 def test_the_lightning_example_trains_and_its_loss_falls(tmp_path):
@@ -126,12 +116,10 @@ class Torchrun:
     """An example on two ranks, and what it says."""
 
     def __init__(self, script: str, *arguments: str, job_id: str) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", "3", str(ROOT / "examples" / script), *arguments]
-        environment = {"OMP_NUM_THREADS": "1", "LAZYSNAP_JOB_ID": job_id, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        program = ["--max-restarts", "3", str(ROOT / "examples" / script)]
         self.process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
+            [sys.executable, *TWO_RANKS, *program, *arguments],
+            env={**os.environ, **ENVIRONMENT, "LAZYSNAP_JOB_ID": job_id},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

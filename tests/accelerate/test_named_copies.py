@@ -1,6 +1,7 @@
 """Whatever dies or fails: the directory of a copy is complete or not there, and training hears of it once."""
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import waiting
 from support.listing import files_below
+from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.export.accelerate import Restated, write_restated
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.sampled("stock checkpoints")
 
 TIMEOUT_S = 250
 """Copies are made by processes of low priority: on a busy machine they get little."""
+until = functools.partial(until, timeout_s=TIMEOUT_S)
 PARTS = Parts()
 POINTS = [
     "export.folder.made:1",
@@ -81,10 +83,6 @@ def training(trained, tmp_path, caplog):
     training = Training(level)
     yield training
     training.copies.close(TIMEOUT_S)
-
-
-def until(condition):
-    return waiting.until(condition, timeout_s=TIMEOUT_S)
 
 
 def weight_in(directory: Path) -> torch.Tensor:

@@ -8,17 +8,24 @@ import sys
 import fsspec
 import pytest
 import torch
-from cli_level import MANIFEST, OTHER, SHARD, at, change, files, flip, frozen_directory, put, remove, run, run_json
+from cli_level import (
+    MANIFEST,
+    OTHER,
+    SHARD,
+    at,
+    change,
+    files,
+    flip,
+    frozen_directory,
+    is_base,
+    put,
+    remove,
+    run,
+    run_json,
+    with_base,
+)
 
 from lazysnap.levels.store import open_store
-
-
-def is_base(name: str) -> bool:
-    return name.startswith("base")
-
-
-def with_base(step: int) -> dict:
-    return {"base": {"w": torch.ones(500)}, "model": {"w": torch.full((10,), float(step))}}
 
 
 def content(url: str, path: str) -> bytes:

@@ -5,16 +5,22 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from cli_level import MANIFEST, OTHER, RUN, SHARD, at, change, flip, frozen_directory, put, remove, run, run_json
-
-
-def is_base(name: str) -> bool:
-    return name.startswith("base")
-
-
-def with_base(step: int) -> dict:
-    return {"base": {"w": torch.ones(500)}, "model": {"w": torch.full((10,), float(step))}}
+from cli_level import (
+    MANIFEST,
+    OTHER,
+    RUN,
+    SHARD,
+    at,
+    change,
+    flip,
+    frozen_directory,
+    is_base,
+    put,
+    remove,
+    run,
+    run_json,
+    with_base,
+)
 
 
 def test_ls_lists_complete_half_and_uncommitted_snapshots_as_what_they_are(url, capsys):
@@ -48,7 +54,9 @@ def test_ls_tells_names_frozen_tensors_and_how_many_snapshots_need_them(url, cap
     code, result = run_json(capsys, "ls", url)
 
     assert code == 0
+    assert sorted(item["run_id"] for item in result["snapshots"]) == [RUN, RUN, OTHER]
     by_place = {item["location"]: item for item in result["snapshots"]}
+    assert len(by_place) == 3
     assert by_place[at(10)]["names"] == ["before-anneal", "best"]
     assert by_place[at(20)]["names"] == []
     (image,) = result["frozen"]
@@ -210,11 +218,3 @@ for words in (["ls", url], ["verify", url], ["show", url, "latest"], ["prune", u
 """
     words = [sys.executable, "-c", code, url, str(tmp_path / "copy"), str(tmp_path / "w.safetensors")]
     subprocess.run(words, check=True, timeout=60, stdout=subprocess.DEVNULL)
-
-
-def test_runs_are_told_apart(url, capsys):
-    put(url, 10)
-    put(url, 10, run_id=OTHER)
-    result = run_json(capsys, "ls", url)[1]
-    assert sorted(item["run_id"] for item in result["snapshots"]) == [RUN, OTHER]
-    assert len({item["location"] for item in result["snapshots"]}) == 2

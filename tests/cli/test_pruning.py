@@ -5,17 +5,25 @@ import io
 import fsspec
 import pytest
 import torch
-from cli_level import MANIFEST, OTHER, RUN, SHARD, at, change, files, flip, frozen_directory, put, remove, run, run_json
+from cli_level import (
+    MANIFEST,
+    OTHER,
+    RUN,
+    SHARD,
+    at,
+    change,
+    files,
+    flip,
+    frozen_directory,
+    is_base,
+    put,
+    remove,
+    run,
+    run_json,
+    with_base,
+)
 
 from lazysnap.levels.store import open_store
-
-
-def is_base(name: str) -> bool:
-    return name.startswith("base")
-
-
-def with_base(step: int) -> dict:
-    return {"base": {"w": torch.ones(500)}, "model": {"w": torch.full((10,), float(step))}}
 
 
 def steps(url: str, run_id: str = RUN) -> list[int]:
@@ -178,7 +186,7 @@ def test_what_somebody_reads_stays_until_it_is_read(url, capsys, what, a_day_lat
     put(url, 20)
     directory = frozen_directory(url)
     storage = open_store(url).storage
-    path = f"{directory if what == 'frozen tensors' else '{at(10)}'}/{SHARD}"
+    path = f"{directory if what == 'frozen tensors' else at(10)}/{SHARD}"
     with storage.lease(path):
         if not storage.is_leased(path):
             pytest.skip("this storage knows no leases")

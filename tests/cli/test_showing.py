@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_level import MANIFEST, OTHER, SHARD, at, change, flip, frozen_directory, put, remove, run, run_json
+from cli_level import MANIFEST, OTHER, SHARD, at, change, flip, frozen_directory, is_base, put, remove, run, run_json
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 
@@ -29,10 +29,6 @@ def state(step: int = 10) -> dict:
         },
         "step": step,
     }
-
-
-def is_base(name: str) -> bool:
-    return name.startswith("base")
 
 
 @pytest.fixture

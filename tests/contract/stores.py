@@ -212,6 +212,8 @@ class StoreContract(FrozenContract):
             assert len(findings.problems) == len(said)
             for entry in client.inventory().entries:
                 if entry.step != 1:
+                    assert "shard" in steps[directory(entry.step)]
+                    assert "flipped" in steps[directory(entry.step)], "what is lost or cut is not even offered"
                     with pytest.raises(ShardCorrupt):
                         client.verify(client.place(entry))
 

@@ -114,22 +114,17 @@ def test_loggers_get_what_snapshots_cost_and_the_history_does_not(new_trainer):
     assert not [name for name in result.metrics if name.startswith("lazysnap")]
 
 
-def test_a_training_that_reached_its_limit_in_mid_epoch_goes_on_exactly_when_it_is_raised(new_trainer):
+@pytest.mark.parametrize(
+    ("limit", "short", "long"),
+    [("max_steps", 8, 14), ("num_train_epochs", 1, 2)],
+    ids=["in mid-epoch", "with an epoch"],
+)
+def test_a_training_that_reached_its_limit_goes_on_exactly_when_it_is_raised(new_trainer, limit, short, long):
     constant = {"lr_scheduler_type": "constant"}
-    whole = new_trainer(max_steps=14, **constant)
+    whole = new_trainer(**{limit: long}, **constant)
     whole.train()
-    new_trainer(lazysnap.LazyTrainerCallback(), max_steps=8, **constant).train()
-    longer = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=14, **constant)
-    longer.train(resume_from_checkpoint="latest")
-    assert final(longer) == final(whole)
-
-
-def test_a_training_that_ended_with_an_epoch_goes_on_exactly_when_its_limit_is_raised(new_trainer):
-    constant = {"lr_scheduler_type": "constant"}
-    whole = new_trainer(num_train_epochs=2, **constant)
-    whole.train()
-    new_trainer(lazysnap.LazyTrainerCallback(), num_train_epochs=1, **constant).train()
-    longer = new_trainer(lazysnap.LazyTrainerCallback(), num_train_epochs=2, **constant)
+    new_trainer(lazysnap.LazyTrainerCallback(), **{limit: short}, **constant).train()
+    longer = new_trainer(lazysnap.LazyTrainerCallback(), **{limit: long}, **constant)
     longer.train(resume_from_checkpoint="latest")
     assert final(longer) == final(whole)
 

@@ -5,14 +5,12 @@ step, logs, learning rates, evaluations, stock checkpoints, weights, optimizer, 
 """
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hf_training import CASES
+from support.programs import TWO_RANKS, output_of
 
 PROGRAM = str(Path(__file__).parent / "hf_training.py")
 NEVER = 1000
@@ -127,21 +125,9 @@ def test_killed_in_the_first_step_it_starts_fresh(trainings, tmp_path):
 
 
 def torchrun(directory, name, *step, status=0):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM]
-    command += ["two_ranks", str(directory), name, *map(str, step)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == status, done.stdout[-6000:]
+    said = output_of(*TWO_RANKS, PROGRAM, "two_ranks", str(directory), name, *map(str, step), code=status)
     ranks = [directory / f"{name}.{rank}" for rank in range(2)]
-    return [[json.loads(line) for line in path.read_text().splitlines()] for path in ranks], done.stdout
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in ranks], said
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
 """Frozen tensors that are damaged at a level while a keeper writes snapshots that refer to them."""
 
 import pytest
-from frozen_damage import DAMAGES, NOTICED, SHARD, damage, flip, frozen_at
+from frozen_damage import DAMAGES, NOTICED, SHARD, damage, flip, frozen_at, restorable
 from support.node_rig import STARTS, frozen_slot, steps_at
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import FormatError
 from lazysnap.levels import open_store
-from lazysnap.resolver import candidates
 
 
 @pytest.fixture
@@ -16,20 +14,6 @@ def frozen():
     slot, reference = frozen_slot()
     yield slot, reference
     slot.close()
-
-
-def restorable(level):
-    """Steps whose shard and frozen tensors are whole there."""
-    store = open_store(level.url)
-    steps = []
-    for plan in candidates([store.inventory()]):
-        try:
-            for offers in [*plan.sources, *plan.frozen.values()]:
-                store.verify(store.place(offers[0]))
-        except (FormatError, FileNotFoundError):  # damaged, or deleted just now
-            continue
-        steps.append(plan.step)
-    return sorted(steps)
 
 
 @pytest.mark.parametrize("how", NOTICED)
@@ -44,10 +28,10 @@ def test_in_the_middle_of_a_run_it_is_replaced_from_memory_before_the_next_snaps
     assert trainer.store(frozen=reference) == 6
 
     assert trainer.failed() == []
-    assert until(lambda: restorable(level) == [4, 6])
+    assert until(lambda: restorable(level.url) == [4, 6])
     for _ in range(2):
         trainer.store(frozen=reference)
-    assert until(lambda: restorable(level) == [8, 10])
+    assert until(lambda: restorable(level.url) == [8, 10])
     assert open_store(level.url).inventory().problems == ()
 
 
@@ -67,7 +51,7 @@ def test_over_a_restart_of_the_keeper_it_is_replaced_and_costs_no_snapshot(rig, 
     assert trainer.store(frozen=reference) == 6
 
     assert trainer.failed() == []
-    assert 6 in restorable(level)
+    assert 6 in restorable(level.url)
 
 
 @pytest.mark.parametrize("how", NOTICED)
@@ -84,7 +68,7 @@ def test_at_a_slower_level_it_is_replaced_from_the_faster_one_if_memory_has_it_n
     trainer.store(frozen=reference)
 
     assert trainer.complete(slow) == [2, 4]
-    assert restorable(slow) == [2, 4]
+    assert restorable(slow.url) == [2, 4]
 
 
 @pytest.mark.parametrize("how", NOTICED)
@@ -100,10 +84,10 @@ def test_what_cannot_be_replaced_fails_the_level_until_it_can(rig, frozen, tmp_p
     trainer.train_until(lambda: len(trainer.failed()) > 1, frozen=reference)
 
     assert trainer.complete(level) == [2]
-    assert restorable(level) == []
+    assert restorable(level.url) == []
     held[reference.digest] = slot
     trainer.train_until(lambda: len(trainer.complete(level)) > 1, frozen=reference)
-    assert until(lambda: restorable(level) == trainer.complete(level))
+    assert until(lambda: restorable(level.url) == trainer.complete(level))
 
 
 def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig, frozen, tmp_path, passing):
@@ -125,7 +109,7 @@ def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig
     assert trainer.complete(level) == [2]
     assert 2 in steps_at(level)
     trainer.train_until(lambda: len(trainer.complete(level)) > 1, frozen=reference)
-    assert until(lambda: restorable(level) == trainer.complete(level)[-1:])
+    assert until(lambda: restorable(level.url) == trainer.complete(level)[-1:])
 
 
 def test_two_runs_share_frozen_tensors_that_are_damaged_under_them(rig, frozen, tmp_path):
@@ -141,7 +125,7 @@ def test_two_runs_share_frozen_tensors_that_are_damaged_under_them(rig, frozen, 
         job.store(frozen=reference)
 
     complete = {step for job in jobs for step in job.complete(level)}
-    assert complete <= set(restorable(level))
+    assert complete <= set(restorable(level.url))
     assert len(open_store(level.url).inventory().frozen) == 1
 
 
@@ -156,4 +140,4 @@ def test_frozen_tensors_of_another_start_are_taken_as_they_are(rig, frozen, tmp_
     trainer.store(frozen=reference)
 
     assert (frozen_at(level.url) / SHARD).stat().st_mtime_ns == written
-    assert trainer.complete(level)[-1] in restorable(level)
+    assert trainer.complete(level)[-1] in restorable(level.url)

@@ -4,38 +4,14 @@ import pathlib
 import subprocess
 
 import pytest
+from support.image import Image as Image
 from support.names import START
 from support.snapshots import read_image
 
 from lazysnap.levels.source import map_anonymous
-from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 
 RUN, OTHER = "0" * 16, "f" * 16
-
-
-def image_of(step: int, elements: int = 5000) -> memoryview:
-    """A shard with one tensor, different at each step; room to the next page, as in a slot."""
-    layout = Layout.plan([TensorSpec("weight", "U8", (elements,))])
-    room = map_anonymous(-(-layout.size_bytes // 4096) * 4096)
-    room[: len(layout.header)] = layout.header
-    room[len(layout.header) : layout.size_bytes] = bytes([step % 256]) * elements
-    return room
-
-
-class Image:
-    def __init__(self, step: int, elements: int = 5000) -> None:
-        self.room = image_of(step, elements)
-        self.size_bytes = Layout.plan([TensorSpec("weight", "U8", (elements,))]).size_bytes
-
-    def wait(self, upto: int) -> None:
-        pass
-
-    def view(self, offset: int, length: int) -> memoryview:
-        return self.room[offset : offset + length]
-
-    def finish(self) -> None:
-        pass
 
 
 def meta(step: int, run: str = RUN) -> CaptureMeta:

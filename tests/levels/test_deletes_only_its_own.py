@@ -248,14 +248,18 @@ open_store(sys.argv[1]).write(t.meta(9), t.Image(9))
 """
 
 
+def killed_at(point, level):
+    """A writer of step 9 that did not come further."""
+    words = [sys.executable, "-c", CHILD, str(level), str(Path(__file__).parent)]
+    done = subprocess.run(words, env={**os.environ, "LAZYSNAP_FAULT": f"{point}:1:kill"}, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("point", ["level.local.renamed", "level.local.published", "level.store.commit"])
 def test_what_a_killed_writer_published_and_did_not_commit_goes_after_a_day(level, point, monkeypatch):
     """A day in which it might be somebody's copy on its way."""
     before = content(level)
-    words = [sys.executable, "-c", CHILD, str(level), str(Path(__file__).parent)]
-    environment = {**os.environ, "LAZYSNAP_FAULT": f"{point}:1:kill", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(words, env=environment, timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
+    killed_at(point, level)
     assert (level / directory_of(9) / SHARD).exists()
 
     store = open_store(str(level))
@@ -268,14 +272,7 @@ def test_what_a_killed_writer_published_and_did_not_commit_goes_after_a_day(leve
 
 def test_what_a_killed_writer_did_not_publish_goes_at_once(level):
     before = content(level)
-    words = [sys.executable, "-c", CHILD, str(level), str(Path(__file__).parent)]
-    environment = {
-        **os.environ,
-        "LAZYSNAP_FAULT": "level.local.write:1:kill",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    done = subprocess.run(words, env=environment, timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
+    killed_at("level.local.write", level)
     (gone,) = open_store(str(level)).sweep()
     assert gone.startswith(f"{directory_of(9)}/.{SHARD}.tmp-")
     assert content(level) == before

@@ -1,22 +1,19 @@
 """Frozen tensors that are damaged at a level: found by whoever reads them, written again where they are missing."""
 
-import contextlib
 import pathlib
 import signal
 import subprocess
 import sys
 
 import pytest
-from frozen_damage import DAMAGES, NOTICED, damage, frozen_at
+from frozen_damage import DAMAGES, NOTICED, damage, frozen_at, restorable
 from snapshots import files
 from support.snapshots import Snapshot
 
 from lazysnap import faults  # noqa: F401  its child arms it
-from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import shard_of
 from lazysnap.levels.store import SnapshotStore, open_store
-from lazysnap.resolver import candidates
 from lazysnap.shard.manifest import FrozenReference
 
 HERE = pathlib.Path(__file__).parent
@@ -29,18 +26,6 @@ def with_base(step, base=BASE):
 
 def write_base(store, base=BASE):
     return store.write_frozen(shard_of(base.meta, base.source()), base.source(), base.digest)
-
-
-def restorable(url):
-    """Steps whose shard and image are whole, by a store that knows nothing yet."""
-    store = open_store(url)
-    found = []
-    for plan in candidates([store.inventory()]):
-        with contextlib.suppress(ShardCorrupt):
-            for offers in [*plan.sources, *plan.frozen.values()]:
-                store.verify(store.place(offers[0]))
-            found.append(plan.step)
-    return sorted(found)
 
 
 class CountingStorage(LocalStorage):

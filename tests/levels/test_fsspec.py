@@ -14,7 +14,6 @@ from s3_work import SHARD, SIZE, abandoned_after, blocks, download, pattern, upl
 from support.names import directory_of
 
 from lazysnap.errors import LevelUnavailable, ShardCorrupt
-from lazysnap.levels import open_store
 from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.redaction import Redaction
@@ -218,8 +217,3 @@ def test_a_client_made_before_a_fork_makes_a_driver_of_its_own(place):
 def test_drivers_are_not_shared_with_the_rest_of_the_program(place):
     """Whose options, sessions and listings are its own affair."""
     assert FsspecStorage(f"memory://{place}")._filesystem() is not fsspec.filesystem("memory")
-
-
-def test_an_unknown_protocol_is_refused_with_what_to_do():
-    with pytest.raises(LevelUnavailable, match="nosuchthing"):
-        open_store("nosuchthing://x/run")

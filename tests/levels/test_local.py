@@ -16,7 +16,7 @@ from refused_calls import needs_seccomp
 from snapshots import Image, files, meta, mount, whole
 from support.names import directory_of
 
-from lazysnap.errors import LevelFull, LevelUnavailable
+from lazysnap.errors import LevelUnavailable
 from lazysnap.levels import open_store
 from lazysnap.levels.local import LocalStorage
 
@@ -104,14 +104,6 @@ def test_of_several_writers_of_one_name_each_has_its_turn_and_the_last_stands_wh
     assert temporary(storage) == []
 
 
-def test_a_put_replaces(storage):
-    storage.put(SHARD, b"first")
-    storage.put(SHARD, b"second")
-
-    assert storage.get(SHARD) == b"second"
-    assert temporary(storage) == []
-
-
 def test_a_rename_whose_answer_was_lost_is_recognised_as_done(storage, monkeypatch):
     rename = os.rename
 
@@ -181,18 +173,6 @@ def test_a_lease_ends_although_a_forked_worker_still_has_its_descriptor(storage,
     assert not storage.is_leased(SHARD)
     reader.go()
     assert reader.process.wait(60) == 0
-
-
-def test_looking_for_leases_leaves_no_lock_behind(storage):
-    storage.put(SHARD, b"x")
-    with storage.lease(SHARD):
-        assert storage.is_leased(SHARD)
-        with storage.lease(SHARD):
-            assert storage.is_leased(SHARD)
-        assert storage.is_leased(SHARD)
-    assert not storage.is_leased(SHARD)
-    with storage.lease(SHARD):
-        assert storage.is_leased(SHARD)
 
 
 def test_a_lease_on_nothing_is_harmless(storage):
@@ -422,14 +402,6 @@ def test_a_mount_whose_server_is_gone_says_so_and_is_taken_up_again(tmp_path):
     store.write(meta(3), Image(3))
 
     assert whole(store) == [1, 3]
-
-
-def test_a_full_disk_is_full_and_not_broken(tmpfs):
-    store = open_store(str(tmpfs / "run"))
-    with pytest.raises(LevelFull, match="free space there"):
-        store.write(meta(1), Image(1, 9 << 20))
-
-    assert files(tmpfs) == []
 
 
 # ---------------------------------------------------------------------------------- what NFS leaves behind

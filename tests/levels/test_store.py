@@ -10,11 +10,9 @@ import threading
 import pytest
 from snapshots import Image, files, meta, mount, whole
 from support.names import directory_of
-from support.snapshots import read_image
 
-from lazysnap.errors import CaptureAborted, LevelFull, LevelUnavailable, ShardCorrupt
+from lazysnap.errors import CaptureAborted, LevelFull, LevelUnavailable
 from lazysnap.levels import open_store
-from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import probe_name
 
 
@@ -65,7 +63,7 @@ def test_a_full_disk_says_so_and_leaves_the_older_snapshot(small_disk):
     store = open_store(str(small_disk))
     store.write(meta(1), Image(1))
     before = files(small_disk)
-    with pytest.raises(LevelFull, match="free space"):
+    with pytest.raises(LevelFull, match="free space there"):
         store.write(meta(2), Image(2, 100_000))
 
     assert files(small_disk) == before
@@ -122,45 +120,6 @@ def test_a_directory_removed_while_writing_fails_that_snapshot_only(tmp_path):
     assert whole(store) == [2]
 
 
-def test_every_flipped_byte_of_a_shard_is_found_and_named(tmp_path):
-    store = open_store(str(tmp_path))
-    store.write(meta(1), Image(1, 50))
-    (shard,) = tmp_path.rglob("*.safetensors")
-    (entry,) = store.inventory().entries
-    good = shard.read_bytes()
-    out = map_anonymous(len(good))
-    for position in range(0, len(good), 37):
-        bad = bytearray(good)
-        bad[position] ^= 0x10
-        shard.write_bytes(bad)
-        with pytest.raises(ShardCorrupt, match=r"node-00000-of-00001.safetensors: block 0 "):
-            read_image(store, entry, out)
-
-
-@pytest.mark.parametrize(
-    "damage", ["shard cut", "shard longer", "shard gone", "manifest flipped", "manifest cut", "manifest empty"]
-)
-def test_a_damaged_snapshot_is_a_problem_and_the_older_one_stays(tmp_path, damage):
-    store = open_store(str(tmp_path))
-    store.write(meta(1), Image(1))
-    store.write(meta(2), Image(2))
-    kind, what = damage.split()
-    (path,) = tmp_path.glob(f"{directory_of(2)}/*.{'safetensors' if kind == 'shard' else 'json'}")
-    data = path.read_bytes()
-    if what == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(
-            {"cut": data[:-1], "longer": data + b"\0", "flipped": data[:99] + b"#" + data[100:], "empty": b""}[what]
-        )
-
-    inventory = store.inventory()
-
-    assert [entry.step for entry in inventory.entries] == [1]
-    (problem,) = inventory.problems
-    assert directory_of(2) in problem
-
-
 def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
     store = open_store(str(tmp_path))
     store.write(meta(1), Image(1))
@@ -177,17 +136,6 @@ def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
     assert whole(store) == [1]
 
 
-def test_a_snapshot_moved_to_another_step_is_not_believed(tmp_path):
-    store = open_store(str(tmp_path))
-    store.write(meta(1), Image(1))
-    (tmp_path / directory_of(1)).rename(tmp_path / directory_of(5))
-
-    inventory = store.inventory()
-
-    assert inventory.entries == ()
-    assert "its name says otherwise" in inventory.problems[0]
-
-
 def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, store):
     for step in (1, 2):
         store.write(meta(step), Image(step))
@@ -202,21 +150,15 @@ def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, store):
     assert [entry.names for entry in store.inventory().entries] == [("at-2",)]
 
 
-def test_a_small_file_of_a_try_goes_a_day_later(tmp_path, a_day_later):
+def test_a_small_file_of_a_try_goes_a_day_later(tmp_path, request):
     store, name = open_store(str(tmp_path)), probe_name()
     store.storage.put(name, b"lazysnap")
     store.storage.put(f"{name}0", b"somebody else's")
 
+    assert store.sweep() == [], "it may go on"
+    request.getfixturevalue("a_day_later")
     assert store.sweep() == [name]
     assert store.storage.list() == [f"{name}0"]
-
-
-def test_a_small_file_of_a_try_that_goes_on_stays(tmp_path):
-    store, name = open_store(str(tmp_path)), probe_name()
-    store.storage.put(name, b"lazysnap")
-
-    assert store.sweep() == []
-    assert store.storage.list() == [name]
 
 
 def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_waits(store):

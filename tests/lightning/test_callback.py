@@ -1,6 +1,5 @@
 """What users do with the callback and with ckpt_path="latest", over the real engine and keeper."""
 
-import logging
 import os
 import pickle
 import signal
@@ -93,13 +92,6 @@ def raising(error):
 def whole(tmp_path):
     """The end of an uninterrupted training."""
     return finish(*fit(tmp_path / "whole"))
-
-
-def test_nothing_there_a_fit_starts_fresh_and_says_so_once(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "lazysnap"):
-        trainer, _ = fit(tmp_path)
-    assert trainer.global_step == 12
-    assert sum("starting fresh" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("step", [1, 5, 6, 9])
@@ -332,10 +324,3 @@ def test_the_command_line_takes_it(tmp_path, monkeypatch):
     for _ in range(2):
         cli = LightningCLI(Plain, Data, args=arguments, save_config_kwargs={"overwrite": True})
         assert cli.trainer.global_step == 6
-
-
-def test_the_log_says_where_a_fit_resumed(tmp_path, caplog):
-    fit(tmp_path, max_epochs=1)
-    with caplog.at_level(logging.INFO, "lazysnap"):
-        fit(tmp_path)
-    assert "resumed step 6" in caplog.text

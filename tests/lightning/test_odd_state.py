@@ -75,23 +75,24 @@ class Grouped(Convolutional):
         return torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
 
 
-def test_an_optimizer_with_other_groups_is_refused_by_name(tmp_path):
-    fit(tmp_path, model=Grouped(2))
-
-    with pytest.raises(StateMismatch, match=r"optimizer_states\.0: the snapshot has 2 parameter groups"):
-        fit(tmp_path, model=Grouped(1), max_epochs=3)
-
-
 class Turned(Grouped):
     def configure_optimizers(self):
         return torch.optim.SGD(list(self.net.parameters())[:: 1 if self.groups == 1 else -1], lr=0.1)
 
 
-def test_an_optimizer_with_its_parameters_in_another_order_is_refused_by_name(tmp_path):
-    fit(tmp_path, model=Turned(1))
+@pytest.mark.parametrize(
+    ("kind", "first", "then", "said"),
+    [
+        (Grouped, 2, 1, "the snapshot has 2 parameter groups"),
+        (Turned, 1, 2, r"parameter 0 is net\.1\.bias"),
+    ],
+    ids=["other groups", "another order"],
+)
+def test_an_optimizer_of_other_groups_or_another_order_is_refused_by_name(tmp_path, kind, first, then, said):
+    fit(tmp_path, model=kind(first))
 
-    with pytest.raises(StateMismatch, match=r"optimizer_states\.0: parameter 0 is net\.1\.bias"):
-        fit(tmp_path, model=Turned(2), max_epochs=3)
+    with pytest.raises(StateMismatch, match=rf"optimizer_states\.0: {said}"):
+        fit(tmp_path, model=kind(then), max_epochs=3)
 
 
 class Sparse(Convolutional):

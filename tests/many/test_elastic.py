@@ -1,13 +1,11 @@
 """A worker dies under torchrun: the agent starts all again, the keeper stayed, training goes on from memory."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from jobs import HERE
 from rank_keepers import keepers
+from support.programs import TWO_RANKS, output_of
 from support.waiting import until
 
 
@@ -20,19 +18,9 @@ def test_torchrun_restarts_a_killed_worker_and_training_goes_on_from_memory(make
     names = ("journal", "result")
     settings = {"kind": "ddp", "steps": 8, "levels": [], "linger_s": 200, "by_rank": {"1": {"die_at": 5}}}
     settings |= {name: str(job.place / name) for name in names}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "2", str(HERE / "rank.py"), json.dumps(settings)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "LAZYSNAP_JOB_ID": str(job.root),
-        # Else the restarted workers of several nodes meet at the addresses of the dead ones.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    program = ["--max-restarts", "2", str(HERE / "rank.py"), json.dumps(settings)]
+    output_of(*TWO_RANKS, *program, timeout_s=380, LAZYSNAP_JOB_ID=str(job.root))
 
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380)
-
-    assert done.returncode == 0, done.stderr[-3000:]
     events = (job.place / "journal").read_text().splitlines()
     words = [line.split() for line in events]
     assert [line[2:4] for line in words if line[1] == "resumed"] == [["0", "nothing"]] * 2 + [["5", "memory"]] * 2

@@ -1,7 +1,12 @@
 """What can happen to the files of frozen tensors at a local level."""
 
+import contextlib
 import pathlib
 import shutil
+
+from lazysnap.errors import FormatError
+from lazysnap.levels import open_store
+from lazysnap.resolver import candidates
 
 SHARD, MANIFEST = "node-00000-of-00001.safetensors", "node-00000-of-00001.json"
 
@@ -42,3 +47,15 @@ def frozen_at(root: str | pathlib.Path) -> pathlib.Path:
 
 def damage(root: str | pathlib.Path, how: str) -> None:
     DAMAGES[how](frozen_at(root))
+
+
+def restorable(url: str) -> list[int]:
+    """Steps whose shard and frozen tensors are whole there, by a store that knows nothing yet."""
+    store = open_store(url)
+    steps = []
+    for plan in candidates([store.inventory()]):
+        with contextlib.suppress(FormatError, FileNotFoundError):  # damaged, or deleted just now
+            for offers in [*plan.sources, *plan.frozen.values()]:
+                store.verify(store.place(offers[0]))
+            steps.append(plan.step)
+    return sorted(steps)

@@ -14,13 +14,14 @@ import sys
 import threading
 import traceback
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+sys.path.extend(str(above) for above in pathlib.Path(__file__).parents[1:3])
+
+from support.image import Image
 
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.watchdog import Watchdog
-from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 
 RUN = "0" * 16
@@ -68,26 +69,6 @@ def mount(talk: Conversation, name: str, export: str, options: str) -> None:
     path = f"/mnt/{name}"
     os.makedirs(path, exist_ok=True)
     sh(talk, f"mount.nfs4 -o vers=4.2,proto=tcp,{options} 10.77.0.1:/{export} {path}")
-
-
-class Image:
-    """A shard with one tensor of ``size`` bytes, different at each step."""
-
-    def __init__(self, step: int, size: int) -> None:
-        layout = Layout.plan([TensorSpec("weight", "U8", (size,))])
-        self.size_bytes = layout.size_bytes
-        self.room = map_anonymous(-(-layout.size_bytes // 4096) * 4096)
-        self.room[: len(layout.header)] = layout.header
-        self.room[len(layout.header) : layout.size_bytes] = bytes([step % 256]) * size
-
-    def wait(self, upto: int) -> None:
-        pass
-
-    def view(self, offset: int, length: int) -> memoryview:
-        return self.room[offset : offset + length]
-
-    def finish(self) -> None:
-        pass
 
 
 class StopsInTheMiddle(Image):

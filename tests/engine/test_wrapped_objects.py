@@ -1,7 +1,8 @@
-"""Objects that Lightning Fabric set up are captured, gated and restored as the ones inside them."""
+"""Objects that Fabric set up or Accelerate prepared are captured, gated and restored as the ones inside them."""
 
 import pytest
 import torch
+from accelerate import Accelerator
 from lightning.fabric import Fabric
 
 from lazysnap import SnapshotEngine
@@ -27,6 +28,7 @@ class SetUp:
         self.engine = SnapshotEngine(config, parts)
 
     def run(self, last):
+        """Train up to that step."""
         while self.engine.step < last:
             batch = torch.randn(8, 6)
             loss = (self.model(batch) - batch).square().mean()
@@ -45,19 +47,47 @@ class SetUp:
         }
 
 
+class Prepared(SetUp):
+    """By Accelerate, with gradient accumulation."""
+
+    def __init__(self, config):
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Linear(64, 6))
+        optimizer = torch.optim.AdamW(self.inner.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(self.inner, optimizer, schedule)
+        assert type(self.optimizer) is not torch.optim.AdamW
+        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        self.engine = SnapshotEngine(config, parts)
+
+    def run(self, last):
+        while self.engine.step < last:
+            for _ in range(2):
+                with self.accelerator.accumulate(self.model):
+                    batch = torch.randn(8, 6)
+                    self.accelerator.backward((self.model(batch) - batch).square().mean())
+                    self.optimizer.step()
+                    self.schedule.step()
+                    self.optimizer.zero_grad()
+            assert self.engine.boundary()
+
+
 @pytest.fixture
 def start(job):
-    def make(**settings):
-        training = SetUp(job.config(on_busy="wait"), **settings)
+    def make(kind=SetUp, **settings):
+        training = kind(job.config(on_busy="wait"), **settings)
         job.trainings.append(training)
         return training
 
     return make
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_fabric_set_up_is_gated_captured_and_restored(start, job, compiled):
-    whole = start(compiled=compiled)
+@pytest.mark.parametrize(
+    "how", [{}, {"compiled": True}, {"kind": Prepared}], ids=["Fabric", "Fabric, compiled", "Accelerate"]
+)
+def test_what_is_wrapped_is_gated_captured_and_restored(start, job, how):
+    whole = start(**how)
     whole.run(9)
     wanted = whole.facts()
     statistics = whole.engine.statistics()
@@ -65,11 +95,11 @@ def test_what_fabric_set_up_is_gated_captured_and_restored(start, job, compiled)
     assert whole.optimizer.optimizer._optimizer_step_pre_hooks, "the gate is on the inner optimizer"
     assert whole.engine.close(drain=False)
 
-    first = start(compiled=compiled)
+    first = start(**how)
     first.run(5)
     job.crash(first)
 
-    again = start(compiled=compiled)
+    again = start(**how)
     assert again.engine.restore("latest").step == 5
     again.run(9)
     assert again.facts() == wanted

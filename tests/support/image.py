@@ -1,0 +1,15 @@
+"""A small shard that tells its step by every byte; without torch."""
+
+from lazysnap.levels.source import MemorySource, map_anonymous
+from lazysnap.shard.layout import Layout, TensorSpec
+
+
+class Image(MemorySource):
+    """One tensor of ``size`` bytes; room to the next page, as in a slot."""
+
+    def __init__(self, step: int, size: int = 5000) -> None:
+        layout = Layout.plan([TensorSpec("weight", "U8", (size,))])
+        room = map_anonymous(-(-layout.size_bytes // 4096) * 4096)
+        room[: len(layout.header)] = layout.header
+        room[len(layout.header) : layout.size_bytes] = bytes([step % 256]) * size
+        super().__init__(room, layout.size_bytes)
