@@ -383,7 +383,7 @@ def bare(size: int, readers: range) -> Line:
 def _bare(how: str, size: int, readers: range) -> Line:
     import torch.distributed as dist
 
-    from lazysnap.keeper.certificate import Certificate, make_certificate
+    from lazysnap.links.certificate import Certificate, make_certificate
 
     rank, nodes = dist.get_rank(), dist.get_world_size()
     told: list[Any] = [None] * nodes

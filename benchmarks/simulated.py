@@ -3,8 +3,8 @@
 The state is a transformer's, of one column: as many tensors, rows, files and names as a large one, and few bytes. What
 is replaced, or called beside the public API: the ranks' ``World`` and the ``KeeperClient`` of ``lazysnap.engine``;
 storage is a file system of fsspec, whose files are made by ``lazysnap.shard``; ``LevelWriter`` of
-``lazysnap.keeper.level_writer`` (retention); ``Coordinator`` of ``lazysnap.keeper.grants`` with the messages that it
-gets; ``meet_keepers``, and ``Encoding`` of ``lazysnap.keeper.encoding`` with readers that count.
+``lazysnap.keeper.level_writer`` (retention); ``Coordinator`` of ``lazysnap.grants.coordinator`` with the messages that
+it gets; ``meet_keepers``, and ``Encoding`` of ``lazysnap.keeper.encoding`` with readers that count.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.workers import Line
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.engine import engine as engine_module
+from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
+from lazysnap.grants.messages import LevelReport, Progress, Report, SnapshotKey
+from lazysnap.grants.node import NodeLevel
 from lazysnap.keeper import encoding
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
-from lazysnap.keeper.grant_messages import LevelReport, Progress, Report, SnapshotKey
-from lazysnap.keeper.granted import NodeLevel
-from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
 from lazysnap.keeper.level_writer import LevelWriter, Told
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.parity_store import ParityStore

@@ -36,7 +36,7 @@ DOCUMENTED = {
 }
 TORCH_FREE = (
     "lazysnap",
-    "lazysnap.arena",
+    "lazysnap.memory.arena",
     "lazysnap.cli",
     "lazysnap.config",
     "lazysnap.errors",

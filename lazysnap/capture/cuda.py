@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lazysnap.arena import Slot, Word
 from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import CapturePlan, view_of
 from lazysnap.capture.registration import register
+from lazysnap.memory.arena import Slot, Word
 
 SMALL_BYTES = 256 << 10
 """Lazy tensors up to this size travel through the staging buffer, coalesced with their neighbours in the file."""

@@ -6,9 +6,9 @@ import threading
 import torch
 
 from lazysnap import faults
-from lazysnap.arena import Slot
 from lazysnap.capture.dtypes import stored_form
 from lazysnap.capture.plan import CapturePlan
+from lazysnap.memory.arena import Slot
 
 
 class CapturePhase(enum.Enum):

@@ -14,10 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lazysnap.arena import Slot
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
 from lazysnap.capture.frozen import FrozenSet
 from lazysnap.errors import UnsupportedState
+from lazysnap.memory.arena import Slot
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.state.codec import path_text
 from lazysnap.state.modules import is_uninitialised

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.arena import Slot
+from lazysnap.memory.arena import Slot
 
 logger = logging.getLogger(__name__)
 

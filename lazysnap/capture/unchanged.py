@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lazysnap.arena import Slot
 from lazysnap.capture.dtypes import stored_form
 from lazysnap.capture.plan import CapturePlan
 from lazysnap.capture.samples import words_in
+from lazysnap.memory.arena import Slot
 
 _SMALL_BYTES = 4096
 """Of a tensor this small all bytes are compared."""

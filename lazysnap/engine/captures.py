@@ -6,11 +6,11 @@ import time
 import torch
 
 from lazysnap import faults
-from lazysnap.arena import Slot, Word
 from lazysnap.capture.copier import CpuCopier, copy_eager
 from lazysnap.capture.cuda import CudaCopier
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan
+from lazysnap.memory.arena import Slot, Word
 from lazysnap.shard.checksum import digest
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from lazysnap.arena import Slot, Word
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan
 from lazysnap.config import PersistentLevel, SnapshotConfig
@@ -30,6 +29,7 @@ from lazysnap.levels import open_store
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import RateLimitedSource, RateLimiter
 from lazysnap.levels.watchdog import Watchdog
+from lazysnap.memory.arena import Slot, Word
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.topology import Team
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.capture.frozen import FrozenSet, Parameters, digest_of, frozen_parameters, slices_of
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.levels.watchdog import Watchdog
+from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.state.sharding import held_part, local_of
 from lazysnap.state.source import StateSource

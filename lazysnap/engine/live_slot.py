@@ -8,10 +8,10 @@ import weakref
 
 import torch
 
-from lazysnap.arena import Slot, SlotPhase
 from lazysnap.capture.job import CaptureJob
 from lazysnap.errors import CaptureAborted
 from lazysnap.levels.source import map_anonymous
+from lazysnap.memory.arena import Slot, SlotPhase
 
 _ANY_SIZE = 1 << 62
 

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase, Word, capacity_fits
 from lazysnap.capture.frozen import FrozenSet
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature
@@ -32,7 +31,8 @@ from lazysnap.engine.parameters import names_of_parameters
 from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.client import Capture
 from lazysnap.keeper.client_slots import CaptureState
-from lazysnap.keeper.slot_pool import fits, free_bytes
+from lazysnap.memory.arena import Slot, SlotPhase, Word, capacity_fits
+from lazysnap.memory.slot_pool import fits, free_bytes
 from lazysnap.ranks.checks import check_alike, common_settings
 from lazysnap.ranks.partition import Partition, replicated_keys
 from lazysnap.ranks.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return

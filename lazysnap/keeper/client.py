@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lazysnap.arena import Slot, Word
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.attach import attach
@@ -73,6 +72,7 @@ from lazysnap.keeper.protocol import (
     Wish,
 )
 from lazysnap.keeper.questions import Questions
+from lazysnap.memory.arena import Slot, Word
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)

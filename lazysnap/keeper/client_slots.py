@@ -7,8 +7,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from lazysnap.arena import Slot, SlotPhase
 from lazysnap.errors import FormatError
+from lazysnap.memory.arena import Slot, SlotPhase
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from typing import TypeVar
 import xxhash
 
 from lazysnap.errors import LazySnapError
-from lazysnap.keeper.certificate import Certificate
 from lazysnap.keeper.node_part import open_part, read_index
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity_store import ParitySet, ParityStore
-from lazysnap.keeper.peer_client import PeerReader
-from lazysnap.keeper.peer_messages import PartOf
 from lazysnap.keeper.protocol import HeldMember, HeldParity, Parity, Run
 from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.source import RateLimiter, map_anonymous
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.client import PeerReader
+from lazysnap.links.messages import PartOf
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces

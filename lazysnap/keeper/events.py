@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lazysnap.arena import Slot
 from lazysnap.keeper.protocol import (
     Complete,
     Durable,
@@ -18,6 +17,7 @@ from lazysnap.keeper.protocol import (
     Unlinked,
     Unprotected,
 )
+from lazysnap.memory.arena import Slot
 from lazysnap.shard.checksum import Checksums
 
 _REMEMBERED = 1024

@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.errors import FormatError, LevelUnavailable, MemoryBoundExceeded
-from lazysnap.keeper.slot_pool import check_room
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import MemorySource, RateLimitedSource, RateLimiter, shard_of
+from lazysnap.memory.arena import Slot, SlotPhase, Word
+from lazysnap.memory.slot_pool import check_room
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import frozen_directory_name

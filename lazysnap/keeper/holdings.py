@@ -4,12 +4,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.protocol import FrozenSlot, Held, HeldParity, Inventory, SlotMade, TrainerEnd
-from lazysnap.keeper.slot_pool import SlotPool
+from lazysnap.memory.arena import Slot, SlotPhase, Word
+from lazysnap.memory.slot_pool import SlotPool
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta
 

@@ -1,7 +1,7 @@
 """One level's thread on one node: writes the steps that were granted, reads them back, names and deletes.
 
-It never decides what is stored; that is ``keeper.grants``. What it does runs under the level's deadline, and what fails
-costs this level this snapshot, and nothing else.
+It never decides what is stored; that is ``grants.coordinator``. What it does runs under the level's deadline, and what
+fails costs this level this snapshot, and nothing else.
 """
 
 import contextlib
@@ -15,18 +15,16 @@ from functools import partial
 from typing import Any, Protocol
 
 from lazysnap import faults
-from lazysnap.arena import Slot
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, ConfigError, FormatError, LazySnapError, LevelHangs, ShardCorrupt
-from lazysnap.keeper.coordinator import GrantLoop
+from lazysnap.grants.messages import SnapshotKey
+from lazysnap.grants.node import NodeLevel, Write
+from lazysnap.grants.retention import Retention, still_to_copy
 from lazysnap.keeper.frozen import FrozenWriter
-from lazysnap.keeper.grant_messages import SnapshotKey
-from lazysnap.keeper.granted import NodeLevel, Write
+from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.level_names import LevelNames, Naming
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.protocol import Durable, LevelFailed, Message, NameFailed
-from lazysnap.keeper.retention import Retention, still_to_copy
-from lazysnap.keeper.slot_source import SlotSource, open_slot
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
@@ -35,6 +33,8 @@ from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import BlockSource, NodeSource, RateLimitedSource, RateLimiter, shard_of
 from lazysnap.levels.storage import probe
 from lazysnap.levels.watchdog import Watchdog, WriteCancelled
+from lazysnap.memory.arena import Slot
+from lazysnap.memory.slot_source import SlotSource, open_slot
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.names import NodeName

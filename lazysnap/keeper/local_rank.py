@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 
 from lazysnap import faults
-from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
@@ -49,8 +48,9 @@ from lazysnap.keeper.protocol import (
     Welcome,
     Wish,
 )
-from lazysnap.keeper.slot_pool import SlotPool
 from lazysnap.keeper.step_wait import Wait
+from lazysnap.memory.arena import Slot, SlotPhase, Word
+from lazysnap.memory.slot_pool import SlotPool
 from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lazysnap.keeper.grant_messages import SnapshotKey
+from lazysnap.grants.messages import SnapshotKey
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.storage import Storage
 from lazysnap.resolver import Entry

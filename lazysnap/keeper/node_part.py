@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lazysnap.arena import Slot
 from lazysnap.errors import CaptureAborted, ShardCorrupt
 from lazysnap.keeper.node_slots import NodeSlots
-from lazysnap.keeper.slot_source import SlotSource, open_slot
 from lazysnap.levels.shared_part import SharedPart, held_by_few, is_held_by_few
 from lazysnap.levels.source import BlockSource, MemorySource
+from lazysnap.memory.arena import Slot
+from lazysnap.memory.slot_source import SlotSource, open_slot
 from lazysnap.shard.limits import MAX_RANKS
 
 AHEAD_S = 10.0

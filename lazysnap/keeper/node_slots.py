@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lazysnap.arena import KEEP, Slot, SlotPhase, SlotStatus, Word
-from lazysnap.keeper.granted import RankView, SlotView, common_whole
+from lazysnap.grants.node import RankView, SlotView, common_whole
+from lazysnap.memory.arena import KEEP, Slot, SlotPhase, SlotStatus, Word
 
 _HELD = (SlotPhase.CAPTURING, SlotPhase.WHOLE)
 
@@ -53,7 +53,7 @@ class NodeSlots:
         return [slot for rank in self.ranks() for slot in rank.slots()]
 
     def views(self, pin: Word = Word.PIN) -> list[RankView]:
-        """What ``granted`` decides by. ``pin``: the word that says for which step a slot is pinned."""
+        """What ``grants.node`` decides by. ``pin``: the word that says for which step a slot is pinned."""
         return [self._view(rank, pin) for rank in self._ranks()]
 
     def _view(self, rank: RankMemory | None, pin: Word) -> RankView:

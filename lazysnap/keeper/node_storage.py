@@ -1,6 +1,6 @@
 """What a keeper stores for one start of a job: its ranks' slots, the grants, and one writer per level.
 
-The decisions are those of ``keeper.grants`` and ``keeper.granted``; here they meet shared memory and the levels.
+The decisions are those of ``grants.coordinator`` and ``grants.node``; here they meet shared memory and the levels.
 """
 
 import logging
@@ -14,16 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lazysnap import faults
-from lazysnap.arena import KEEP, Slot, SlotPhase, Word
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.certificate import Certificate
-from lazysnap.keeper.coordinator import GrantLoop
-from lazysnap.keeper.grant_messages import SnapshotKey
-from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, Write, common_whole
-from lazysnap.keeper.grants import Coordinator, LevelGrants
+from lazysnap.grants.coordinator import Coordinator, LevelGrants
+from lazysnap.grants.messages import SnapshotKey
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, common_whole
+from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.level_writer import LevelWriter, Told
-from lazysnap.keeper.links import Hello as LinkHello
-from lazysnap.keeper.links import Links
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
 from lazysnap.keeper.parity_store import ParityStore
@@ -31,6 +27,10 @@ from lazysnap.keeper.protection import NodeProtection
 from lazysnap.keeper.protection import Surroundings as ProtectionSurroundings
 from lazysnap.keeper.protocol import Complete, Message, NameFailed, Run, Unlinked
 from lazysnap.keeper.step_wait import AtLevel, Wait
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.mesh import Hello as LinkHello
+from lazysnap.links.mesh import Links
+from lazysnap.memory.arena import KEEP, Slot, SlotPhase, Word
 from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lazysnap.errors import CaptureAborted
 from lazysnap.keeper.protocol import HeldParity
-from lazysnap.keeper.slot_pool import check_room
 from lazysnap.levels.source import MemorySource, map_anonymous
+from lazysnap.memory.slot_pool import check_room
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Protection of a node's memory by other nodes, for one start of a job: parity in their memory (REFT, section 4).
 
 A keeper computes the parity that it is to hold, out of what it reads from the slots of the other nodes of its group.
-Which step is protected is granted and counted as for storage (``keeper.grants``), by grants of its own: when all
+Which step is protected is granted and counted as for storage (``grants.coordinator``), by grants of its own: when all
 keepers have their parity of a step, the step is protected. Until a newer one is, its slots and its parity stay.
 """
 
@@ -15,20 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lazysnap import faults
-from lazysnap.arena import SlotPhase, Word
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, MemoryBoundExceeded, PeerRefused
-from lazysnap.keeper.certificate import Certificate
-from lazysnap.keeper.coordinator import GrantLoop
+from lazysnap.grants.coordinator import Coordinator, LevelGrants
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, common_whole
 from lazysnap.keeper.encoding import Encoding
-from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, Write, common_whole
-from lazysnap.keeper.grants import Coordinator, LevelGrants
-from lazysnap.keeper.links import Links
+from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import HeldParity, Message, Parity, Peers, Protected, Run, Unprotected
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.mesh import Links
+from lazysnap.memory.arena import SlotPhase, Word
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)

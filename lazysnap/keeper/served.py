@@ -5,17 +5,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.errors import CaptureAborted, ShardCorrupt
-from lazysnap.keeper.certificate import Certificate
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.node_part import open_part
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity_store import ParityStore
-from lazysnap.keeper.peer_messages import FrozenOf, ParityOf, PartOf, What
-from lazysnap.keeper.peer_server import PeerServer
 from lazysnap.levels.source import BlockSource, MemorySource
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.messages import FrozenOf, ParityOf, PartOf, What
+from lazysnap.links.server import PeerServer
+from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.shard.checksum import Checksums
 
 logger = logging.getLogger(__name__)

@@ -4,13 +4,13 @@ import contextlib
 import logging
 import time
 
-from lazysnap.arena import Slot
 from lazysnap.errors import FormatError, KeeperUnavailable
 from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection, Unclaimed
 from lazysnap.keeper.protocol import FrozenSlot, Inventory, Message, ShowRank, SlotMade
+from lazysnap.memory.arena import Slot
 
 logger = logging.getLogger(__name__)
 

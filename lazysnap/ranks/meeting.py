@@ -12,9 +12,9 @@ from typing import Any
 from lazysnap.config import Redundancy, SnapshotConfig, redundancy_for, too_few_nodes
 from lazysnap.console import say
 from lazysnap.errors import ConfigError
-from lazysnap.keeper.certificate import Certificate, make_certificate
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import Parity, Peers
+from lazysnap.links.certificate import Certificate, make_certificate
 from lazysnap.parity.codes import library
 from lazysnap.parity.groups import exposed, groups_of
 from lazysnap.ranks.slots import slots_needed

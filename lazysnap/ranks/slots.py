@@ -6,8 +6,8 @@ reads from a slot of its own for long, so it makes three. The argument for many 
 
 from collections.abc import Sequence
 
-from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import SnapshotConfig
+from lazysnap.memory.arena import SlotPhase, SlotStatus
 
 
 def slots_needed(config: SnapshotConfig, world_size: int = 1, *, is_redundant: bool = False) -> int:

@@ -14,10 +14,10 @@ import xxhash
 from lazysnap import faults
 from lazysnap.errors import LazySnapError, PeerUnreachable, ShardCorrupt
 from lazysnap.keeper.node_part import find_shard
-from lazysnap.keeper.peer_client import PeerReader
-from lazysnap.keeper.peer_messages import FrozenOf, ParityOf, PartOf, SlotOf, What
 from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
 from lazysnap.levels.source import header_of
+from lazysnap.links.client import PeerReader
+from lazysnap.links.messages import FrozenOf, ParityOf, PartOf, SlotOf, What
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.pieces import CHECKSUM_BYTES
 from lazysnap.ranks.meeting import Meeting

@@ -5,12 +5,12 @@ import threading
 import pytest
 import torch
 
-from lazysnap.arena import Slot, SlotPhase
 from lazysnap.capture.copier import SLICE_BYTES
 from lazysnap.capture.dtypes import logical_facts, logical_name
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import make_plan
 from lazysnap.engine.captures import Captures
+from lazysnap.memory.arena import Slot, SlotPhase
 from lazysnap.shard.layout import Layout
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk

@@ -12,10 +12,10 @@ import torch
 from support.waiting import until
 
 from lazysnap import MemoryLevel, SnapshotConfig
-from lazysnap.arena import Slot, Word
 from lazysnap.capture.registration import register, registrar
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.memory.arena import Slot, Word
 
 TIMEOUT_S = 60
 

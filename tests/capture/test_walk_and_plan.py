@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from lazysnap.arena import Slot
 from lazysnap.capture.plan import make_plan, optimizer_signature
 from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.memory.arena import Slot
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 

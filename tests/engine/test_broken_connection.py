@@ -8,8 +8,8 @@ import pytest
 from small_training import TIMEOUT_S
 from support.waiting import until
 
-from lazysnap.arena import SlotPhase
 from lazysnap.levels import open_store
+from lazysnap.memory.arena import SlotPhase
 
 LARGE = {"width": 400_000}
 """A state of 70 MB: copying it takes tens of milliseconds."""

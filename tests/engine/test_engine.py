@@ -9,9 +9,9 @@ from small_training import TIMEOUT_S, Training
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.arena import Word
 from lazysnap.errors import ConfigError, JobBusy, UnsupportedState
 from lazysnap.levels import open_store
+from lazysnap.memory.arena import Word
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from support.waiting import until
 from tuning import TIMEOUT_S, Tuning, change_unseen, digest
 
 from lazysnap import MemoryLevel
-from lazysnap.arena import SlotPhase
+from lazysnap.memory.arena import SlotPhase
 
 SMALL = 1 << 20
 

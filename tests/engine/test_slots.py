@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
-from lazysnap.arena import SlotPhase, SlotStatus
+from lazysnap.memory.arena import SlotPhase, SlotStatus
 from lazysnap.ranks.slots import choose_slot, kept_whole, slots_needed, slots_to_return
 
 

@@ -23,8 +23,8 @@ from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import KeeperUnavailable, LevelUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.slot_pool import refusal
 from lazysnap.levels import open_store
+from lazysnap.memory.slot_pool import refusal
 
 SQUATTER = """
 import os, socket, sys

@@ -9,10 +9,10 @@ import uuid
 import torch
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.arena import Slot, SlotPhase
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import make_plan
 from lazysnap.engine.captures import Captures
+from lazysnap.memory.arena import Slot, SlotPhase
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 

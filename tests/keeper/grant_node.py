@@ -15,14 +15,14 @@ import threading
 from support.listing import files_below
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.certificate import Certificate
-from lazysnap.keeper.coordinator import GrantLoop
-from lazysnap.keeper.grant_messages import SnapshotKey
-from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView
-from lazysnap.keeper.grants import Coordinator, LevelGrants
-from lazysnap.keeper.links import Hello, Links
-from lazysnap.keeper.retention import Retention
-from lazysnap.keeper.strangers import Deadlines
+from lazysnap.grants.coordinator import Coordinator, LevelGrants
+from lazysnap.grants.messages import SnapshotKey
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
+from lazysnap.grants.retention import Retention
+from lazysnap.keeper.grant_loop import GrantLoop
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.mesh import Hello, Links
+from lazysnap.links.strangers import Deadlines
 
 NUM_RANKS = 2
 QUICK = Deadlines(connect_s=20, send_s=20, alive_s=0.2, silence_s=20)

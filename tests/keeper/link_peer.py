@@ -3,9 +3,9 @@
 import sys
 import threading
 
-from lazysnap.keeper.certificate import Certificate
-from lazysnap.keeper.grant_messages import Epoch, Report
-from lazysnap.keeper.links import Hello, Links
+from lazysnap.grants.messages import Epoch, Report
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.mesh import Hello, Links
 
 
 class Answering:

@@ -7,8 +7,8 @@ import weakref
 
 from support.waiting import until
 
-from lazysnap.arena import Slot
 from lazysnap.keeper.client_slots import MappedSlots
+from lazysnap.memory.arena import Slot
 
 
 def handed_over():

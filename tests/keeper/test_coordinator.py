@@ -11,7 +11,7 @@ import pytest
 from support.listing import files_below
 from support.waiting import TIMEOUT_S, until
 
-from lazysnap.keeper.certificate import make_certificate
+from lazysnap.links.certificate import make_certificate
 
 NUM_NODES = 3
 

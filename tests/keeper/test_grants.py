@@ -7,10 +7,10 @@ import pytest
 from support import grant_simulation as simulation
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.grant_messages import Epoch, Progress, SnapshotKey
-from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView, Write, to_store_alone
-from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
-from lazysnap.keeper.retention import Retention, still_to_copy
+from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
+from lazysnap.grants.messages import Epoch, Progress, SnapshotKey
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, Write, to_store_alone
+from lazysnap.grants.retention import Retention, still_to_copy
 
 
 def play_many(scenario, seeds, **settings):

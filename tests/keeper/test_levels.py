@@ -11,10 +11,10 @@ from support.node_rig import STARTS, Rig, check, check_entry, entries_at, frozen
 from support.waiting import until
 
 from lazysnap import faults
-from lazysnap.arena import SlotPhase
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.protocol import Durable, LevelFailed, NameFailed
 from lazysnap.levels import open_store
+from lazysnap.memory.arena import SlotPhase
 
 SIZE = 300_000
 DEADLINE_S = 2.0

@@ -19,12 +19,12 @@ from raw_peer import WAIT_S, frame, is_closed, peak_kib, refusals, tls
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import ConfigError
-from lazysnap.keeper.certificate import Certificate, make_certificate
-from lazysnap.keeper.coordinator import GrantLoop
-from lazysnap.keeper.grant_messages import Epoch, LevelOrder, Order, Report
-from lazysnap.keeper.granted import NodeGrants
-from lazysnap.keeper.links import MAX_FRAME_BYTES, Hello, Links
-from lazysnap.keeper.strangers import Deadlines
+from lazysnap.grants.messages import Epoch, LevelOrder, Order, Report
+from lazysnap.grants.node import NodeGrants
+from lazysnap.keeper.grant_loop import GrantLoop
+from lazysnap.links.certificate import Certificate, make_certificate
+from lazysnap.links.mesh import MAX_FRAME_BYTES, Hello, Links
+from lazysnap.links.strangers import Deadlines
 
 PREAMBLE = struct.pack("!8sH", b"lazysnap", 1)
 QUICK = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0)

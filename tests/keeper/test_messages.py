@@ -11,7 +11,7 @@ from lazysnap.errors import ConfigError, KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection, OtherVersion
 from lazysnap.keeper.protocol import PROTOCOL, AdoptFrozen, MemoryRefused, Ping, decode, encode
-from lazysnap.keeper.slot_pool import available_bytes
+from lazysnap.memory.slot_pool import available_bytes
 
 
 def framed(body, fds=0):

@@ -6,10 +6,10 @@ import pytest
 from support.node_rig import RUN, STARTS, Rank, image_of
 from support.waiting import until
 
-from lazysnap.arena import Slot
 from lazysnap.errors import CaptureAborted, ShardCorrupt
 from lazysnap.keeper.node_part import find_shard, open_part, read_index
 from lazysnap.keeper.node_slots import NodeSlots
+from lazysnap.memory.arena import Slot
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 

@@ -18,10 +18,10 @@ from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import CaptureAborted, ConfigError, PeerRefused, PeerUnreachable, ShardCorrupt
 from lazysnap.keeper import peer_client, peer_server
-from lazysnap.keeper.certificate import Certificate, make_certificate
-from lazysnap.keeper.peer_channel import MAX_FRAME_BYTES, Identity
-from lazysnap.keeper.peer_client import PeerReader
-from lazysnap.keeper.peer_messages import (
+from lazysnap.links.certificate import Certificate, make_certificate
+from lazysnap.links.channel import MAX_FRAME_BYTES, Identity
+from lazysnap.links.client import PeerReader
+from lazysnap.links.messages import (
     MAX_READ_BYTES,
     Alive,
     Block,
@@ -34,8 +34,8 @@ from lazysnap.keeper.peer_messages import (
     Read,
     SlotOf,
 )
-from lazysnap.keeper.peer_server import PeerServer
-from lazysnap.keeper.strangers import Deadlines
+from lazysnap.links.server import PeerServer
+from lazysnap.links.strangers import Deadlines
 
 PREAMBLE = struct.pack("!8sH", b"lazyread", 1)
 PATIENT = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.1, silence_s=60.0)

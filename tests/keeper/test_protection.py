@@ -12,25 +12,25 @@ from support.parity_rig import ParityRig
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap import SnapshotConfig
-from lazysnap.arena import SlotPhase
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, PeerError, PeerRefused
+from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
+from lazysnap.grants.messages import LevelReport, Progress, Report
 from lazysnap.keeper import peer_client, protection
-from lazysnap.keeper.certificate import Certificate
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.encoding import Encoding
 from lazysnap.keeper.events import KeeperEvent
-from lazysnap.keeper.grant_messages import LevelReport, Progress, Report
-from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity_store import ParityStore
-from lazysnap.keeper.peer_client import PeerReader
-from lazysnap.keeper.peer_messages import PartOf
-from lazysnap.keeper.peer_server import Deadlines, PeerServer
 from lazysnap.keeper.protection import interval_of
 from lazysnap.keeper.protocol import Protected, Run, Unprotected
 from lazysnap.levels.source import RateLimiter
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.client import PeerReader
+from lazysnap.links.messages import PartOf
+from lazysnap.links.server import Deadlines, PeerServer
+from lazysnap.memory.arena import SlotPhase
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces
 from lazysnap.topology import Team

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.waiting import until
 
-from lazysnap.keeper.certificate import Certificate, make_certificate
 from lazysnap.keeper.node_part import read_index
-from lazysnap.keeper.peer_client import PeerReader
-from lazysnap.keeper.peer_messages import PartOf, SlotOf
 from lazysnap.levels import open_store
+from lazysnap.links.certificate import Certificate, make_certificate
+from lazysnap.links.client import PeerReader
+from lazysnap.links.messages import PartOf, SlotOf
 from lazysnap.shard.names import new_id
 
 RANKS, START = 3, new_id()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lazysnap.arena import SlotPhase
 from lazysnap.errors import MemoryBoundExceeded
-from lazysnap.keeper.slot_pool import SlotPool
+from lazysnap.memory.arena import SlotPhase
+from lazysnap.memory.slot_pool import SlotPool
 
 PAGE = 4096
 SMALL = (PAGE, PAGE, 3)

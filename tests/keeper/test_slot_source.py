@@ -3,9 +3,9 @@
 from support.names import START
 from support.node_rig import RUN
 
-from lazysnap.arena import Slot
 from lazysnap.errors import CaptureAborted, FormatError
-from lazysnap.keeper.slot_source import SlotSource
+from lazysnap.memory.arena import Slot
+from lazysnap.memory.slot_source import SlotSource
 from lazysnap.shard.manifest import CaptureMeta
 
 

@@ -9,7 +9,6 @@ import threading
 import pytest
 from support.waiting import until
 
-from lazysnap.arena import PAGE, Slot
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import FormatError, KeeperUnavailable
 from lazysnap.keeper.attach import attach
@@ -19,6 +18,7 @@ from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.protocol import PROTOCOL, Adopt, FrozenSlot, Hello, Inventory, SlotMade, Welcome, encode
 from lazysnap.keeper.visit import Visit
+from lazysnap.memory.arena import PAGE, Slot
 from lazysnap.topology import Team
 
 

@@ -17,12 +17,12 @@ from raw_peer import WAIT_S, frame, is_closed, peak_kib, refusals, tls
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import CaptureAborted, ConfigError, PeerRefused, PeerUnreachable
-from lazysnap.keeper.certificate import Certificate, make_certificate
-from lazysnap.keeper.links import Hello, Links
-from lazysnap.keeper.peer_client import PeerReader
-from lazysnap.keeper.peer_messages import Open, SlotOf
-from lazysnap.keeper.peer_server import PeerServer
-from lazysnap.keeper.strangers import MAX_UNKNOWN, Deadlines
+from lazysnap.links.certificate import Certificate, make_certificate
+from lazysnap.links.client import PeerReader
+from lazysnap.links.mesh import Hello, Links
+from lazysnap.links.messages import Open, SlotOf
+from lazysnap.links.server import PeerServer
+from lazysnap.links.strangers import MAX_UNKNOWN, Deadlines
 
 PATIENT = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0)
 

@@ -14,11 +14,11 @@ import time
 
 import msgspec
 
-from lazysnap.arena import SlotPhase, Word
 from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.keeper.client import Capture, KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import Run
+from lazysnap.memory.arena import SlotPhase, Word
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import new_id

@@ -10,7 +10,6 @@ import torch
 from support.names import RUN, START, directory_of
 from support.snapshots import lone_manifest
 
-from lazysnap.arena import Slot
 from lazysnap.capture.copier import copy_eager
 from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import make_plan
@@ -21,6 +20,7 @@ from lazysnap.levels.blocks import FileBlocks, MemoryBlocks, VerifiedSource
 from lazysnap.levels.files import open_direct, pwrite_all
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import map_anonymous
+from lazysnap.memory.arena import Slot
 from lazysnap.restore.assembly import Assembly
 from lazysnap.restore.compatibility import check_fits
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest

@@ -10,10 +10,10 @@ from collections import Counter
 from typing import NamedTuple
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.grant_messages import SnapshotKey
-from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView, to_store_alone
-from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
-from lazysnap.keeper.retention import Retention, still_to_copy
+from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
+from lazysnap.grants.messages import SnapshotKey
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, to_store_alone
+from lazysnap.grants.retention import Retention, still_to_copy
 
 WAITED = "1: a trainer waited for a slot"
 LOST_FILE = "2: the newest complete snapshot lost a file"

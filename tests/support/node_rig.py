@@ -5,14 +5,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from lazysnap.arena import Slot, SlotPhase, Word
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.certificate import make_certificate
 from lazysnap.keeper.node_storage import NodeStorage, Surroundings
 from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, Message, NameFailed, Peers, Run
 from lazysnap.levels import open_store
 from lazysnap.levels.source import map_anonymous
+from lazysnap.links.certificate import make_certificate
+from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec

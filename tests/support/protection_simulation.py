@@ -8,13 +8,13 @@ import itertools
 from collections import Counter, defaultdict
 from functools import cache
 
-from lazysnap.arena import SlotPhase, SlotStatus
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, SlotView, common_whole
-from lazysnap.keeper.grants import Coordinator, LevelGrants, Own
+from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, common_whole
 from lazysnap.keeper.parity_store import ParitySet, ParityStore
 from lazysnap.keeper.protection import HeldSteps
 from lazysnap.keeper.protocol import HeldMember, HeldParity
+from lazysnap.memory.arena import SlotPhase, SlotStatus
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import can_rebuild
 from lazysnap.ranks.slots import choose_slot

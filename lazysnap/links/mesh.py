@@ -24,9 +24,9 @@ from typing import Annotated, Any, Protocol
 from msgspec import DecodeError, Meta, Struct, msgpack
 
 from lazysnap.errors import ConfigError
-from lazysnap.keeper.certificate import Certificate
-from lazysnap.keeper.grant_messages import MAX_NODES, Order, Report, StartId
-from lazysnap.keeper.strangers import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
+from lazysnap.grants.messages import MAX_NODES, Order, Report, StartId
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.strangers import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,10 @@ import xxhash
 from msgspec import Struct, msgpack
 
 from lazysnap.errors import LazySnapError, PeerRefused
-from lazysnap.keeper.certificate import Certificate
-from lazysnap.keeper.peer_channel import Channel, Identity, shut
-from lazysnap.keeper.peer_messages import (
+from lazysnap.levels.source import BlockSource
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.channel import Channel, Identity, shut
+from lazysnap.links.messages import (
     MAX_TEXT,
     Alive,
     Block,
@@ -29,8 +30,7 @@ from lazysnap.keeper.peer_messages import (
     Request,
     What,
 )
-from lazysnap.keeper.strangers import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
-from lazysnap.levels.source import BlockSource
+from lazysnap.links.strangers import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
 
 logger = logging.getLogger(__name__)
 

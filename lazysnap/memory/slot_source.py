@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from lazysnap.arena import Slot, SlotPhase, SlotStatus, Word
 from lazysnap.errors import CaptureAborted, FormatError
+from lazysnap.memory.arena import Slot, SlotPhase, SlotStatus, Word
 from lazysnap.shard.manifest import CaptureMeta
 
 _POLL_S = 0.001

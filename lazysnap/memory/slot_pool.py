@@ -9,8 +9,8 @@ from collections.abc import Callable
 from rich.filesize import decimal
 
 from lazysnap import faults
-from lazysnap.arena import Slot, Word, capacity_fits
 from lazysnap.errors import MemoryBoundExceeded
+from lazysnap.memory.arena import Slot, Word, capacity_fits
 
 logger = logging.getLogger(__name__)
 

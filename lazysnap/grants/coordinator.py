@@ -1,7 +1,7 @@
 """The coordinator: which steps the levels store, and which snapshots are complete. Pure: values in, decisions out.
 
 The coordinator is the keeper of rank 0's node. It grants each level one step at a time; every node stores that step
-and reports it; when all nodes have reported it, the snapshot is complete there. ``granted`` is the other side.
+and reports it; when all nodes have reported it, the snapshot is complete there. ``grants.node`` is the other side.
 
 Reports and orders carry the whole state of their sender. Losing, repeating or delaying one does no harm. The rules and
 their reasons stand in docs/architecture.md, *Grants*; ``tests/keeper/test_grants.py`` runs them against faults.
@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.grant_messages import (
+from lazysnap.grants.messages import (
     GIVEN_UP,
     MAX_TOLD,
     UNDER_WAY,

@@ -4,8 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.grant_messages import MAX_TOLD, SnapshotKey
-from lazysnap.keeper.granted import NodeLevel
+from lazysnap.grants.messages import MAX_TOLD, SnapshotKey
+from lazysnap.grants.node import NodeLevel
 from lazysnap.snapshots.retention import is_milestone, is_over
 
 

@@ -8,7 +8,7 @@ reads the word again. So a slot that is pinned for a step that is not wanted any
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from lazysnap.keeper.grant_messages import Epoch, LevelOrder, LevelReport, Order, Progress, Report, SnapshotKey, newest
+from lazysnap.grants.messages import Epoch, LevelOrder, LevelReport, Order, Progress, Report, SnapshotKey, newest
 
 
 @dataclass(frozen=True)

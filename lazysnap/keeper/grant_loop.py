@@ -1,4 +1,4 @@
-"""Grants at work: the decisions of ``grants`` and ``granted`` between a keeper's slots, its levels and its links.
+"""Grants at work: the decisions of ``grants`` between a keeper's slots, its levels and its links.
 
 One thread per keeper takes what happens from a queue, lets the pure code decide, and acts. On the node of rank 0, which
 is node 0, it also plays the coordinator. With one node there are no links, and all else is the same.
@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lazysnap.keeper.grant_messages import Order, Report
-from lazysnap.keeper.granted import NodeGrants, NodeLevel, RankView, Write, to_store_alone
-from lazysnap.keeper.grants import Coordinator, Own
-from lazysnap.keeper.links import Links, Message
+from lazysnap.grants.coordinator import Coordinator, Own
+from lazysnap.grants.messages import Order, Report
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, to_store_alone
+from lazysnap.links.mesh import Links, Message
 
 logger = logging.getLogger(__name__)
 

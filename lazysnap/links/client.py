@@ -10,9 +10,9 @@ import xxhash
 from msgspec import Struct, msgpack
 
 from lazysnap.errors import ConfigError, PeerRefused, PeerUnreachable, ShardCorrupt
-from lazysnap.keeper.certificate import Certificate
-from lazysnap.keeper.peer_channel import Channel, Identity, shut
-from lazysnap.keeper.peer_messages import (
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.channel import Channel, Identity, shut
+from lazysnap.links.messages import (
     MAX_READ_BYTES,
     Alive,
     Answer,
@@ -25,8 +25,8 @@ from lazysnap.keeper.peer_messages import (
     Refusal,
     What,
 )
-from lazysnap.keeper.slot_source import STALL_S
-from lazysnap.keeper.strangers import Violation, reason
+from lazysnap.links.strangers import Violation, reason
+from lazysnap.memory.slot_source import STALL_S
 
 ANSWER_S = 120.0
 """A request without an answer for so long has failed, even if the peer says that it is alive: captures fill faster."""

@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import DecodeError, Struct, msgpack
 
-from lazysnap.keeper.certificate import Certificate
-from lazysnap.keeper.strangers import Violation
+from lazysnap.links.certificate import Certificate
+from lazysnap.links.strangers import Violation
 
 PROTOCOL = 1
 """Version of the messages. Raised with every change that the other end sees."""

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from lazysnap.keeper.grant_messages import MAX_NODES, StartId, Step
+from lazysnap.grants.messages import MAX_NODES, StartId, Step
 
 MAX_READ_BYTES = 16 << 20
 """Bytes that one ``Read`` may ask for."""
