@@ -17,7 +17,8 @@ from raw_peer import WAIT_S, frame, is_closed, peak_kib, refusals, tls
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import CaptureAborted, ConfigError, PeerRefused, PeerUnreachable, ShardCorrupt
-from lazysnap.keeper import peer_client, peer_server
+from lazysnap.links import client as peer_client
+from lazysnap.links import server as peer_server
 from lazysnap.links.certificate import Certificate, make_certificate
 from lazysnap.links.channel import MAX_FRAME_BYTES, Identity
 from lazysnap.links.client import PeerReader

@@ -16,7 +16,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, PeerError, PeerRefused
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
 from lazysnap.grants.messages import LevelReport, Progress, Report
-from lazysnap.keeper import peer_client, protection
+from lazysnap.keeper import protection
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.encoding import Encoding
 from lazysnap.keeper.events import KeeperEvent
@@ -26,6 +26,7 @@ from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protection import interval_of
 from lazysnap.keeper.protocol import Protected, Run, Unprotected
 from lazysnap.levels.source import RateLimiter
+from lazysnap.links import client as peer_client
 from lazysnap.links.certificate import Certificate
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import PartOf
