@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from saving import Snapshot, directory_of, rows, write, write_all
+from support.damage import flip
 from support.snapshots import lone_manifest
 from test_reader import blank, load, refused
 
@@ -33,12 +34,6 @@ def shard(folder, rank):
 
 def manifest(folder, rank):
     return shard(folder, rank).with_suffix(".json")
-
-
-def flip(path, offset):
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 4
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("rank", range(WORLD))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from saving import OTHER, RUN, Snapshot, bits, directory_of, rows, write, write_all
+from support.damage import flip
 from torch import nn
 
 import lazysnap
@@ -66,12 +67,6 @@ def train(directory, job, model, steps, name="model"):
     return was
 
 
-def damage(path):
-    data = bytearray(path.read_bytes())
-    data[-9] ^= 1
-    path.write_bytes(data)
-
-
 def test_the_weights_of_a_plain_loop_come_back_bit_for_bit_and_a_damaged_latest_is_passed_over(tmp_path, caplog):
     level = tmp_path / "level"
     was = train(level, str(tmp_path), Model(), 3)
@@ -84,7 +79,7 @@ def test_the_weights_of_a_plain_loop_come_back_bit_for_bit_and_a_damaged_latest_
         assert Model().load_state_dict(state) == nn.modules.module._IncompatibleKeys([], [])
 
     (shard,) = level.glob("step-00000003*/*.safetensors")
-    damage(shard)
+    flip(shard, -9)
     with pytest.raises(ShardCorrupt, match="step-00000003-"):
         lazysnap.load_weights(level, 3)
     assert facts(lazysnap.load_weights(level)) == was[2]

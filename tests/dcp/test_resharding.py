@@ -3,6 +3,7 @@
 import pytest
 import torch
 from saving import OTHER, Snapshot, rows, write_all
+from support.damage import flip
 
 PAIRS = [
     # saved by, loaded by
@@ -85,9 +86,7 @@ def test_every_rank_hears_of_a_lost_shard_and_none_waits_for_ever(worlds, tmp_pa
 def test_every_rank_hears_of_a_damaged_block_that_only_one_reads(worlds, tmp_path):
     save_step(str(tmp_path), 3)
     (shard,) = tmp_path.glob("*/node-00001-of-00002.safetensors")
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(shard)
 
     found = worlds.run(2, "fail", url=str(tmp_path), own_rows=True)
 

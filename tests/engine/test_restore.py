@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
+from support.damage import flip
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, latest_path, load_weights
@@ -32,14 +33,6 @@ def saved(job, *directories, steps=3):
 
 def shard(directory, step):
     return next(directory.glob(f"step-{step:08d}-*/*.safetensors"))
-
-
-def flip(path, offset):
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 def mapped_slots():
@@ -78,7 +71,7 @@ def test_an_engine_that_is_closed_maps_no_slot_any_more_whatever_was_fetched(job
 def test_a_flipped_byte_costs_that_snapshot_and_is_named(job, tmp_path, where):
     saved(job, tmp_path)
     path = shard(tmp_path, 3)
-    flip(path, where % path.stat().st_size)
+    flip(path, where)
 
     snapshot = job.start(tmp_path, ready=False).engine.fetch("latest")
 

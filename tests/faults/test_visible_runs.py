@@ -5,6 +5,7 @@ import pathlib
 import re
 
 import pytest
+from support.damage import flip
 
 from lazysnap.levels import open_store
 from lazysnap.levels.source import MemorySource, map_anonymous
@@ -100,9 +101,7 @@ def test_half_a_snapshot_and_a_damaged_one_are_named_as_the_reason(start, tmp_pa
     level = tmp_path / "level"
     start(steps=2)
     (shard,) = sorted(level.glob("step-00000002-*/*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(shard)
     for old in level.glob("step-00000001-*/*.json"):
         old.unlink()
     _, lines, _ = start(steps=2, restore=True)

@@ -6,6 +6,7 @@ import pathlib
 import threading
 
 import pytest
+from support.damage import flip
 from support.listing import files_below
 from support.node_rig import STARTS, Rig, check, check_entry, entries_at, frozen_slot, names_at, steps_at
 from support.waiting import until
@@ -319,12 +320,6 @@ def test_a_level_with_a_bound_is_written_no_faster(rig, tmp_path):
     assert sum(durable) >= 2 * SIZE / 1_000_000 * 0.9
 
 
-def damage(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.fixture
 def damaging(passing):
     """Damages a step at a level once, at a fault point: by default between its commit and its being read back."""
@@ -335,7 +330,7 @@ def damaging(passing):
         def work(name):
             path = trainer.directory(level, step) / "node-00000-of-00001.safetensors"
             if name == point and path.exists() and not done.is_set():
-                damage(path)
+                flip(path)
                 done.set()
 
         passing(work)
@@ -603,7 +598,7 @@ def test_a_keeper_that_takes_a_dead_ones_place_counts_what_it_finds_whole_and_th
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=9)
     trainer = rig(level)
     assert [trainer.store() for _ in range(3)] == [2, 4, 6]
-    damage(trainer.directory(level, 4) / "node-00000-of-00001.safetensors")
+    flip(trainer.directory(level, 4) / "node-00000-of-00001.safetensors")
 
     trainer.replace()
 

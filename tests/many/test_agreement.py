@@ -2,18 +2,13 @@
 
 import pytest
 from rank_keepers import visits
+from support.damage import flip
 from support.listing import files_below
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.levels import open_store
 
 LOOK = {"look": True, "collective_timeout_s": 20.0}
-
-
-def flip_last_byte(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_damaged_shard_of_one_rank_in_memory_makes_all_take_the_next_snapshot(make_job):
@@ -90,7 +85,7 @@ def test_damage_of_one_rank_here_and_of_another_there_makes_all_take_what_is_who
     entries = {(entry.step, entry.rank): entry for entry in store.inventory().entries}
     assert {step for step, _ in entries} == {3, 4, 5}
     for damaged in ((5, 1), (4, 0)):
-        flip_last_byte(job.root / "level" / store.place(entries[damaged]).file_path)
+        flip(job.root / "level" / store.place(entries[damaged]).file_path)
 
     assert set(job.run(kind, 2, **LOOK)) == {0}, job.output()
 

@@ -1,5 +1,6 @@
 """HSDP: the replicas of a shard on one node share it out; each node has a copy of its own, and needs no other one."""
 
+import math
 from collections import Counter, defaultdict
 
 import pytest
@@ -24,10 +25,7 @@ def shares(job):
                     tensor = shard.get_tensor(key_of(manifest, entry.rank, name))
                     by_rank[entry.rank] += tensor.nbytes
                     held[name] += tensor.nbytes
-                    rows, *rest = facts["global_shape"] or [1]
-                    for size in rest:
-                        rows *= size
-                    whole[name] = rows * tensor.itemsize
+                    whole[name] = math.prod(facts["global_shape"]) * tensor.itemsize
     return by_rank, held, whole
 
 

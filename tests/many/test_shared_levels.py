@@ -1,5 +1,6 @@
 """What several nodes hold is stored once where all nodes see the level, and once per node where they do not."""
 
+import math
 import pathlib
 from collections import Counter
 
@@ -23,8 +24,8 @@ def held(*urls):
             shard = store.place(entry)
             specs = _shapes(f"{store.url}/{shard.file_path}", manifest.of(entry.rank))
             for name, facts in meta.tensors.items():
-                found[name] += _count(specs[name])
-                whole[name] = _count(facts["global_shape"])
+                found[name] += math.prod(specs[name])
+                whole[name] = math.prod(facts["global_shape"])
     assert whole
     return {name: found[name] / count for name, count in whole.items()}
 
@@ -34,13 +35,6 @@ def _shapes(path, shard):
         file.seek(shard.offset)
         layout = shard.layout(file.read(shard.header_bytes), path)
     return {spec.name: spec.shape for spec in layout.specs}
-
-
-def _count(shape):
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def level(path, **settings):
