@@ -83,9 +83,11 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
     training = job.start(ready=False, gate_timeout_s=10 * TIMEOUT_S)
     client = training.engine._client
+    of_no_keeper = client._heartbeat
     training.engine.prepare()
-    keeper = until(lambda: client._connection).peer_pid
+    until(lambda: client._heartbeat is not of_no_keeper)
     client._heartbeat._timeout_s = 3  # only now: it had as long as it took to start
+    keeper = client._connection.peer_pid
     os.kill(keeper, signal.SIGSTOP)
     try:
         training.run(1, 1)
