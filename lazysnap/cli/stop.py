@@ -28,7 +28,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
         if pid is None:
             continue
         if not refusal and not _wait_for_end(pid, deadline):
-            refusal = f"it did not end within {args.timeout:g} s; `kill {pid}` loses what is only in memory"
+            refusal = (
+                f"it did not end within {args.timeout:g} s: it was told to, and ends when its last write is over; "
+                f"`kill {pid}` ends it now, and loses what is only in memory"
+            )
         if refusal:
             staying.append({"pid": pid, "reason": refusal})
             output.line(f"keeper {pid} stays: {refusal}", "yellow")

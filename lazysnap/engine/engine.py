@@ -123,6 +123,7 @@ class SnapshotEngine:
         self._step = 0
         self._last_due: int | None = None
         self._absence: Absence | None = None
+        self._resumed: report.Resumed | None = None
         self._told_start = False
         """Whether the user was told how this training starts."""
         self._closed = False
@@ -301,6 +302,7 @@ class SnapshotEngine:
         self._step, self._last_due = snapshot.step, None
         self._from_step = snapshot.step
         self._stored = {url: [*stored] for url, stored in snapshot.stored.items()}
+        self._resumed = report.Resumed.of(snapshot, [level.url for level in self.config.levels])
 
     def tell_start(self, line: str | None = None) -> None:
         """Tell the user how this training starts, if that was not told yet: ``line``, or that it starts fresh, and why.
@@ -762,30 +764,35 @@ class SnapshotEngine:
         Blocks: with several ranks at most ``collective_timeout_s`` for the others; at most ``drain_timeout_s`` for
         storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
         ``False`` if something could not be made durable: it stays in memory, as after a crash, and a restart finds it;
-        or if the last boundary that was due was not captured. ``True`` if there was none. With several ranks
+        or if the last boundary that was due was not captured. ``True`` if there was none. What memory holds of earlier
+        starts stays there if this one captured nothing. With several ranks
         collective; where one is missing at the deadline memory stays likewise, for the restart of all.
         """
         if self._closed:
             return self._has_ended_well
         durable, over, captured, unstored = False, False, True, list[str]()
+        has_own = False
         try:
             self.gate()
             self._compare_frozen(self.config.drain_timeout_s)
             over = self._world.is_alone or self._world.ends()
+            has_own = self._has_own()
             durable = not drain or self._end(progress, is_common=over)
             captured = not drain or self._has_captured_last()
             unstored = [] if durable else self._unstored_names()
             self._protection.sum_up()
-            self._former.dismiss(self._recorder, self._durability, is_end=durable and over)
+            self._former.dismiss(self._recorder, self._durability, is_end=durable and over and has_own)
         finally:
             self._leave()
             if over:
                 self._world.close()
-            if durable and over:
+            # What memory holds of an earlier start is not this one's to give up, as long as it captured nothing itself.
+            is_last = durable and over and has_own
+            if is_last:
                 self._client.goodbye(self.config.keeper_timeout_s)
             else:
                 self._client.abandon()
-        self._tell_end(report.Ending.CLOSED if durable and over else report.Ending.LINGERING)
+        self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
         if unstored and self._world.rank == 0:
             message = "the names %s are lost, unless %s takes their snapshots while memory stays (linger_s, %g s)"
             logger.warning(message, unstored, shown(self.config.levels[0].url), self.config.memory.linger_s)
@@ -798,20 +805,24 @@ class SnapshotEngine:
         unstored = self._recorder.names.unstored(self._events.first_level_has)
         return [name for name in unstored if name not in self._events.lost_names]
 
+    def _has_own(self) -> bool:
+        """Whether anything is captured since this start, or since the last restore."""
+        return self._recorder.newest_whole() is not None or self._direct.has_newest
+
     def _tell_end(self, ending: report.Ending) -> None:
         self._hear()
         urls = [level.url for level in self.config.levels]
         config = self.config
         if self._world.rank != 0:
             return
-        resumed = self._recorder.resumed_step
+        resumed = self._resumed
         end = report.End(
             ending,
             urls,
             config.memory.linger_s,
             config.drain_timeout_s,
             ranks=self._world.size,
-            untrained_step=resumed if resumed == self._recorder.seen_step else None,
+            untrained=resumed if resumed is not None and resumed.step == self._recorder.seen_step else None,
         )
         for line in report.summary(self._statistics, end):
             say(line)
@@ -844,11 +855,13 @@ class SnapshotEngine:
 
     def _end(self, progress: Progress | None, *, is_common: bool) -> bool:
         has_any = self._statistics.began or self._client.was_attached or self._direct.has_newest
+        resumed = self._resumed
+        is_there = self._has_own() or resumed is None or not resumed.missing
         if self._world.is_alone and not has_any:
-            return True
-        durable = self._durability.end(self._recorder.newest_whole(), progress, is_common=is_common)
+            return is_there
+        durable = is_there and self._durability.end(self._recorder.newest_whole(), progress, is_common=is_common)
         self._hear()
-        if not durable and self._recorder.last_held_step() is None:  # else see ``report.not_durable``
+        if not durable and is_there and self._recorder.last_held_step() is None:  # else see ``report.not_durable``
             logger.warning("the last snapshot is not durable at every level. %s", self._reason())
         return durable
 

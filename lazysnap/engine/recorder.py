@@ -93,7 +93,6 @@ class Recorder:
         """Steps of the last captures that are whole, by sequence number."""
         self.last_step: int | None = None
         """Of the last capture, or of the snapshot that was resumed from."""
-        self.resumed_step: int | None = None
         self._seen_step: int | None = None
         self._skipped: tuple[int | None, str] | None = None
         """The step that was left out last, and why."""
@@ -152,7 +151,7 @@ class Recorder:
 
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
-        self.last_step = self._seen_step = self.resumed_step = step
+        self.last_step = self._seen_step = step
         if self.frozen.names:
             self._plan = None  # it refers to a set that is chosen anew
         self.frozen.reset()

@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from lazysnap.engine.statistics import Statistics
 from lazysnap.levels.redaction import shown
 from lazysnap.restore.lost_parts import PARITY
-from lazysnap.restore.snapshot import Absence, Snapshot
+from lazysnap.restore.snapshot import MEMORY, Absence, Snapshot
 
 RUN_DIGITS = 8
 """How much of a run's id is shown; commands take the first digits of an id."""
@@ -37,8 +37,27 @@ class End:
     linger_s: float
     drain_timeout_s: float = 0.0
     ranks: int = 1
-    untrained_step: int | None = None
-    """The step that was resumed, if no other came after it."""
+    untrained: "Resumed | None" = None
+    """What was resumed, if no step came after it."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The snapshot that was resumed."""
+
+    step: int
+    in_memory: bool
+    """Whether it came from memory, which holds it still."""
+    missing: Sequence[str]
+    """URLs of levels that did not have it then, if it came from memory."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, urls: Sequence[str]) -> "Resumed":
+        """From what a restart gave. ``urls``: of all levels. Of an older snapshot that was chosen it is not asked."""
+        in_memory = snapshot.level in (MEMORY, PARITY)
+        key, is_newest = (snapshot.start, snapshot.step), snapshot.new_run is None
+        missing = [url for url in urls if key not in snapshot.stored.get(url, ())] if in_memory and is_newest else []
+        return cls(snapshot.step, in_memory, missing)
 
 
 # ---------------------------------------------------------------- the start
@@ -131,10 +150,12 @@ def summary(statistics: Statistics, end: End) -> list[str]:
     """What was captured and stored, if a step was due. Of what is not durable see ``not_durable``."""
     left_out = statistics.skipped.total()
     if not statistics.began and not left_out and not statistics.direct.count:
-        step = end.untrained_step
-        if step is None:
+        resumed = end.untrained
+        if resumed is None:
             return []
-        return [f"no step was trained after step {step}, which was resumed; if training was over there, all is well"]
+        keeps = resumed.in_memory and not resumed.missing and end.ending is Ending.LINGERING
+        fate = _fate(end) if keeps else "if training was over there, that is as it should be"
+        return [f"no step was trained after step {resumed.step}, which was resumed; {fate}"]
     parts = [f"captured {_captured(statistics)}"]
     parts += [f"stored {statistics.persisted[url]} at {shown(url)}{_newest(statistics, url)}" for url in end.urls]
     if statistics.last_protected_step is not None:
@@ -155,7 +176,10 @@ def not_durable(statistics: Statistics, end: End) -> str:
     """The warning about a newest capture that is not stored at every level; empty, if it is or if there is none, and
     after a crash, for which memory is there.
     """
-    newest = statistics.last_whole_step
+    newest, resumed = statistics.last_whole_step, end.untrained
+    if newest is None and resumed is not None and resumed.missing and end.ending is not Ending.ABANDONED:
+        places = ", ".join(map(shown, resumed.missing))
+        return f"NOT DURABLE: step {resumed.step}, which was resumed from memory, is not at {places}; {_fate(end)}"
     missing = [url for url in end.urls if statistics.last_durable_step.get(url) != newest]
     if newest is None or not missing or end.ending is Ending.ABANDONED:
         return ""

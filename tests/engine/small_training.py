@@ -1,5 +1,8 @@
 """A small training with an engine, a real keeper and a real directory."""
 
+import contextlib
+import os
+import signal
 import uuid
 
 import torch
@@ -75,12 +78,11 @@ class Starter:
         training.engine.abandon()
 
     def clean_up(self):
-        """End what still runs; a keeper that waits for a restart gets one, and a goodbye."""
+        """End what still runs, and a keeper that waits for a restart."""
         for training in self.trainings:
             training.engine.close(drain=False)
         connection = try_connect(JobIdentity.from_config(self.config()))
         if connection is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(connection.peer_pid, signal.SIGKILL)
             connection.close()
-            last = Training(self.config())
-            last.engine.wait_ready(TIMEOUT_S)
-            last.engine.close(drain=False)

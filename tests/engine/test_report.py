@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 
 import pytest
+from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.engine import report
@@ -11,6 +12,7 @@ from lazysnap.engine.opening import Sizes, opening_line
 from lazysnap.engine.probe import check_levels
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import LevelUnavailable
+from lazysnap.levels import open_store
 from lazysnap.restore.snapshot import Absence
 
 
@@ -58,6 +60,36 @@ def test_a_training_that_was_over_when_it_was_resumed_says_that_no_step_was_trai
     third.run(3, 3)
     assert third.engine.close()
     assert "no step was trained" not in caplog.text
+
+
+def test_a_start_that_trains_nothing_leaves_the_only_copy_of_a_training_where_it_is(job, tmp_path, caplog):
+    """What a level did not take is in memory alone: whoever only looks at it must not end its keeper."""
+    place = tmp_path / "level"
+    place.touch()  # where a directory has to be
+    first = job.start(place)
+    first.run(1, 3)
+    assert not first.engine.close()
+    for _ in range(2):
+        caplog.clear()
+        again = job.start(place, ready=False)
+        assert again.engine.restore("latest").step == 3
+        assert not again.engine.close()
+        assert "NOT DURABLE: step 3, which was resumed from memory, is not at" in caplog.text
+
+    place.unlink()  # mended: the keeper stores it by itself
+    assert job.start(place, ready=False).engine.restore("latest").step == 3
+    job.trainings[-1].engine.close()
+    until(lambda: {entry.step for entry in open_store(str(place)).inventory().entries} == {3})
+
+
+def test_memory_alone_outlasts_a_start_that_trains_nothing(job):
+    first = job.start()
+    first.run(1, 3)
+    first.engine.abandon()
+    for _ in range(2):
+        again = job.start(ready=False)
+        assert again.engine.restore("latest").step == 3
+        assert again.engine.close()
 
 
 def test_a_level_that_is_required_and_fails_does_not_say_that_training_goes_on(tmp_path):
