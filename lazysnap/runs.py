@@ -44,8 +44,8 @@ class RunChoice:
 
 
 def check_choice(which: object) -> None:
-    """Raises: ConfigError, if ``which`` is neither a step nor a text."""
-    if isinstance(which, bool) or not isinstance(which, (int, str)):
+    """Raises: ConfigError, if ``which`` is neither a step (0 or more) nor a text."""
+    if isinstance(which, bool) or not isinstance(which, (int, str)) or (isinstance(which, int) and which < 0):
         raise ConfigError(
             f'which must be "latest", a step, a name or a run ("run:1f3a", "run:1f3a@200"), got {which!r:.100}'
         )

@@ -302,7 +302,7 @@ class SnapshotEngine:
         self._step, self._last_due = snapshot.step, None
         self._from_step = snapshot.step
         self._stored = {url: [*stored] for url, stored in snapshot.stored.items()}
-        self._resumed = report.Resumed.of(snapshot, [level.url for level in self.config.levels])
+        self._resumed = report.Resumed.of(snapshot, has_levels=bool(self.config.levels))
 
     def tell_start(self, line: str | None = None) -> None:
         """Tell the user how this training starts, if that was not told yet: ``line``, or that it starts fresh, and why.
@@ -765,13 +765,12 @@ class SnapshotEngine:
         storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
         ``False`` if something could not be made durable: it stays in memory, as after a crash, and a restart finds it;
         or if the last boundary that was due was not captured. ``True`` if there was none. What memory holds of earlier
-        starts stays there if this one captured nothing. With several ranks
-        collective; where one is missing at the deadline memory stays likewise, for the restart of all.
+        starts stays there if this one captured nothing. With several ranks collective; where one is missing at the
+        deadline memory stays likewise, for the restart of all.
         """
         if self._closed:
             return self._has_ended_well
-        durable, over, captured, unstored = False, False, True, list[str]()
-        has_own = False
+        durable, over, captured, has_own, unstored = False, False, True, False, list[str]()
         try:
             self.gate()
             self._compare_frozen(self.config.drain_timeout_s)
@@ -856,10 +855,10 @@ class SnapshotEngine:
     def _end(self, progress: Progress | None, *, is_common: bool) -> bool:
         has_any = self._statistics.began or self._client.was_attached or self._direct.has_newest
         resumed = self._resumed
-        is_there = self._has_own() or resumed is None or not resumed.missing
+        is_there = self._has_own() or resumed is None or not resumed.only_in_memory
         if self._world.is_alone and not has_any:
             return is_there
-        durable = is_there and self._durability.end(self._recorder.newest_whole(), progress, is_common=is_common)
+        durable = self._durability.end(self._recorder.newest_whole(), progress, is_common=is_common) and is_there
         self._hear()
         if not durable and is_there and self._recorder.last_held_step() is None:  # else see ``report.not_durable``
             logger.warning("the last snapshot is not durable at every level. %s", self._reason())

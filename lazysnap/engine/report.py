@@ -47,17 +47,17 @@ class Resumed:
 
     step: int
     in_memory: bool
-    """Whether it came from memory, which holds it still."""
-    missing: Sequence[str]
-    """URLs of levels that did not have it then, if it came from memory."""
+    """Whether this rank's part came from memory, of this node or others."""
+    only_in_memory: bool
+    """Whether no level had it then, though there are some. Of an older one that was chosen it is not asked."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot, urls: Sequence[str]) -> "Resumed":
-        """From what a restart gave. ``urls``: of all levels. Of an older snapshot that was chosen it is not asked."""
-        in_memory = snapshot.level in (MEMORY, PARITY)
-        key, is_newest = (snapshot.start, snapshot.step), snapshot.new_run is None
-        missing = [url for url in urls if key not in snapshot.stored.get(url, ())] if in_memory and is_newest else []
-        return cls(snapshot.step, in_memory, missing)
+    def of(cls, snapshot: Snapshot, *, has_levels: bool) -> "Resumed":
+        """From what a restart gave."""
+        key = (snapshot.start, snapshot.step)
+        is_stored = any(key in stored for stored in snapshot.stored.values())
+        only_in_memory = has_levels and not is_stored and snapshot.new_run is None
+        return cls(snapshot.step, snapshot.level in (MEMORY, PARITY), only_in_memory)
 
 
 # ---------------------------------------------------------------- the start
@@ -153,7 +153,7 @@ def summary(statistics: Statistics, end: End) -> list[str]:
         resumed = end.untrained
         if resumed is None:
             return []
-        keeps = resumed.in_memory and not resumed.missing and end.ending is Ending.LINGERING
+        keeps = resumed.in_memory and not resumed.only_in_memory and end.ending is Ending.LINGERING
         fate = _fate(end) if keeps else "if training was over there, that is as it should be"
         return [f"no step was trained after step {resumed.step}, which was resumed; {fate}"]
     parts = [f"captured {_captured(statistics)}"]
@@ -177,8 +177,8 @@ def not_durable(statistics: Statistics, end: End) -> str:
     after a crash, for which memory is there.
     """
     newest, resumed = statistics.last_whole_step, end.untrained
-    if newest is None and resumed is not None and resumed.missing and end.ending is not Ending.ABANDONED:
-        places = ", ".join(map(shown, resumed.missing))
+    if newest is None and resumed is not None and resumed.only_in_memory and end.ending is not Ending.ABANDONED:
+        places = ", ".join(map(shown, end.urls))
         return f"NOT DURABLE: step {resumed.step}, which was resumed from memory, is not at {places}; {_fate(end)}"
     missing = [url for url in end.urls if statistics.last_durable_step.get(url) != newest]
     if newest is None or not missing or end.ending is Ending.ABANDONED:

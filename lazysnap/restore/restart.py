@@ -212,8 +212,9 @@ class Choice:
                 for name in entry.names
             }
         )
-        called = f", and the names {', '.join(names)}" if names else ""
-        return f"no whole snapshot {what}; there are {held or 'none'}{called}"
+        there = f"steps {held}" if held else "none"
+        called = f", and the names {', '.join(names)}" if names else ", and no names" if held and self.name else ""
+        return f"no whole snapshot {what}; there are {there}{called}"
 
 
 def _new_run(world: World, inventories: list[Inventory], newest: RestartPlan) -> NewRun:

@@ -202,5 +202,5 @@ def test_a_name_that_nothing_has_is_not_found(job, tmp_path):
     durable(training, 1, 1)
     assert training.engine.close()
 
-    with pytest.raises(SnapshotNotFound, match=r"called 'nowhere'; there are \[1\]"):
+    with pytest.raises(SnapshotNotFound, match=r"called 'nowhere'; there are steps \[1\]"):
         job.start(tmp_path, ready=False).engine.fetch("nowhere")

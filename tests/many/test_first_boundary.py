@@ -49,3 +49,14 @@ def test_what_one_rank_refuses_ends_the_restore_of_all_at_once(make_job, odd, te
     assert codes == [1, 1], job.output()
     assert job.output().count(text) >= 2
     assert job.events("resumed") == []
+
+
+def test_ranks_that_have_nothing_left_to_train_leave_the_only_copy_in_memory(make_job):
+    job = make_job()
+    job.root.mkdir()
+    (job.root / "level").touch()  # where a directory has to be: memory alone has what is captured
+    assert set(job.run("fsdp", 2, stop_at=4)) == {9}, job.output()
+    for _ in range(2):
+        assert job.run("fsdp", 2, steps=4) == [0, 0], job.output()
+        assert job.resumed() == 4, job.output()
+        assert [line[2:] for line in job.events("closed")] == [["False"]] * 2, job.output()
