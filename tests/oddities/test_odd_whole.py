@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.cli import main
 
 GIB = 1 << 30
 LARGE = 4 * GIB + 4096 * 11
@@ -64,5 +65,7 @@ def test_a_tensor_of_more_than_4_gib_comes_back_from_memory_and_from_a_disk(tmp_
             assert torch.equal(snapshot.state["model"]["huge"], model.huge)
             del snapshot
             assert engine.close()
+            if level == "memory":  # which stays as it was: its keeper stores it, and leaves
+                assert main(["stop", config.job_id, "--timeout", str(TIMEOUT_S)]) == 0
     finally:
         shutil.rmtree(place, ignore_errors=True)
