@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
@@ -10,17 +10,15 @@ from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.protocol import FrozenSlot, Held, HeldParity, Inventory, SlotMade, TrainerEnd
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.memory.slot_pool import SlotPool
-from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta
 
 
 class Holdings:
     """The whole captures in one keeper's slots, and the frozen tensors beside them."""
 
-    def __init__(self, pool: SlotPool, frozen: FrozenPool, checksums_of: Callable[[Slot], Checksums | None]) -> None:
+    def __init__(self, pool: SlotPool, frozen: FrozenPool) -> None:
         self._pool = pool
         self._frozen = frozen
-        self._checksums_of = checksums_of
         self._sequence = 0
         self._end: TrainerEnd | None = None
 
@@ -60,7 +58,7 @@ class Holdings:
         if status.phase is not SlotPhase.WHOLE:
             return None
         meta = CaptureMeta.from_bytes(slot.read_meta())
-        checksums = self._checksums_of(slot)
+        checksums = slot.checksums
         return Held(
             slot=number,
             step=meta.step,

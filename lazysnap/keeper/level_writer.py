@@ -35,7 +35,6 @@ from lazysnap.levels.storage import probe
 from lazysnap.levels.watchdog import Watchdog, WriteCancelled
 from lazysnap.memory.arena import Slot
 from lazysnap.memory.slot_source import SlotSource, open_slot
-from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.names import NodeName
 
@@ -66,9 +65,6 @@ class NodeMemory(Protocol):
 
     def emit(self, message: Message) -> None:
         """Tell the trainers of the node."""
-
-    def checked(self, slot: Slot, sequence: int, checksums: Checksums) -> None:
-        """The checksums of a capture in a slot are known."""
 
 
 @dataclass
@@ -319,7 +315,7 @@ class LevelWriter:
         manifest = self._store_shards(store, self._files.name, shards, beat)
         slot, first = held[0]
         if shards == [(first.meta, first)]:  # the file is what is in memory
-            self._memory.checked(slot, first.sequence, manifest.checksums)
+            slot.set_checksums(first.sequence, manifest.checksums)
         return manifest
 
     def _stored(self, meta: CaptureMeta, source: BlockSource) -> tuple[CaptureMeta, BlockSource]:

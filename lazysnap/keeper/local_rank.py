@@ -51,7 +51,6 @@ from lazysnap.keeper.protocol import (
 from lazysnap.keeper.step_wait import Wait
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.memory.slot_pool import SlotPool
-from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class LocalRank:
         self._frozen_asked: deque[tuple[Connection, AskFrozen]] = deque()
         self.levels: tuple[PersistentLevel, ...] = ()
         self.team = Team()
-        self.holdings = Holdings(self._pool, self._frozen, self._checksums_of)
+        self.holdings = Holdings(self._pool, self._frozen)
         self._max_bytes: int | None = None
         self._wanted: tuple[int, int, int] | None = None
         self._settled: tuple[int, int, int] | None = None
@@ -150,10 +149,6 @@ class LocalRank:
     def crew_of(self, start: str) -> int:
         """How many ranks the node had in that start; 0, if its trainer does not know it."""
         return next((len(team.crew) for run, team in self._runs if run.start == start), 0)
-
-    def _checksums_of(self, slot: Slot) -> Checksums | None:
-        storage = self._storage()
-        return None if storage is None else storage.checksums_of(slot)
 
     def tick(self) -> None:
         """Do what is due; called about ten times a second."""

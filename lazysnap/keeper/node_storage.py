@@ -9,7 +9,6 @@ import queue
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -96,7 +95,6 @@ class NodeStorage:
         """By level: since when it does not work on all nodes, by the monotonic clock."""
         self._news: queue.SimpleQueue[Message | tuple[NodeLevel, ...] | None] = queue.SimpleQueue()
         """What trainers are told, or what was learned; ``None``: no more."""
-        self._checksums: weakref.WeakKeyDictionary[Slot, tuple[int, Checksums]] = weakref.WeakKeyDictionary()
         self._is_closed = False
         self._tells_unreached_at: float | None = None
         """When trainers are told again, by the time that it lasts; ``None``: they were not told, or that it is over."""
@@ -320,10 +318,6 @@ class NodeStorage:
         """See ``NodeMemory.emit``."""
         self._news.put(message)
 
-    def checked(self, slot: Slot, sequence: int, checksums: Checksums) -> None:
-        """See ``NodeMemory.checked``."""
-        self._checksums[slot] = sequence, checksums
-
     # ---------------------------------------------------------------- the keeper's side
 
     def look(self) -> None:
@@ -406,11 +400,6 @@ class NodeStorage:
     def _size_of(self, step: int) -> int:
         return sum(0 if slot is None else slot.status().image_bytes for slot in self.slots_of(step))
 
-    def checksums_of(self, slot: Slot) -> Checksums | None:
-        """Checksums of the capture in ``slot``, if they are known."""
-        sequence, checksums = self._checksums.get(slot, (0, None))
-        return checksums if sequence == slot.status().sequence else None
-
     def is_reading(self, slot: Slot) -> bool:
         """Whether a level reads this slot now."""
         return any(writer.is_reading(slot) for writer in self._writers)
@@ -485,7 +474,7 @@ class NodeStorage:
                 slots = [slot for slot in self._slots.all() if slot.image_capacity]
                 whole = [slot for slot in slots if slot.status().phase is SlotPhase.WHOLE]
                 bare = max(
-                    (slot for slot in whole if self.checksums_of(slot) is None),
+                    (slot for slot in whole if slot.checksums is None),
                     key=lambda slot: slot.word(Word.SEQUENCE),
                     default=None,
                 )
@@ -495,7 +484,7 @@ class NodeStorage:
             try:
                 faults.point("keeper.persist.checksum")
                 status = bare.status()
-                self.checked(bare, status.sequence, Checksums.of(bare.image[: status.image_bytes]))
+                bare.set_checksums(status.sequence, Checksums.of(bare.image[: status.image_bytes]))
             except Exception:  # the rim of the thread
                 logger.exception("checksums")
                 return

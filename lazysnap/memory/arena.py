@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import xxhash
 
 from lazysnap.errors import FormatError
+from lazysnap.shard.checksum import Checksums
 
 PAGE = 4096
 _MAGIC = 0x31504E53595A414C  # "LAZYSNP1"
@@ -112,6 +113,8 @@ class Slot:
         self.image_offset = PAGE + self.meta_capacity
         self.before_unmap: Callable[[], object] = lambda: None
         """Called once before the memory is unmapped, to unregister it from a device."""
+        self._checksums: tuple[int, Checksums] | None = None
+        """Of the capture with that sequence number, once this process computed them."""
 
     @classmethod
     def create(cls, meta_capacity: int, image_capacity: int) -> "Slot":
@@ -294,6 +297,16 @@ class Slot:
             return False
         self.discard()
         return True
+
+    @property
+    def checksums(self) -> Checksums | None:
+        """Of the capture that is in the slot, if this process computed them."""
+        known = self._checksums
+        return known[1] if known is not None and known[0] == self.word(Word.SEQUENCE) else None
+
+    def set_checksums(self, sequence: int, checksums: Checksums) -> None:
+        """The checksums of the capture with that sequence number are known."""
+        self._checksums = sequence, checksums
 
     def unpin(self) -> None:
         """No level reads this slot any more."""
