@@ -383,13 +383,13 @@ def bare(size: int, readers: range) -> Line:
 def _bare(how: str, size: int, readers: range) -> Line:
     import torch.distributed as dist
 
-    from lazysnap.links.certificate import Certificate, make_certificate
+    from lazysnap.links.certificate import make_certificate
 
     rank, nodes = dist.get_rank(), dist.get_world_size()
     told: list[Any] = [None] * nodes
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dist.all_gather_object(told, (listener.getsockname()[1], make_certificate()))
-        pems = told[0][1]
+        certificate = told[0][1]
         sources = [other for other in range(nodes) if other != rank] if rank in readers else []
         clients = [socket.create_connection(("127.0.0.1", told[source][0])) for source in sources]
         servers = [listener.accept()[0] for reader in readers if reader != rank]
@@ -397,7 +397,7 @@ def _bare(how: str, size: int, readers: range) -> Line:
     def secured(connection: socket.socket, is_server: bool) -> socket.socket:
         if how == "plain":
             return connection
-        context = Certificate(*pems).context(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context = certificate.context(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         return context.wrap_socket(connection, server_side=is_server)
 
     def send(connection: socket.socket) -> None:

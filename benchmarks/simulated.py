@@ -260,7 +260,7 @@ class Fellows(World):
             answer = answer.replace(f'"rank":{self.rank + self.size},', f'"rank":{other + self.size},')
             answers.append(answer.replace(nodes[self.rank], node))
         if what == "linking keepers":  # rank 0 makes the certificate
-            answers = [_dumped([what, ["certificate", "key"]]), *[_dumped([what, None])] * (self.size - 1)]
+            answers = [_dumped([what, {"cert_pem": "", "key_pem": ""}]), *[_dumped([what, None])] * (self.size - 1)]
         if what == "where keepers are":  # the first rank of each node tells
             for first, node in {node: rank for rank, node in reversed([*enumerate(nodes)])}.items():
                 door = {"host": f"{first}.cluster", "ports": [1, 2, 3], "domain": first, "library": "ISA-L"}

@@ -1,6 +1,5 @@
 """Becoming a job's trainer: hello and the keeper's answer."""
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -94,10 +93,8 @@ def _why(
 
 
 def _say_hello(connection: Connection, config: SnapshotConfig, team: Team, hand_over: HandOver) -> bool:
-    levels = [dataclasses.asdict(level) for level in config.levels]
-    memory = config.memory
     try:
-        connection.send(Hello(levels, memory.linger_s, memory.max_bytes, team))
+        connection.send(Hello(config.levels, config.memory, team))
         hand_over(connection)
         return True
     except OSError:

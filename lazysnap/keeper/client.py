@@ -40,7 +40,6 @@ from lazysnap.keeper.protocol import (
     Abandon,
     Address,
     Adopt,
-    Adopted,
     AdoptFrozen,
     Answer,
     AskAddress,
@@ -72,6 +71,7 @@ from lazysnap.keeper.protocol import (
     Wish,
 )
 from lazysnap.keeper.questions import Questions
+from lazysnap.links.certificate import Certificate
 from lazysnap.memory.arena import Slot, Word
 from lazysnap.topology import Team
 
@@ -307,8 +307,6 @@ class KeeperClient:
                 self._newest_held = max(self._newest_held, message.newest)
             elif isinstance(message, SlotMade):
                 self._slots.map(message.slot, fds[0])
-            elif isinstance(message, Adopted):
-                self._slots.readopt(message.slot, message.inode)
             elif isinstance(message, FrozenSlot):
                 self._frozen.take(message.digest, fds[0])
             elif isinstance(message, FrozenDropped):
@@ -529,11 +527,11 @@ class KeeperClient:
         """Have a step protected by other nodes, due or not. Does not block."""
         self._note(Protect(step))
 
-    def open_door(self, host: str, pems: tuple[str, str], timeout_s: float) -> list[int]:
-        """Have the keeper let those with that certificate and key read at this address of the machine. The port, and
+    def open_door(self, host: str, certificate: Certificate, timeout_s: float) -> list[int]:
+        """Have the keeper let those with that certificate read at this address of the machine. The port, and
         two for links of keepers; empty, if there are none. Blocks.
         """
-        reply = self._questions.ask(AskAddress(host=host, cert_pem=pems[0], key_pem=pems[1]), timeout_s)
+        reply = self._questions.ask(AskAddress(host=host, certificate=certificate), timeout_s)
         return reply.ports if isinstance(reply, Address) else []
 
     def wait_durable(self, step: int, timeout_s: float) -> bool:

@@ -78,10 +78,14 @@ class MappedSlots:
         return CaptureState.LOST
 
     def map(self, number: int, fd: int) -> None:
-        """Map a slot that the keeper handed over; its pages follow in the background."""
-        if self.readopt(number, os.fstat(fd).st_ino):  # the connection broke, not the keeper
-            os.close(fd)
-            return
+        """Map a slot that the keeper handed over, unless it is mapped already; its pages follow in the background."""
+        inode = os.fstat(fd).st_ino
+        for known in (*self._slots.values(), *self._orphans):
+            if os.fstat(known.fd).st_ino == inode:
+                os.close(fd)
+                self._slots[number] = known
+                self._orphans = [slot for slot in self._orphans if slot is not known]
+                return
         try:
             slot = Slot.attach(fd)
         except (FormatError, OSError) as error:
@@ -110,15 +114,6 @@ class MappedSlots:
             if any(slot is held for held in (*self._slots.values(), *self._orphans)):
                 self._ready.add(slot)
                 self._lock.notify_all()
-
-    def readopt(self, number: int, inode: int) -> bool:
-        """Give an orphan its number at the new keeper; ``False`` if none has this memory."""
-        for slot in self._orphans:
-            if os.fstat(slot.fd).st_ino == inode:
-                self._slots[number] = slot
-                self._orphans.remove(slot)
-                return True
-        return False
 
     def all(self) -> tuple[Slot, ...]:
         """Every slot of the live keeper."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from lazysnap import faults
-from lazysnap.config import MemoryLevel, PersistentLevel
+from lazysnap.config import PersistentLevel
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.holdings import Holdings
@@ -22,7 +22,6 @@ from lazysnap.keeper.protocol import (
     LENT,
     Abandon,
     Adopt,
-    Adopted,
     AdoptFrozen,
     AskFrozen,
     Busy,
@@ -33,6 +32,7 @@ from lazysnap.keeper.protocol import (
     FrozenRefused,
     FrozenSlot,
     Goodbye,
+    Hello,
     Keep,
     Look,
     MemoryRefused,
@@ -256,14 +256,14 @@ class LocalRank:
         """What a second trainer is told."""
         return Busy(self._trainer_pid, self._trainer_since)
 
-    def attach(self, trainer: Connection, levels: tuple[PersistentLevel, ...], memory: MemoryLevel, team: Team) -> None:
+    def attach(self, trainer: Connection, hello: Hello) -> None:
         """Serve this trainer from now on."""
-        self._linger_s, self._max_bytes = memory.linger_s, memory.max_bytes
+        self._linger_s, self._max_bytes = hello.memory.linger_s, hello.memory.max_bytes
         self.trainer, self._trainer_since, self._trainer_pid = trainer, time.time(), trainer.peer_pid
         self.holdings.trainer_came()
         self._unwatch()
         self._watch(trainer)
-        self.levels, self.team = levels, team
+        self.levels, self.team = hello.levels, hello.team
         self.is_choosing, self._last, self._settled = True, None, None
         self.go(Event.HELLO)
         newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
@@ -404,8 +404,8 @@ class LocalRank:
             if slot.image_capacity == 0:
                 self._lend(slot)
                 continue
-            inode = os.fstat(slot.fd).st_ino
-            self.emit(Adopted(self._pool.adopt(slot), inode))
+            number, kept = self._pool.adopt(slot)
+            self.emit(SlotMade(number), (kept.fd,))
 
     def _lend(self, slot: Slot) -> None:
         """Of several the newest: a trainer that needs larger ones, or connects again, lends all of them anew."""

@@ -26,7 +26,6 @@ from lazysnap.keeper.protection import NodeProtection
 from lazysnap.keeper.protection import Surroundings as ProtectionSurroundings
 from lazysnap.keeper.protocol import Complete, Message, NameFailed, Run, Unlinked
 from lazysnap.keeper.step_wait import AtLevel, Wait
-from lazysnap.links.certificate import Certificate
 from lazysnap.links.mesh import Hello as LinkHello
 from lazysnap.links.mesh import Links
 from lazysnap.memory.arena import KEEP, Slot, SlotPhase, Word
@@ -193,11 +192,7 @@ class NodeStorage:
         if self._team.nodes == 1 or peers is None:
             return None
         port = peers.port if port is None else port
-        links = Links(
-            Certificate(peers.cert_pem.encode(), peers.key_pem.encode()),
-            LinkHello(peers.job, self.run.start, self._team.node),
-            loop,
-        )
+        links = Links(peers.certificate, LinkHello(peers.job, self.run.start, self._team.node), loop)
         if self._team.node == 0:
             _listen(links, peers.host, port)
         else:

@@ -26,7 +26,6 @@ from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import HeldParity, Message, Parity, Peers, Protected, Run, Unprotected
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
-from lazysnap.links.certificate import Certificate
 from lazysnap.links.mesh import Links
 from lazysnap.memory.arena import SlotPhase, Word
 from lazysnap.topology import Team
@@ -126,8 +125,8 @@ class NodeProtection:
         self._peers: Peers = run.peers
         self._parity: Parity = run.parity
         self._every = interval_of(run.parity, run)
-        certificate = Certificate(run.peers.cert_pem.encode(), run.peers.key_pem.encode())
-        self._encoding = Encoding(run.parity, run, team, certificate, RateLimiter(run.parity.max_bytes_per_s))
+        pace = RateLimiter(run.parity.max_bytes_per_s)
+        self._encoding = Encoding(run.parity, run, team, run.peers.certificate, pace)
         level = NodeLevel(is_memory=True)
         self._held = HeldSteps(run.start, level)
         if not run.is_new:

@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 
+from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable
+from lazysnap.links.certificate import Certificate
 from lazysnap.topology import Team
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 LENT = 2
@@ -40,10 +42,8 @@ class Answer(Message, frozen=True):
 class Hello(Message, frozen=True):
     """The first word: who it is, and how the keeper is to serve it."""
 
-    levels: list[dict[str, Any]]
-    """The fields of each ``PersistentLevel``."""
-    linger_s: float
-    max_bytes: int | None
+    levels: tuple[PersistentLevel, ...]
+    memory: MemoryLevel
     team: Team
 
 
@@ -64,8 +64,7 @@ class Peers(msgspec.Struct, frozen=True):
     host: str
     port: int
     """Where the keeper of node 0 listens for grants of storage."""
-    cert_pem: str
-    key_pem: str
+    certificate: Certificate
     parity_port: int = 0
     """Where the keeper of node 0 listens for grants of protection."""
     own: tuple[str, int] = ("", 0)
@@ -190,8 +189,7 @@ class AskAddress(Question, frozen=True, kw_only=True):
     """
 
     host: str
-    cert_pem: str
-    key_pem: str
+    certificate: Certificate
 
 
 class Superseded(Message, frozen=True):
@@ -259,16 +257,9 @@ class NotDurable(Message, frozen=True):
 
 
 class SlotMade(Message, frozen=True):
-    """Comes with a slot, and says what the keeper calls it."""
+    """Comes with a slot, a new one or one that was handed over, and says what the keeper calls it."""
 
     slot: int
-
-
-class Adopted(Message, frozen=True):
-    """What the keeper calls a slot that the trainer handed over."""
-
-    slot: int
-    inode: int
 
 
 class FrozenSlot(Answer, frozen=True, kw_only=True):

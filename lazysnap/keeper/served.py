@@ -36,21 +36,21 @@ class PeerReads:
         """Digests of frozen tensors whose memory has it."""
         self._lock = threading.Lock()
         self._server: PeerServer | None = None
-        self._serves: tuple[str, str, int] | None = None
-        """Certificate and address."""
+        self._serves: tuple[Certificate, int] | None = None
+        """Certificate and port."""
 
-    def serve(self, address: tuple[str, int], cert_pem: str, key_pem: str) -> int:
+    def serve(self, address: tuple[str, int], certificate: Certificate) -> int:
         """Serve there, if this is not done already; the port. Blocks: until it is bound. Raises: OSError; ConfigError.
 
         A port that a keeper before this one used is waited for, on a thread.
         """
         host, port = address
         with self._lock:
-            if self._serves is not None and self._serves[0] == cert_pem:
-                return self._serves[2]
+            if self._serves is not None and self._serves[0] == certificate:
+                return self._serves[1]
             self._end()
-            self._serves = (cert_pem, host, port)
-            server = self._server = PeerServer(Certificate(cert_pem.encode(), key_pem.encode()), self._open)
+            self._serves = certificate, port
+            server = self._server = PeerServer(certificate, self._open)
         if port:
             threading.Thread(target=self._listen, args=(server, host, port), name="lazysnap-reads", daemon=True).start()
             return port
@@ -59,7 +59,7 @@ class PeerReads:
         except BaseException:
             self.close()
             raise
-        self._serves = (cert_pem, host, port)
+        self._serves = certificate, port
         return port
 
     def close(self) -> None:

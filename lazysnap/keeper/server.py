@@ -11,7 +11,6 @@ import time
 import msgspec
 
 from lazysnap import faults
-from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable, LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
@@ -153,7 +152,7 @@ class Server:
         """From now on captures of this start are stored, and of no other."""
         self._crew = len(team.crew)
         if run.peers is not None and run.peers.own[1]:  # a keeper before this one may have served them
-            self._reads.serve(run.peers.own, run.peers.cert_pem, run.peers.key_pem)
+            self._reads.serve(run.peers.own, run.peers.certificate)
         around = Surroundings(self._ranks_here, self._frozen.get, self._emit, self._parity)
         self._storage = NodeStorage(rank.levels, run, team, around, self._storage)
 
@@ -182,7 +181,7 @@ class Server:
 
     def _reserve(self, question: AskAddress) -> Address:
         try:
-            own = self._reads.serve((question.host, 0), question.cert_pem, question.key_pem)
+            own = self._reads.serve((question.host, 0), question.certificate)
             while len(self._reserved) < _LINKS:
                 self._reserved.append(_bound(question.host))
         except (OSError, ValueError, LazySnapError) as error:  # ValueError: it is no address
@@ -280,8 +279,6 @@ class Server:
             rank.handle(message, fds)
 
     def _hello(self, connection: Connection, hello: Hello) -> None:
-        levels = tuple(PersistentLevel(**fields) for fields in hello.levels)
-        memory = MemoryLevel(linger_s=hello.linger_s, max_bytes=hello.max_bytes)
         number = hello.team.local_rank
         rank = self._ranks.get(number)
         if rank is not None and rank.refuses(connection):
@@ -296,7 +293,7 @@ class Server:
             )
         self._has_served = True
         faults.set_peer(connection.peer_pid)
-        rank.attach(connection, levels, memory, hello.team)
+        rank.attach(connection, hello)
 
     def _last_words(self, connection: Connection) -> None:
         """A trainer ended: a goodbye may be among what it said before."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 class Certificate:
     """What all keepers of a job share. Whoever has the key belongs to the job."""
 
-    cert_pem: bytes
-    key_pem: bytes = field(repr=False)
+    cert_pem: str
+    key_pem: str = field(repr=False)
 
     def context(self, purpose: int) -> ssl.SSLContext:
         """For ``ssl.PROTOCOL_TLS_SERVER`` or ``ssl.PROTOCOL_TLS_CLIENT``. The key is never written to a file."""
@@ -18,19 +18,19 @@ class Certificate:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # the certificate itself is the identity
         context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cadata=self.cert_pem.decode())
+        context.load_verify_locations(cadata=self.cert_pem)
         fd = os.memfd_create("lazysnap-link", os.MFD_CLOEXEC)
         try:
             with open(fd, "wb", closefd=False) as memory:
-                memory.write(self.cert_pem + self.key_pem)
+                memory.write((self.cert_pem + self.key_pem).encode())
             context.load_cert_chain(f"/proc/self/fd/{fd}")
         finally:
             os.close(fd)
         return context
 
 
-def make_certificate() -> tuple[bytes, bytes]:
-    """A new certificate and its key, as PEM: rank 0 makes them and hands them over through the process group."""
+def make_certificate() -> Certificate:
+    """A new certificate and its key: rank 0 makes them and hands them over through the process group."""
     import datetime  # made once per job, by one process: no other one pays for the import
 
     from cryptography import x509
@@ -55,4 +55,4 @@ def make_certificate() -> tuple[bytes, bytes]:
     )
     no_password = serialization.NoEncryption()
     pkcs8, pem = serialization.PrivateFormat.PKCS8, serialization.Encoding.PEM
-    return certificate.public_bytes(pem), key.private_bytes(pem, pkcs8, no_password)
+    return Certificate(certificate.public_bytes(pem).decode(), key.private_bytes(pem, pkcs8, no_password).decode())

@@ -54,7 +54,7 @@ class Identity:
         self._is_server = purpose == ssl.PROTOCOL_TLS_SERVER
         if self._is_server:
             self._context.num_tickets = 0  # sessions are not resumed
-        self._der = ssl.PEM_cert_to_DER_cert(certificate.cert_pem.decode())
+        self._der = ssl.PEM_cert_to_DER_cert(certificate.cert_pem)
 
     def wrap(self, connection: socket.socket) -> ssl.SSLSocket:
         """Over this connection, before the handshake. It takes ``connection`` over. Raises: OSError."""

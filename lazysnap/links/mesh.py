@@ -166,7 +166,7 @@ class Links:
         self._me, self._handler, self._deadlines = me, handler, deadlines or Deadlines()
         self._server_context = certificate.context(ssl.PROTOCOL_TLS_SERVER)
         self._client_context = certificate.context(ssl.PROTOCOL_TLS_CLIENT)
-        self._der = ssl.PEM_cert_to_DER_cert(certificate.cert_pem.decode())
+        self._der = ssl.PEM_cert_to_DER_cert(certificate.cert_pem)
         self._peers: dict[int, _Peer] = {}
         self._down: set[int] = set()
         self._refusals = Refusals("links")

@@ -107,19 +107,19 @@ class SlotPool:
         with self._lock:
             return list(self._slots.items())
 
-    def adopt(self, slot: Slot) -> int:
-        """Take over a slot that a trainer kept when an earlier keeper died."""
+    def adopt(self, slot: Slot) -> tuple[int, Slot]:
+        """Take over a slot that a trainer kept when an earlier keeper died; its number, and the slot that is used."""
         with self._lock:
             inode = os.fstat(slot.fd).st_ino
             for number, other in self._slots.items():
                 if os.fstat(other.fd).st_ino == inode:
                     # The same memory: the connection broke, not the keeper. Two slots of it would overwrite each other.
                     slot.close()
-                    return number
+                    return number, other
             number = self._next
             self._next += 1
             self._slots[number] = slot
-        return number
+        return number, slot
 
     def provide(
         self,
@@ -175,7 +175,7 @@ class SlotPool:
                 f"{os.strerror(error.errno or 0)}; free memory, use a larger machine, or capture a smaller state"
             ) from error
         slot.set_word(Word.READY, 1)
-        self._made(self.adopt(slot), slot)
+        self._made(*self.adopt(slot))
         return slot
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class Meeting:
     def certificate(self) -> Certificate:
         """Of the job; there are ``peers``."""
         assert self.peers is not None
-        return Certificate(self.peers.cert_pem.encode(), self.peers.key_pem.encode())
+        return self.peers.certificate
 
 
 NOBODY = Meeting()
@@ -77,8 +77,9 @@ def meet_keepers(
     # Only other nodes know where they reach that of rank 0: to itself its name may mean 127.0.1.1.
     seen: Any = None if world.place.node == nodes[0] else address_of(os.environ.get("MASTER_ADDR"))
     if world.rank == 0:
-        seen = [pem.decode() for pem in make_certificate()]
-    (cert_pem, key_pem), *of_first = world.exchange("linking keepers", seen)
+        seen = vars(make_certificate())
+    made, *of_first = world.exchange("linking keepers", seen)
+    certificate = Certificate(**made)
     mine = None
     if world.place.local_rank == 0:
         targets = [address for address in of_first if address is not None]
@@ -87,7 +88,7 @@ def meet_keepers(
         targets = list(dict.fromkeys(targets)) if len(nodes) > 1 else ["127.0.0.1"]
         host = targets[0] if config.link_address and world.rank == 0 else own_address(targets)
         domain = config.failure_domain or world.place.node
-        mine = vars(_open_door(client, host, domain, (cert_pem, key_pem), config.keeper_timeout_s))
+        mine = vars(_open_door(client, host, domain, certificate, config.keeper_timeout_s))
     told = world.exchange("where keepers are", mine)
     doors = {place.node: _Door(**told[place.rank]) for place in places if place.local_rank == 0}
     first, own = doors[nodes[0]], doors[world.place.node]
@@ -101,8 +102,7 @@ def meet_keepers(
         job_id,
         first.host,
         first.ports[1],
-        cert_pem,
-        key_pem,
+        certificate,
         parity_port=first.ports[2],
         own=(own.host, own.ports[0] if own.ports else 0),
     )
@@ -154,10 +154,10 @@ def _warn(redundancy: Redundancy, domains: Sequence[str], lost: Mapping[str, obj
         )
 
 
-def _open_door(client: KeeperClient, host: str, domain: str, pems: tuple[str, str], timeout_s: float) -> _Door:
+def _open_door(client: KeeperClient, host: str, domain: str, certificate: Certificate, timeout_s: float) -> _Door:
     try:
         client.connect(timeout_s)
-        ports = client.open_door(host, pems, timeout_s)
+        ports = client.open_door(host, certificate, timeout_s)
     except Exception as error:  # noqa: BLE001  the others wait for an answer; whoever needs the keeper hears of it again
         return _Door(f"{type(error).__name__}: {error}", [], domain)
     if not ports:

@@ -123,7 +123,7 @@ def main():
         coordinator = Coordinator(random.getrandbits(60), "s1", num_nodes, levels)
     grants = NodeGrants(number, "s1", (NodeLevel(node.stored()),))
     node.loop = GrantLoop(grants, node, coordinator, alone_s=0.5)
-    links = Links(Certificate(cert, key), Hello("job", "s1", number), node.loop, QUICK)
+    links = Links(Certificate(cert.decode(), key.decode()), Hello("job", "s1", number), node.loop, QUICK)
     node.loop.start(links)
     if number == 0:
         say("port", links.listen("127.0.0.1", port)[1])

@@ -21,7 +21,7 @@ class Answering:
 
 def main():
     cert_length, port = int(sys.argv[1]), int(sys.argv[2])
-    pems = sys.stdin.buffer.read()
+    pems = sys.stdin.read()
     handler = Answering()
     handler.links = Links(Certificate(pems[:cert_length], pems[cert_length:]), Hello("job", "s1", 1), handler)
     handler.links.connect(0, "127.0.0.1", port)

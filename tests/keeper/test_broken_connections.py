@@ -9,7 +9,7 @@ import pytest
 from keeper_jobs import until
 from test_strange_answers import keeper_at
 
-from lazysnap.config import SnapshotConfig
+from lazysnap.config import MemoryLevel, SnapshotConfig
 from lazysnap.keeper.client import Capture, KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
@@ -82,7 +82,7 @@ def test_a_program_of_another_version_ends_no_trainer_that_lost_its_connection(j
     first = job.trainer()
     keeper = job.keeper_pid()
     first.disconnect()
-    body = encode(Hello([], 1.0, None, Team()))
+    body = encode(Hello((), MemoryLevel(), Team()))
 
     assert isinstance(asked(job, struct.pack("<IHH", len(body), PROTOCOL + 1, 0) + body), Leaving)
 

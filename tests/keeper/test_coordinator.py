@@ -21,7 +21,7 @@ class Process:
 
     def __init__(self, number, port, directory, pems):
         self.number, self.directory, self.lines = number, directory, queue.Queue()
-        cert, key = pems
+        cert, key = pems.cert_pem.encode(), pems.key_pem.encode()
         script = str(pathlib.Path(__file__).parent / "grant_node.py")
         arguments = [sys.executable, script, *map(str, (number, NUM_NODES, port, directory, len(cert)))]
         self.popen = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False)

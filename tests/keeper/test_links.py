@@ -22,7 +22,7 @@ from lazysnap.errors import ConfigError
 from lazysnap.grants.messages import Epoch, LevelOrder, Order, Report
 from lazysnap.grants.node import NodeGrants
 from lazysnap.keeper.grant_loop import GrantLoop
-from lazysnap.links.certificate import Certificate, make_certificate
+from lazysnap.links.certificate import make_certificate
 from lazysnap.links.mesh import MAX_FRAME_BYTES, Hello, Links
 from lazysnap.links.strangers import Deadlines
 
@@ -56,7 +56,7 @@ class Inbox:
 
 @pytest.fixture(scope="module")
 def certificate():
-    return Certificate(*make_certificate())
+    return make_certificate()
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_messages_go_both_ways_and_arrive_as_they_were(ends, server):
 
 def test_another_certificate_is_refused_by_both_sides(ends, server, caplog):
     _, inbox, (host, port) = server
-    stranger, stranger_inbox = ends(1, certificate=Certificate(*make_certificate()))
+    stranger, stranger_inbox = ends(1, certificate=make_certificate())
 
     stranger.connect(0, host, port)
 
@@ -229,7 +229,7 @@ def start_peer(certificate, port):
     script = pathlib.Path(__file__).parent / "link_peer.py"
     arguments = [sys.executable, str(script), str(len(certificate.cert_pem)), str(port)]
     peer = subprocess.Popen(arguments, stdin=subprocess.PIPE)
-    peer.stdin.write(certificate.cert_pem + certificate.key_pem)
+    peer.stdin.write((certificate.cert_pem + certificate.key_pem).encode())
     peer.stdin.close()
     return peer
 
@@ -237,7 +237,7 @@ def start_peer(certificate, port):
 def test_a_killed_peers_successor_is_linked_and_the_key_is_seen_nowhere(server, certificate, caplog):
     links, inbox, (_, port) = server
     caplog.set_level(logging.DEBUG)
-    secrets = [line for line in certificate.key_pem.decode().splitlines() if not line.startswith("---")]
+    secrets = [line for line in certificate.key_pem.splitlines() if not line.startswith("---")]
     seen = []
     for number in (1, 2):
         peer = start_peer(certificate, port)

@@ -19,7 +19,7 @@ from support.waiting import TIMEOUT_S, until
 from lazysnap.errors import CaptureAborted, ConfigError, PeerRefused, PeerUnreachable, ShardCorrupt
 from lazysnap.links import client as peer_client
 from lazysnap.links import server as peer_server
-from lazysnap.links.certificate import Certificate, make_certificate
+from lazysnap.links.certificate import make_certificate
 from lazysnap.links.channel import MAX_FRAME_BYTES, Identity
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import (
@@ -88,7 +88,7 @@ def whole(data=DATA):
 
 @pytest.fixture(scope="module")
 def certificate():
-    return Certificate(*make_certificate())
+    return make_certificate()
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_what_cannot_be_read_is_refused_and_logged(serve, connect, caplog):
 
 def test_another_jobs_certificate_is_refused_by_both_sides(connect, address, caplog):
     """The reader sends nothing to a server that it does not know, and the server lets no such reader in."""
-    stranger = Certificate(*make_certificate())
+    stranger = make_certificate()
     with pytest.raises(PeerUnreachable, match=rf"127.0.0.1:{address[1]}.*certificate"):
         connect(address, certificate=stranger)
     until(lambda: refusals(caplog))
@@ -442,7 +442,7 @@ def test_the_key_is_in_no_log(connect, address, certificate, caplog):
         assert is_closed(secure)
     until(lambda: refusals(caplog))
 
-    secrets = [line for line in certificate.key_pem.decode().splitlines() if not line.startswith("---")]
+    secrets = [line for line in certificate.key_pem.splitlines() if not line.startswith("---")]
     assert not any(secret in caplog.text for secret in secrets)
 
 

@@ -27,7 +27,6 @@ from lazysnap.keeper.protection import interval_of
 from lazysnap.keeper.protocol import Protected, Run, Unprotected
 from lazysnap.levels.source import RateLimiter
 from lazysnap.links import client as peer_client
-from lazysnap.links.certificate import Certificate
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import PartOf
 from lazysnap.links.server import Deadlines, PeerServer
@@ -174,7 +173,7 @@ def stands_in(rig):
     @contextlib.contextmanager
     def stand_in(node, open):
         run, (host, port) = run_of(rig), rig.addresses[node]
-        certificate = Certificate(run.peers.cert_pem.encode(), run.peers.key_pem.encode())
+        certificate = run.peers.certificate
         rig.reads[node].close()
         with contextlib.closing(PeerServer(certificate, open, Deadlines(alive_s=0.1))) as server:
             server.listen(host, port)
@@ -215,7 +214,7 @@ def test_a_peer_that_stands_still_is_reported_once_and_taken_back(rig, stands_in
 
 def test_a_peer_that_stands_still_does_not_delay_the_report_of_another_one(rig):
     run = run_of(rig.begin())
-    certificate = Certificate(run.peers.cert_pem.encode(), run.peers.key_pem.encode())
+    certificate = run.peers.certificate
     goes_on, errors = threading.Event(), []
     opens = [refuse, refuse, lambda what: goes_on.wait() and refuse(what)]
     servers = [PeerServer(certificate, open, Deadlines(alive_s=0.1)) for open in opens]
@@ -241,7 +240,7 @@ def test_a_peer_that_stands_still_does_not_delay_the_report_of_another_one(rig):
 
 def test_reads_that_wait_for_a_capture_end_with_their_server(rig):
     run = run_of(rig.begin())
-    reader = PeerReader(Certificate(run.peers.cert_pem.encode(), run.peers.key_pem.encode()), rig.addresses[0])
+    reader = PeerReader(run.peers.certificate, rig.addresses[0])
     errors = []
 
     def read():
@@ -288,7 +287,7 @@ def test_a_node_whose_own_captures_are_the_last_to_be_whole_waits_for_them(rig):
             rank.finish(slot)
 
     run = run_of(rig)
-    certificate = Certificate(run.peers.cert_pem.encode(), run.peers.key_pem.encode())
+    certificate = run.peers.certificate
     encoding = Encoding(run.parity, run, Team(world_size=9), certificate, RateLimiter(None))
     done = encoding.encode(2, ParityStore(), NodeSlots(lambda: rig.nodes[0], STARTS[0]), beat)
     encoding.close()
@@ -309,7 +308,7 @@ class Counting(RateLimiter):
 def test_all_that_is_read_of_others_waits_for_the_rate_that_parity_is_given(rig):
     run = run_of(rig.begin())
     rig.capture(2)
-    certificate, pace = Certificate(run.peers.cert_pem.encode(), run.peers.key_pem.encode()), Counting()
+    certificate, pace = run.peers.certificate, Counting()
     encoding = Encoding(run.parity, run, Team(), certificate, pace)
     done = encoding.encode(2, ParityStore(), NodeSlots(lambda: rig.nodes[0], STARTS[0]), lambda: None)
     encoding.close()

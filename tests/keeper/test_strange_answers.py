@@ -16,7 +16,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import PROTOCOL, Adopt, FrozenSlot, Hello, Inventory, SlotMade, Welcome, encode
+from lazysnap.keeper.protocol import PROTOCOL, Adopt, FrozenSlot, Inventory, Message, SlotMade, Welcome, encode
 from lazysnap.keeper.visit import Visit
 from lazysnap.memory.arena import PAGE, Slot
 from lazysnap.topology import Team
@@ -26,6 +26,12 @@ from lazysnap.topology import Team
 def slot():
     with contextlib.closing(Slot.create(PAGE, PAGE)) as slot:
         yield slot
+
+
+class StrangeHello(Message, frozen=True, tag="Hello"):
+    levels: tuple[dict, ...] = ({"url": 7, "pace": "fast"},)
+    memory: dict = {}  # noqa: RUF012  a struct's
+    team: Team = Team(local_rank=1)
 
 
 @contextlib.contextmanager
@@ -147,7 +153,7 @@ def test_descriptors_before_bytes_that_are_no_message_are_closed():
 def test_a_hello_that_cannot_be_understood_makes_nobody_the_trainer(job):
     first = job.trainer()
     with contextlib.closing(try_connect(job.identity)) as other:
-        other.send(Hello([{"url": 7, "pace": "fast"}], 1.0, None, Team(local_rank=1)))
+        other.send(StrangeHello())
 
         config = SnapshotConfig(job_id=job.job_id)
         connection, _ = attach(job.identity, config, Team(local_rank=1))  # else refused while the other stays

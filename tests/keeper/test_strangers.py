@@ -17,7 +17,7 @@ from raw_peer import WAIT_S, frame, is_closed, peak_kib, refusals, tls
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import CaptureAborted, ConfigError, PeerRefused, PeerUnreachable
-from lazysnap.links.certificate import Certificate, make_certificate
+from lazysnap.links.certificate import make_certificate
 from lazysnap.links.client import PeerReader
 from lazysnap.links.mesh import Hello, Links
 from lazysnap.links.messages import Open, SlotOf
@@ -59,7 +59,7 @@ class Inbox:
 
 @pytest.fixture(scope="module")
 def certificate():
-    return Certificate(*make_certificate())
+    return make_certificate()
 
 
 @pytest.fixture(params=["links", "reads"])
@@ -148,15 +148,15 @@ def test_nobody_without_the_certificate_is_let_in(port, caplog):
 
 
 def test_another_jobs_certificate_is_refused(port, caplog):
-    blind = Certificate(*make_certificate()).context(ssl.PROTOCOL_TLS_CLIENT)
+    blind = make_certificate().context(ssl.PROTOCOL_TLS_CLIENT)
     blind.verify_mode = ssl.CERT_NONE
     check_no_entry(port, blind, caplog)
 
 
 def test_a_certificate_that_the_job_key_signed_is_not_the_jobs(port, certificate, caplog):
     """Nothing is delegated: there is one certificate."""
-    ours = x509.load_pem_x509_certificate(certificate.cert_pem)
-    key = serialization.load_pem_private_key(certificate.key_pem, None)
+    ours = x509.load_pem_x509_certificate(certificate.cert_pem.encode())
+    key = serialization.load_pem_private_key(certificate.key_pem.encode(), None)
     now = datetime.datetime.now(datetime.timezone.utc)
     signed = (
         x509.CertificateBuilder(ours.subject, x509.Name([]), key.public_key(), 7)
@@ -166,7 +166,7 @@ def test_a_certificate_that_the_job_key_signed_is_not_the_jobs(port, certificate
     )
     context = certificate.context(ssl.PROTOCOL_TLS_CLIENT)
     with open(os.memfd_create("chain"), "wb") as chain:
-        chain.write(signed.public_bytes(serialization.Encoding.PEM) + certificate.key_pem)
+        chain.write(signed.public_bytes(serialization.Encoding.PEM) + certificate.key_pem.encode())
         chain.flush()
         context.load_cert_chain(f"/proc/self/fd/{chain.fileno()}")
     check_no_entry(port, context, caplog)

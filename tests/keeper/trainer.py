@@ -186,9 +186,9 @@ class Trainer:
         )
         return True
 
-    def open_door(self, pems):
+    def open_door(self, certificate):
         """The port at which the keeper lets others read."""
-        return self.client.open_door("127.0.0.1", pems, TIMEOUT_S)[0]
+        return self.client.open_door("127.0.0.1", certificate, TIMEOUT_S)[0]
 
     def wait_durable(self, step, timeout_s):
         return self.client.wait_durable(step, timeout_s)

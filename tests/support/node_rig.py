@@ -140,8 +140,7 @@ class Rig:
         """What the trainers of each node hear."""
         self._peers: Peers | None = None
         if nodes > 1:
-            cert, key = make_certificate()
-            self._peers = Peers("job", "127.0.0.1", free_port(), cert.decode(), key.decode())
+            self._peers = Peers("job", "127.0.0.1", free_port(), make_certificate())
         self.start = ""
 
     @property

@@ -43,7 +43,7 @@ class ParityRig(Rig):
 
     def _serve(self, node: int, port: int = 0) -> tuple[str, int]:
         assert self._peers is not None
-        port = self.reads[node].serve(("127.0.0.1", port), self._peers.cert_pem, self._peers.key_pem)
+        port = self.reads[node].serve(("127.0.0.1", port), self._peers.certificate)
         return "127.0.0.1", port
 
     def _parity_of(self, node: int) -> ParityStore:
