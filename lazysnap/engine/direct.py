@@ -22,9 +22,9 @@ from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.engine.live_slot import LiveSlot
-from lazysnap.keeper.client import Capture, KeeperClient
+from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.node_storage import NodeStorage, Surroundings
-from lazysnap.keeper.protocol import LENT, Complete, Keep, Message, Release, Run
+from lazysnap.keeper.protocol import LENT, Complete, Keep, Look, Message, Release, Run
 from lazysnap.levels import open_store
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import RateLimitedSource, RateLimiter
@@ -77,7 +77,6 @@ class DirectStorage:
         self._memory = _OwnMemory(counts=team is None)
         self._storage: NodeStorage | None = None
         self._run: Run | None = None
-        self._sequence = 0
         self._steps: dict[int, int] = {}
         self._newest_step = 0
         self._rests_until = 0.0
@@ -111,7 +110,7 @@ class DirectStorage:
             torch.cuda.synchronize(device)
         is_stored = False
         slot.hold(job)
-        self._newest_step, self._sequence, self.has_newest = step, sequence, True
+        self._newest_step, self.has_newest = step, True
         try:
             pin = not self._is_counted or slot.is_granted(step)
             slot.begin(step, sequence=sequence, image_bytes=plan.layout.size_bytes, meta=meta, pin=pin)
@@ -154,7 +153,7 @@ class DirectStorage:
                 logger.info("%s: %s", what, error)
                 continue
             slot.commit()  # only now: the keeper looks for the file
-            self.client.begun()
+            self.client.tell(Look())
             return True
         return False
 
@@ -212,7 +211,7 @@ class DirectStorage:
     def drain(self, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> bool:
         """Block until the last snapshot that was written is durable at every level; ``False`` if it is not."""
         if self._is_counted:
-            return self.client.drain(timeout_s, progress, Capture(self._sequence, self._newest_step))
+            return self.client.drain(self._newest_step, timeout_s, progress)
         if self._storage is None or self._team is not None:
             return False
         deadline = time.monotonic() + timeout_s

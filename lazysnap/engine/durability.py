@@ -2,12 +2,10 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.direct import DirectStorage
 from lazysnap.errors import WaitTimeout
-from lazysnap.keeper.client import Capture
 from lazysnap.ranks.world import World
 
 logger = logging.getLogger("lazysnap.engine")
@@ -27,17 +25,17 @@ class Durability:
 
     def has(self, step: int) -> bool:
         """Whether that step of this start, or a later one, is known to be durable at the first level."""
-        return self._client.wait_durable(step, 0.0)
+        return self._client.is_durable(step)
 
-    def flush(self, newest: Capture | None, timeout_s: float, progress: Progress | None) -> bool:
-        """Block until what is in memory, ``newest`` of this rank, is durable at every level; ``False`` after the
-        deadline. Without levels: until a keeper has it.
+    def flush(self, newest: int | None, timeout_s: float, progress: Progress | None) -> bool:
+        """Block until ``newest``, the newest step that this rank has in memory, is durable at every level; ``False``
+        after the deadline. Without levels: until a keeper has it.
         """
         if self._direct.has_newest:
             return self._direct.drain(timeout_s)
-        return self._client.drain(timeout_s, progress, newest)
+        return self._client.drain(newest, timeout_s, progress)
 
-    def end(self, newest: Capture | None, progress: Progress | None, *, is_common: bool) -> bool:
+    def end(self, newest: int | None, progress: Progress | None, *, is_common: bool) -> bool:
         """As ``flush``, at the end: all ranks wait for each other, and hear if one of them failed. Blocks: at most
         ``drain_timeout_s``.
 
@@ -45,17 +43,17 @@ class Durability:
         """
         timeout_s = self._config.drain_timeout_s
 
-        def drain(last: Capture | None) -> bool:
+        def drain(last: int | None) -> bool:
             has_any = self._client.was_attached or self._direct.has_newest
             return self.flush(last, timeout_s, progress) if has_any else True
 
         if self._world.is_alone or not is_common:
             return drain(newest)
         try:
-            steps = self._world.exchange("the last snapshot", None if newest is None else newest.step)
+            steps = self._world.exchange("the last snapshot", newest)
             is_same, last = len(set(steps)) == 1, newest
             if not is_same:  # of different steps there is no whole snapshot: what all have is waited for
-                last = None if newest is None or None in steps else replace(newest, step=min(steps))
+                last = None if newest is None or None in steps else min(steps)
             done = self._world.exchange_after("making the last snapshot durable", lambda: drain(last))
         except WaitTimeout as error:
             logger.warning("whether the last snapshot is durable on all ranks is not known: %s", error)

@@ -32,7 +32,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.events import MemoryEntry
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.protocol import Run
+from lazysnap.keeper.protocol import Protect, Run
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.checks import together
 from lazysnap.ranks.meeting import NOBODY, meet_keepers
@@ -725,7 +725,7 @@ class SnapshotEngine:
     def _await_protected(self, step: int, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         if (self.statistics().last_protected_step or -1) < step:
-            self._client.protect(step)
+            self._client.tell(Protect(step))
         while (self.statistics().last_protected_step or -1) < step:
             if time.monotonic() > deadline:
                 return False
@@ -829,8 +829,7 @@ class SnapshotEngine:
             logger.warning("%s", warning)
 
     def _has_captured_last(self) -> bool:
-        last, capture = self._last_due, self._recorder.newest_whole()
-        newest = None if capture is None else capture.step
+        last, newest = self._last_due, self._recorder.newest_whole()
         if last is None or last == newest:
             return True
         logger.warning(

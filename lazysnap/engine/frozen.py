@@ -15,6 +15,7 @@ from lazysnap.engine.events import EventLog
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.protocol import FrozenFilled
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
@@ -295,7 +296,7 @@ class _Copy:
                 try:
                     self._fill(slot, digest)
                 finally:
-                    self._client.frozen_filled(digest)
+                    self._client.tell(FrozenFilled(digest))
             if slot is not None and self._is_whole(slot, digest):
                 self._slot, self.digest = slot, digest
                 return

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection
 
 from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.protocol import Keep, Release
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -22,7 +23,7 @@ class Names:
         """The capture of ``step`` gets these names, at every level."""
         self._given.setdefault(step, []).extend(names)
         for name in names:
-            self._client.keep(name, step)
+            self._client.tell(Keep(name, step))
 
     def give_wanted(self, step: int) -> None:
         """A capture began: it gets the names that wait for one."""
@@ -51,7 +52,7 @@ class Names:
         """
         for step, names in self._given.items():
             for name in names:
-                self._client.keep(name, step)
+                self._client.tell(Keep(name, step))
 
     def release(self, name: str) -> None:
         """Take the name from every snapshot of the run."""
@@ -59,4 +60,4 @@ class Names:
         for names in self._given.values():
             if name in names:
                 names.remove(name)
-        self._client.release(name)
+        self._client.tell(Release(name))

@@ -29,8 +29,8 @@ from lazysnap.engine.names import Names
 from lazysnap.engine.opening import Sizes
 from lazysnap.engine.parameters import names_of_parameters
 from lazysnap.errors import MemoryBoundExceeded
-from lazysnap.keeper.client import Capture
 from lazysnap.keeper.client_slots import CaptureState
+from lazysnap.keeper.protocol import Look, Wish
 from lazysnap.memory.arena import Slot, SlotPhase, Word, capacity_fits
 from lazysnap.memory.slot_pool import fits, free_bytes
 from lazysnap.ranks.checks import check_alike, common_settings
@@ -346,7 +346,7 @@ class Recorder:
             slot.unpin()  # withdrawn in between: the keeper, which looks the other way round, may have missed the pin
         # While storage waits for a step ahead its keeper looks at the words by itself: a message costs 0.3 ms.
         if self._config.levels and slot.word(Word.GRANT) <= step + 1:
-            self._client.begun()
+            self._client.tell(Look())
         self._captures.begin(job)
         self._log.protection.regained()
         self._direct.retire()
@@ -364,7 +364,7 @@ class Recorder:
             slot.pin(step, until_stored=True)
         if self.stores_next:
             self.stores_next = False
-            self._client.wish(step)
+            self._client.tell(Wish(step))
         self.names.give_wanted(step)
 
     def _next_sequence(self) -> int:
@@ -552,12 +552,12 @@ class Recorder:
         self.has_lost_last |= sequence == self._sequence
         self._log.statistics.last_whole_step = self.last_held_step()
 
-    def newest_whole(self) -> Capture | None:
-        """The newest capture that became whole and is not void since. Its keeper may just have died."""
+    def newest_whole(self) -> int | None:
+        """The step of the newest capture that became whole and is not void since. Its keeper may just have died."""
         while self._whole:
             sequence = max(self._whole)
             if self._state_of(sequence) is not CaptureState.LOST:
-                return Capture(sequence, self._whole[sequence])
+                return self._whole[sequence]
             self._lost(sequence)
         return None
 

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -50,25 +49,19 @@ from lazysnap.keeper.protocol import (
     Drained,
     DrainProgress,
     FrozenDropped,
-    FrozenFilled,
     FrozenRefused,
     FrozenSlot,
     Goodbye,
     Inventory,
-    Keep,
-    Look,
     Message,
-    Protect,
     Protected,
     Question,
-    Release,
     Reserve,
     Return,
     Run,
     SlotMade,
     Superseded,
     Welcome,
-    Wish,
 )
 from lazysnap.keeper.questions import Questions
 from lazysnap.links.certificate import Certificate
@@ -89,14 +82,6 @@ _MOST_ASKED = 3
 _SEND_AGAIN_S = 0.002
 _LAST_WORD_S = 0.5
 _live_clients: "weakref.WeakSet[KeeperClient]" = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Capture:
-    """One capture that this process made."""
-
-    sequence: int
-    step: int
 
 
 class KeeperClient:
@@ -328,7 +313,7 @@ class KeeperClient:
     def adopt_run(self, run: Run) -> None:
         """Say what is captured from now on; ``floor`` is set here. Does not block.
 
-        From now on ``wait_durable`` counts only captures of that start: what an earlier attempt got to storage, even at
+        From now on ``is_durable`` counts only captures of that start: what an earlier attempt got to storage, even at
         a greater step, does not make this one's steps safe.
         """
         with self._changed:
@@ -337,7 +322,7 @@ class KeeperClient:
             # Nor does what an earlier start protected, if nobody took note of it yet.
             self._events = deque(event for event in self._events if not isinstance(event, Protected))
             is_told = self._connection is not None
-        self._note(run)
+        self.tell(run)
         if is_told:
             self._run = msgspec.structs.replace(run, is_new=False)
 
@@ -374,7 +359,7 @@ class KeeperClient:
     def _reserve(self) -> None:
         assert self._wanted is not None
         meta, image, count = self._wanted
-        self._note(Reserve(meta, image, count, self._least))
+        self.tell(Reserve(meta, image, count, self._least))
 
     def slots(self) -> tuple[Slot, ...]:
         """Slots that are populated on both sides and kept by a live keeper, in no order; empty before that."""
@@ -395,7 +380,7 @@ class KeeperClient:
         with self._changed:  # numbers are those of one connection: it must not end in between
             number = self._slots.remove(slot)
             if number is not None:
-                self._note(Return(number))
+                self.tell(Return(number))
 
     def newest_sequence(self) -> int:
         """The greatest sequence number of any capture that the keeper holds, also in slots of another size."""
@@ -409,10 +394,6 @@ class KeeperClient:
     def refusal(self) -> JobBusy | None:
         """Why this process is not the job's trainer: another one is attached. ``None`` as long as nothing says so."""
         return self._fatal if isinstance(self._fatal, JobBusy) and not self.was_attached else None
-
-    def begun(self) -> None:
-        """A capture began. A hint: the words in the slot are the truth."""
-        self._note(Look())
 
     def receive_local(self, message: Message) -> None:
         """Take a message as if the keeper had sent it: from a persister in this process. Thread-safe."""
@@ -428,8 +409,10 @@ class KeeperClient:
         with self._changed:
             return self._slots.state_of(sequence)
 
-    def _note(self, message: Message) -> None:
-        """Send it now, or as soon as the keeper takes it: one that is stopped for a moment keeps its trainer."""
+    def tell(self, message: Message) -> None:
+        """Send a message that has no answer, now or as soon as the keeper takes it: one that is stopped for a moment
+        keeps its trainer. Without a keeper it is dropped. Does not block.
+        """
         self.note_listener(message)
         with self._changed:  # what is there when a connection ends is cleared; later notes wait for no keeper
             if self._connection is None:
@@ -460,7 +443,7 @@ class KeeperClient:
         """
         if self._connection is None:
             return False
-        self._note(Superseded(first))
+        self.tell(Superseded(first))
         return True
 
     def poll_events(self) -> list[KeeperEvent]:
@@ -507,26 +490,6 @@ class KeeperClient:
             raise MemoryBoundExceeded(reply.text)
         return (self.frozen_slot(digest), reply.fills) if isinstance(reply, FrozenSlot) else (None, False)
 
-    def frozen_filled(self, digest: str) -> None:
-        """This process writes no more into the slot of that digest. Does not block."""
-        self._note(FrozenFilled(digest))
-
-    def keep(self, name: str, step: int) -> None:
-        """Have the capture of a step kept on every level, under ``name``. Does not block."""
-        self._note(Keep(name, step))
-
-    def release(self, name: str) -> None:
-        """Take ``name`` from the run's snapshots. Does not block."""
-        self._note(Release(name))
-
-    def wish(self, step: int) -> None:
-        """Have a step stored at every level, due or not. Does not block."""
-        self._note(Wish(step))
-
-    def protect(self, step: int) -> None:
-        """Have a step protected by other nodes, due or not. Does not block."""
-        self._note(Protect(step))
-
     def open_door(self, host: str, certificate: Certificate, timeout_s: float) -> list[int]:
         """Have the keeper let those with that certificate read at this address of the machine. The port, and
         two for links of keepers; empty, if there are none. Blocks.
@@ -534,28 +497,19 @@ class KeeperClient:
         reply = self._questions.ask(AskAddress(host=host, certificate=certificate), timeout_s)
         return reply.ports if isinstance(reply, Address) else []
 
-    def wait_durable(self, step: int, timeout_s: float) -> bool:
-        """Block until ``step`` or a later one is committed at the first level; ``False`` after the deadline."""
-        url = self._config.levels[0].url
-        deadline = time.monotonic() + timeout_s
+    def is_durable(self, step: int) -> bool:
+        """Whether that step of this start, or a later one, is known to be complete at the first level."""
         with self._changed:
-            while self._durable.newest(url) < step:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or self._fatal is not None:
-                    return False
-                self._changed.wait(min(remaining, 0.5))
-            return True
+            return self._durable.newest(self._config.levels[0].url) >= step
 
-    def drain(
-        self, timeout_s: float, progress: Callable[[int, int], None] | None = None, newest: Capture | None = None
-    ) -> bool:
-        """Block until the newest whole capture, at least ``newest``, is committed at every level, and not found
-        damaged; without levels until a keeper has it. ``False`` if not.
+    def drain(self, step: int | None, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> bool:
+        """Block until that step is complete at every level, and not found damaged; without levels until a keeper has
+        it. ``False`` if not. ``None``: there is nothing to wait for.
 
         ``progress`` is called with bytes that levels have, and bytes that all of them together are to have. A keeper
         that is lost meanwhile is replaced, and the next one is asked.
         """
-        if newest is None:
+        if step is None:
             return True
         self._progress = (0, 0)
 
@@ -563,7 +517,7 @@ class KeeperClient:
             if progress is not None and self._progress[1]:
                 progress(*self._progress)
 
-        reply = self._ask_any_keeper(Drain(step=newest.step), time.monotonic() + timeout_s, show)
+        reply = self._ask_any_keeper(Drain(step=step), time.monotonic() + timeout_s, show)
         if not isinstance(reply, Drained):
             return False
         show()

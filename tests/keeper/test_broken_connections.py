@@ -10,7 +10,7 @@ from keeper_jobs import until
 from test_strange_answers import keeper_at
 
 from lazysnap.config import MemoryLevel, SnapshotConfig
-from lazysnap.keeper.client import Capture, KeeperClient
+from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.protocol import PROTOCOL, Busy, Drain, Drained, Hello, Leaving, Run, Stop, Welcome, encode
@@ -109,7 +109,7 @@ def test_a_keeper_knows_the_run_before_anything_is_asked(tmp_path):
 
         def ask_at_once():
             until(lambda: client.is_attached)
-            answers.append(client.drain(DEADLINE_S, newest=Capture(1, 1)))
+            answers.append(client.drain(1, DEADLINE_S))
 
         threading.Thread(target=ask_at_once, daemon=True).start()
         client.connect(DEADLINE_S)

@@ -16,7 +16,18 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import PROTOCOL, Adopt, FrozenSlot, Inventory, Message, SlotMade, Welcome, encode
+from lazysnap.keeper.protocol import (
+    PROTOCOL,
+    Adopt,
+    FrozenSlot,
+    Hello,
+    Inventory,
+    Look,
+    Message,
+    SlotMade,
+    Welcome,
+    encode,
+)
 from lazysnap.keeper.visit import Visit
 from lazysnap.memory.arena import PAGE, Slot
 from lazysnap.topology import Team
@@ -30,7 +41,7 @@ def slot():
 
 class StrangeHello(Message, frozen=True, tag="Hello"):
     levels: tuple[dict, ...] = ({"url": 7, "pace": "fast"},)
-    memory: dict = {}  # noqa: RUF012  a struct's
+    memory: dict = {}
     team: Team = Team(local_rank=1)
 
 
@@ -114,7 +125,7 @@ def test_what_cannot_be_mapped_costs_a_trainer_no_descriptor_and_nothing_else(tm
         before = copies(large, slot.fd)
         client = KeeperClient(identity, config)
         client.connect(20)
-        client.begun()
+        client.tell(Look())
 
         assert has_more.wait(20)
         assert until(lambda: [type(event).__name__ for event in client.poll_events()][-1:] == ["KeeperUnreachable"])

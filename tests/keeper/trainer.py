@@ -15,9 +15,10 @@ import time
 import msgspec
 
 from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
-from lazysnap.keeper.client import Capture, KeeperClient
+from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.protocol import Run
+from lazysnap.keeper.protocol import Look, Run, Wish
+from lazysnap.links.certificate import Certificate
 from lazysnap.memory.arena import SlotPhase, Word
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
@@ -127,11 +128,11 @@ class Trainer:
             slot.unpin()
         if must:
             slot.pin(step, until_stored=True)
-            self.client.wish(step)
-        self.client.begun()
+            self.client.tell(Wish(step))
+        self.client.tell(Look())
         slot.image[: len(image) // 2] = image[: len(image) // 2]
         slot.advance(len(image) // 2)
-        self.open = slot, image, Capture(sequence, step)
+        self.open = slot, image, step
         return True
 
     def commit(self):
@@ -188,13 +189,16 @@ class Trainer:
 
     def open_door(self, certificate):
         """The port at which the keeper lets others read."""
-        return self.client.open_door("127.0.0.1", certificate, TIMEOUT_S)[0]
+        return self.client.open_door("127.0.0.1", Certificate(**certificate), TIMEOUT_S)[0]
 
     def wait_durable(self, step, timeout_s):
-        return self.client.wait_durable(step, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not (is_durable := self.client.is_durable(step)) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return is_durable
 
     def drain(self, timeout_s=TIMEOUT_S):
-        return self.client.drain(timeout_s, newest=self.newest)
+        return self.client.drain(self.newest, timeout_s)
 
     def take_events(self):
         self.events += self.client.poll_events()
