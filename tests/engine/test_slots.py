@@ -14,26 +14,26 @@ def status(phase, sequence, pinned=False):
     return SlotStatus(phase, sequence, sequence, 0, 0, sequence if pinned else None, True)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_a_pinned_a_busy_and_the_newest_whole_slot_are_never_chosen(seed):
-    chance = random.Random(seed)
-    slots = [
-        status(chance.choice(list(SlotPhase)), number, chance.random() < 0.3)
-        for number in chance.sample(range(100), chance.randint(1, 5))
-    ]
-    idle = [chance.random() < 0.8 for _ in slots]
-    newest = max((s.sequence for s in slots if s.phase is SlotPhase.WHOLE), default=None)
-    allowed = [s for s, free in zip(slots, idle, strict=True) if free and not s.pinned and s.sequence != newest]
+def test_a_pinned_a_busy_and_the_newest_whole_slot_are_never_chosen():
+    for seed in range(200):
+        chance = random.Random(seed)
+        slots = [
+            status(chance.choice(list(SlotPhase)), number, chance.random() < 0.3)
+            for number in chance.sample(range(100), chance.randint(1, 5))
+        ]
+        idle = [chance.random() < 0.8 for _ in slots]
+        newest = max((s.sequence for s in slots if s.phase is SlotPhase.WHOLE), default=None)
+        allowed = [s for s, free in zip(slots, idle, strict=True) if free and not s.pinned and s.sequence != newest]
 
-    index = choose_slot(slots, idle)
+        index = choose_slot(slots, idle)
 
-    if index is None:
-        assert not allowed
-    else:
-        assert slots[index] in allowed
-        # What is not whole is worth nothing and goes first; then the oldest.
-        first = [s for s in allowed if s.phase is not SlotPhase.WHOLE] or allowed
-        assert slots[index].sequence == min(s.sequence for s in first)
+        if index is None:
+            assert not allowed, seed
+        else:
+            assert slots[index] in allowed, seed
+            # What is not whole is worth nothing and goes first; then the oldest.
+            first = [s for s in allowed if s.phase is not SlotPhase.WHOLE] or allowed
+            assert slots[index].sequence == min(s.sequence for s in first), seed
 
 
 def test_two_slots_without_persistence_and_three_with():
@@ -65,7 +65,7 @@ WAYS = [(1, None, 2), (1, None, 5), (3, None, 3), (1, 1, 3), (6, 3, 2), (4, 4, 4
 
 @pytest.mark.parametrize("swells", [False, True])
 @pytest.mark.parametrize(("every", "period", "ranks"), WAYS)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_at_every_moment_of_any_run_some_step_is_whole_on_all_ranks(every, period, ranks, seed, swells):
     """Ranks in any order that gradients, averagings and gates allow; storage lets go of slots when it likes."""
     chance = random.Random(seed)

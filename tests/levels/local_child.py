@@ -75,10 +75,6 @@ def begin(storage: LocalStorage) -> None:
         say(type(error).__name__)
 
 
-def put(storage: LocalStorage) -> None:
-    storage.put(NAME, b"mine")
-
-
 def publish_twice(storage: LocalStorage) -> None:
     writer = storage.create(NAME, 4)
     writer.write(0, memoryview(b"mine"))

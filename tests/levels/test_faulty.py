@@ -2,11 +2,10 @@
 
 import os
 import subprocess
-import threading
 
 import pytest
 from snapshots import mount
-from support.fault_plan import Act, Fail, FaultPlan, Flip, Hang, Truncate
+from support.fault_plan import Act, Fail, FaultPlan, Flip, Truncate
 from support.faulty import FaultyStorage
 from support.place import everything, pattern, read_object, write_object
 from support.snapshots import Snapshot, look
@@ -48,41 +47,6 @@ def test_a_dry_run_names_every_operation(local):
     assert plan.operations == [*names.split(), "delete_abandoned", "delete_directory", "abort_stale"]
     assert plan.happened == []
     assert everything(local) == []
-
-
-@pytest.mark.parametrize("operation", ["put", "delete", "publish", "create"])
-@pytest.mark.parametrize("after", [False, True])
-def test_it_fails_before_or_after_the_operation_took_effect(local, operation, after):
-    storage = FaultyStorage(local, FaultPlan(Fail(1, operation=operation, after=after)))
-    local.put("step-00000001/old", b"old")
-    with pytest.raises(LevelUnavailable, match=f"fault at {operation}"):
-        {
-            "put": lambda: storage.put(PATH, b"x"),
-            "delete": lambda: storage.delete("step-00000001/old"),
-            "publish": lambda: write_object(storage, PATH, b"x"),
-            "create": lambda: write_object(storage, PATH, b"x"),
-        }[operation]()
-
-    names = set(local.list("step-00000001"))
-    assert ("object" in names) == (after and operation in ("put", "publish"))
-    assert ("old" in names) == (not (after and operation == "delete"))
-    assert names <= {"object", "old"}
-
-
-def test_a_fault_counts_all_operations_or_those_of_one_name_once_or_lasting(local):
-    plan = FaultPlan(Fail(2, operation="put"), Fail(5), Fail(3, operation="get", lasting=True))
-    storage = FaultyStorage(local, plan)
-    outcome = []
-    for call in ("put", "put", "get", "get", "put", "put", "get", "get", "put"):
-        try:
-            storage.put(PATH, b"x") if call == "put" else storage.get(PATH)
-        except LevelUnavailable:
-            outcome.append(False)
-        else:
-            outcome.append(True)
-
-    assert outcome == [True, False, True, True, False, True, False, False, True]
-    assert [fault.at for fault in plan.happened] == [2, 5, 3, 3]
 
 
 @pytest.mark.parametrize("claims_success", [False, True])
@@ -130,20 +94,6 @@ def test_what_is_flipped_differs_in_one_bit_and_only_there(local):
         assert sum((one ^ other).bit_count() for one, other in zip(bad, data, strict=True)) == 1
     assert written == data
     assert local.get("step-00000001/whole") == data
-
-
-def test_what_hangs_goes_on_when_it_is_released(local):
-    plan = FaultPlan(Hang(1))
-    thread = threading.Thread(target=FaultyStorage(local, plan).put, args=(PATH, b"x"))
-    thread.start()
-    try:
-        assert plan.hanging.wait(60)
-        assert local.list() == []
-        assert thread.is_alive()
-    finally:
-        plan.release()
-        thread.join(30)
-    assert local.get(PATH) == b"x"
 
 
 def test_a_disk_that_fills_up_at_any_operation_of_a_write_leaves_what_was_there(tmp_path):

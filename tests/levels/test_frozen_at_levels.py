@@ -2,21 +2,18 @@
 
 import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
+from deaths import run_forks
 from frozen_damage import DAMAGES, NOTICED, damage, frozen_at, restorable
 from snapshots import files
 from support.snapshots import Snapshot
 
-from lazysnap import faults  # noqa: F401  its child arms it
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import shard_of
 from lazysnap.levels.store import SnapshotStore, open_store
 from lazysnap.shard.manifest import FrozenReference
 
-HERE = pathlib.Path(__file__).parent
 BASE = Snapshot(0, elements=300_000)
 
 
@@ -121,42 +118,13 @@ def test_at_an_object_store_frozen_tensors_are_looked_at_by_size_and_manifest(tm
     store.storage._filesystem().rm(f"/{tmp_path.name}", recursive=True)
 
 
-CHILD = """
-import os, sys
-sys.path[:0] = sys.argv[1:]
-import test_frozen_at_levels as t
-
-def replace(root):
-    store = t.open_store(root)
-    assert not store.has_frozen(t.BASE.digest)
-    t.write_base(store)
-    assert store.has_frozen(t.BASE.digest)
-    t.with_base(2).write(store)
-
-for line in sys.stdin:
-    root, spec, log = line[:-1].split("\\t")
-    pid = os.fork()
-    if not pid:
-        t.faults._ARMED, t.faults._SPEC, t.faults._LOG_PATH = True, spec, log
-        replace(root)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-def run_children(*cases):
-    """Replace the image at each root, with a fault; how each process ended. ``cases``: root, fault, log of points."""
-    lines = ["\t".join(map(str, case)) + "\n" for case in cases]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(HERE), str(HERE.parent / "servers")],
-        input="".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(line) for line in done.stdout.split()]
+def work(root):
+    """Replace what is damaged there."""
+    store = open_store(root)
+    assert not store.has_frozen(BASE.digest)
+    write_base(store)
+    assert store.has_frozen(BASE.digest)
+    with_base(2).write(store)
 
 
 @pytest.mark.parametrize("how", ["a bit of the shard is flipped", "a bit of the manifest is flipped"])
@@ -169,12 +137,13 @@ def test_killed_at_any_point_of_a_replacement_they_are_whole_or_not_there(tmp_pa
         return tmp_path / name
 
     log = tmp_path / "points"
-    assert run_children((prepare("dry"), "", log)) == [0]
+    assert run_forks("test_frozen_at_levels", [(prepare("dry"), "", log)]) == [0]
     passed = log.read_text().splitlines()
     first_change = passed.index("level.local.renamed")
     points = sample.of(sorted({(name, count) for name in passed for count in (1, passed.count(name))}))
     roots = {point: prepare("{}-{}".format(*point)) for point in points}
-    ends = run_children(*[(root, "{}:{}:kill".format(*point), "") for point, root in roots.items()])
+    cases = [(root, "{}:{}:kill".format(*point), "") for point, root in roots.items()]
+    ends = run_forks("test_frozen_at_levels", cases)
     assert ends == [-signal.SIGKILL] * len(points)
     for (name, count), root in roots.items():
         where = f"{name}:{count}"

@@ -6,7 +6,6 @@ import fcntl
 import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -134,17 +133,6 @@ def test_a_writer_that_fails_after_the_rename_takes_the_name_back(storage, monke
     writer.close()
 
     assert files(pathlib.Path(storage.url)) == []
-
-
-def test_killed_before_the_rename_the_temporary_name_goes_and_after_it_the_file_is_whole(storage, child):
-    assert child("put", storage.url, LAZYSNAP_FAULT="level.local.rename:1:kill").process.wait(60) == -signal.SIGKILL
-    (left,) = temporary(storage)
-    assert storage.delete_abandoned(left)
-    assert files(pathlib.Path(storage.url)) == []
-
-    assert child("put", storage.url, LAZYSNAP_FAULT="level.local.renamed:1:kill").process.wait(60) == -signal.SIGKILL
-    assert files(pathlib.Path(storage.url)) == [SHARD]
-    assert storage.get(SHARD) == b"mine"
 
 
 # ---------------------------------------------------------------------------------------------- leases, locks

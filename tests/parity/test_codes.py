@@ -52,9 +52,9 @@ def test_every_weight_is_multiplied_with_every_byte(arithmetic):
         assert target == added(weight, data, out)
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 31, 32, 33, 63, 64, 65, 127, 1000, 65535, 65536, 65537, 300_000])
-@pytest.mark.parametrize("weight", [1, 2, 201])
-def test_every_length_at_any_place_in_memory(arithmetic, length, weight):
+@pytest.mark.parametrize("length", [1, 15, 32, 33, 63, 127, 65535, 65537, 300_000])
+def test_every_length_at_any_place_in_memory(arithmetic, length):
+    weight = 201
     table = bytes(slow_product(weight, value) for value in range(256))
     for start in (0, 1, 7):
         target = bytearray(SAMPLE)
@@ -99,9 +99,8 @@ def test_bad_arguments_are_one_error_and_nothing_is_written(weight, data, out):
     assert not any(out)
 
 
-@pytest.mark.parametrize("parity", [1, 2, 3, 4])
-def test_the_first_parity_is_the_xor_of_the_data(parity):
-    assert {Code(8, parity).weight(0, column) for column in range(8)} == {1}
+def test_the_first_parity_is_the_xor_of_the_data():
+    assert {Code(8, parity).weight(0, column) for parity in (1, 2, 3, 4) for column in range(8)} == {1}
 
 
 def shares(code, piece):
@@ -121,11 +120,10 @@ def check_recovery(code, present):
 
 
 @pytest.mark.parametrize("parity", [1, 2, 3, 4])
-@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_any_pieces_that_are_enough_in_number_are_enough(pieces, parity):
-    code = Code(pieces, parity)
-    for present in itertools.combinations(range(pieces + parity), pieces):
-        check_recovery(code, present)
+def test_any_pieces_that_are_enough_in_number_are_enough(parity):
+    for pieces in (1, 2, 3, 5, 8):
+        for present in itertools.combinations(range(pieces + parity), pieces):
+            check_recovery(Code(pieces, parity), present)
 
 
 @settings(max_examples=25, deadline=None)

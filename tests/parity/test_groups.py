@@ -19,7 +19,7 @@ def own_domains(nodes):
     return [f"host-{node}" for node in range(nodes)]
 
 
-@pytest.mark.parametrize(("nodes", "parity"), [(n, m) for n in range(2, 13) for m in range(1, min(4, n - 1) + 1)])
+@pytest.mark.parametrize(("nodes", "parity"), [(n, m) for n in (2, 3, 5, 8, 12) for m in range(1, min(4, n - 1) + 1)])
 def test_each_member_holds_as_much_parity_and_computes_as_much_as_each_other(nodes, parity):
     group = Group(tuple(range(nodes)), parity)
     assert group.pieces == nodes - parity

@@ -9,7 +9,7 @@ from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces, can_rebuild
 
-SHAPES = [(members, parity) for members in range(2, 9) for parity in range(1, min(members, 4))]
+SHAPES = [(2, 1), (3, 1), (3, 2), (5, 2), (8, 1), (8, 3)]
 
 
 def pieces_of(members, parity, sizes, block_bytes=1 << 16):
