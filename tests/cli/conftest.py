@@ -26,9 +26,9 @@ def make_url(tmp_path):
             filesystem.rm(top, recursive=True)
 
 
-@pytest.fixture(params=["local", "memory"])
-def url(request, make_url):
-    return make_url(request.param)
+@pytest.fixture
+def url(make_url):
+    return make_url("local")
 
 
 @pytest.fixture(autouse=True)

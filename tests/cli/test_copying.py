@@ -33,7 +33,7 @@ def content(url: str, path: str) -> bytes:
     return filesystem.cat_file(f"{root}/{path}")
 
 
-@pytest.fixture(params=["local-local", "local-memory", "memory-local"])
+@pytest.fixture(params=["local-memory", "memory-local"])
 def places(request, make_url):
     return [make_url(kind) for kind in request.param.split("-")]
 

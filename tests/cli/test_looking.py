@@ -107,8 +107,7 @@ def test_verify_of_good_snapshots_succeeds_and_counts_their_bytes(url, capsys):
     assert result["size_bytes"] == 2 * (4096 + 40) + 4096 + 2000
 
 
-@pytest.mark.parametrize("name", [SHARD, MANIFEST])
-@pytest.mark.parametrize("where", [0, 0.5, 0.999])
+@pytest.mark.parametrize(("name", "where"), [(SHARD, 0), (SHARD, 0.999), (MANIFEST, 0.5)])
 def test_verify_finds_and_names_a_flipped_byte_in_any_file(url, capsys, name, where):
     put(url, 10)
     put(url, 20)
