@@ -204,39 +204,6 @@ def test_a_base_that_is_unfrozen_in_the_middle_is_captured_from_then_on(job):
     assert other.facts() == tuning.held[last]
 
 
-def test_frozen_weights_tied_to_each_other_come_back_tied(job):
-    class Tied(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = torch.nn.Linear(512, 512).requires_grad_(False)
-            self.other = torch.nn.Linear(512, 512).requires_grad_(False)
-            self.other.weight = self.one.weight
-
-    tied = Tied()
-    tuning = job.start(extra={"tied": tied})
-    tuning.run(1, 1)
-
-    snapshot = tuning.engine.fetch("latest")
-
-    assert matches(tuning, snapshot)
-    assert tuning.engine.statistics().frozen_bytes < 3.2 * 512 * 512 * 4
-
-
-def test_frozen_weights_tied_to_trained_ones_are_part_of_every_snapshot(job):
-    tied = torch.nn.Linear(512, 512, bias=False).requires_grad_(False)
-    tuning = job.start(ready=False, extra={"tied": tied})
-    tied.weight = torch.nn.Parameter(tuning.model[0].base.weight.detach(), requires_grad=False)
-    tuning.model[0].base.weight = torch.nn.Parameter(tied.weight.detach(), requires_grad=True)
-    tuning.optimizer.add_param_group({"params": [tuning.model[0].base.weight]})
-    assert tuning.engine.wait_ready(TIMEOUT_S)
-
-    last = tuning.run_until_captured(1)
-    last = tuning.run_until_captured(last + 1)
-
-    assert matches(tuning, tuning.engine.fetch("latest"))
-    assert {name for name in tuning.engine._recorder.frozen.names if "tied" in name or "0.base.weight" in name} == set()
-
-
 def test_a_damaged_image_in_memory_gives_way_to_the_one_on_storage_and_is_replaced(job, tmp_path):
     tuning = job.start(tmp_path)
     tuning.run(1, 3)
@@ -260,19 +227,6 @@ def test_a_damaged_image_in_memory_gives_way_to_the_one_on_storage_and_is_replac
     assert matches(second, second.engine.fetch("latest"))
 
 
-def test_a_damaged_image_everywhere_offers_nothing(job):
-    tuning = job.start()
-    tuning.run(1, 2)
-    image = image_of(tuning).image
-    image[100_000] ^= 1
-    del image
-    job.crash(tuning)
-
-    second = job.start(ready=False)
-
-    assert second.engine.fetch("latest") is None
-
-
 def test_a_fresh_run_in_the_same_memory_uses_the_image_of_the_last_one(job, tmp_path):
     first = job.start(tmp_path)
     first.run(1, 2)
@@ -287,28 +241,6 @@ def test_a_fresh_run_in_the_same_memory_uses_the_image_of_the_last_one(job, tmp_
     snapshot = reader.engine.fetch("latest")
     assert snapshot.step == 3
     assert matches(second, snapshot)
-
-
-def test_storage_holds_the_base_once_and_a_restart_from_it_goes_on_bit_for_bit(job, tmp_path):
-    straight = bare(job, 6)
-    first = job.start(tmp_path)
-    for step in range(1, 5):
-        first.run(step, step)
-        assert first.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
-    assert first.engine.close()
-    images = list(tmp_path.glob("frozen-*/*.safetensors"))
-    shards = list(tmp_path.glob("step-*/*.safetensors"))
-    assert len(images) == 1
-    assert len(shards) == 2
-    assert all(shard.stat().st_size < SMALL for shard in shards)
-
-    second = job.start(tmp_path, ready=False)
-    snapshot = second.engine.restore("latest")
-    assert second.engine.wait_ready(TIMEOUT_S)
-    second.run(5, 6)
-
-    assert (snapshot.step, snapshot.level) == (4, str(tmp_path))
-    assert second.facts() == straight.facts()
 
 
 def test_parts_that_survive_at_different_levels_make_one_snapshot(job, tmp_path):

@@ -481,13 +481,12 @@ def opened(secure, size_bytes=1 << 20):
     secure.sendall(frame(Opened(size_bytes)))
 
 
-@pytest.mark.parametrize("hangs", [True, False], ids=["hangs", "goes away"])
 @pytest.mark.parametrize(
-    "sent",
-    [b"", bytes(2), frame(Block(1 << 20, 0)), frame(Block(1 << 20, 0)) + bytes(100_000)],
+    ("sent", "hangs"),
+    [(b"", True), (bytes(2), False), (frame(Block(1 << 20, 0)), False), (frame(Block(1 << 20, 0)) + bytes(9999), True)],
     ids=["no answer", "half a length", "no payload", "half a payload"],
 )
-def test_a_server_that_fails_in_the_middle_is_given_up_in_time(impostor, connect, hangs, sent):
+def test_a_server_that_fails_in_the_middle_is_given_up_in_time(impostor, connect, sent, hangs):
     def answer(secure, stop):
         opened(secure)
         secure.recv(1 << 16)

@@ -198,18 +198,6 @@ def test_sigterm_makes_the_keeper_persist_and_leave(job):
     assert steps_at(level["url"]) == [3]
 
 
-def test_a_dead_keepers_successor_gets_the_captures_that_the_trainer_still_maps(job):
-    first = job.trainer()
-    first.capture(step=1)
-    dead = job.keeper_pid()
-    os.kill(dead, signal.SIGKILL)
-    assert until(lambda: first.slots() == 3 and job.keeper_pid() not in (None, dead))
-    first.capture(step=2)
-    first.kill()
-
-    assert [entry[:3] for entry in job.trainer(reserve=0).inventory()] == [[1, "ab" * 8, True], [2, "ab" * 8, True]]
-
-
 def test_a_broken_connection_does_not_double_the_slots(job):
     """Two slots of one memory would let a trainer overwrite the newest capture that it believes to spare."""
     first = job.trainer()
@@ -223,16 +211,6 @@ def test_a_broken_connection_does_not_double_the_slots(job):
     assert [entry[0] for entry in first.inventory()] == [1]
     first.kill()
     assert [entry[0] for entry in job.trainer(reserve=0).inventory()] == [1]
-
-
-def test_when_both_die_nothing_is_left_and_a_new_trainer_starts_empty(job):
-    first = job.trainer()
-    first.capture(step=1)
-    os.kill(job.keeper_pid(), signal.SIGKILL)
-    first.kill()
-
-    assert until(job.is_gone)
-    assert job.trainer(reserve=0).inventory() == []
 
 
 def test_a_second_trainer_of_a_running_job_is_told_who_runs(job):
@@ -262,14 +240,6 @@ def test_a_forked_worker_does_not_disturb_its_trainers_keeper(job):
     assert [entry[0] for entry in first.inventory()] == [1]
 
 
-def test_two_jobs_do_not_see_each_other(make_job):
-    one, two = make_job("a"), make_job("b")
-    one.trainer().capture(step=1)
-
-    assert two.trainer().inventory() == []
-    assert one.keeper_pid() != two.keeper_pid()
-
-
 def test_starters_that_race_end_with_one_keeper(job):
     """Of trainers that start at once one is served; the others find it busy, not a keeper of their own."""
     trainers = [job.start() for _ in range(3)]
@@ -286,9 +256,7 @@ def test_starters_that_race_end_with_one_keeper(job):
     [
         b"GET / HTTP/1.1\r\n\r\n",
         struct.pack("<IHH", 1 << 31, PROTOCOL, 0),
-        struct.pack("<IHH", 2, PROTOCOL, 0) + b"{}",
         struct.pack("<IHH", 2, PROTOCOL, 0) + b"[]",
-        struct.pack("<IHH", 3, PROTOCOL, 0) + b"{{{",
     ],
 )
 def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
@@ -406,22 +374,6 @@ def test_a_torn_capture_that_was_pinned_does_not_end_persistence(job):
     assert first.wait_durable(step=2, timeout_s=60)
 
 
-def test_a_failing_level_is_told_once_and_the_next_capture_is_tried_again(job):
-    blocker = job.root / "level"
-    blocker.write_text("not a directory")
-    level = job.level()
-    first = job.trainer(levels=[level])
-    first.capture(step=1, must=True)
-    assert not first.drain()
-    failed = [event for name, event in first.take_events() if name == "LevelFailed"]
-    assert {event["step"] for event in failed} == {1}  # tried again for whoever waits
-    assert str(blocker) in failed[0]["text"]
-    blocker.unlink()
-    first.capture(step=2, must=True)
-
-    assert first.wait_durable(step=2, timeout_s=60)
-
-
 def test_drain_brings_the_newest_capture_to_every_level_even_if_the_step_repeats(job):
     """A run resumed from an older step passes steps again that its levels have already: that is another start."""
     levels = [job.level("one"), job.level("two", every_n_steps=100)]
@@ -435,20 +387,6 @@ def test_drain_brings_the_newest_capture_to_every_level_even_if_the_step_repeats
 
     for level in levels:
         assert set(starts_at(level["url"])) - set(before[level["url"]])
-
-
-def test_what_an_earlier_run_made_durable_is_not_taken_for_this_ones(job):
-    level = job.level()
-    first = job.trainer(levels=[level])
-    first.capture(step=100)
-    assert first.drain()
-    first.adopt_run(run_id="cd" * 8)
-    (job.root / "level").rename(job.root / "away")
-    (job.root / "level").write_text("not a directory")
-    first.capture(step=50)
-
-    assert not first.drain()
-    assert not first.wait_durable(step=50, timeout_s=0.1)
 
 
 def test_a_keeper_that_hangs_is_noticed_by_deadline_and_never_blocks_notes(job):

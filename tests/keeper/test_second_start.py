@@ -59,17 +59,6 @@ def test_what_was_written_elsewhere_between_two_starts_goes_and_what_is_half_wri
     assert until(lambda: directories(level) == [directory_of(8, RUN, THIRD)])
 
 
-def test_snapshots_that_a_start_goes_on_from_stay_until_something_newer_is_complete(rig, level):
-    rig.begin(FIRST)
-    assert [rig.store() for _ in range(2)] == [2, 4]
-
-    rig.begin(SECOND, stored={level.url: [(FIRST, 4)]})
-    assert rig.store() == 2
-    assert until(lambda: 4 in steps_at(level))
-    assert rig.store() == 4  # of two starts the later one is newer
-    assert until(lambda: directories(level) == [directory_of(4, RUN, SECOND)])
-
-
 def test_nothing_is_deleted_while_a_trainer_chooses_what_to_go_on_with(rig, level):
     rig.begin(FIRST)
     assert rig.store() == 2
