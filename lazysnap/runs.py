@@ -1,4 +1,4 @@
-"""Short ids of runs, and choices such as ``run:1f3a@200``. Pure.
+"""Which snapshot is meant by ``"latest"``, a step, a name or ``run:1f3a@200``; short ids of runs. Pure.
 
 A run id has 16 hexadecimal digits (``shard.names``). Users see and type its first ones: at least eight, and as many as
 are unique among the runs of a level.
@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.resolver import Entry, Inventory, candidates
+from lazysnap.resolver import Entry, Inventory, RestartPlan, candidates
+from lazysnap.shard.names import check_name
 
+LATEST = "latest"
 RUN = "run:"
 _LEAST_DIGITS = 8
 _MOST_LISTED = 8
@@ -49,6 +51,14 @@ def check_choice(which: object) -> None:
         raise ConfigError(
             f'which must be "latest", a step, a name or a run ("run:1f3a", "run:1f3a@200"), got {which!r:.100}'
         )
+
+
+def means_snapshot(which: object) -> bool:
+    """Whether ``which`` means a snapshot, and not a checkpoint of a framework.
+
+    Raises: ConfigError, for a bad ``"run:…"``.
+    """
+    return isinstance(which, str) and (which == LATEST or RunChoice.parse(which) is not None)
 
 
 def short_ids(run_ids: Iterable[str]) -> dict[str, str]:
@@ -93,3 +103,56 @@ def listed(inventories: Sequence[Inventory]) -> str:
     ]
     more = f" and {len(there) - _MOST_LISTED} more" if len(there) > _MOST_LISTED else ""
     return f"the runs there, the newest first: {', '.join(texts)}{more}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which snapshot a restart is to restore: the newest one, or that of a step, a name or a run."""
+
+    step: int | None = None
+    name: str | None = None
+    run: RunChoice | None = None
+
+    @classmethod
+    def of(cls, which: int | str) -> "Choice":
+        """``"latest"``, a step, a name, or ``"run:<id>"`` (see ``RunChoice``). Raises: ConfigError, for a bad one."""
+        check_choice(which)
+        if which == LATEST:
+            return cls()
+        if isinstance(which, int):
+            return cls(step=which)
+        run = RunChoice.parse(which)
+        if run is not None:
+            return cls(step=run.step, run=run)
+        check_name(which)
+        return cls(name=which)
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether the newest snapshot is wanted, whichever it is."""
+        return self == Choice()
+
+    def plans(self, inventories: list[Inventory]) -> list[RestartPlan]:
+        """Complete snapshots that are meant, the best first. Raises: SnapshotNotFound, for a run that is not there."""
+        run_id = None if self.run is None else run_of(self.run.digits, inventories)
+        return candidates(inventories, step=self.step, name=self.name, run_id=run_id)
+
+    def missing(self, inventories: list[Inventory]) -> str:
+        """That there is none, and what there is."""
+        if self.run is not None:
+            what = f"of run {self.run.digits}" + (f" of step {self.step}" if self.step is not None else "")
+            return f"no whole snapshot {what}; {listed(inventories)}"
+        held = sorted({plan.step for plan in candidates(inventories)})
+        what = f"called {self.name!r}" if self.name is not None else f"of step {self.step}"
+        names = sorted(
+            {
+                name
+                for plan in candidates(inventories)
+                for offers in plan.sources
+                for entry in offers
+                for name in entry.names
+            }
+        )
+        there = f"steps {held}" if held else "none"
+        called = f", and the names {', '.join(names)}" if names else ", and no names" if held and self.name else ""
+        return f"no whole snapshot {what}; there are {there}{called}"

@@ -14,9 +14,10 @@ from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, Snapshot
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
+from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
-from lazysnap.snapshots.catalogue import LATEST, Catalogue
+from lazysnap.snapshots.catalogue import Catalogue
 
 COPIED, PRESENT, BAD = "copied", "there already", "bad"
 

@@ -28,8 +28,9 @@ from lazysnap.dcp.planner import load_value
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.levels import open_store
 from lazysnap.resolver import SnapshotKey
+from lazysnap.runs import LATEST
 from lazysnap.shard.names import is_keep_name
-from lazysnap.snapshots.catalogue import LATEST, Catalogue
+from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_best, read
 from lazysnap.snapshots.tensors import Boxes, SnapshotTensors
 from lazysnap.state.codec import decode, tensor_names

@@ -8,8 +8,9 @@ from lazysnap.config import checked_url
 from lazysnap.errors import StateMismatch
 from lazysnap.export.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
 from lazysnap.levels import open_store
+from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import TAG
-from lazysnap.snapshots.catalogue import LATEST, Catalogue
+from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_best
 from lazysnap.snapshots.tensors import SnapshotTensors
 from lazysnap.state.source import KEY

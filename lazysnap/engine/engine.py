@@ -38,7 +38,7 @@ from lazysnap.ranks.checks import together
 from lazysnap.ranks.meeting import NOBODY, meet_keepers
 from lazysnap.ranks.slots import kept_whole
 from lazysnap.ranks.world import World
-from lazysnap.restore.restart import Restart, fetch, part_ways
+from lazysnap.restore.restart import Restart, fetch, reseed
 from lazysnap.restore.snapshot import Absence, Snapshot
 from lazysnap.shard.names import check_name
 from lazysnap.state.gc_pause import collector_paused
@@ -246,9 +246,9 @@ class SnapshotEngine:
         self.together(
             "checking the optimizers", lambda: check_optimizers(self._source, snapshot.state, snapshot.parameters)
         )
-        faults.point("engine.restart.load")
+        faults.point("restore.load")
         self.together("loading", lambda: self._source.load(snapshot.state))
-        faults.point("engine.restart.loaded")
+        faults.point("restore.loaded")
         if snapshot.world_size != self._world.size:
             position = ""  # it counts batches of as many ranks as there were
             self.part_ways(snapshot)
@@ -260,7 +260,7 @@ class SnapshotEngine:
 
     def part_ways(self, snapshot: Snapshot) -> None:
         """Give every rank random numbers of its own, after a restart with another number of ranks. Not collective."""
-        part_ways(snapshot, self._world)
+        reseed(snapshot, self._world)
 
     def resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
         """Continue the run that ``snapshot`` is of, or begin a new one there (see ``restore``), and tell the user; for
@@ -325,7 +325,7 @@ class SnapshotEngine:
         wanted = {(snapshot.run_id, snapshot.step, snapshot.start)}
         if other is not None:
             wanted.add((other.run_id, other.step, other.start))
-        self._drop("engine.restart.discard", lambda item: (item.run_id, item.step, item.start) not in wanted)
+        self._drop("restore.discard", lambda item: (item.run_id, item.step, item.start) not in wanted)
 
     def _drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:
         """Drop captures in memory. Blocks: asks the keeper."""

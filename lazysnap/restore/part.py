@@ -6,26 +6,21 @@ from typing import Any
 
 import torch
 
-from lazysnap.errors import LazySnapError, ShardCorrupt
+from lazysnap.errors import LazySnapError, ShardCorrupt, StateMismatch
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, RestartPlan
 from lazysnap.restore.assembly import Assembly, is_empty_part, wanted_box
-from lazysnap.restore.compatibility import check_fits
-from lazysnap.restore.shards import BadFrozen, ShardOpener
+from lazysnap.restore.shards import BadFrozen, BadShard, ShardOpener
 from lazysnap.snapshots.reader import OpenShard
+from lazysnap.snapshots.tensors import Facts
 from lazysnap.state.codec import tensor_names
-from lazysnap.state.modules import held_names
+from lazysnap.state.modules import check_loadable, held_names, is_uninitialised
 from lazysnap.state.source import StateSource
 
 Target = Callable[[str], "torch.Tensor | None"]
 
-
-class BadShard(ShardCorrupt):
-    """A source of one shard that turned out to be no good."""
-
-    def __init__(self, entry: Entry, error: Exception) -> None:
-        super().__init__(str(error))
-        self.entry = entry
+_SHOWN = 5
+"""Tensors that an error names."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +106,12 @@ class PartReader:
 
     def _open(self, plan: RestartPlan, entry: Entry) -> list[OpenShard]:
         """A shard, and the frozen tensors that it refers to."""
+        opened = self._opener.open(entry)
+        if opened.meta.frozen is None:
+            return [opened]
         try:
-            opened = self._opener.open(entry, lambda error: BadShard(entry, error))
-            if opened.meta.frozen is None:
-                return [opened]
             return [opened, self._opener.open_frozen(opened.meta.frozen, plan, entry.rank)]
-        except BadShard:
-            raise
-        except Exception as error:
+        except ShardCorrupt as error:
             raise BadShard(entry, error) from error
 
 
@@ -163,3 +156,32 @@ def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: I
         return None
 
     return target
+
+
+def check_fits(held: Mapping[str, Facts | None], expected: Mapping[str, torch.Tensor], where: str) -> None:
+    """Compare a snapshot with the live model. Raises: StateMismatch, naming the first tensors that differ.
+
+    ``held``: every tensor of the snapshot, ``None`` where its facts are not known yet.
+    """
+    check_loadable(expected, where)
+    names = held_names(expected, held)
+    differences = []
+    for name, tensor in expected.items():
+        if name not in names:
+            differences.append(f"{name}: not in the snapshot")
+            continue
+        facts = held[names[name]]
+        if facts is None or is_uninitialised(tensor):
+            continue
+        dtype, shape = facts
+        if (dtype, shape) != (tensor.dtype, tuple(tensor.shape)):
+            differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
+    prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
+    known = set(names.values())
+    differences += [f"{name}: not in the model" for name in held if name.startswith(prefixes) and name not in known]
+    if differences:
+        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise StateMismatch(
+            f"{where} is of another model: {'; '.join(differences[:_SHOWN])}{more}. Nothing was loaded. Use the model "
+            'it was taken from, another directory, or start fresh without "latest"'
+        )

@@ -166,7 +166,7 @@ class ParityBlocks:
 
     def _compute(self, stripe: int, block: int, out: memoryview, spare: memoryview, length: int) -> None:
         """Blocks. Raises: ShardCorrupt."""
-        faults.point("engine.restart.compute")
+        faults.point("restore.compute")
         while True:
             chosen = list(islice(self._sources(stripe), self._code.pieces))
             if len(chosen) < self._code.pieces:

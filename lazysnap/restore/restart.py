@@ -20,39 +20,29 @@ import torch
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel, SnapshotConfig
-from lazysnap.errors import JobBusy, LazySnapError, ShardCorrupt, SnapshotNotFound, StateMismatch
+from lazysnap.errors import JobBusy, ShardCorrupt, SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import HeldParity, TrainerEnd
-from lazysnap.keeper.visit import Visit
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.meeting import NOBODY, Meeting, meet_keepers
 from lazysnap.ranks.world import World
-from lazysnap.resolver import (
-    Entry,
-    FrozenEntry,
-    Inventory,
-    RestartPlan,
-    SnapshotKey,
-    candidates,
-    newest_start,
-)
+from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, candidates, newest_start
+from lazysnap.restore.level_reader import LevelReader
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
-from lazysnap.restore.part import BadShard, Part, PartReader
+from lazysnap.restore.node_memory import NodeMemory
+from lazysnap.restore.part import Part, PartReader
 from lazysnap.restore.peer_shards import PeerShards
-from lazysnap.restore.reading import LevelReader
-from lazysnap.restore.shards import BadFrozen, NodeMemory, ShardOpener
+from lazysnap.restore.shards import BadFrozen, BadShard, ShardOpener
 from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
 from lazysnap.restore.survey import Survey, check_levels, fields_of, inventory_of
-from lazysnap.runs import RunChoice, check_choice, listed, run_of, runs_in, short_ids
-from lazysnap.shard.names import check_name, id_after, new_id
+from lazysnap.runs import Choice, runs_in, short_ids
+from lazysnap.shard.names import id_after, new_id
 from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.source import StateSource
 
 logger = logging.getLogger("lazysnap.engine")
 
-LATEST = "latest"
 _FIRST_LEVEL = 2
 """Speed of the first level: behind memory, and what is computed from parity."""
 _LISTINGS = 3
@@ -80,7 +70,7 @@ class Restart:
     """Whether tensors of a snapshot may be views of memory, to be copied before the next boundary."""
 
 
-def fetch(which: int | str, told: Restart) -> Snapshot | Absence:
+def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
     """See ``SnapshotEngine.fetch``; in place of ``None``, why there is none. Collective. Blocks.
 
     Raises: StateMismatch on all ranks, if one of them cannot take the freshest snapshot; WaitTimeout.
@@ -88,8 +78,7 @@ def fetch(which: int | str, told: Restart) -> Snapshot | Absence:
     started = time.perf_counter()
     choice = Choice.of(which)
     with contextlib.ExitStack() as stack:
-        search = _Search(told, stack)
-        stack.callback(search.log_problems)
+        search = _Search(restart, stack)
         snapshot = None
         unreadable: set[SnapshotKey] = set()
         for tries_left in reversed(range(_LISTINGS)):
@@ -116,17 +105,17 @@ def fetch(which: int | str, told: Restart) -> Snapshot | Absence:
                 newest_start=newest_start(inventories),
                 stored={
                     level.url: _stored(inventories, level, snapshot)
-                    for level in told.config.levels
+                    for level in restart.config.levels
                     if is_newest and any(inventory.level == level.url for inventory in inventories)
                 },
                 run=short_ids(runs_in(inventories))[snapshot.run_id],
-                new_run=None if is_newest else _new_run(told.world, inventories, newest),
+                new_run=None if is_newest else _new_run(restart.world, inventories, newest),
             )
         if not choice.is_latest:
             raise SnapshotNotFound(choice.missing(inventories))
         held = {plan.step for plan in candidates(inventories)}
         seen = {entry.step for inventory in inventories for entry in inventory.entries}
-        urls = tuple(level.url for level in told.config.levels)
+        urls = tuple(level.url for level in restart.config.levels)
         return Absence(
             urls,
             incomplete=tuple(sorted(seen - held)),
@@ -137,7 +126,7 @@ def fetch(which: int | str, told: Restart) -> Snapshot | Absence:
 
 
 def fetch_back(
-    told: Restart, is_wanted: Callable[[RestartPlan], bool], flaw: Callable[[Snapshot], str]
+    restart: Restart, is_wanted: Callable[[RestartPlan], bool], flaw: Callable[[Snapshot], str]
 ) -> Snapshot | None:
     """The newest snapshot of those ``is_wanted`` that reads whole and has no ``flaw`` on any rank. Collective. Blocks.
 
@@ -145,14 +134,13 @@ def fetch_back(
     """
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        search = _Search(told, stack)
-        stack.callback(search.log_problems)
+        search = _Search(restart, stack)
         inventories = search.inventories()
         for plan in filter(is_wanted, candidates(inventories)):
             snapshot = search.attempt(plan, is_last_try=True)
             if snapshot is None:
                 continue
-            flaws = [text for text in told.world.exchange(f"looking at step {plan.step}", flaw(snapshot)) if text]
+            flaws = [text for text in restart.world.exchange(f"looking at step {plan.step}", flaw(snapshot)) if text]
             if not flaws:
                 return dataclasses.replace(
                     snapshot,
@@ -162,59 +150,6 @@ def fetch_back(
                 )
             search.problems.append(f"step {plan.step} passed over: {flaws[0]}")
     return None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which snapshot a restart is to restore: the newest one, or that of a step, a name or a run."""
-
-    step: int | None = None
-    name: str | None = None
-    run: RunChoice | None = None
-
-    @classmethod
-    def of(cls, which: int | str) -> "Choice":
-        """``"latest"``, a step, a name, or ``"run:<id>"`` (see ``RunChoice``). Raises: ConfigError, for a bad one."""
-        check_choice(which)
-        if which == LATEST:
-            return cls()
-        if isinstance(which, int):
-            return cls(step=which)
-        run = RunChoice.parse(which)
-        if run is not None:
-            return cls(step=run.step, run=run)
-        check_name(which)
-        return cls(name=which)
-
-    @property
-    def is_latest(self) -> bool:
-        """Whether the newest snapshot is wanted, whichever it is."""
-        return self == Choice()
-
-    def plans(self, inventories: list[Inventory]) -> list[RestartPlan]:
-        """Complete snapshots that are meant, the best first. Raises: SnapshotNotFound, for a run that is not there."""
-        run_id = None if self.run is None else run_of(self.run.digits, inventories)
-        return candidates(inventories, step=self.step, name=self.name, run_id=run_id)
-
-    def missing(self, inventories: list[Inventory]) -> str:
-        """That there is none, and what there is."""
-        if self.run is not None:
-            what = f"of run {self.run.digits}" + (f" of step {self.step}" if self.step is not None else "")
-            return f"no whole snapshot {what}; {listed(inventories)}"
-        held = sorted({plan.step for plan in candidates(inventories)})
-        what = f"called {self.name!r}" if self.name is not None else f"of step {self.step}"
-        names = sorted(
-            {
-                name
-                for plan in candidates(inventories)
-                for offers in plan.sources
-                for entry in offers
-                for name in entry.names
-            }
-        )
-        there = f"steps {held}" if held else "none"
-        called = f", and the names {', '.join(names)}" if names else ", and no names" if held and self.name else ""
-        return f"no whole snapshot {what}; there are {there}{called}"
 
 
 def _new_run(world: World, inventories: list[Inventory], newest: RestartPlan) -> NewRun:
@@ -239,49 +174,38 @@ def _stored(inventories: list[Inventory], level: PersistentLevel, snapshot: Snap
 class _Search:
     """One restart on one rank."""
 
-    def __init__(self, told: Restart, stack: contextlib.ExitStack) -> None:
-        self._told = told
-        self._world = told.world
-        self._stack = stack
-        self._node = told.world.place.node
-        levels = {level.url: LevelReader(level, place + _FIRST_LEVEL) for place, level in enumerate(told.config.levels)}
-        levels = levels if told.has_storage else {}
-        self._levels = levels
+    def __init__(self, restart: Restart, stack: contextlib.ExitStack) -> None:
+        self._restart = restart
+        self._world = world = restart.world
+        self._node = world.place.node
+        self.problems: list[str] = []
+        """What was passed over, and why."""
+        places = enumerate(restart.config.levels if restart.has_storage else ())
+        self._levels = levels = {level.url: LevelReader(level, place + _FIRST_LEVEL) for place, level in places}
         for level in levels.values():
             level.begin_open()
-        self._survey = Survey(told.world, levels)
-        self._peers = PeerShards(told.meeting)
-        memory = NodeMemory(self._node, self._visit, self._peers)
-        self._opener = ShardOpener(levels, memory, stack, self._passed_over)
-        self._parts = PartReader(told.source, told.world, self._opener, lends=told.lends)
-        self._visits: dict[int, MemoryHoldings] = {}
+        self._survey = Survey(world, levels)
+        self._peers = PeerShards(restart.meeting)
+        timeout_s = restart.config.keeper_timeout_s
+        self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
+        self._opener = ShardOpener(levels, self._memory, self._peers, stack, self.problems.append)
+        self._parts = PartReader(restart.source, world, self._opener, lends=restart.lends)
         self._gone = False
-        self._keeperless = ""
-        """Why this rank's memory was out of reach."""
         self.protected: SnapshotKey | None = None
         """See ``Snapshot``."""
-        self.problems: list[str] = []
-        stack.callback(self._let_go)
+        stack.callback(self._close)
 
-    def _let_go(self) -> None:
-        """Mapped memory goes now, and not when garbage is collected."""
-        self._visits.clear()
-        self._opener.forget()
-        self._peers.close()
+    def _close(self) -> None:
+        for problem in self.problems:
+            logger.warning("%s", problem)
+        self.forget()
+        self._memory.close()
 
     def forget(self) -> None:
         """What was passed over: everything is looked at anew."""
-        self.problems = []
+        self.problems.clear()
         self._opener.forget()
         self._peers.close()
-
-    def log_problems(self) -> None:
-        """What was passed over, and why."""
-        for problem in self.problems:
-            logger.warning("%s", problem)
-
-    def _passed_over(self, problem: str) -> None:
-        self.problems.append(problem)
 
     @property
     def uncommitted(self) -> Mapping[str, int]:
@@ -290,22 +214,21 @@ class _Search:
 
     def end(self) -> TrainerEnd | None:
         """Of the trainer before, as far as this rank's keeper knows."""
-        own = self._visits.get(self._world.place.local_rank)
-        return None if own is None else own.end
+        return None if self._memory.own is None else self._memory.own.end
 
     # ---------------------------------------------------------------- what there is
 
     def inventories(self) -> list[Inventory]:
         """What all ranks found, the same list on every rank. Collective."""
-        faults.point("engine.restart.ask")
+        faults.point("restore.ask")
 
         def remember() -> list[Any]:
             refusal, mine = "", []
             try:
-                mine = self._memories()
+                mine = self._memory.inventories()
             except JobBusy as error:
                 refusal = str(error)
-            own = self._visits.get(0) if self._world.place.local_rank == 0 else None
+            own = self._memory.own if self._world.place.local_rank == 0 else None
             parity = [] if own is None else [msgspec.to_builtins(held) for held in own.parity]
             return [refusal, [fields_of(inventory) for inventory in mine], list(self._levels), parity]
 
@@ -324,10 +247,10 @@ class _Search:
 
     def _computed(self, memories: Sequence[Inventory], told: Sequence[list[Any]]) -> Inventory:
         """What parity has of nodes that are gone. ``told``: by rank. Collective, if one node is left of several."""
-        client = self._told.client
-        if any(told) and client is not None and self._told.meeting.peers is None:
-            told_of = (self._told.config, self._told.identity.job_id)
-            self._peers.meet(meet_keepers(self._world, client, *told_of, alone=True))
+        client = self._restart.client
+        if any(told) and client is not None and self._restart.meeting.peers is None:
+            config, job_id = self._restart.config, self._restart.identity.job_id
+            self._peers.meet(meet_keepers(self._world, client, config, job_id, alone=True))
         held = [
             (place.node, msgspec.convert(item, HeldParity))
             for place, items in zip(self._world.places, told, strict=True)
@@ -338,63 +261,6 @@ class _Search:
         self._peers.know(lost)
         self.protected = most_protected(held)
         return Inventory(PARITY, tuple(entries), problems=tuple(problems) if self._world.rank == 0 else ())
-
-    def _memories(self) -> list[Inventory]:
-        """What the keeper holds for this rank; on the first rank of a node also for ranks that are no more."""
-        client, place = self._told.client, self._world.place
-        if client is None:
-            return []
-        found = []
-        try:
-            if not self._keeperless:  # asked once: it would be waited for at every listing
-                client.connect(self._told.config.keeper_timeout_s)
-                self._visits[place.local_rank] = client.inventory(self._told.config.keeper_timeout_s)
-                found.append(place.local_rank)
-        except JobBusy:
-            raise
-        except LazySnapError as error:
-            self._keeperless = f"no snapshot in this rank's memory can be used: {error}"
-        if self._keeperless:
-            self.problems.append(self._keeperless)
-        if place.local_rank == 0 and found:
-            held = self._visits[0].local_ranks
-            found += [number for number in held if number >= place.local_world_size]
-        return [self._memory(number) for number in found]
-
-    def _memory(self, number: int) -> Inventory:
-        holdings = self._visit(number)
-        entries = tuple(
-            Entry(
-                MEMORY,
-                0,
-                item.run_id,
-                item.start,
-                item.step,
-                item.rank,
-                item.world_size,
-                f"{number}/{item.sequence}",
-                item.frozen,
-                node=self._node,
-            )
-            for item in holdings.entries
-        )
-        images = tuple(
-            FrozenEntry(MEMORY, 0, str(digest), f"{number}/{digest}", self._node) for digest in holdings.frozen
-        )
-        return Inventory(f"{MEMORY} of local rank {number} of {self._node}", entries, images)
-
-    def _visit(self, number: int) -> MemoryHoldings:
-        """What the keeper holds for a local rank of this node; asked once."""
-        if number not in self._visits:
-            try:
-                visit = Visit(self._told.identity, number, self._told.config.keeper_timeout_s)
-            except LazySnapError as error:
-                self.problems.append(str(error))
-                self._visits[number] = MemoryHoldings()
-            else:
-                self._stack.callback(visit.close)
-                self._visits[number] = visit.holdings
-        return self._visits[number]
 
     # ---------------------------------------------------------------- one snapshot
 
@@ -416,7 +282,7 @@ class _Search:
                 mismatch = f"{by_rank}{error}"
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
                 failure = f"step {plan.step} passed over: {by_rank}{error}"
-            faults.point("engine.restart.read")
+            faults.point("restore.read")
             return [mismatch, failure, self._gone]
 
         told = self._world.exchange_after(f"reading step {plan.step}", read)
@@ -478,7 +344,7 @@ class _Search:
         return chosen
 
 
-def part_ways(snapshot: Snapshot, world: World) -> None:
+def reseed(snapshot: Snapshot, world: World) -> None:
     """After a restart with another number of ranks: every rank draws random numbers of its own from here on.
 
     Rank 0 warns. What each rank had drawn cannot be continued by another number of them; equal numbers on two ranks

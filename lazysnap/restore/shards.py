@@ -2,40 +2,33 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from lazysnap.errors import LazySnapError, ShardCorrupt
-from lazysnap.keeper.events import MemoryHoldings
 from lazysnap.levels.blocks import Blocks, MemoryBlocks, Wanted
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
+from lazysnap.restore.level_reader import LevelReader
 from lazysnap.restore.lost_parts import PARITY
+from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.peer_shards import PeerShards
-from lazysnap.restore.reading import LevelReader
 from lazysnap.restore.snapshot import MEMORY
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.snapshots.reader import OpenShard, read
 
-Failure = Callable[[Exception], Exception]
+
+class BadShard(ShardCorrupt):
+    """A source of one shard that turned out to be no good."""
+
+    def __init__(self, entry: Entry, error: Exception) -> None:
+        super().__init__(str(error))
+        self.entry = entry
 
 
 class BadFrozen(LazySnapError):
     """A source of frozen tensors that turned out to be no good while it was read; it is not offered again."""
-
-
-@dataclass(frozen=True)
-class NodeMemory:
-    """Where memory is read."""
-
-    node: str
-    """This one."""
-    visit: Callable[[int], MemoryHoldings]
-    """What its keeper holds for a local rank."""
-    peers: PeerShards
-    """Memory of other nodes."""
 
 
 class ShardOpener:
@@ -44,46 +37,51 @@ class ShardOpener:
     def __init__(
         self,
         levels: Mapping[str, LevelReader],
-        memory: "NodeMemory",
+        memory: NodeMemory,
+        peers: PeerShards,
         stack: contextlib.ExitStack,
         note: Callable[[str], None],
     ) -> None:
-        """``note`` is told of what is passed over here."""
+        """``note`` receives what is passed over here, in words."""
         self._levels = levels
-        self._memory_of = memory
+        self._memory = memory
+        self._peers = peers
         self._stack = stack
         self._note = note
         self._refused: dict[FrozenEntry, str] = {}
         self._opened: dict[Entry | FrozenEntry, OpenShard] = {}
-        self._sources: dict[Blocks, tuple[str, Failure]] = {}
-        """The level of each shard, and what makes the error that a later read raises."""
+        self._sources: dict[Blocks, Entry | FrozenEntry] = {}
 
-    def open(self, entry: Entry, failure: Failure) -> OpenShard:
-        """The shard of one entry; ``failure`` makes the error that a later read raises. Blocks.
-
-        Raises: ShardCorrupt, LevelError, FileNotFoundError.
-        """
+    def open(self, entry: Entry) -> OpenShard:
+        """The shard of one entry. Blocks. Raises: BadShard."""
         if entry not in self._opened:
-            where = f"step {entry.step} of rank {entry.rank} at {shown(entry.level)}"
-            if entry.level in (MEMORY, PARITY):
-                shard = self._memory(entry, where)
-            else:
-                shard = self._levels[entry.level].open(entry, where, self._stack)
-            expected = (entry.run_id, entry.step, entry.rank, entry.world_size, entry.start)
-            meta = shard.meta
-            if (meta.run_id, meta.step, meta.rank, meta.world_size, meta.start) != expected:
-                raise ShardCorrupt(f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}")
+            try:
+                shard = self._open(entry)
+            except Exception as error:
+                raise BadShard(entry, error) from error
             self._opened[entry] = shard
-            self._sources[shard.blocks] = entry.level, failure
+            self._sources[shard.blocks] = entry
         return self._opened[entry]
 
-    def _memory(self, entry: Entry, where: str) -> OpenShard:
+    def _open(self, entry: Entry) -> OpenShard:
+        where = f"step {entry.step} of rank {entry.rank} at {shown(entry.level)}"
+        if entry.level in (MEMORY, PARITY):
+            shard = self._in_memory(entry, where)
+        else:
+            shard = self._levels[entry.level].open(entry, where, self._stack)
+        expected = (entry.run_id, entry.step, entry.rank, entry.world_size, entry.start)
+        meta = shard.meta
+        if (meta.run_id, meta.step, meta.rank, meta.world_size, meta.start) != expected:
+            raise ShardCorrupt(f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}")
+        return shard
+
+    def _in_memory(self, entry: Entry, where: str) -> OpenShard:
         number, sequence = map(int, entry.location.split("/"))
         if entry.level == PARITY:
-            return self._memory_of.peers.computed(number, entry.rank, where)
-        if entry.node is not None and entry.node != self._memory_of.node:
-            return self._memory_of.peers.shard(entry.node, number, sequence, where)
-        item = next((one for one in self._memory_of.visit(number).entries if one.sequence == sequence), None)
+            return self._peers.computed(number, entry.rank, where)
+        if entry.node is not None and entry.node != self._memory.node:
+            return self._peers.shard(entry.node, number, sequence, where)
+        item = next((one for one in self._memory.holdings(number).entries if one.sequence == sequence), None)
         if item is None:
             raise ShardCorrupt(f"{where}: it is not there any more")
         meta = CaptureMeta.from_bytes(item.slot.read_meta(), where)
@@ -97,44 +95,45 @@ class ShardOpener:
         """
         entries = plan.frozen.get(wanted.digest, ())
         for entry in entries:
-            where = f"frozen tensors {wanted.digest} at {shown(entry.level)}"
             if entry in self._refused:
                 continue
             try:
                 if entry not in self._opened:
-                    shard = self._opened[entry] = self._frozen(entry, wanted, where)
-                    self._sources[shard.blocks] = entry.level, partial(self._refuse, entry, where)
+                    shard = self._opened[entry] = self._open_frozen(entry, wanted)
+                    self._sources[shard.blocks] = entry
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
-                self._refuse(entry, where, error)
+                self._refuse(entry, error)
                 continue
             return replace(self._opened[entry], rank=rank)
         reasons = "; ".join(self._refused[entry] for entry in entries)
         raise ShardCorrupt(f"the frozen tensors {wanted.digest} are nowhere whole: {reasons or 'they are not there'}")
 
-    def _refuse(self, entry: FrozenEntry, where: str, error: Exception) -> BadFrozen:
+    def _refuse(self, entry: FrozenEntry, error: Exception) -> BadFrozen:
         self._opened.pop(entry, None)
         self._refused[entry] = str(error)
-        self._note(f"{where} passed over: {error}")
+        self._note(f"{_where(entry)} passed over: {error}")
         return BadFrozen(str(error))
 
+    def _failure(self, source: Entry | FrozenEntry, error: Exception) -> Exception:
+        return BadShard(source, error) if isinstance(source, Entry) else self._refuse(source, error)
+
     def read(self, shard: OpenShard, wanted: Sequence[Wanted]) -> None:
-        """Read what is wanted of a shard that was opened here, verified. Blocks. Raises: what its ``failure`` makes."""
-        level, failure = self._sources[shard.blocks]
+        """Read what is wanted of a shard that was opened here, verified. Blocks. Raises: BadShard, BadFrozen."""
+        source = self._sources[shard.blocks]
         try:
-            if level in (MEMORY, PARITY):
+            if source.level in (MEMORY, PARITY):
                 read({shard: wanted})
             else:
-                self._levels[level].read(shard, wanted)
+                self._levels[source.level].read(shard, wanted)
         except Exception as error:
-            raise failure(error) from error
+            raise self._failure(source, error) from error
 
     def lend(self, shard: OpenShard) -> memoryview | None:
         """The memory of a shard, verified; ``None``, if it is in no memory. Blocks. Raises: as ``read``."""
-        _, failure = self._sources[shard.blocks]
         try:
             return shard.blocks.whole() if isinstance(shard.blocks, MemoryBlocks) else None
         except Exception as error:
-            raise failure(error) from error
+            raise self._failure(self._sources[shard.blocks], error) from error
 
     def forget(self) -> None:
         """The levels are listed again: what was no good may be there by now."""
@@ -142,13 +141,14 @@ class ShardOpener:
         self._refused.clear()
         self._sources.clear()
 
-    def _frozen(self, entry: FrozenEntry, wanted: FrozenReference, where: str) -> OpenShard:
+    def _open_frozen(self, entry: FrozenEntry, wanted: FrozenReference) -> OpenShard:
+        where = _where(entry)
         if entry.level != MEMORY:
             return self._levels[entry.level].open(entry, where, self._stack)
         number, digest = entry.location.split("/")
-        if entry.node is not None and entry.node != self._memory_of.node:
-            return self._memory_of.peers.frozen(entry.node, digest, where)
-        slot = self._memory_of.visit(int(number)).frozen.get(digest)
+        if entry.node is not None and entry.node != self._memory.node:
+            return self._peers.frozen(entry.node, digest, where)
+        slot = self._memory.holdings(int(number)).frozen.get(digest)
         if slot is None:
             raise ShardCorrupt(f"{where}: not there any more")
         image = slot.image[: slot.status().image_bytes]
@@ -156,6 +156,10 @@ class ShardOpener:
         if (found.whole, len(image)) != (wanted.digest, wanted.size_bytes):
             raise ShardCorrupt(f"{where}: their checksum is {found.whole}, expected {wanted.digest}")
         return _mapped(image, CaptureMeta.from_bytes(slot.read_meta(), where), None, where)
+
+
+def _where(entry: FrozenEntry) -> str:
+    return f"frozen tensors {entry.digest} at {shown(entry.level)}"
 
 
 def _mapped(image: memoryview, meta: CaptureMeta, checksums: Checksums | None, where: str) -> OpenShard:

@@ -18,7 +18,7 @@ from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
-from lazysnap.restore.reading import LevelReader
+from lazysnap.restore.level_reader import LevelReader
 from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Place
 
@@ -93,7 +93,7 @@ class Survey:
                 continue
             entries = tuple(dataclasses.replace(entry, node=site.label) for entry in inventory.entries)
             found.append(fields_of(dataclasses.replace(inventory, entries=entries)))
-        faults.point("engine.restart.told")
+        faults.point("restore.surveyed")
         return found
 
 

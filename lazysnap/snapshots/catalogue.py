@@ -26,7 +26,7 @@ from lazysnap.resolver import (
     is_complete,
     snapshots,
 )
-from lazysnap.runs import RunChoice, check_choice, run_of, runs_in, short_ids
+from lazysnap.runs import LATEST, RunChoice, check_choice, run_of, runs_in, short_ids
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import (
     SnapshotName,
@@ -35,7 +35,6 @@ from lazysnap.shard.names import (
     parse_frozen_directory_name,
 )
 
-LATEST = "latest"
 _THREADS = 8
 """Small reads at a time: each is a request to an object store."""
 _MOST_DIGITS = 19

@@ -14,8 +14,8 @@ from lazysnap.config import PersistentLevel
 from lazysnap.errors import LevelHangs
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.source import MemorySource, map_anonymous
-from lazysnap.restore import reading
-from lazysnap.restore.reading import LevelReader
+from lazysnap.restore import level_reader
+from lazysnap.restore.level_reader import LevelReader
 from lazysnap.shard.manifest import CaptureMeta
 
 
@@ -36,7 +36,7 @@ def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, mon
     [entry] = store.inventory().entries
     plan = FaultPlan(Hang(1, operation="read_into"))
     slow = SnapshotStore(FaultyStorage(store.storage, plan))
-    monkeypatch.setattr(reading, "open_store", lambda *_, **__: slow)
+    monkeypatch.setattr(level_reader, "open_store", lambda *_, **__: slow)
 
     with contextlib.ExitStack() as stack:
         try:

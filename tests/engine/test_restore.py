@@ -249,7 +249,7 @@ def test_what_vanishes_between_listing_and_reading_is_looked_for_again(job, tmp_
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", RESTART, f"{job.job_id}-vanish", str(run)],
-        env={**environment, "LAZYSNAP_FAULT": "engine.restart.told:1:stop"},
+        env={**environment, "LAZYSNAP_FAULT": "restore.surveyed:1:stop"},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -28,9 +28,9 @@ class RollbackJob(Job):
 
 def points_in_rollback(log: pathlib.Path, last: str) -> list[str]:
     """What the trainer passes from the beginning of its rollback to ``last``, as ``name:count``."""
-    names = [name for name in log.read_text().splitlines() if name.startswith(("engine.", "capture."))]
+    names = [name for name in log.read_text().splitlines() if name.startswith(("engine.", "capture.", "restore."))]
     found = names.index("engine.rollback.found")
-    first = max(index for index, name in enumerate(names[:found]) if name == "engine.restart.ask")
+    first = max(index for index, name in enumerate(names[:found]) if name == "restore.ask")
     counts = [f"{name}:{names[: index + 1].count(name)}" for index, name in enumerate(names)]
     return counts[first : names.index(last) + 1]
 

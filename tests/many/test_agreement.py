@@ -25,7 +25,7 @@ def test_a_damaged_shard_of_one_rank_in_memory_makes_all_take_the_next_snapshot(
     assert "step 5" in job.output()
 
 
-RESUMING = ["ask", "told", "read", "load", "loaded", "discard"]
+RESUMING = ["ask", "surveyed", "read", "load", "loaded", "discard"]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_ranks_that_die_while_all_resume_leave_the_snapshots_as_they_were(make_j
 
     # From storage there is nothing else in memory to let go.
     for point in RESUMING if place == "memory" else RESUMING[:-1]:
-        deaths = dict.fromkeys(victims, f"engine.restart.{point}:1:kill")
+        deaths = dict.fromkeys(victims, f"restore.{point}:1:kill")
         assert -9 in job.run("ddp", 2, faults=deaths), job.output()
         assert job.events("trained") == []
         left = snapshots(job)
@@ -108,7 +108,7 @@ def missed(job):
 @pytest.mark.parametrize(
     ("kind", "settings", "where"),
     [
-        ("ddp", {"faults": {1: "engine.restart.ask:1:hang"}}, "what is in memory"),
+        ("ddp", {"faults": {1: "restore.ask:1:hang"}}, "what is in memory"),
         ("plain", {"by_rank": {"1": {"absent": True}}}, "making the engine"),
     ],
     ids=["silent at the restart", "makes no engine"],

@@ -39,9 +39,7 @@ def passed(make_shared_job, tmp_path_factory):
 
 def of_memory(passed):
     """Points of the trainer that have to do with what is in memory; those of a restart are test_agreement's."""
-    prefixes = ("engine.", "capture.")
-    others = ("engine.restart.",)
-    return sorted(point for point in passed[0] if point.startswith(prefixes) and not point.startswith(others))
+    return sorted(point for point in passed[0] if point.startswith(("engine.", "capture.")))
 
 
 def of_storage(passed):

@@ -177,7 +177,7 @@ def test_memory_that_goes_while_a_restart_computes_from_it_costs_the_steps_since
     training.lose(lost)
     training.end()
     spare = cluster.add()
-    training.faults[spare] = "engine.restart.compute:2:stop"
+    training.faults[spare] = "restore.compute:2:stop"
     training.start([one, other, spare])
     until(lambda: [state(spare, number) for number in ranks(spare)] == ["T"], training.output, timeout_s=START_S)
     other.run("kill", "-9", str(keepers(other)[0]))

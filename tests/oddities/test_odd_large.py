@@ -22,7 +22,7 @@ from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import map_anonymous
 from lazysnap.memory.arena import Slot
 from lazysnap.restore.assembly import Assembly
-from lazysnap.restore.compatibility import check_fits
+from lazysnap.restore.part import check_fits
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta

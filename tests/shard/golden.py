@@ -13,7 +13,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.levels import open_store
 from lazysnap.levels.local import PAGE
 from lazysnap.restore.assembly import Assembly
-from lazysnap.restore.reading import LevelReader
+from lazysnap.restore.level_reader import LevelReader
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import NodeName, SnapshotName, frozen_directory_name
