@@ -23,10 +23,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
-from lazysnap.data.rng import collect_rng, has_drawn
 from lazysnap.data.share import passed_in, share_of
 from lazysnap.data.stateful import load_loader, state_of_loader
-from lazysnap.data.streams import RandomStreams
+from lazysnap.data.streams import RandomStreams, collect_rng, has_drawn
 from lazysnap.data.workers import running_workers, start_workers
 from lazysnap.errors import ConfigError
 

@@ -1,5 +1,6 @@
 """One training behind a door: its steps and figures, how it starts, goes back and ends; the same for all frameworks."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +9,13 @@ from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.losses import LossWatch, NonFinite
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.choice import means_snapshot
+from lazysnap.integrations.arguments import Arguments, place_beside
 from lazysnap.integrations.drain import DrainBar
 from lazysnap.integrations.logged import Logged
-from lazysnap.integrations.settings import Arguments, place_beside
+from lazysnap.runs import means_snapshot
 from lazysnap.state.source import StateSource
+
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -82,6 +85,28 @@ class Session:
         """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows how far it is."""
         with bar:
             self.engine.close(drain=True, progress=bar)
+
+    def save_before_exit(self, step: int, *, is_boundary: bool) -> None:
+        """At SIGTERM: make the newest snapshot durable, and tell what became of it; ``is_boundary``: ``step`` is over,
+        capture it.
+
+        With several ranks all call it at the same step. Blocks: at most ``flush_budget_s``.
+        """
+        engine = self.engine
+        if is_boundary:
+            engine.boundary(step, force=True)
+            engine.gate()
+        budget_s = engine.config.flush_budget_s
+        is_durable = bool(engine.config.levels) and engine.flush(budget_s)
+        why_lost = engine.statistics().unprotected
+        if is_durable:
+            what = "the last snapshot is durable"
+            engine.close(drain=False)
+        elif why_lost is not None:
+            what = f"the last step is not durable after {budget_s:g} s, and NOT protected in memory: {why_lost}"
+        else:
+            what = f"the last snapshot is in memory, not durable after {budget_s:g} s; the keeper goes on writing it"
+        logger.warning("terminated at step %d: %s", step, what)
 
     def tell_fresh(self, asked: Any, how: str, step: int = 0) -> None:
         """Tell the user how training starts, if it resumes no snapshot; ``asked``: the checkpoint asked for."""

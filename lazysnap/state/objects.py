@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from lazysnap.data.rng import collect_rng, restore_rng
 from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loader
+from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.state.modules import fitted, without_compiled

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
-from lazysnap.data.rng import collect_rng
+from lazysnap.data.streams import collect_rng
 from lazysnap.export import accelerate_folders as folders
 from lazysnap.export.accelerate import write_stock
 from lazysnap.export.folder import in_place_when_whole, mark_of

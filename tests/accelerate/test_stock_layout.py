@@ -7,7 +7,7 @@ from accelerate import PartialState
 from accelerate.checkpointing import load_accelerator_state
 from stock_net import Net, plain
 
-from lazysnap.data.rng import collect_rng
+from lazysnap.data.streams import collect_rng
 from lazysnap.errors import StateMismatch, UnsupportedState
 from lazysnap.export.accelerate import write_stock
 from lazysnap.export.accelerate_folders import stock_prefix

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lazysnap import ResumableLoader
 from lazysnap.data import make_resumable
-from lazysnap.data.rng import collect_rng, restore_rng
+from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.errors import ConfigError
 
 EPOCHS = 3

@@ -14,9 +14,9 @@ from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.accelerate.door import Door, Snapshots
 from lazysnap.integrations.accelerate.saving import Wanted
-from lazysnap.integrations.choice import check_path, means_snapshot
+from lazysnap.integrations.arguments import check_path
 from lazysnap.restore.snapshot import Snapshot
-from lazysnap.runs import check_choice
+from lazysnap.runs import check_choice, means_snapshot
 
 _DOOR = "_lazysnap_door"
 

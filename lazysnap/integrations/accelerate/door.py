@@ -12,14 +12,14 @@ import torch
 
 from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.engine import SnapshotEngine, report
-from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.losses import NonFinite, check_policy
 from lazysnap.errors import ConfigError
+from lazysnap.integrations.accelerate.boundaries import Boundaries
 from lazysnap.integrations.accelerate.saving import Directories, Wanted
 from lazysnap.integrations.accelerate.state import AcceleratorState
+from lazysnap.integrations.arguments import place_beside
 from lazysnap.integrations.drain import DrainBar
 from lazysnap.integrations.session import Session, WithEngine
-from lazysnap.integrations.settings import place_beside
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.objects import unwrapped
 

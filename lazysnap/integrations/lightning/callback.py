@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.losses import NonFinite
-from lazysnap.engine.terminated import save_before_exit
+from lazysnap.integrations.arguments import Arguments
 from lazysnap.integrations.lightning.framework import callback_bases, rebase
 from lazysnap.integrations.lightning.latest import HOW, Latest
 from lazysnap.integrations.lightning.shown import Loggers, drain_bar
@@ -14,7 +14,6 @@ from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
 from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.session import Session, WithEngine
-from lazysnap.integrations.settings import Arguments
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -114,14 +113,14 @@ class LazySnapshotCallback(WithEngine, Callback):
         """A last capture on SIGTERM; else leave the newest one to the keeper, for a restart."""
         try:
             if self.session is not None:
-                engine, step = self.session.engine, trainer.global_step
+                step = trainer.global_step
                 if type(exception).__name__ == "SIGTERMException":
                     # Lightning looks for the signal after a batch and everything due after it: this is a boundary. In
                     # the middle of a validation it is none: weights may be swapped, and the rest of it would be missing
                     # after the restart.
                     is_boundary = not trainer.validating and self.session.has_passed(step)
-                    save_before_exit(engine, step, is_boundary=is_boundary)
-                engine.abandon()
+                    self.session.save_before_exit(step, is_boundary=is_boundary)
+                self.session.engine.abandon()
         finally:
             self.leave()
 

@@ -1,4 +1,6 @@
-"""What was logged, and what callbacks hold beside their ``state_dict``: Lightning's checkpoints leave both out."""
+"""What Lightning's checkpoints leave out: what was logged, states of metrics, what callbacks hold beside their
+``state_dict``, and flags and hidden buffers of modules.
+"""
 
 from dataclasses import fields
 from typing import Any
@@ -7,7 +9,6 @@ import torch
 from torchmetrics import Metric
 
 from lazysnap.integrations.lightning.framework import neighbour
-from lazysnap.state.extras import collect_metric, restore_metric
 from lazysnap.state.scalars import pack, unpack
 
 _CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
@@ -30,7 +31,7 @@ def collect_metrics(trainer: Any, module: torch.nn.Module) -> dict[str, Any]:
     return {
         "results": [[key, _collect_result(item)] for key, item in trainer.fit_loop.epoch_loop._results.items()],
         "connector": {name: pack(getattr(connector, name)) for name in _CONNECTOR},
-        "modules": {name: collect_metric(item) for name, item in module.named_modules() if isinstance(item, Metric)},
+        "modules": {name: _collect_metric(item) for name, item in module.named_modules() if isinstance(item, Metric)},
     }
 
 
@@ -43,7 +44,7 @@ def restore_metrics(trainer: Any, module: torch.nn.Module, state: dict[str, Any]
             setattr(connector, name, unpack(value, device))
     metrics = {name: item for name, item in module.named_modules() if isinstance(item, Metric)}
     for name in metrics.keys() & state["modules"].keys():
-        restore_metric(metrics[name], state["modules"][name])
+        _restore_metric(metrics[name], state["modules"][name])
     results = trainer.fit_loop.epoch_loop._results
     results.clear()
     for key, item in state["results"]:
@@ -60,7 +61,7 @@ def _collect_result(item: Any) -> dict[str, Any]:
         "rank_zero_only": sync.rank_zero_only,
         "is_tensor": item.is_tensor,
         "has_reset": item.has_reset,
-        "metric": collect_metric(item),
+        "metric": _collect_metric(item),
     }
 
 
@@ -72,7 +73,7 @@ def _make_result(trainer: Any, results: Any, state: dict[str, Any], metrics: dic
     )
     item = neighbour(results, "_ResultMetric")(meta, state["is_tensor"])
     item.to(trainer.strategy.root_device)
-    restore_metric(item, state["metric"])
+    _restore_metric(item, state["metric"])
     item.has_reset = state["has_reset"]
     if not state["is_tensor"]:
         item.value = metrics.get(state["metric_attribute"])
@@ -96,3 +97,70 @@ def restore_callbacks(trainer: Any, state: dict[str, Any]) -> None:
             # A file means nothing to a callback that writes to another directory now.
             if name != _LAST_FILE or str(values[name]).startswith(str(callback.dirpath)):
                 setattr(callback, name, values[name])
+
+
+class ModuleExtras:
+    """Flags of a module, and buffers that its ``state_dict`` omits, once they changed since this was made."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._first = {name: (buffer.data_ptr(), buffer._version) for name, buffer in self._hidden()}
+
+    def _hidden(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (f"{prefix}.{name}" if prefix else name, owner._buffers[name])
+            for prefix, owner in self._module.named_modules()
+            for name in owner._non_persistent_buffers_set
+            if isinstance(owner._buffers.get(name), torch.Tensor)
+        ]
+
+    def collect(self) -> dict[str, Any]:
+        """Flags as text, one character each; changed buffers as they are."""
+        return {
+            "training": "".join("01"[item.training] for item in self._module.modules()),
+            "requires_grad": "".join("01"[item.requires_grad] for item in self._module.parameters()),
+            "buffers": {
+                name: buffer
+                for name, buffer in sorted(self._hidden())
+                if self._first.get(name) != (buffer.data_ptr(), buffer._version)
+            },
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put back what ``collect`` found, where the module still has the same parts."""
+        modules, parameters = list(self._module.modules()), list(self._module.parameters())
+        if len(modules) == len(state["training"]):
+            for module, flag in zip(modules, state["training"], strict=True):
+                module.training = flag == "1"
+        if len(parameters) == len(state["requires_grad"]):
+            for parameter, flag in zip(parameters, state["requires_grad"], strict=True):
+                parameter.requires_grad_(flag == "1")
+        with torch.no_grad():
+            for name, buffer in self._hidden():
+                saved = state["buffers"].get(name)
+                if saved is None:
+                    continue
+                if saved.shape == buffer.shape and saved.dtype == buffer.dtype:
+                    buffer.copy_(saved)
+                else:
+                    owner, _, leaf = name.rpartition(".")
+                    self._module.get_submodule(owner)._buffers[leaf] = saved.to(buffer.device)
+
+
+def _collect_metric(metric: Any) -> dict[str, Any]:
+    """What a ``torchmetrics.Metric`` has accumulated; nothing is computed, reset or synchronised."""
+    return {
+        "states": {name: pack(getattr(metric, name)) for name in metric._defaults},
+        "update_count": metric._update_count,
+        "computed": pack(metric._computed),
+        "forward_cache": pack(metric._forward_cache),
+    }
+
+
+def _restore_metric(metric: Any, state: dict[str, Any]) -> None:
+    """Put back what ``_collect_metric`` found."""
+    for name, value in state["states"].items():
+        setattr(metric, name, unpack(value, metric.device))
+    metric._update_count = state["update_count"]
+    metric._computed = unpack(state["computed"], metric.device)
+    metric._forward_cache = unpack(state["forward_cache"], metric.device)

@@ -10,10 +10,11 @@ from typing import Any
 
 from lazysnap.console import say
 from lazysnap.engine import report
-from lazysnap.integrations.choice import LATEST, check_path, means_snapshot
+from lazysnap.integrations.arguments import check_path
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.restore.snapshot import Snapshot
+from lazysnap.runs import LATEST, means_snapshot
 from lazysnap.shard.names import id_time_ns
 
 logger = logging.getLogger(__name__)

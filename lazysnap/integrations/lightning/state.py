@@ -21,6 +21,7 @@ from lazysnap.data.streams import RandomStreams
 from lazysnap.data.workers import running_workers, start_workers
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.integrations.lightning.extras import (
+    ModuleExtras,
     collect_callbacks,
     collect_metrics,
     restore_callbacks,
@@ -31,7 +32,6 @@ from lazysnap.integrations.lightning.loaders import LoaderPositions
 from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
 from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import own_state
-from lazysnap.state.extras import ModuleExtras
 from lazysnap.state.modules import fitted
 from lazysnap.state.objects import NamedObjects
 from lazysnap.state.optimizers import owned, put_back

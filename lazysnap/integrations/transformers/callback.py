@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import ConfigError
+from lazysnap.integrations.arguments import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments
 from lazysnap.integrations.session import WithEngine
-from lazysnap.integrations.settings import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments
 from lazysnap.integrations.transformers.training import Training
 
 

@@ -7,6 +7,7 @@ Not in a snapshot: attributes of callbacks that are no ``ExportableState``; aver
 keeps for itself; other attributes of subclasses.
 """
 
+import json
 import time
 from typing import Any
 
@@ -15,9 +16,9 @@ from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
 from lazysnap.data import Position
-from lazysnap.data.rng import restore_rng
-from lazysnap.errors import StateMismatch
-from lazysnap.state.history import History, read_history
+from lazysnap.data.streams import restore_rng
+from lazysnap.errors import ShardCorrupt, StateMismatch, UnsupportedState
+from lazysnap.state.codec import decode, encode, path_text
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.settings import differences, plain, warn
 
@@ -162,7 +163,7 @@ class TrainingState(ObjectState):
         state = self._trainer.state
         for name, value in parts["state"].items():
             setattr(state, name, value)
-        state.log_history = read_history(parts["history"])
+        state.log_history = _read_history(parts["history"])
         state.stateful_callbacks = {**state.stateful_callbacks, **parts["exported"]}
 
     def where(self, steps_in_epoch: int) -> tuple[int, int]:
@@ -226,3 +227,33 @@ def _restore(item: Any, exported: dict[str, Any]) -> None:
             setattr(item, name, value)
     for name, value in exported.get("attributes", {}).items():
         setattr(item, name, value)
+
+
+class History:
+    """The log, which grows with the training, as text: each snapshot adds only what is new."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._last: Any = None
+
+    def text(self, entries: list[dict[str, Any]]) -> str:
+        """One line of JSON for each entry, as it was when it was logged. Raises: UnsupportedState, for a tensor."""
+        known = len(self._lines)
+        if known and (known > len(entries) or entries[known - 1] is not self._last):
+            self._lines, known = [], 0
+        self._lines += [json.dumps(encode(entry, tensor=_refuse)) for entry in entries[known:]]
+        self._last = entries[-1] if entries else None
+        return "\n".join(self._lines)
+
+
+def _read_history(text: str) -> list[dict[str, Any]]:
+    """The entries of a ``text``. Raises: ShardCorrupt."""
+    return [decode(json.loads(line), tensor=_no_tensor) for line in text.split("\n") if line]
+
+
+def _refuse(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+    raise UnsupportedState(f"a tensor was logged as {path_text(path)}, which no checkpoint can hold: log its item()")
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise ShardCorrupt(f"the log holds a tensor {name!r}, which no snapshot has there")

@@ -16,12 +16,12 @@ from transformers import PrinterCallback, ProgressCallback, Trainer
 
 from lazysnap.data import make_resumable
 from lazysnap.errors import ConfigError, StateMismatch
-from lazysnap.integrations.choice import means_snapshot
 from lazysnap.integrations.drain import Bar, DrainBar, RichBar, TqdmBar
 from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.state import TrainingState
 from lazysnap.restore.snapshot import Snapshot
+from lazysnap.runs import means_snapshot
 
 logger = logging.getLogger(__name__)
 

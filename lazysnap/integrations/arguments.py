@@ -1,4 +1,4 @@
-"""What a callback was made with, as one ``SnapshotConfig``."""
+"""What a door is given: a place and intervals, as one ``SnapshotConfig``; and a path in place of a snapshot."""
 
 import os
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from typing import Any
 from lazysnap.config import PersistentLevel, SnapshotConfig, resolve_url
 from lazysnap.engine.losses import NonFinite, check_policy
 from lazysnap.errors import ConfigError
+from lazysnap.shard.names import SnapshotName
 
 EVERY_N_STEPS, PERSIST_EVERY_N_STEPS = 1, 100
 """Defaults; given beside a ``config`` they mean nothing."""
@@ -73,3 +74,18 @@ class Arguments:
         place: Any = default_url if self.dirpath is None else self.dirpath
         level = PersistentLevel(place, every_n_steps=self.persist_every_n_steps)
         return SnapshotConfig(every_n_steps=self.every_n_steps, levels=(level,))
+
+
+def check_path(which: Any, framework: str, how: str, export: str) -> None:
+    """Raises: ConfigError, if ``which`` is the directory of a snapshot, which no framework can read.
+
+    ``how``: what resumes the newest snapshot; ``export``: what makes a checkpoint of one, as arguments of the command.
+    """
+    text = str(os.fspath(which)) if isinstance(which, (str, os.PathLike)) else ""
+    level, _, name = text.rstrip("/").rpartition("/")
+    if SnapshotName.parse(name) is not None and not os.path.isfile(text):
+        raise ConfigError(
+            f"{text!r} is the directory of a lazysnap snapshot, not a checkpoint file of {framework}: {how} resumes "
+            f"the newest snapshot; `lazysnap export {level or '.'} latest {export}` writes such a checkpoint; "
+            "lazysnap.load_weights reads the weights alone"
+        )
