@@ -70,11 +70,12 @@ class _OwnMemory:
 class DirectStorage:
     """Of one engine; used on the training thread. Threads start with the first write, and end in ``close``."""
 
-    def __init__(self, config: SnapshotConfig, client: KeeperClient, team: Team | None) -> None:
+    def __init__(self, config: SnapshotConfig, client: KeeperClient, team: Team) -> None:
         self._config = config
         self.client = client
         self._team = team
-        self._memory = _OwnMemory(counts=team is None)
+        self._is_alone = team.world_size == 1
+        self._memory = _OwnMemory(counts=self._is_alone)
         self._storage: NodeStorage | None = None
         self._run: Run | None = None
         self._steps: dict[int, int] = {}
@@ -93,7 +94,7 @@ class DirectStorage:
     @property
     def _is_counted(self) -> bool:
         """Whether the keeper counts what this rank stores."""
-        return self._team is not None and self.client.is_attached
+        return not self._is_alone and self.client.is_attached
 
     def write(self, plan: CapturePlan, tensors: list[torch.Tensor], meta: bytes, place: tuple[int, int]) -> CaptureJob:
         """Write the state to storage. ``place``: step and sequence number.
@@ -173,9 +174,9 @@ class DirectStorage:
         slots = self._memory.made
         if not slots or slots[0].meta_capacity < meta_bytes:
             # Those that are too small go with their last reader.
-            count = 1 if self._team is None else LENT
+            count = 1 if self._is_alone else LENT
             slots = self._memory.made = [LiveSlot.make(max(_META_BYTES, 2 * meta_bytes)) for _ in range(count)]
-            if self._team is not None:
+            if not self._is_alone:
                 self.client.lend(slots)
         return min(slots, key=lambda slot: (slot.status().pinned, slot.word(Word.SEQUENCE)))
 
@@ -183,14 +184,14 @@ class DirectStorage:
         run = self._run
         assert run is not None, "a capture begins behind the first boundary, and that names the run"
         if self._storage is None or self._storage.run.start != run.start:
-            own = Team() if self._team is None else replace(self._team, node=0, nodes=1, crew=(self._team.rank,))
+            own = replace(self._team, node=0, nodes=1, crew=(self._team.rank,))
             around = Surroundings(lambda: [self._memory], lambda digest: None, self._emit)
             run = msgspec.structs.replace(run, peers=None)
             self._storage = NodeStorage(self._config.levels, run, own, around, self._storage)
         return self._storage
 
     def _emit(self, message: Message) -> None:
-        if self._team is None or not isinstance(message, Complete):
+        if self._is_alone or not isinstance(message, Complete):
             self.client.receive_local(message)
 
     def _note(self, message: Message) -> None:
@@ -212,7 +213,7 @@ class DirectStorage:
         """Block until the last snapshot that was written is durable at every level; ``False`` if it is not."""
         if self._is_counted:
             return self.client.drain(self._newest_step, timeout_s, progress)
-        if self._storage is None or self._team is not None:
+        if self._storage is None or not self._is_alone:
             return False
         deadline = time.monotonic() + timeout_s
         wait = self._storage.wait_for(self._newest_step)

@@ -1,10 +1,11 @@
-"""When what was captured is durable: at every level, the parts of all ranks."""
+"""When what was captured is durable, at every level, by all ranks; and what memory of earlier ranks may go then."""
 
 import logging
 from collections.abc import Callable
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.direct import DirectStorage
+from lazysnap.engine.outcomes import Outcomes
 from lazysnap.errors import WaitTimeout
 from lazysnap.ranks.world import World
 
@@ -22,6 +23,10 @@ class Durability:
         self._direct = direct
         self._client = direct.client
         self._world = world
+        self._has_dismissed = world.place.local_rank != 0
+        """Whether the keeper of the node knows that nobody needs what ranks left that are no more: its first rank says
+        so.
+        """
 
     def has(self, step: int) -> bool:
         """Whether that step of this start, or a later one, is known to be durable at the first level."""
@@ -59,3 +64,14 @@ class Durability:
             logger.warning("whether the last snapshot is durable on all ranks is not known: %s", error)
             return False
         return all(done) and is_same
+
+    def dismiss_former(self, outcomes: Outcomes, *, is_end: bool = False) -> None:
+        """After a restart with fewer ranks: say, once, that memory of ranks that are no more may go, when a snapshot of
+        this start is durable; without levels, when memory holds nothing older.
+
+        ``is_end``: all ranks ended well, so memory goes. Does not block. Hot.
+        """
+        if self._has_dismissed:
+            return
+        if self.has(0) if self._config.levels else is_end or outcomes.is_past_resumed():
+            self._has_dismissed = self._client.supersede(self._world.place.local_world_size)

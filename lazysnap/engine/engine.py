@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -15,19 +16,15 @@ from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.console import say
 from lazysnap.data.position import position_in
 from lazysnap.engine import report
-from lazysnap.engine.captures import Captures
 from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.durability import Durability, Progress
 from lazysnap.engine.events import EventLog
-from lazysnap.engine.former import FormerRanks
-from lazysnap.engine.opening import opening_line, shortages
-from lazysnap.engine.probe import check_levels
+from lazysnap.engine.level_checks import require_levels, shared_levels
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.recorder import Recorder
-from lazysnap.engine.rollback import Data, Rollback, WayBack, check_data, line_of
-from lazysnap.engine.shared_levels import shared_levels
+from lazysnap.engine.rollback import Data, Rollback, Rollbacks, check_data, line_of
 from lazysnap.engine.statistics import Statistics
-from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, SnapshotNotFound, UnsupportedState
+from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, LazySnapError, SnapshotNotFound, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.events import MemoryEntry
@@ -35,7 +32,7 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import Protect, Run
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.checks import together
-from lazysnap.ranks.meeting import NOBODY, meet_keepers
+from lazysnap.ranks.meeting import meet_keepers
 from lazysnap.ranks.slots import kept_whole
 from lazysnap.ranks.world import World
 from lazysnap.restore.restart import Restart, fetch, reseed
@@ -84,47 +81,39 @@ class SnapshotEngine:
     ) -> None:
         self.config = config = config_at(config)
         self._source = _source_of(state)
-        identity = JobIdentity.from_config(config, default_url)
-        self._world = World(config.collective_timeout_s)
-        self._identity = identity
-        team = None if self._world.is_alone else Team.of(self._world.places, self._world.rank)
+        self._identity = identity = JobIdentity.from_config(config, default_url)
+        self._world = world = World(config.collective_timeout_s)
+        team = Team.of(world.places, world.rank)
         self._client = KeeperClient(identity, config, team)
-        self._captures = Captures()
-        self._gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
         self._lock = threading.RLock()
         self._statistics = Statistics()
         self._protection = Protection(config, self._statistics)
         self._events = EventLog(config, self._statistics, self._protection)
-        self._events.speaks_for_node = self._speaks_for_node
+        self._events.speaks_for_node = world.place.local_rank == 0
         self._direct = DirectStorage(config, self._client, team)
-        self._recorder = Recorder(config, self._source, self._direct, self._captures, self._events)
-        if not self._world.is_alone:
-            self._recorder.join(self._world)
-        self._durability = Durability(config, self._direct, self._world)
-        self._meeting = NOBODY
-        if not self._world.is_alone:
-            self._meeting = meet_keepers(self._world, self._client, config, identity.job_id)
-            self._recorder.group = self._meeting.group
-        self._shared = shared_levels(self._world, config.levels)
+        self._recorder = Recorder(config, self._source, self._direct, self._events, world)
+        self._captures, self._outcomes = self._recorder.captures, self._recorder.outcomes
+        self._gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
+        self._durability = Durability(config, self._direct, world)
+        self._meeting = meet_keepers(world, self._client, config, identity.job_id)
+        self._recorder.group = self._meeting.group
+        self._shared = shared_levels(world, config.levels)
         self._from_step = 0
         """What is captured from now on is of later steps."""
         self._stored: dict[str, list[tuple[str, int]]] = {}
         """By level: start and step of the complete snapshots that training goes on from."""
-        self._former = FormerRanks(config, self._client, self._world)
-        restart = Restart(config, self._source, self._client, identity, self._world, self._meeting)
-        self._way_back = WayBack(restart, self._recorder)
-        self._prepared = False
+        self._restart = Restart(config, self._source, self._client, identity, world, self._meeting)
+        self._rollbacks = Rollbacks(self._restart, self._recorder)
         self._has_opened = False
         self._has_probed = False
         self._is_begun = False
         """Whether it is settled which run this is, so that captures may begin."""
         self._is_training = False
         """Whether the ``with`` block was entered."""
-        self._step = 0
         self._last_due: int | None = None
         self._absence: Absence | None = None
         self._resumed: report.Resumed | None = None
-        self._told_start = False
+        self._has_told_start = False
         """Whether the user was told how this training starts."""
         self._closed = False
         self._has_ended_well = False
@@ -137,7 +126,7 @@ class SnapshotEngine:
         """
         self._check_open("with engine")
         self._is_training = True
-        if self._told_start:
+        if self._has_told_start:
             self.prepare()
         return self
 
@@ -150,10 +139,6 @@ class SnapshotEngine:
         else:
             self.abandon()
 
-    @property
-    def _speaks_for_node(self) -> bool:
-        return self._world.is_alone or self._world.place.local_rank == 0
-
     def _check_open(self, call: str) -> None:
         """Raises: ConfigError, after the end."""
         if self._closed:
@@ -165,7 +150,7 @@ class SnapshotEngine:
     @property
     def step(self) -> int:
         """The step of the last boundary, or of the snapshot that was restored after it; 0 before the first."""
-        return self._step
+        return self._recorder.seen_step or 0
 
     @property
     def start(self) -> str:
@@ -184,11 +169,11 @@ class SnapshotEngine:
         SnapshotNotFound, if a step, name or run was asked for that is not there; ConfigError, for a bad name;
         WaitTimeout, if another rank is missing.
         """
-        return self._fetch(which, self._client)
+        return self._fetch(which, self._restart)
 
-    def _fetch(self, which: int | str, client: KeeperClient | None) -> Snapshot | None:
+    def _fetch(self, which: int | str, restart: Restart) -> Snapshot | None:
         self._check_open("fetch")
-        found = fetch(which, Restart(self.config, self._source, client, self._identity, self._world, self._meeting))
+        found = fetch(which, restart)
         if isinstance(found, Absence):
             self._absence = found
             return None
@@ -196,7 +181,7 @@ class SnapshotEngine:
 
     def fetch_stored(self, which: int | str = "latest") -> Snapshot | None:
         """As ``fetch``, from storage alone: also while another process of this job trains. Blocks. Collective, too."""
-        return self._fetch(which, None)
+        return self._fetch(which, replace(self._restart, client=None))
 
     def fetch_to_read(self, which: int | str = "latest") -> Snapshot:
         """As ``fetch``, for an evaluation. Of a training that runs at this moment the memory is its own, and what it
@@ -251,16 +236,12 @@ class SnapshotEngine:
         faults.point("restore.loaded")
         if snapshot.world_size != self._world.size:
             position = ""  # it counts batches of as many ranks as there were
-            self.part_ways(snapshot)
+            reseed(snapshot, self._world)
         self.resume(snapshot, position=position, seconds=snapshot.seconds + time.perf_counter() - started)
 
     def together(self, what: str, work: Callable[[], None]) -> None:
         """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
         together(self._world, what, work)
-
-    def part_ways(self, snapshot: Snapshot) -> None:
-        """Give every rank random numbers of its own, after a restart with another number of ranks. Not collective."""
-        reseed(snapshot, self._world)
 
     def resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
         """Continue the run that ``snapshot`` is of, or begin a new one there (see ``restore``), and tell the user; for
@@ -273,7 +254,7 @@ class SnapshotEngine:
         if snapshot.world_size > 1 or not self._world.is_alone:
             self._discard_others(snapshot)
         self._begin_run()
-        self._told_start = False
+        self._has_told_start = False
         self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
         if snapshot.new_run is not None and self._world.rank == 0:
             new, left = snapshot.new_run, snapshot.new_run.left
@@ -295,11 +276,11 @@ class SnapshotEngine:
     def _go_on(self, snapshot: Snapshot, run_id: str) -> None:
         """Captures from here on are of that run, which goes on from ``snapshot``."""
         meta = self._recorder.meta
-        self._way_back.past.go_on(meta.run_id, snapshot.run_id, snapshot.step)
+        self._rollbacks.lineage.go_on(meta.run_id, snapshot.run_id, snapshot.step)
         meta.run_id = run_id
         meta.follow(snapshot.newest_start)
         self._recorder.resume(snapshot.step)
-        self._step, self._last_due = snapshot.step, None
+        self._last_due = None
         self._from_step = snapshot.step
         self._stored = {url: [*stored] for url, stored in snapshot.stored.items()}
         self._resumed = report.Resumed.of(snapshot, has_levels=bool(self.config.levels))
@@ -309,8 +290,8 @@ class SnapshotEngine:
 
         Called by the first of ``restore``, ``resume``, ``prepare`` and ``boundary``.
         """
-        if not self._told_start:
-            self._told_start = True
+        if not self._has_told_start:
+            self._has_told_start = True
             line = line or report.fresh(self._absence)
             if self._world.rank == 0:
                 say(line)
@@ -383,27 +364,33 @@ class SnapshotEngine:
             self.together("making sure of memory", self._await_memory)
         elif self.config.require == "storage" and not self._has_probed:
             self._has_probed = True
-            self.together("making sure of storage", lambda: check_levels(self.config.levels))
+            self.together("making sure of storage", lambda: require_levels(self.config.levels))
 
     def _await_memory(self) -> None:
         self._prepare()
-        deadline = time.monotonic() + self.config.keeper_timeout_s + self.config.collective_timeout_s
+
+        def refusal() -> LazySnapError | None:
+            return self._client.refusal() or (self._protection.error if self._recorder.is_unprotected() else None)
+
+        timeout_s = self.config.keeper_timeout_s + self.config.collective_timeout_s
+        if not self._await_slots(timeout_s, lambda: refusal() is not None):
+            error = refusal() or KeeperUnavailable("the keeper did not make its slots ready in time")
+            raise type(error)(f'SnapshotConfig(require="memory"): {error}')
+
+    def _await_slots(self, timeout_s: float, is_refused: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + timeout_s
         while not self._recorder.is_ready():
-            self._hear()
+            self._drain_events()
             self._recorder.return_slots()
-            error = self._client.refusal() or (self._protection.error if self._recorder.is_unprotected() else None)
-            if error is None and time.monotonic() > deadline:
-                error = KeeperUnavailable("the keeper did not make its slots ready in time")
-            if error is not None:
-                raise type(error)(f'SnapshotConfig(require="memory"): {error}')
+            if is_refused() or time.monotonic() > deadline:
+                return False
             time.sleep(0.005)
+        return True
 
     def _prepare(self) -> None:
         self._check_open("prepare")
-        if not self._prepared:
-            check_kinds(self._source.expected().items())
-            self._prepared = True
-            self.tell_start()
+        check_kinds(self._source.expected().items())
+        self.tell_start()
         # Only once: from then on the client counts which steps are durable, and this would make it forget them.
         if not self._is_begun:
             self._begin_run(is_fresh=True)
@@ -420,15 +407,10 @@ class SnapshotEngine:
         does, too.
         """
         self.prepare()
-        deadline, losses = time.monotonic() + timeout_s, self._protection.losses
-        while not self._recorder.is_ready():
-            self._hear()
-            self._recorder.return_slots()
-            if time.monotonic() > deadline or self._protection.losses > losses:
-                return False
-            time.sleep(0.005)
-        self._recorder.is_promised = True
-        return True
+        losses = self._protection.losses
+        is_there = self._await_slots(timeout_s, lambda: self._protection.losses > losses)
+        self._recorder.waits_for_memory = self._recorder.waits_for_memory or is_there
+        return is_there
 
     def boundary(self, step: int | None = None, *, force: bool = False) -> bool:
         """Tell that optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
@@ -446,17 +428,17 @@ class SnapshotEngine:
         """
         with self._lock:
             self._check_open("boundary")
-            step = self._step = self._step + 1 if step is None else step
+            step = self.step + 1 if step is None else step
             self.gate()
             started = time.perf_counter()
-            self._hear()
+            self._drain_events()
             refusal = self._client.refusal()
             if refusal is not None:
                 raise refusal
             if step < (self._recorder.seen_step or 0):  # a loop that begins again: these are other snapshots
                 self._recorder.meta.follow(None)
                 self._from_step, self._stored = max(0, step - 1), {}
-                self._events.begin(step)
+                self._events.begin(self._from_step)
                 self._begin_run()
             if not self._recorder.is_due(step, force=force):
                 return False
@@ -474,7 +456,7 @@ class SnapshotEngine:
                 self.check_required()
                 if not began and self.config.require == "memory":
                     began = self._capture(step, started, force=force)
-            self._former.dismiss(self._recorder, self._durability)
+            self._durability.dismiss_former(self._outcomes)
             return began
 
     def replan(self) -> None:
@@ -512,14 +494,14 @@ class SnapshotEngine:
             return  # nothing could be planned
         if self._world.rank == 0:
             is_protected = self._protection.cause is None
-            say(opening_line(self.config, sizes, self._world.size, is_protected=is_protected))
-        if self._speaks_for_node:
-            ranks_here = 1 if self._world.is_alone else len(self._world.crew)
-            for shortage in shortages(self.config, sizes.state_bytes + sizes.frozen_bytes, ranks_here):
+            say(report.opening(self.config, sizes, self._world.size, is_protected=is_protected))
+        if self._events.speaks_for_node:
+            snapshot_bytes = sizes.state_bytes + sizes.frozen_bytes
+            for shortage in report.shortages(self.config, snapshot_bytes, len(self._world.crew)):
                 logger.warning("%s", shortage)
 
     def _capture(self, step: int, started: float, *, force: bool) -> bool:
-        self._recorder.tell_new_keeper()
+        self._recorder.resend_to_new_keeper()
         waited_before_s = self._statistics.memory_wait_s
         try:
             self._gates.install(self._source.optimizers())
@@ -541,7 +523,7 @@ class SnapshotEngine:
             self._statistics.boundary.add(seconds - (self._statistics.memory_wait_s - waited_before_s))
         return began
 
-    def _hear(self) -> None:
+    def _drain_events(self) -> None:
         """Count and log what happened."""
         self._events.drain(self._client.poll_events())
 
@@ -583,22 +565,21 @@ class SnapshotEngine:
         check_data(data)
         started = time.perf_counter()
         self.gate()
-        last, way = self._recorder.last_step, self._way_back
+        last, rollbacks = self._recorder.last_step, self._rollbacks
         if last is not None:  # a device may still be copying
             self.wait(last, until="captured", timeout_s=self.config.gate_timeout_s)
-        from_step, snapshot = way.from_step, way.find(steps)
-        branch = way.branch(snapshot)
+        from_step, snapshot = rollbacks.from_step, rollbacks.find(steps)
+        branch = rollbacks.branch(snapshot)
         faults.point("engine.rollback.found")
         if branch is not None:
             kept = snapshot.run_id, snapshot.step
             self._drop("engine.rollback.drop", lambda item: (item.run_id, item.step) > kept)
         faults.point("engine.rollback.load")
-        self.together("rolling back", lambda: way.load(snapshot, data))
+        self.together("rolling back", lambda: rollbacks.load(snapshot, data))
         faults.point("engine.rollback.loaded")
         if snapshot.world_size != self._world.size:
-            self.part_ways(snapshot)
+            reseed(snapshot, self._world)
         if branch is None:
-            self._step = snapshot.step
             self._recorder.go_back(snapshot.step)
         else:
             self._go_on(snapshot, branch)
@@ -716,7 +697,7 @@ class SnapshotEngine:
             return True  # not in memory, and at a level already
         deadline = time.monotonic() + timeout_s
         # Behind the gate only a device can still be copying. A keeper that was lost is being replaced.
-        while (state := self._recorder.state_of(step)) in (CaptureState.COPYING, CaptureState.ALONE):
+        while (state := self._outcomes.state_of(step)) in (CaptureState.COPYING, CaptureState.ALONE):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
@@ -741,10 +722,10 @@ class SnapshotEngine:
         """
         self._check_open("flush")
         self.gate()
-        done = self._durability.flush(self._recorder.newest_whole(), timeout_s, progress)
-        self._hear()
+        done = self._durability.flush(self._outcomes.newest_whole(), timeout_s, progress)
+        self._drain_events()
         is_captured = self._last_due is None or self._statistics.last_whole_step is not None
-        return done and is_captured and not self._recorder.has_lost_last
+        return done and is_captured and not self._outcomes.has_lost_last
 
     def _compare_frozen(self, timeout_s: float) -> None:
         with self._lock:
@@ -752,9 +733,9 @@ class SnapshotEngine:
 
     def statistics(self) -> Statistics:
         """Counters and timings so far; updated in place."""
-        self._hear()
+        self._drain_events()
         if not self._closed:
-            self._statistics.last_whole_step = self._recorder.last_held_step()
+            self._statistics.last_whole_step = self._outcomes.last_held_step()
         return self._statistics
 
     def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:
@@ -771,16 +752,17 @@ class SnapshotEngine:
         if self._closed:
             return self._has_ended_well
         durable, over, captured, has_own, unstored = False, False, True, False, list[str]()
+        self._events.is_training = False
         try:
             self.gate()
             self._compare_frozen(self.config.drain_timeout_s)
-            over = self._world.is_alone or self._world.ends()
+            over = self._world.ends()
             has_own = self._has_own()
             durable = not drain or self._end(progress, is_common=over)
             captured = not drain or self._has_captured_last()
             unstored = [] if durable else self._unstored_names()
             self._protection.sum_up()
-            self._former.dismiss(self._recorder, self._durability, is_end=durable and over and has_own)
+            self._durability.dismiss_former(self._outcomes, is_end=durable and over and has_own)
         finally:
             self._leave()
             if over:
@@ -800,16 +782,16 @@ class SnapshotEngine:
 
     def _unstored_names(self) -> list[str]:
         """Of which nobody said yet what becomes of them."""
-        self._hear()
+        self._drain_events()
         unstored = self._recorder.names.unstored(self._events.first_level_has)
         return [name for name in unstored if name not in self._events.lost_names]
 
     def _has_own(self) -> bool:
         """Whether anything is captured since this start, or since the last restore."""
-        return self._recorder.newest_whole() is not None or self._direct.has_newest
+        return self._outcomes.newest_whole() is not None or self._direct.has_newest
 
     def _tell_end(self, ending: report.Ending) -> None:
-        self._hear()
+        self._drain_events()
         urls = [level.url for level in self.config.levels]
         config = self.config
         if self._world.rank != 0:
@@ -829,7 +811,7 @@ class SnapshotEngine:
             logger.warning("%s", warning)
 
     def _has_captured_last(self) -> bool:
-        last, newest = self._last_due, self._recorder.newest_whole()
+        last, newest = self._last_due, self._outcomes.newest_whole()
         if last is None or last == newest:
             return True
         logger.warning(
@@ -852,14 +834,11 @@ class SnapshotEngine:
         return "The messages above say why"
 
     def _end(self, progress: Progress | None, *, is_common: bool) -> bool:
-        has_any = self._statistics.began or self._client.was_attached or self._direct.has_newest
         resumed = self._resumed
         is_there = self._has_own() or resumed is None or not resumed.only_in_memory
-        if self._world.is_alone and not has_any:
-            return is_there
-        durable = self._durability.end(self._recorder.newest_whole(), progress, is_common=is_common) and is_there
-        self._hear()
-        if not durable and is_there and self._recorder.last_held_step() is None:  # else see ``report.not_durable``
+        durable = self._durability.end(self._outcomes.newest_whole(), progress, is_common=is_common) and is_there
+        self._drain_events()
+        if not durable and is_there and self._outcomes.last_held_step() is None:  # else see ``report.not_durable``
             logger.warning("the last snapshot is not durable at every level. %s", self._reason())
         return durable
 
@@ -869,6 +848,7 @@ class SnapshotEngine:
         Blocks: until the frozen tensors are compared byte by byte, at most ``flush_budget_s``.
         """
         if not self._closed:
+            self._events.is_training = False
             self.gate()
             self._compare_frozen(self.config.flush_budget_s)
             self._leave()

@@ -17,14 +17,9 @@ _HEADER_BYTES_PER_TENSOR = 160
 Bytes = Callable[[torch.Tensor], int]
 
 
-def bytes_of_one(tensor: torch.Tensor) -> int:
-    """What a rank that is alone captures of a tensor."""
-    return local_of(tensor).nbytes
-
-
 def bytes_of_share(replicated: Iterable[torch.Tensor], crew: Collection[int]) -> Bytes:
-    """What one of several ranks captures of a tensor, roughly; ``replicated``: what the ranks of a node (``crew``)
-    share beside DTensors that several of them hold.
+    """What a rank captures of a tensor, roughly; ``replicated``: what the ranks of a node (``crew``) share beside
+    DTensors that several of them hold.
     """
     pointers = {tensor.data_ptr() for tensor in replicated}
 
@@ -37,7 +32,7 @@ def bytes_of_share(replicated: Iterable[torch.Tensor], crew: Collection[int]) ->
     return size
 
 
-def estimate_image_bytes(source: StateSource, apart: Collection[str] = (), size: Bytes = bytes_of_one) -> int:
+def estimate_image_bytes(source: StateSource, apart: Collection[str], size: Bytes) -> int:
     """Bytes of the shard once every optimizer has made its state; too low for optimizers that are not known.
 
     Tensors whose names are in ``apart`` are stored elsewhere. ``size``: how much of a tensor is in it.

@@ -41,6 +41,8 @@ class EventLog:
     def __init__(self, config: SnapshotConfig, statistics: Statistics, protection: Protection | None = None) -> None:
         self.statistics = statistics
         self.protection = protection or Protection(config, statistics)
+        self.is_training = True
+        """Whether training goes on; ``close`` says that it does not."""
         self.speaks_for_node = True
         """Whether to warn of what all ranks of the node hear alike: one of them does."""
         self._due = {level.url: math.lcm(level.every_n_steps, config.every_n_steps) for level in config.levels}
@@ -103,8 +105,8 @@ class EventLog:
                 self._end("nodes", "protected against the loss of a node again")
             elif isinstance(event, LevelFailed):
                 self.statistics.level_failures[event.level] += 1
-                message = "step %d is not persisted, training goes on and the next snapshot is tried again: %s"
-                self._note_of_node(event.level, message, event.step, event.text)
+                what_next = ", training goes on and the next snapshot is tried again" if self.is_training else ""
+                self._note_of_node(event.level, f"step %d is not persisted{what_next}: %s", event.step, event.text)
             elif isinstance(event, Unlinked) and event.text:
                 self._noted.add("links")
                 self._warn_of_node("nothing new is stored, or protected on other nodes: %s", event.text)

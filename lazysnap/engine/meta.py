@@ -8,9 +8,14 @@ from typing import Any
 
 import msgspec
 
-from lazysnap.capture.plan import CapturePlan
+from lazysnap.capture.plan import CapturePlan, storage_of
+from lazysnap.config import SnapshotConfig
+from lazysnap.engine.events import EventLog
+from lazysnap.ranks.checks import check_alike, common_settings
+from lazysnap.ranks.world import World
 from lazysnap.shard.manifest import FrozenReference
 from lazysnap.shard.names import id_after, new_id
+from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
 _PACKAGES = ("lazysnap", "torch", "lightning", "pytorch-lightning")
@@ -33,16 +38,21 @@ class MetaWriter:
 
     run_id: str
     start: str
-    """Drawn by all ranks together."""
-    rank: int = 0
-    world_size: int = 1
+    rank: int
+    world_size: int
     parameters: dict[str, list[str]] | None = None
     _packages: dict[str, str] = field(default_factory=package_versions, repr=False)
 
     @classmethod
-    def fresh(cls) -> "MetaWriter":
-        """For a run that begins now."""
-        return cls(new_id(), new_id())
+    def agreed(cls, world: World, config: SnapshotConfig) -> "MetaWriter":
+        """For a run that begins now, of the same ids on all ranks. Collective.
+
+        Raises: ConfigError, if ranks are configured differently.
+        """
+        told = world.exchange("making the engine", [common_settings(config), new_id(), new_id()])
+        check_alike([settings for settings, *_ in told])
+        _, run_id, start = told[0]
+        return cls(run_id, start, world.rank, world.size)
 
     def follow(self, newest: str | None) -> None:
         """Begin another start, later than this one and ``newest``: steps that are passed again are other snapshots than
@@ -72,3 +82,28 @@ class MetaWriter:
         text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         # The walk wrote the state as text already.
         return f'{text[:-1]},"state":{walked.text}}}'.encode("utf-8", "surrogatepass")
+
+
+def names_of_parameters(source: StateSource, everything: Walk, log: EventLog) -> dict[str, list[str]] | None:
+    """By path of an optimizer, in its order; those of which one has no name are left out.
+
+    Warns of parameters whose values are in no part of the state.
+    """
+    names, optimizers = source.parameter_names(), source.optimizer_parameters()
+    found = {path: [names.get(id(one), "") for one in parameters] for path, parameters in optimizers.items()}
+    known = {path: listed for path, listed in found.items() if all(listed)} or None
+    if all(all(listed) for listed in found.values()):
+        return known
+    held = {storage_of(tensor) for tensor in everything.tensors}
+    for path, listed in found.items():
+        pairs = zip(listed, optimizers[path], strict=True)
+        lost = sum(not name and one.numel() > 0 and storage_of(one) not in held for name, one in pairs)
+        if lost:
+            log.note_once(
+                f"lost {path}",
+                "%d parameters of %s are in no part of the state: a restart has their optimizer state, not their "
+                "values; give the engine the module that they belong to",
+                lost,
+                path,
+            )
+    return known

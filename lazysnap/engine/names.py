@@ -45,7 +45,7 @@ class Names:
             logger.warning("no snapshot is called %s: training went back before it was captured", self.wanted)
             self.wanted = []
 
-    def say_again(self) -> None:
+    def resend(self) -> None:
         """To a keeper that is new: all names of this start.
 
         Those of steps that are stored, too: the last keeper may have died before it wrote them.

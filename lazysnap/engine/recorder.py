@@ -21,19 +21,17 @@ from lazysnap.capture.unchanged import is_unchanged
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.direct import DirectStorage
-from lazysnap.engine.estimate import bytes_of_one, bytes_of_share, estimate_image_bytes
+from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
-from lazysnap.engine.meta import MetaWriter
+from lazysnap.engine.meta import MetaWriter, names_of_parameters
 from lazysnap.engine.names import Names
-from lazysnap.engine.opening import Sizes
-from lazysnap.engine.parameters import names_of_parameters
+from lazysnap.engine.outcomes import Outcomes
+from lazysnap.engine.report import Sizes
 from lazysnap.errors import MemoryBoundExceeded
-from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.protocol import Look, Wish
 from lazysnap.memory.arena import Slot, SlotPhase, Word, capacity_fits
 from lazysnap.memory.slot_pool import fits, free_bytes
-from lazysnap.ranks.checks import check_alike, common_settings
 from lazysnap.ranks.partition import Partition, replicated_keys
 from lazysnap.ranks.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
 from lazysnap.ranks.world import World
@@ -43,7 +41,6 @@ from lazysnap.state.walk import StateWalker, Walk
 
 logger = logging.getLogger("lazysnap.engine")
 
-_REMEMBERED = 64
 _SLOW_S = 0.1
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
@@ -63,21 +60,28 @@ class Recorder:
     """Begins captures; all on the training thread, and under the engine's lock."""
 
     def __init__(
-        self, config: SnapshotConfig, source: StateSource, direct: DirectStorage, captures: Captures, log: EventLog
+        self,
+        config: SnapshotConfig,
+        source: StateSource,
+        direct: DirectStorage,
+        log: EventLog,
+        world: World,
     ) -> None:
+        """Collective."""
         self._config = config
         self._source = source
         self._client = client = direct.client
-        self._captures = captures
+        self.captures = Captures()
         self._log = log
-        self.meta = MetaWriter.fresh()
+        self._world = world
+        self.meta = MetaWriter.agreed(world, config)
         self.names = Names(client)
-        self.frozen = FrozenTensors(source, client, log, self.meta, self._lost)
+        self.outcomes = Outcomes(direct, log)
+        self.frozen = FrozenTensors(source, client, log, self.meta, self.outcomes.lost)
         self._walker = StateWalker()
-        self._world: World | None = None
         self._partition: Partition | None = None
         self._lazy: set[Key] = set()
-        self._asked: tuple[list[str], bool] = ([], False)
+        self._has_dtensors: tuple[list[str], bool] = ([], False)
         """Whether there are DTensors among the tensors of these names."""
         self._plan: CapturePlan | None = None
         self._direct_plan: CapturePlan | None = None
@@ -85,19 +89,13 @@ class Recorder:
         self._direct = direct
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
-        self._sequence = 0
         self._begun: _Begun | None = None
-        self._first_sequence = 0
-        """Of the first capture since this start, or since the last resume; 0: none yet."""
-        self._whole: dict[int, int] = {}
-        """Steps of the last captures that are whole, by sequence number."""
         self.last_step: int | None = None
         """Of the last capture, or of the snapshot that was resumed from."""
-        self._seen_step: int | None = None
+        self.seen_step: int | None = None
+        """Of the last boundary, or of the snapshot that training went on from."""
         self._skipped: tuple[int | None, str] | None = None
         """The step that was left out last, and why."""
-        self.has_lost_last = False
-        """Whether the last capture that began was dropped."""
         self._keepers_lost = 0
         self.group = (1, 0)
         """Nodes that protect each other, and how many of them may be lost."""
@@ -105,7 +103,7 @@ class Recorder:
         self.encoded_once = False
         self.stores_next = False
         """Whether storage gets the next capture, due there or not."""
-        self.is_promised = True
+        self.waits_for_memory = True
         """Whether the next capture waits for memory: the first one, also after ``resume`` and ``wait_ready``."""
         self._waits_until = 0.0
         """Until when the capture that is being begun waits for memory."""
@@ -113,22 +111,14 @@ class Recorder:
         """Whether a capture waits for a slot that storage reads: not again, once it waited in vain."""
         self._waits_for_named = True
 
-    def join(self, world: World) -> None:
-        """Record one of several ranks' part from now on. Collective."""
-        self._world = world
-        told = world.exchange("making the engine", [common_settings(self._config), self.meta.start, self.meta.run_id])
-        check_alike([settings for settings, *_ in told])
-        self.meta.rank, self.meta.world_size = world.rank, world.size
-        _, self.meta.start, self.meta.run_id = told[0]
-
     # ---------------------------------------------------------------- getting ready
 
     def prepare(self) -> None:
         """Ask for memory before the first boundary. Does not block."""
         if self._plan is None:
-            self.frozen.prepare(is_alone=self._world is None)
+            self.frozen.prepare(is_alone=self._world.is_alone)
         if self._reserved is None:
-            size = bytes_of_one if self._world is None else bytes_of_share(self._replicated(), self._world.crew)
+            size = bytes_of_share(self._replicated(), self._world.crew)
             self._reserve(estimate_image_bytes(self._source, self.frozen.names, size))
 
     def sizes(self) -> Sizes | None:
@@ -147,35 +137,29 @@ class Recorder:
         return len(self._client.slots()) >= self._slots_needed() and not self.frozen.is_awaited()
 
     def _slots_needed(self) -> int:
-        return slots_needed(self._config, self.meta.world_size, is_redundant=self.group[1] > 0)
+        return slots_needed(self._config, self._world.size, is_redundant=self.group[1] > 0)
 
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
-        self.last_step = self._seen_step = step
+        self.last_step = self.seen_step = step
         if self.frozen.names:
             self._plan = None  # it refers to a set that is chosen anew
         self.frozen.reset()
         self.names.begin_run()
-        self._whole, self.has_lost_last, self._first_sequence = {}, False, 0
-        self.is_promised = True
-        self._log.statistics.last_whole_step = None  # from here on
+        self.outcomes.reset()
+        self.waits_for_memory = True
         self._log.begin(step)
-
-    @property
-    def seen_step(self) -> int | None:
-        """The step of the last boundary, or of the snapshot that training went on from."""
-        return self._seen_step
 
     def go_back(self, step: int) -> None:
         """The state of ``step``, the newest that was captured, was loaded in place: training stands there again."""
-        self._seen_step = step
+        self.seen_step = step
         self.frozen.reloaded()
 
     # ---------------------------------------------------------------- at a boundary
 
     def is_due(self, step: int, *, force: bool) -> bool:
         """Whether the boundary after ``step`` is to be captured."""
-        self._seen_step = step
+        self.seen_step = step
         self._reach(step)
         if step == self.last_step or step % (self._config.averaging_period or 1):
             return False  # between two averagings ranks have no step in common
@@ -201,7 +185,7 @@ class Recorder:
         try:
             return self._begin(step, force=force)
         finally:
-            self.is_promised = False  # a capture that waited in vain is the last one that waits
+            self.waits_for_memory = False  # a capture that waited in vain is the last one that waits
 
     def _collected(self) -> dict[str, Any]:
         started = time.perf_counter()
@@ -217,28 +201,28 @@ class Recorder:
         return state
 
     def _begin(self, step: int, *, force: bool) -> bool:
-        if self._captures.is_stuck():
+        if self.captures.is_stuck():
             return self.skip("an earlier copy hangs")
         if self.is_unprotected():
             return self._store(step, force=force)
-        if self.is_promised:
+        if self.waits_for_memory:
             self.register_slots()  # before slots that an earlier start left are made ready
             self._client.start()
         elif self._plan is not None and not self._client.slots():
             self._client.start()
             return self.skip("no slots yet")
         holds = self.frozen.look()
-        if holds and self._plan is not None and not self.is_promised and not self.frozen.is_whole():
+        if holds and self._plan is not None and not self.waits_for_memory and not self.frozen.is_whole():
             return self._skip_frozen()
         everything = self._walker.walk(self._collected())
-        walked = self._mine(everything)
+        walked = self._own_part(everything)
         plan = self._planned(walked, everything, holds=holds)
         self.encoded_once = True
         is_whole = self.frozen.is_whole()
         meta = self.meta.write(step, plan, walked, self.frozen.reference())
         # From here on: before, with several ranks, the plan may have waited for another one.
-        self._waits_until = time.monotonic() + (self._config.gate_timeout_s if self.is_promised else 0.0)
-        slots = self._usable(plan, len(meta))
+        self._waits_until = time.monotonic() + (self._config.gate_timeout_s if self.waits_for_memory else 0.0)
+        slots = self._slots_for(plan, len(meta))
         if not is_whole and self._waits_for(lambda: not self.frozen.is_awaited()):
             is_whole = self.frozen.is_whole()
             meta = self.meta.write(step, plan, walked, self.frozen.reference())
@@ -251,7 +235,7 @@ class Recorder:
             return self._skip_frozen()
         if not slots:
             return self.skip("no slots yet")
-        slot = self._free(slots, lambda: self._fitting(plan, len(meta)))
+        slot = self._await_slot(slots, lambda: self._fitting(plan, len(meta)))
         if slot is None:
             return self.skip("all slots are in use")
         self._start(CaptureJob(plan, slot, step, walked.tensors), meta)
@@ -269,7 +253,7 @@ class Recorder:
         if self.frozen.refusal or self._reserved is None:
             return True
         fitting = [slot for slot in self._client.slots() if capacity_fits(slot.image_capacity, self._reserved[1])]
-        return len(fitting) < least_slots(self._config, self.meta.world_size)
+        return len(fitting) < least_slots(self._config, self._world.size)
 
     def _ask_again(self) -> None:
         """Start a keeper where there is none, and ask it for memory once more. Does not block."""
@@ -284,41 +268,36 @@ class Recorder:
         is_wanted = force or self.stores_next or bool(self.names.wanted)
         is_due = bool(self._config.levels) and (is_wanted or self._direct.is_due(step))
         # With several ranks the walk may end in a collective: all of them take it at the same steps.
-        if not is_due and self.encoded_once and self._world is None:
+        if not is_due and self.encoded_once and self._world.is_alone:
             return self.skip("no memory")
         everything = self._walker.walk(self._collected())
-        walked = self._mine(everything)
+        walked = self._own_part(everything)
         plan = self._direct_plan
         if plan is None or plan.mismatch(walked, optimizer_signature(self._source)) is not None:
             check_walk(everything)
             self.meta.parameters = names_of_parameters(self._source, everything, self._log)
-            plan = self._direct_plan = self._made(walked, None)
+            plan = self._direct_plan = self._make_plan(walked, None)
         self.encoded_once = True
         if not is_due:
             return self.skip("no memory")
         if self._direct.is_resting() and not force:
             return self.skip("storage failed just now")
         meta = self.meta.write(step, plan, walked, None)
-        self._sequence = self._next_sequence()
         self.last_step, self.stores_next = step, False
-        job = self._direct.write(plan, walked.tensors, meta, (step, self._sequence))
+        job = self._direct.write(plan, walked.tensors, meta, (step, self.outcomes.next_sequence()))
         self._log.statistics.direct.add(job.copy_s)
         self._log.statistics.shard_bytes = plan.layout.size_bytes
-        self.has_lost_last = False
-        if job.phase is CapturePhase.WHOLE:
-            self._remember(job)
-            self._log.statistics.last_whole_step = step
-            self.names.give_wanted(step)
-            return True
-        self._log.statistics.failed += 1
-        self._lost(job.sequence)
-        self._log.note_once("dropped", "the snapshot of step %d is dropped: %s", step, job.reason)
-        return False
+        self.outcomes.began(job)
+        self.outcomes.ended(job)
+        if job.phase is not CapturePhase.WHOLE:
+            return False
+        self.names.give_wanted(step)
+        return True
 
-    def _mine(self, walked: Walk) -> Walk:
+    def _own_part(self, walked: Walk) -> Walk:
         """What this rank captures of the state; worked out anew when its structure changed."""
-        if self._world is None:
-            return self._plain(walked)
+        if self._world.is_alone:
+            return self._local(walked)
         if self._partition is None or not self._partition.holds_for(walked):
             check_walk(walked)
             replicated = replicated_keys(self._replicated(), self._source.optimizers())
@@ -331,15 +310,15 @@ class Recorder:
         # Between two averagings of local SGD no rank's parameters are those of another, in whatever wrapper.
         return [] if self._config.averaging_period is not None else list(self._source.replicated_parameters())
 
-    def _plain(self, walked: Walk) -> Walk:
+    def _local(self, walked: Walk) -> Walk:
         """One rank alone holds all of every DTensor (a mesh of one)."""
-        if walked.names is not self._asked[0]:
-            self._asked = walked.names, any(isinstance(tensor, DTensor) for tensor in walked.tensors)
-        return replace(walked, tensors=list(map(local_of, walked.tensors))) if self._asked[1] else walked
+        if walked.names is not self._has_dtensors[0]:
+            self._has_dtensors = walked.names, any(isinstance(tensor, DTensor) for tensor in walked.tensors)
+        return replace(walked, tensors=list(map(local_of, walked.tensors))) if self._has_dtensors[1] else walked
 
     def _start(self, job: CaptureJob, meta: bytes) -> None:
         slot, step, size = job.slot, job.step, job.plan.layout.size_bytes
-        self._sequence = job.sequence = self._next_sequence()
+        job.sequence = self.outcomes.next_sequence()
         faults.point("engine.begin")
         slot.begin(step, sequence=job.sequence, image_bytes=size, meta=meta, pin=slot.is_granted(step))
         if slot.word(Word.PIN) and not slot.is_granted(step):
@@ -347,13 +326,13 @@ class Recorder:
         # While storage waits for a step ahead its keeper looks at the words by itself: a message costs 0.3 ms.
         if self._config.levels and slot.word(Word.GRANT) <= step + 1:
             self._client.tell(Look())
-        self._captures.begin(job)
+        self.captures.begin(job)
         self._log.protection.regained()
         self._direct.retire()
         faults.point("engine.begun")
-        self._first_sequence = self._first_sequence or job.sequence
+        self.outcomes.began(job)
         self._begun = _Begun(step, slot, job.sequence, job.versions)
-        self.last_step, self.has_lost_last = step, False
+        self.last_step = step
         self._log.statistics.began += 1
         if self._skipped is not None and self._skipped[0] == step:  # tried again, with success
             self._log.statistics.skipped -= Counter([self._skipped[1]])
@@ -367,17 +346,14 @@ class Recorder:
             self._client.tell(Wish(step))
         self.names.give_wanted(step)
 
-    def _next_sequence(self) -> int:
-        return max(self._sequence, self._client.newest_sequence()) + 1
-
     def replan(self) -> None:
         """Forget what this rank captures."""
         self._partition = self._plan = self._direct_plan = None
 
     def skip(self, reason: str) -> bool:
         """Count a boundary that began no capture; once, however often it is tried."""
-        if self._skipped is None or self._skipped[0] != self._seen_step:
-            self._skipped = self._seen_step, reason
+        if self._skipped is None or self._skipped[0] != self.seen_step:
+            self._skipped = self.seen_step, reason
             self._log.statistics.skipped[reason] += 1
         return False
 
@@ -397,10 +373,10 @@ class Recorder:
         chosen = self.frozen.choose(zip(everything.names, everything.tensors, strict=True))
         captured, parts = list(zip(walked.names, walked.tensors, strict=True)), self._partition
         aliases, facts = ({}, {}) if parts is None else (parts.aliases, parts.facts)
-        plan = self._plan = self._made(walked, self.frozen.settle(chosen, captured, aliases, facts))
+        plan = self._plan = self._make_plan(walked, self.frozen.settle(chosen, captured, aliases, facts))
         return plan
 
-    def _made(self, walked: Walk, frozen: FrozenSet | None) -> CapturePlan:
+    def _make_plan(self, walked: Walk, frozen: FrozenSet | None) -> CapturePlan:
         if self._partition is None:
             return make_plan(walked, self._source, frozen)
         plan = make_plan(walked, self._source, frozen, self._lazy, self._partition.aliases)
@@ -413,7 +389,7 @@ class Recorder:
                     plan.logical[name]["nodes"] = self._partition.nodes[name]
         return replace(plan, replicas=self._partition.replicas)
 
-    def _usable(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
+    def _slots_for(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
         """Slots that the capture fits; asks for others where it does not."""
         if meta_bytes > self._meta_capacity:
             self._meta_capacity = 2 * meta_bytes
@@ -460,11 +436,11 @@ class Recorder:
             self._client.return_slot(mapped[index])
 
     def _kept(self) -> int:
-        return kept_whole(self._config, self.meta.world_size)
+        return kept_whole(self._config, self._world.size)
 
     def _idle(self, slots: Sequence[Slot]) -> list[bool]:
         # A device that still writes its last capture would write into the next one's bytes and watermark.
-        return [not self._captures.is_writing(slot) for slot in slots]
+        return [not self.captures.is_writing(slot) for slot in slots]
 
     def _reserve(self, image_bytes: int) -> None:
         wanted = (self._meta_capacity, image_bytes)
@@ -475,7 +451,7 @@ class Recorder:
 
     def _request(self, meta_capacity: int, image_bytes: int) -> None:
         needed = self._slots_needed()
-        least = least_slots(self._config, self.meta.world_size) if self._world is None else needed
+        least = least_slots(self._config, self._world.size) if self._world.is_alone else needed
         self._client.reserve(meta_capacity, image_bytes, needed, least)
 
     def _do_without_parity(self, text: str) -> bool:
@@ -491,10 +467,10 @@ class Recorder:
         """Slots are registered with CUDA before they count as ready, if the state is on such a device."""
         self._client.make_ready(registrar(self._source.expected().values()))
 
-    def _free(self, slots: list[Slot], look_again: Callable[[], list[Slot]]) -> Slot | None:
+    def _await_slot(self, slots: list[Slot], look_again: Callable[[], list[Slot]]) -> Slot | None:
         """A slot for the next capture. Of as many as ``slots_needed`` tells one is free; else storage may hold it."""
         # With several ranks no capture is left out on one of them alone: then no common one might be left.
-        waits = self._config.on_busy == "wait" or self._world is not None or self.is_promised
+        waits = self._config.on_busy == "wait" or not self._world.is_alone or self.waits_for_memory
         timeout_s = self._config.gate_timeout_s if waits and self._waits_for_storage else 0.0
         started, made, has_waited = time.monotonic(), len(slots), False
         while (slot := self._choose(slots)) is None and time.monotonic() - started < timeout_s:
@@ -522,71 +498,14 @@ class Recorder:
         # Held in this moment: the next look sees that.
         return slots[index] if index is not None and slots[index].take() else None
 
-    # ---------------------------------------------------------------- what became of it
-
     def account(self, job: CaptureJob) -> None:
-        """A capture is over: count it."""
-        statistics = self._log.statistics
+        """A capture into memory is over: count it."""
         if job.phase is CapturePhase.WHOLE:
+            statistics = self._log.statistics
             statistics.whole += 1
-            self._remember(job)
-            statistics.last_whole_step = job.step  # whoever reads it asks whether its keeper lives
             statistics.bytes_captured += job.plan.layout.size_bytes
             statistics.copy.add(job.copy_s)
-            return
-        if job.phase is CapturePhase.TORN:
-            statistics.torn += 1
-        else:
-            statistics.failed += 1
-        self._lost(job.sequence)
-        self._log.note_once("dropped", "the snapshot of step %d is dropped: %s", job.step, job.reason)
-
-    def _remember(self, job: CaptureJob) -> None:
-        self._whole[job.sequence] = job.step
-        while len(self._whole) > _REMEMBERED:
-            del self._whole[next(iter(self._whole))]
-
-    def _lost(self, sequence: int) -> None:
-        """A capture that was whole turned out to be worth nothing."""
-        self._whole.pop(sequence, None)
-        self.has_lost_last |= sequence == self._sequence
-        self._log.statistics.last_whole_step = self.last_held_step()
-
-    def newest_whole(self) -> int | None:
-        """The step of the newest capture that became whole and is not void since. Its keeper may just have died."""
-        while self._whole:
-            sequence = max(self._whole)
-            if self._state_of(sequence) is not CaptureState.LOST:
-                return self._whole[sequence]
-            self._lost(sequence)
-        return None
-
-    def _state_of(self, sequence: int) -> CaptureState:
-        """What became of a capture. One that this process wrote to storage itself is held there."""
-        return CaptureState.HELD if self._direct.has(sequence) else self._client.state_of(sequence)
-
-    def is_past_resumed(self) -> bool:
-        """Whether memory holds captures since the last resume alone: by the argument in docs/architecture.md (*How many
-        slots*) one of them is whole on all ranks then.
-        """
-        return 0 < self._first_sequence <= min(self._client.whole(), default=0)
-
-    def last_held_step(self) -> int | None:
-        """The step of the newest capture that is whole in the memory of a live keeper."""
-        held = (n for n in sorted(self._whole, reverse=True) if self._state_of(n) is CaptureState.HELD)
-        return self._whole.get(next(held, 0))
-
-    def state_of(self, step: int) -> CaptureState:
-        """What became of the last capture of ``step``."""
-        begun = self._begun
-        sequence = max((number for number, whole in self._whole.items() if whole == step), default=0)
-        if begun is not None and begun.step == step:
-            sequence = max(sequence, begun.sequence)
-        if sequence:
-            return self._state_of(sequence)
-        statuses = [slot.status() for slot in self._client.slots()]  # what was resumed
-        is_there = any(status.step == step and status.phase is SlotPhase.WHOLE for status in statuses)
-        return CaptureState.HELD if is_there else CaptureState.LOST
+        self.outcomes.ended(job)
 
     # ---------------------------------------------------------------- names
 
@@ -594,16 +513,16 @@ class Recorder:
         """Name the capture of the last boundary, or else that of the next; its step (of the next: the least)."""
         self._await_named(name)
         begun = self._begun
-        if begun is not None and begun.step == self._seen_step and self._is_there(begun):
+        if begun is not None and begun.step == self.seen_step and self._is_there(begun):
             # Before the keeper hears of it: from now on the slot is not used for another capture.
             begun.slot.pin(begun.step, until_stored=True)
             self.names.give(begun.step, [name])
             return begun.step
-        if self._seen_step is not None and self._direct.has_step(self._seen_step):
-            self.names.give(self._seen_step, [name])
-            return self._seen_step
+        if self.seen_step is not None and self._direct.has_step(self.seen_step):
+            self.names.give(self.seen_step, [name])
+            return self.seen_step
         self.names.wanted.append(name)
-        return (self._seen_step or 0) + 1
+        return (self.seen_step or 0) + 1
 
     def _await_named(self, name: str) -> None:
         """Wait until storage has taken what must be stored of other steps: memory has one slot to spare for that.
@@ -627,19 +546,19 @@ class Recorder:
     def _waiting_for_storage(self) -> list[int]:
         """Steps before this one that memory keeps until they are stored."""
         kept = {slot.kept_step for slot in self._client.slots()}
-        return sorted(step for step in kept if step not in (None, self._seen_step))
+        return sorted(step for step in kept if step not in (None, self.seen_step))
 
     def restated(self, parts: Collection[str]) -> dict[str, Any] | None:
         """See ``SnapshotEngine.restated``."""
         begun, plan, partition = self._begun, self._plan, self._partition
-        if begun is None or plan is None or begun.step != self._seen_step or not self._is_there(begun):
+        if begun is None or plan is None or begun.step != self.seen_step or not self._is_there(begun):
             return None
         if begun.slot.status().phase is not SlotPhase.WHOLE:
             return None
         everything = self._walker.walk(self._collected())
         if partition is not None and not partition.holds_for(everything):
             return None
-        walked = self._plain(everything) if partition is None else partition.apply(everything)
+        walked = self._local(everything) if partition is None else partition.apply(everything)
         if plan.mismatch(walked, optimizer_signature(self._source)) is not None or not self.frozen.is_as_it_was():
             return None
         chosen = [index for index, path in enumerate(walked.paths) if path[0] in parts]
@@ -653,12 +572,12 @@ class Recorder:
         status = begun.slot.status()
         return status.sequence == begun.sequence and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
 
-    def tell_new_keeper(self) -> None:
+    def resend_to_new_keeper(self) -> None:
         """After a keeper's death: the next one does not know what was asked of the last."""
         lost = self._log.statistics.keepers_lost
         if lost != self._keepers_lost and self._client.slots():
             self._keepers_lost = lost
-            self.names.say_again()
+            self.names.resend()
 
     # ---------------------------------------------------------------- ending
 

@@ -40,7 +40,7 @@ class Rollback:
     """Duration of the call."""
 
 
-class Past:
+class Lineage:
     """The snapshots that led to the present state: by run, oldest run first, up to which step."""
 
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ class Past:
         return plan.run_id == present or plan.step <= self._steps.get(plan.run_id, -1)
 
 
-class WayBack:
+class Rollbacks:
     """Finds and loads snapshots for the rollbacks of one engine. Training thread."""
 
-    def __init__(self, told: Restart, recorder: Recorder) -> None:
-        self._told = told
+    def __init__(self, restart: Restart, recorder: Recorder) -> None:
+        self._restart = restart
         self._recorder = recorder
-        self.past = Past()
+        self.lineage = Lineage()
 
     @property
     def from_step(self) -> int:
@@ -84,25 +84,25 @@ class WayBack:
         limit, present = self.from_step - steps, self._recorder.meta.run_id
 
         def is_wanted(plan: RestartPlan) -> bool:
-            return plan.step <= limit and self.past.has(plan, present)
+            return plan.step <= limit and self.lineage.has(plan, present)
 
         def flaw(snapshot: Snapshot) -> str:
-            name = first_spoilt(self._told.source, snapshot.state)
+            name = first_not_finite(self._restart.source, snapshot.state)
             return f"{name} holds NaN or infinity" if name else ""
 
-        levels = self._told.config.levels
+        levels = self._restart.config.levels
         # Storage only where memory has none: listing it takes longer than the rest.
         for has_storage in (False, True) if levels else (False,):
-            told = dataclasses.replace(self._told, has_storage=has_storage, lends=True)
-            snapshot = fetch_back(told, is_wanted, flaw)
+            restart = dataclasses.replace(self._restart, has_storage=has_storage, lends=True)
+            snapshot = fetch_back(restart, is_wanted, flaw)
             if snapshot is not None:
                 return snapshot
         where = " or ".join(["in memory", *(f"at {shown(level.url)}" for level in levels)])
         raise SnapshotNotFound(
             f"rollback: this training has no usable snapshot that is {steps} steps older than step {self.from_step}, "
-            f"which is in progress, {where} (every_n_steps is {self._told.config.every_n_steps}). There is none right "
-            "after a fresh start, or if memory was lost before storage had one. Nothing was changed; a restart with "
-            '"latest" takes what storage has'
+            f"which is in progress, {where} (every_n_steps is {self._restart.config.every_n_steps}). There is none "
+            "right after a fresh start, or if memory was lost before storage had one. Nothing was changed; a restart "
+            'with "latest" takes what storage has'
         )
 
     def branch(self, snapshot: Snapshot) -> str | None:
@@ -111,7 +111,7 @@ class WayBack:
         """
         meta, last = self._recorder.meta, self._recorder.last_step
         is_newest = snapshot.run_id == meta.run_id and (last is None or last <= snapshot.step)
-        told = self._told.world.exchange("rolling back", [is_newest, new_id()])
+        told = self._restart.world.exchange("rolling back", [is_newest, new_id()])
         if all(newest for newest, _ in told):
             return None
         _, run_id = told[0]
@@ -119,7 +119,7 @@ class WayBack:
 
     def load(self, snapshot: Snapshot, data: Data) -> None:
         """Put the state back in place, and clear the gradients. Raises: what the state's objects raise."""
-        source = self._told.source
+        source = self._restart.source
         if data == "repeat":
             source.load(snapshot.state)
         else:
@@ -143,7 +143,7 @@ def line_of(done: Rollback, data: Data, reason: str) -> str:
     )
 
 
-def first_spoilt(source: StateSource, state: dict[str, Any]) -> str:
+def first_not_finite(source: StateSource, state: dict[str, Any]) -> str:
     """The name of a trained weight with a NaN or an infinity, or of optimizer state with a NaN; empty: there is none.
 
     A finite loss can still give gradients that are not: then the snapshot after that step is bad, too.
@@ -155,12 +155,12 @@ def first_spoilt(source: StateSource, state: dict[str, Any]) -> str:
     walked = walk(state)
     for name, tensor in zip(walked.names, walked.tensors, strict=True):
         is_weight = name in weights
-        if (is_weight or name.startswith(paths)) and _is_spoilt(local_of(tensor), counts_infinity=is_weight):
+        if (is_weight or name.startswith(paths)) and _is_not_finite(local_of(tensor), counts_infinity=is_weight):
             return name
     return ""
 
 
-def _is_spoilt(tensor: torch.Tensor, *, counts_infinity: bool) -> bool:
+def _is_not_finite(tensor: torch.Tensor, *, counts_infinity: bool) -> bool:
     if not tensor.is_floating_point() or tensor.itemsize == 1:
         return False
     # A sum takes no memory; only where it is odd is each element looked at.

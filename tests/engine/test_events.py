@@ -71,3 +71,12 @@ def test_a_step_is_not_protected_any_more_once_the_keeper_with_its_parity_is_gon
 
     log.drain([KeeperLost()])
     assert log.statistics.last_protected_step is None
+
+
+def test_a_level_that_fails_after_training_does_not_say_that_training_goes_on(caplog):
+    log = log_of()
+    log.is_training = False
+
+    log.drain([LevelFailed("/disk", 3, "full")])
+
+    assert [record.getMessage() for record in caplog.records] == ["step 3 is not persisted: full"]

@@ -8,8 +8,7 @@ from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.engine import report
-from lazysnap.engine.opening import Sizes, opening_line
-from lazysnap.engine.probe import check_levels
+from lazysnap.engine.level_checks import require_levels
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import LevelUnavailable
 from lazysnap.levels import open_store
@@ -30,9 +29,15 @@ def test_directories_without_a_manifest_are_told():
 
 
 def test_memory_that_is_not_held_is_not_told_as_held():
-    sizes = Sizes(state_bytes=100, frozen_bytes=0, slots=3, slot_bytes=200, available_bytes=50)
-    assert "100 bytes, 3 slots = " in opening_line(SnapshotConfig(), sizes, 1)
-    assert "no memory: it would take 3 slots = " in opening_line(SnapshotConfig(), sizes, 1, is_protected=False)
+    sizes = report.Sizes(state_bytes=100, frozen_bytes=0, slots=3, slot_bytes=200, available_bytes=50)
+    assert "100 bytes, 3 slots = " in report.opening(SnapshotConfig(), sizes, 1)
+    assert "no memory: it would take 3 slots = " in report.opening(SnapshotConfig(), sizes, 1, is_protected=False)
+
+
+def test_that_there_is_no_storage_level_is_told_beside_parity_too():
+    sizes = report.Sizes(100, 0, slots=3, slot_bytes=200, available_bytes=5000, group=(4, 1))
+    line = report.opening(SnapshotConfig(), sizes, 4)
+    assert line.endswith("any one of 4 nodes may be lost, no storage level: nothing outlives these machines")
 
 
 def test_steps_that_training_wrote_itself_were_due_too():
@@ -60,6 +65,15 @@ def test_a_training_that_was_over_when_it_was_resumed_says_that_no_step_was_trai
     third.run(3, 3)
     assert third.engine.close()
     assert "no step was trained" not in caplog.text
+
+
+def test_the_first_step_of_a_loop_that_begins_again_is_known_to_be_durable(job, tmp_path, caplog):
+    again = job.start(tmp_path)
+    again.run(1, 3)
+    again.run(1, 1)
+    assert again.engine.close()
+    assert again.engine.statistics().last_durable_step == {str(tmp_path): 1}
+    assert "NOT DURABLE" not in caplog.text
 
 
 def test_a_start_that_trains_nothing_leaves_the_only_copy_of_a_training_where_it_is(job, tmp_path, caplog):
@@ -95,7 +109,7 @@ def test_memory_alone_outlasts_a_start_that_trains_nothing(job):
 def test_a_level_that_is_required_and_fails_does_not_say_that_training_goes_on(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(LevelUnavailable, match="Not a directory") as caught:
-        check_levels([PersistentLevel(tmp_path / "file" / "run")])
+        require_levels([PersistentLevel(tmp_path / "file" / "run")])
     assert "training goes on" not in str(caught.value)
 
 
