@@ -104,7 +104,8 @@ class SnapshotEngine:
         """By level: start and step of the complete snapshots that training goes on from."""
         self._restart = Restart(config, self._source, self._client, identity, world, self._meeting)
         self._rollbacks = Rollbacks(self._restart, self._recorder)
-        self._has_opened = False
+        self._is_past_first = False
+        """Whether the first boundary is over."""
         self._has_probed = False
         self._is_begun = False
         """Whether it is settled which run this is, so that captures may begin."""
@@ -194,7 +195,7 @@ class SnapshotEngine:
             logger.info("the training runs: reading its newest snapshot on storage")
             found = self.fetch_stored(which)
         if found is None:
-            where = " or ".join(["in memory", *(f"at {shown(level.url)}" for level in self.config.levels)])
+            where = report.places(level.url for level in self.config.levels)
             raise SnapshotNotFound(
                 f"{which!r}: there is no whole snapshot {where}; train first, or give the path of a checkpoint"
             )
@@ -257,21 +258,7 @@ class SnapshotEngine:
         self._has_told_start = False
         self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
         if snapshot.new_run is not None and self._world.rank == 0:
-            new, left = snapshot.new_run, snapshot.new_run.left
-            logger.warning(
-                "a new run %s begins at step %d of run %s, which was chosen. The newest snapshot is step %d of run %s: "
-                "it stays where it is stored (in memory it is overwritten in the next steps), and "
-                '"latest" means it until run %s has a complete snapshot. To go back to it, '
-                'restore("run:%s") or ckpt_path="run:%s"',
-                new.name,
-                snapshot.step,
-                snapshot.run,
-                left.step,
-                new.left_name,
-                new.name,
-                new.left_name,
-                new.left_name,
-            )
+            logger.warning("%s", report.new_run(snapshot, snapshot.new_run))
 
     def _go_on(self, snapshot: Snapshot, run_id: str) -> None:
         """Captures from here on are of that run, which goes on from ``snapshot``."""
@@ -447,8 +434,8 @@ class SnapshotEngine:
             if not self._is_begun:
                 self._begin_run(is_fresh=True)
             began = self._capture(step, started, force=force)
-            if not self._has_opened:
-                self._has_opened = True
+            if not self._is_past_first:
+                self._is_past_first = True
                 try:
                     self._say_sizes()
                 except (OSError, ValueError) as error:  # the machine does not tell, and training needs no answer
@@ -466,7 +453,7 @@ class SnapshotEngine:
         """
         self._check_open("replan")
         with self._lock:
-            self._recorder.replan()
+            self._recorder.planner.forget()
 
     def last_boundary(self, step: int) -> bool:
         """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Between two

@@ -8,14 +8,12 @@ from typing import Any
 
 import msgspec
 
-from lazysnap.capture.plan import CapturePlan, storage_of
+from lazysnap.capture.plan import CapturePlan
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.events import EventLog
 from lazysnap.ranks.checks import check_alike, common_settings
 from lazysnap.ranks.world import World
 from lazysnap.shard.manifest import FrozenReference
 from lazysnap.shard.names import id_after, new_id
-from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
 _PACKAGES = ("lazysnap", "torch", "lightning", "pytorch-lightning")
@@ -82,28 +80,3 @@ class MetaWriter:
         text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         # The walk wrote the state as text already.
         return f'{text[:-1]},"state":{walked.text}}}'.encode("utf-8", "surrogatepass")
-
-
-def names_of_parameters(source: StateSource, everything: Walk, log: EventLog) -> dict[str, list[str]] | None:
-    """By path of an optimizer, in its order; those of which one has no name are left out.
-
-    Warns of parameters whose values are in no part of the state.
-    """
-    names, optimizers = source.parameter_names(), source.optimizer_parameters()
-    found = {path: [names.get(id(one), "") for one in parameters] for path, parameters in optimizers.items()}
-    known = {path: listed for path, listed in found.items() if all(listed)} or None
-    if all(all(listed) for listed in found.values()):
-        return known
-    held = {storage_of(tensor) for tensor in everything.tensors}
-    for path, listed in found.items():
-        pairs = zip(listed, optimizers[path], strict=True)
-        lost = sum(not name and one.numel() > 0 and storage_of(one) not in held for name, one in pairs)
-        if lost:
-            log.note_once(
-                f"lost {path}",
-                "%d parameters of %s are in no part of the state: a restart has their optimizer state, not their "
-                "values; give the engine the module that they belong to",
-                lost,
-                path,
-            )
-    return known

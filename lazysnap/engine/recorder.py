@@ -9,13 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
-
 from lazysnap import faults
-from lazysnap.capture.frozen import FrozenSet
 from lazysnap.capture.job import CaptureJob, CapturePhase
-from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature
+from lazysnap.capture.plan import CapturePlan
 from lazysnap.capture.registration import registrar
 from lazysnap.capture.unchanged import is_unchanged
 from lazysnap.config import SnapshotConfig
@@ -24,24 +20,21 @@ from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
-from lazysnap.engine.meta import MetaWriter, names_of_parameters
+from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
 from lazysnap.engine.outcomes import Outcomes
+from lazysnap.engine.planner import Planner
 from lazysnap.engine.report import Sizes
 from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.protocol import Look, Wish
 from lazysnap.memory.arena import Slot, SlotPhase, Word, capacity_fits
 from lazysnap.memory.slot_pool import fits, free_bytes
-from lazysnap.ranks.partition import Partition, replicated_keys
 from lazysnap.ranks.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
 from lazysnap.ranks.world import World
-from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
-from lazysnap.state.walk import StateWalker, Walk
 
 logger = logging.getLogger("lazysnap.engine")
 
-_SLOW_S = 0.1
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
 
@@ -78,14 +71,7 @@ class Recorder:
         self.names = Names(client)
         self.outcomes = Outcomes(direct, log)
         self.frozen = FrozenTensors(source, client, log, self.meta, self.outcomes.lost)
-        self._walker = StateWalker()
-        self._partition: Partition | None = None
-        self._lazy: set[Key] = set()
-        self._has_dtensors: tuple[list[str], bool] = ([], False)
-        """Whether there are DTensors among the tensors of these names."""
-        self._plan: CapturePlan | None = None
-        self._direct_plan: CapturePlan | None = None
-        """For snapshots that are written to storage at once: frozen tensors are part of each of them."""
+        self.planner = Planner(config, source, world, self.frozen, log)
         self._direct = direct
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
@@ -115,15 +101,15 @@ class Recorder:
 
     def prepare(self) -> None:
         """Ask for memory before the first boundary. Does not block."""
-        if self._plan is None:
+        if self.planner.plan is None:
             self.frozen.prepare(is_alone=self._world.is_alone)
         if self._reserved is None:
-            size = bytes_of_share(self._replicated(), self._world.crew)
+            size = bytes_of_share(self.planner.replicated(), self._world.crew)
             self._reserve(estimate_image_bytes(self._source, self.frozen.names, size))
 
     def sizes(self) -> Sizes | None:
         """What the state and its memory take; ``None`` before the first plan."""
-        plan = self._plan or self._direct_plan
+        plan = self.planner.plan or self.planner.storage_plan
         if plan is None:
             return None
         slot_bytes = Slot.bytes_for(*(self._reserved or (self._meta_capacity, plan.layout.size_bytes)))
@@ -143,7 +129,7 @@ class Recorder:
         """The state of ``step`` is being loaded."""
         self.last_step = self.seen_step = step
         if self.frozen.names:
-            self._plan = None  # it refers to a set that is chosen anew
+            self.planner.plan = None  # it refers to a set that is chosen anew
         self.frozen.reset()
         self.names.begin_run()
         self.outcomes.reset()
@@ -187,19 +173,6 @@ class Recorder:
         finally:
             self.waits_for_memory = False  # a capture that waited in vain is the last one that waits
 
-    def _collected(self) -> dict[str, Any]:
-        started = time.perf_counter()
-        state = self._source.collect()
-        seconds = time.perf_counter() - started
-        if seconds > _SLOW_S:
-            self._log.note_once(
-                "collecting",
-                "collecting the training state took %.0f ms, at every snapshot; look for slow state_dict hooks (in "
-                "Lightning also on_save_checkpoint), or raise every_n_steps",
-                seconds * 1e3,
-            )
-        return state
-
     def _begin(self, step: int, *, force: bool) -> bool:
         if self.captures.is_stuck():
             return self.skip("an earlier copy hangs")
@@ -208,16 +181,16 @@ class Recorder:
         if self.waits_for_memory:
             self.register_slots()  # before slots that an earlier start left are made ready
             self._client.start()
-        elif self._plan is not None and not self._client.slots():
+        elif self.planner.plan is not None and not self._client.slots():
             self._client.start()
             return self.skip("no slots yet")
         holds = self.frozen.look()
-        if holds and self._plan is not None and not self.waits_for_memory and not self.frozen.is_whole():
+        if holds and self.planner.plan is not None and not self.waits_for_memory and not self.frozen.is_whole():
             return self._skip_frozen()
-        everything = self._walker.walk(self._collected())
-        walked = self._own_part(everything)
-        plan = self._planned(walked, everything, holds=holds)
-        self.encoded_once = True
+        everything = self.planner.collect()
+        walked = self.planner.own_part(everything)
+        plan = self.planner.for_memory(walked, everything, holds=holds)
+        self.meta.parameters, self.encoded_once = self.planner.parameters, True
         is_whole = self.frozen.is_whole()
         meta = self.meta.write(step, plan, walked, self.frozen.reference())
         # From here on: before, with several ranks, the plan may have waited for another one.
@@ -270,14 +243,10 @@ class Recorder:
         # With several ranks the walk may end in a collective: all of them take it at the same steps.
         if not is_due and self.encoded_once and self._world.is_alone:
             return self.skip("no memory")
-        everything = self._walker.walk(self._collected())
-        walked = self._own_part(everything)
-        plan = self._direct_plan
-        if plan is None or plan.mismatch(walked, optimizer_signature(self._source)) is not None:
-            check_walk(everything)
-            self.meta.parameters = names_of_parameters(self._source, everything, self._log)
-            plan = self._direct_plan = self._make_plan(walked, None)
-        self.encoded_once = True
+        everything = self.planner.collect()
+        walked = self.planner.own_part(everything)
+        plan = self.planner.for_storage(walked, everything)
+        self.meta.parameters, self.encoded_once = self.planner.parameters, True
         if not is_due:
             return self.skip("no memory")
         if self._direct.is_resting() and not force:
@@ -293,28 +262,6 @@ class Recorder:
             return False
         self.names.give_wanted(step)
         return True
-
-    def _own_part(self, walked: Walk) -> Walk:
-        """What this rank captures of the state; worked out anew when its structure changed."""
-        if self._world.is_alone:
-            return self._local(walked)
-        if self._partition is None or not self._partition.holds_for(walked):
-            check_walk(walked)
-            replicated = replicated_keys(self._replicated(), self._source.optimizers())
-            untrained = self.frozen.untrained(zip(walked.names, walked.tensors, strict=True))
-            self._partition = self._world.settle(walked, replicated, untrained)
-            self._lazy = self._partition.lazy_keys(walked, lazy_keys(self._source))
-        return self._partition.apply(walked)
-
-    def _replicated(self) -> list[Parameter]:
-        # Between two averagings of local SGD no rank's parameters are those of another, in whatever wrapper.
-        return [] if self._config.averaging_period is not None else list(self._source.replicated_parameters())
-
-    def _local(self, walked: Walk) -> Walk:
-        """One rank alone holds all of every DTensor (a mesh of one)."""
-        if walked.names is not self._has_dtensors[0]:
-            self._has_dtensors = walked.names, any(isinstance(tensor, DTensor) for tensor in walked.tensors)
-        return replace(walked, tensors=list(map(local_of, walked.tensors))) if self._has_dtensors[1] else walked
 
     def _start(self, job: CaptureJob, meta: bytes) -> None:
         slot, step, size = job.slot, job.step, job.plan.layout.size_bytes
@@ -346,10 +293,6 @@ class Recorder:
             self._client.tell(Wish(step))
         self.names.give_wanted(step)
 
-    def replan(self) -> None:
-        """Forget what this rank captures."""
-        self._partition = self._plan = self._direct_plan = None
-
     def skip(self, reason: str) -> bool:
         """Count a boundary that began no capture; once, however often it is tried."""
         if self._skipped is None or self._skipped[0] != self.seen_step:
@@ -359,35 +302,6 @@ class Recorder:
 
     def _skip_frozen(self) -> bool:
         return self.skip("frozen tensors are being captured")
-
-    def _planned(self, walked: Walk, everything: Walk, *, holds: bool) -> CapturePlan:
-        if self._plan is not None:
-            cause = self._plan.mismatch(walked, optimizer_signature(self._source))
-            if holds and cause is None:
-                return self._plan
-            cause = cause or "frozen tensors changed, or are trained now"
-            self._log.statistics.replans += 1
-            self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
-        check_walk(everything)
-        self.meta.parameters = names_of_parameters(self._source, everything, self._log)
-        chosen = self.frozen.choose(zip(everything.names, everything.tensors, strict=True))
-        captured, parts = list(zip(walked.names, walked.tensors, strict=True)), self._partition
-        aliases, facts = ({}, {}) if parts is None else (parts.aliases, parts.facts)
-        plan = self._plan = self._make_plan(walked, self.frozen.settle(chosen, captured, aliases, facts))
-        return plan
-
-    def _make_plan(self, walked: Walk, frozen: FrozenSet | None) -> CapturePlan:
-        if self._partition is None:
-            return make_plan(walked, self._source, frozen)
-        plan = make_plan(walked, self._source, frozen, self._lazy, self._partition.aliases)
-        for name, facts in self._partition.facts.items():
-            if frozen is None or name not in frozen.names:
-                plan.logical[name] = {**plan.logical.get(name, {}), **facts}
-                if name in self._partition.shared_rows:
-                    plan.logical[name]["shared_rows"] = list(self._partition.shared_rows[name])
-                if name in self._partition.nodes:
-                    plan.logical[name]["nodes"] = self._partition.nodes[name]
-        return replace(plan, replicas=self._partition.replicas)
 
     def _slots_for(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
         """Slots that the capture fits; asks for others where it does not."""
@@ -550,16 +464,14 @@ class Recorder:
 
     def restated(self, parts: Collection[str]) -> dict[str, Any] | None:
         """See ``SnapshotEngine.restated``."""
-        begun, plan, partition = self._begun, self._plan, self._partition
+        begun, plan = self._begun, self.planner.plan
         if begun is None or plan is None or begun.step != self.seen_step or not self._is_there(begun):
             return None
         if begun.slot.status().phase is not SlotPhase.WHOLE:
             return None
-        everything = self._walker.walk(self._collected())
-        if partition is not None and not partition.holds_for(everything):
-            return None
-        walked = self._local(everything) if partition is None else partition.apply(everything)
-        if plan.mismatch(walked, optimizer_signature(self._source)) is not None or not self.frozen.is_as_it_was():
+        everything = self.planner.collect()
+        walked = self.planner.part_as_planned(everything)
+        if walked is None:
             return None
         chosen = [index for index, path in enumerate(walked.paths) if path[0] in parts]
         if not is_unchanged(plan, begun.slot, begun.versions, walked.tensors, chosen):
@@ -585,4 +497,4 @@ class Recorder:
         """Let go of the state and of the slots. Blocks: at most some seconds."""
         self.frozen.close()
         self._direct.close()
-        self._plan = self._direct_plan = None
+        self.planner.forget()

@@ -3,7 +3,7 @@
 import enum
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -13,7 +13,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.engine.statistics import Statistics
 from lazysnap.levels.redaction import shown
 from lazysnap.restore.lost_parts import PARITY
-from lazysnap.restore.snapshot import MEMORY, Absence, Snapshot
+from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
 
 RUN_DIGITS = 8
 """How much of a run's id is shown; commands take the first digits of an id."""
@@ -85,7 +85,7 @@ def fresh(absence: Absence | None, *, how: str = 'engine.restore("latest")', ste
     if absence is None:
         what = f"starting a new run at step {step}" if step else "starting fresh"
         return f"{what}: no restart was asked for; {how} resumes the newest snapshot, if there is one"
-    where = " or ".join(["in memory", *(f"at {shown(url)}" for url in absence.urls)])
+    where = places(absence.urls)
     if absence.unreadable:
         reason = f"no snapshot {where} could be read ({_steps(absence.unreadable)}); the messages above say why"
     elif absence.incomplete:
@@ -103,6 +103,21 @@ def fresh(absence: Absence | None, *, how: str = 'engine.restore("latest")', ste
     else:
         reason = f"there is no snapshot {where}"
     return f"starting fresh: {reason}"
+
+
+def places(urls: Iterable[str]) -> str:
+    """Where snapshots are looked for."""
+    return " or ".join(["in memory", *(f"at {shown(url)}" for url in urls)])
+
+
+def new_run(snapshot: Snapshot, new: NewRun) -> str:
+    """The warning where another snapshot than the newest was chosen."""
+    return (
+        f"a new run {new.name} begins at step {snapshot.step} of run {snapshot.run}, which was chosen. The newest "
+        f"snapshot is step {new.left.step} of run {new.left_name}: it stays where it is stored (in memory it is "
+        f'overwritten in the next steps), and "latest" means it until run {new.name} has a complete snapshot. To go '
+        f'back to it, restore("run:{new.left_name}") or ckpt_path="run:{new.left_name}"'
+    )
 
 
 def from_checkpoint(path: str) -> str:
@@ -171,21 +186,21 @@ def opening(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: b
     per_rank = " per rank" if ranks > 1 else ""
     once = f" and {decimal(sizes.frozen_bytes)} that are not trained, once" if sizes.frozen_bytes else ""
     memory = sizes.slots * sizes.slot_bytes + sizes.frozen_bytes
-    places = [
+    stored = [
         f"snapshots at {shown(level.url)} every {_interval(math.lcm(level.every_n_steps, config.every_n_steps))}"
         for level in config.levels
     ]
     size, parity = sizes.group
     if parity:
-        places.append(
+        stored.append(
             f"any {parity} of {size} nodes may be lost" if parity > 1 else f"any one of {size} nodes may be lost"
         )
     if not config.levels:
-        places.append(f"no storage level: nothing outlives {'these machines' if parity else 'this machine'}")
+        stored.append(f"no storage level: nothing outlives {'these machines' if parity else 'this machine'}")
     lack = "" if is_protected else "no memory: it would take "
     return (
         f"state {decimal(sizes.state_bytes)}{per_rank}{once}, {lack}{sizes.slots} slots = {decimal(memory)} of memory"
-        f"{per_rank} (of {decimal(sizes.available_bytes)} available), " + ", ".join(places)
+        f"{per_rank} (of {decimal(sizes.available_bytes)} available), " + ", ".join(stored)
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from lazysnap.engine.recorder import Recorder
-from lazysnap.engine.report import duration
+from lazysnap.engine.report import duration, places
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels.redaction import shown
 from lazysnap.resolver import RestartPlan
@@ -97,7 +97,7 @@ class Rollbacks:
             snapshot = fetch_back(restart, is_wanted, flaw)
             if snapshot is not None:
                 return snapshot
-        where = " or ".join(["in memory", *(f"at {shown(level.url)}" for level in levels)])
+        where = places(level.url for level in levels)
         raise SnapshotNotFound(
             f"rollback: this training has no usable snapshot that is {steps} steps older than step {self.from_step}, "
             f"which is in progress, {where} (every_n_steps is {self._restart.config.every_n_steps}). There is none "

@@ -1,0 +1,164 @@
+"""What of the state this rank captures at a boundary, and the plan of its capture."""
+
+import time
+from dataclasses import replace
+
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from lazysnap.capture.frozen import FrozenSet
+from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature, storage_of
+from lazysnap.config import SnapshotConfig
+from lazysnap.engine.events import EventLog
+from lazysnap.engine.frozen import FrozenTensors
+from lazysnap.ranks.partition import Partition, replicated_keys
+from lazysnap.ranks.world import World
+from lazysnap.state.sharding import local_of
+from lazysnap.state.source import StateSource
+from lazysnap.state.walk import StateWalker, Walk
+
+_SLOW_S = 0.1
+
+
+class Planner:
+    """Part and plan are worked out anew when the structure of the state changed. Used on the training thread."""
+
+    def __init__(
+        self, config: SnapshotConfig, source: StateSource, world: World, frozen: FrozenTensors, log: EventLog
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._world = world
+        self._frozen = frozen
+        self._log = log
+        self._walker = StateWalker()
+        self._partition: Partition | None = None
+        self._lazy: set[Key] = set()
+        self._has_dtensors: tuple[list[str], bool] = ([], False)
+        """Whether there are DTensors among the tensors of these names."""
+        self.plan: CapturePlan | None = None
+        """For captures into memory."""
+        self.storage_plan: CapturePlan | None = None
+        """For snapshots that are written to storage at once: frozen tensors are part of each of them."""
+        self.parameters: dict[str, list[str]] | None = None
+        """See ``names_of_parameters``."""
+
+    def forget(self) -> None:
+        """What all ranks hold alike has changed, or nothing is captured any more."""
+        self._partition = self.plan = self.storage_plan = None
+
+    def replicated(self) -> list[Parameter]:
+        """Parameters that are equal on all ranks."""
+        # Between two averagings of local SGD no rank's parameters are those of another, in whatever wrapper.
+        return [] if self._config.averaging_period is not None else list(self._source.replicated_parameters())
+
+    # ---------------------------------------------------------------- the state
+
+    def collect(self) -> Walk:
+        """The whole state as it is now. Raises: UnsupportedState."""
+        started = time.perf_counter()
+        state = self._source.collect()
+        seconds = time.perf_counter() - started
+        if seconds > _SLOW_S:
+            self._log.note_once(
+                "collecting",
+                "collecting the training state took %.0f ms, at every snapshot; look for slow state_dict hooks (in "
+                "Lightning also on_save_checkpoint), or raise every_n_steps",
+                seconds * 1e3,
+            )
+        return self._walker.walk(state)
+
+    def own_part(self, everything: Walk) -> Walk:
+        """What this rank captures of the state. With several ranks collective the first time."""
+        if self._world.is_alone:
+            return self._local(everything)
+        if self._partition is None or not self._partition.holds_for(everything):
+            check_walk(everything)
+            replicated = replicated_keys(self.replicated(), self._source.optimizers())
+            untrained = self._frozen.untrained(zip(everything.names, everything.tensors, strict=True))
+            self._partition = self._world.settle(everything, replicated, untrained)
+            self._lazy = self._partition.lazy_keys(everything, lazy_keys(self._source))
+        return self._partition.apply(everything)
+
+    def _local(self, walked: Walk) -> Walk:
+        """One rank alone holds all of every DTensor (a mesh of one)."""
+        if walked.names is not self._has_dtensors[0]:
+            self._has_dtensors = walked.names, any(isinstance(tensor, DTensor) for tensor in walked.tensors)
+        return replace(walked, tensors=list(map(local_of, walked.tensors))) if self._has_dtensors[1] else walked
+
+    def part_as_planned(self, everything: Walk) -> Walk | None:
+        """``own_part``, if it and the frozen tensors are as when ``plan`` was made; else ``None``. Not collective."""
+        if self.plan is None or (self._partition is not None and not self._partition.holds_for(everything)):
+            return None
+        walked = self.own_part(everything)
+        mismatch = self.plan.mismatch(walked, optimizer_signature(self._source))
+        return walked if mismatch is None and self._frozen.is_as_it_was() else None
+
+    # ---------------------------------------------------------------- plans
+
+    def for_memory(self, walked: Walk, everything: Walk, *, holds: bool) -> CapturePlan:
+        """The plan for a capture of ``walked``, this rank's part; ``holds``: frozen tensors are as they were."""
+        if self.plan is not None:
+            cause = self.plan.mismatch(walked, optimizer_signature(self._source))
+            if holds and cause is None:
+                return self.plan
+            cause = cause or "frozen tensors changed, or are trained now"
+            self._log.statistics.replans += 1
+            self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
+        self._check(everything)
+        chosen = self._frozen.choose(zip(everything.names, everything.tensors, strict=True))
+        captured, parts = list(zip(walked.names, walked.tensors, strict=True)), self._partition
+        aliases, facts = ({}, {}) if parts is None else (parts.aliases, parts.facts)
+        self.plan = self._make(walked, self._frozen.settle(chosen, captured, aliases, facts))
+        return self.plan
+
+    def for_storage(self, walked: Walk, everything: Walk) -> CapturePlan:
+        """The plan for a snapshot that is written to storage at once."""
+        plan = self.storage_plan
+        if plan is None or plan.mismatch(walked, optimizer_signature(self._source)) is not None:
+            self._check(everything)
+            plan = self.storage_plan = self._make(walked, None)
+        return plan
+
+    def _check(self, everything: Walk) -> None:
+        check_walk(everything)
+        self.parameters = names_of_parameters(self._source, everything, self._log)
+
+    def _make(self, walked: Walk, frozen: FrozenSet | None) -> CapturePlan:
+        if self._partition is None:
+            return make_plan(walked, self._source, frozen)
+        plan = make_plan(walked, self._source, frozen, self._lazy, self._partition.aliases)
+        for name, facts in self._partition.facts.items():
+            if frozen is None or name not in frozen.names:
+                plan.logical[name] = {**plan.logical.get(name, {}), **facts}
+                if name in self._partition.shared_rows:
+                    plan.logical[name]["shared_rows"] = list(self._partition.shared_rows[name])
+                if name in self._partition.nodes:
+                    plan.logical[name]["nodes"] = self._partition.nodes[name]
+        return replace(plan, replicas=self._partition.replicas)
+
+
+def names_of_parameters(source: StateSource, everything: Walk, log: EventLog) -> dict[str, list[str]] | None:
+    """By path of an optimizer: the names of its parameters, in its order. Its own state knows them by number alone.
+
+    Optimizers of which one parameter has no name are left out. Warns of parameters whose values are in no part of the
+    state.
+    """
+    names, optimizers = source.parameter_names(), source.optimizer_parameters()
+    found = {path: [names.get(id(one), "") for one in parameters] for path, parameters in optimizers.items()}
+    known = {path: listed for path, listed in found.items() if all(listed)} or None
+    if all(all(listed) for listed in found.values()):
+        return known
+    held = {storage_of(tensor) for tensor in everything.tensors}
+    for path, listed in found.items():
+        pairs = zip(listed, optimizers[path], strict=True)
+        lost = sum(not name and one.numel() > 0 and storage_of(one) not in held for name, one in pairs)
+        if lost:
+            log.note_once(
+                f"lost {path}",
+                "%d parameters of %s are in no part of the state: a restart has their optimizer state, not their "
+                "values; give the engine the module that they belong to",
+                lost,
+                path,
+            )
+    return known
