@@ -15,7 +15,7 @@ import torch
 
 from lazysnap import faults
 from lazysnap.capture.job import CaptureJob, CapturePhase
-from lazysnap.capture.plan import Move
+from lazysnap.capture.plan import view_of
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,11 @@ SLICE_BYTES = 1 << 20
 
 def copy_eager(job: CaptureJob) -> None:
     """Copy every CPU tensor that may change at any time, before control returns to training. Blocks."""
-    views = job.plan.views(job.slot)
     chosen = job.plan.eager_on_cpu
     if chosen:
+        views = [job.plan.view(job.slot, index) for index in chosen]
         with torch.no_grad():
-            torch._foreach_copy_([views[index] for index in chosen], [job.sources[index] for index in chosen])
+            torch._foreach_copy_(views, [job.sources[index] for index in chosen])
 
 
 class CpuCopier:
@@ -65,16 +65,18 @@ class CpuCopier:
     def _copy(self, job: CaptureJob) -> None:
         started = time.perf_counter()
         faults.point("capture.copy")
-        views = job.plan.views(job.slot)
-        for move in job.plan.moves(job.slot):
+        # A tensor, so that the slot stays mapped meanwhile; one for each record would be hundreds, and start a collection.
+        image = view_of(job.slot.buffer, job.slot.image_offset, torch.uint8, (1,))
+        for index in job.plan.lazy_on_cpu:
             if job.is_given_up:
                 return
-            source = job.sources[move.index].detach()  # its memory stays while it is read, whatever the owner does
-            if move.is_dense:
-                _move_dense(job, move, source.data_ptr())
+            record = job.plan.records[index]
+            source = job.sources[index].detach()  # its memory stays while it is read, whatever the owner does
+            if record.is_dense:
+                _copy_bytes(job, image.data_ptr() + record.offset, source.data_ptr(), record.nbytes)
             else:
-                views[move.index].copy_(source)
-            job.slot.advance(move.end)
+                job.plan.view(job.slot, index).copy_(source)
+            job.slot.advance(record.offset + record.nbytes)
             faults.point("capture.copied_tensor")
         for event in job.wait_for_devices:
             event.synchronize()
@@ -87,8 +89,8 @@ class CpuCopier:
             job.commit()
 
 
-def _move_dense(job: CaptureJob, move: Move, source: int) -> None:
-    for start in range(0, move.nbytes, SLICE_BYTES):
+def _copy_bytes(job: CaptureJob, target: int, source: int, count: int) -> None:
+    for start in range(0, count, SLICE_BYTES):
         if job.is_given_up:
             return
-        ctypes.memmove(move.target + start, source + start, min(SLICE_BYTES, move.nbytes - start))
+        ctypes.memmove(target + start, source + start, min(SLICE_BYTES, count - start))

@@ -116,29 +116,26 @@ class CudaCopier:
             torch._foreach_copy_([self._staging[i] for i in chosen], [job.sources[i].detach() for i in chosen])
 
     def _send(self, job: CaptureJob, *, watermarks: bool) -> None:
-        views = job.plan.views(job.slot)
-        base = job.slot.image_offset
         sent = 0
-        for start, host, source in self._transfers(job, views, base):
+        for start, host, source in self._transfers(job):
             host.copy_(source, non_blocking=True)
             sent += host.nbytes
             if watermarks and sent >= WATERMARK_BYTES:
                 self._write_word(job.slot, Word.WATERMARK, start)
                 sent = 0
 
-    def _transfers(
-        self, job: CaptureJob, views: list[torch.Tensor], base: int
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def _transfers(self, job: CaptureJob) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Copies in file order, as watermarks demand: end in the image, host view, device source."""
         big = [(job.plan.records[index].offset, index) for index in self._big]
         runs = [(run.start, -1 - number) for number, run in enumerate(self._runs)]
         for _, which in sorted(big + runs):
             if which >= 0:
                 record = job.plan.records[which]
-                yield record.offset + record.nbytes, views[which], job.sources[which].detach().contiguous()
+                host, source = job.plan.view(job.slot, which), job.sources[which].detach().contiguous()
+                yield record.offset + record.nbytes, host, source
             else:
                 run = self._runs[-1 - which]
-                host = view_of(job.slot.buffer, base + run.start, torch.uint8, (run.end - run.start,))
+                host = view_of(job.slot.buffer, job.slot.image_offset + run.start, torch.uint8, (run.end - run.start,))
                 yield run.end, host, self._run_buffers[-1 - which]
 
     def _write_word(self, slot: Slot, word: Word, value: int) -> None:

@@ -66,20 +66,6 @@ class TensorRecord:
 
 
 @dataclass(frozen=True)
-class Move:
-    """One lazy tensor in CPU memory, on its way into a slot."""
-
-    index: int
-    """Of its record."""
-    nbytes: int
-    end: int
-    """Bytes from the start of the image."""
-    target: int
-    """Where in memory it goes."""
-    is_dense: bool
-
-
-@dataclass(frozen=True)
 class CapturePlan:
     """Where every tensor of the state goes. ``records`` are in the order of the walk, ``order`` in file order."""
 
@@ -96,8 +82,7 @@ class CapturePlan:
     """Tensors of the state that are stored apart."""
     replicas: list[int] = field(default_factory=list)
     """See ``CaptureMeta``."""
-    _views: dict[Slot, list[torch.Tensor]] = field(default_factory=dict, repr=False)
-    _moves: dict[Slot, list[Move]] = field(default_factory=dict, repr=False)
+    _views: dict[Slot, dict[int, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def lazy(self) -> list[int]:
@@ -106,20 +91,23 @@ class CapturePlan:
 
     @cached_property
     def eager_on_cpu(self) -> list[int]:
-        """Records in CPU memory that are copied at the boundary, each once."""
-        records = self.records
-        return [i for i in self.order if not records[i].lazy and records[i].nbytes and records[i].device.type == "cpu"]
+        """Records in CPU memory that are copied at the boundary, each once, in file order."""
+        return self._on_cpu(is_lazy=False)
+
+    @cached_property
+    def lazy_on_cpu(self) -> list[int]:
+        """Records that the copy thread copies, each once, in file order."""
+        return self._on_cpu(is_lazy=True)
+
+    def _on_cpu(self, *, is_lazy: bool) -> list[int]:
+        chosen = ((index, self.records[index]) for index in self.order)
+        return [i for i, record in chosen if record.lazy is is_lazy and record.nbytes and record.device.type == "cpu"]
 
     @cached_property
     def gpus(self) -> list[torch.device]:
         """Devices whose memory is copied by streams of their own."""
         found = {record.device for record in self.records if not record.frozen and record.device.type == "cuda"}
         return sorted(found, key=str)
-
-    @cached_property
-    def is_lazy_on_cpu(self) -> bool:
-        """Whether the copy thread has anything to copy."""
-        return any(self.records[index].device.type == "cpu" for index in self.lazy if not self.records[index].frozen)
 
     @cached_property
     def _tied(self) -> list[int]:
@@ -171,33 +159,19 @@ class CapturePlan:
                 return f"tensor {record.name} is no longer tied to another one"
         return None
 
-    def views(self, slot: Slot) -> list[torch.Tensor]:
-        """A view of ``slot``'s image for every record (empty for what is stored apart), made once per slot."""
-        if slot not in self._views:
-            self._views[slot] = [
-                _NOTHING
-                if record.frozen
-                else view_of(slot.buffer, slot.image_offset + record.offset, record.stored_dtype, record.stored_shape)
-                for record in self.records
-            ]
-        return self._views[slot]
-
-    def moves(self, slot: Slot) -> list[Move]:
-        """What the copy thread has to do for a capture into ``slot``, in file order; worked out once per slot."""
-        if slot not in self._moves:
-            records, views = self.records, self.views(slot)
-            self._moves[slot] = [
-                Move(i, record.nbytes, record.offset + record.nbytes, views[i].data_ptr(), record.is_dense)
-                for i, record in ((i, records[i]) for i in self.order)
-                if record.lazy and record.nbytes and record.device.type == "cpu"
-            ]
-        return self._moves[slot]
+    def view(self, slot: Slot, index: int) -> torch.Tensor:
+        """The record's place in ``slot``'s image (empty for what is stored apart), made once per slot: a tensor."""
+        views, record = self._views.setdefault(slot, {}), self.records[index]
+        if index not in views:
+            start = slot.image_offset + record.offset
+            made = view_of(slot.buffer, start, record.stored_dtype, record.stored_shape)
+            views[index] = _NOTHING if record.frozen else made
+        return views[index]
 
     def forget(self, slots: Sequence[Slot]) -> None:
         """Drop the views of slots that are not among ``slots``, so that their memory can go."""
         for slot in [known for known in self._views if known not in slots]:
             del self._views[slot]
-            self._moves.pop(slot, None)
 
 
 def view_of(buffer: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

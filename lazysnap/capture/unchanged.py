@@ -23,7 +23,6 @@ def is_unchanged(
     Lazy tensors: by version and by some words of each, since a write through ``.data`` moves no version. All others:
     byte by byte. Blocks: for copying these words and bytes to the host.
     """
-    views = plan.views(slot)
     live: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     held: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     for index in chosen:
@@ -32,7 +31,7 @@ def is_unchanged(
             continue
         if record.lazy and tensor._version != versions[index]:
             return False
-        for found, source in ((live, stored_form(tensor)), (held, views[index])):
+        for found, source in ((live, stored_form(tensor)), (held, plan.view(slot, index))):
             flat = source.detach().reshape(-1).view(torch.uint8)
             is_sampled = record.lazy and record.nbytes > _SMALL_BYTES
             found[record.device].append(words_in(record.name, flat).reshape(-1) if is_sampled else flat)

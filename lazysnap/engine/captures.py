@@ -57,7 +57,7 @@ class Captures:
         write_header(job.plan, job.slot)
         copy_eager(job)
         faults.point("capture.eager_copied")
-        devices, on_cpu = job.plan.gpus, job.plan.is_lazy_on_cpu
+        devices, on_cpu = job.plan.gpus, bool(job.plan.lazy_on_cpu)
         for device in devices:
             copier = self._cuda.setdefault(device, CudaCopier(device))
             # Only a lone device can commit in stream order; with several, the thread that waits for all of them does.

@@ -94,7 +94,7 @@ def test_views_of_one_storage_with_other_strides_are_not_taken_for_one_tensor():
     plan, walked = plan_of(ObjectState({"values": {"plain": base, "turned": base.t()}}))
     slot = Slot.create(4096, plan.layout.size_bytes)
 
-    views = plan.views(slot)
+    views = [plan.view(slot, index) for index in range(len(plan.records))]
     for view, tensor in zip(views, walked.tensors, strict=True):
         view.copy_(tensor)
 
