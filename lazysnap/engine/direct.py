@@ -240,9 +240,6 @@ class _LiveSource:
     def __init__(self, slot: LiveSlot) -> None:
         self._slot, self.size_bytes = slot, slot.status().image_bytes
 
-    def wait(self, upto: int) -> None:
-        """They are all there."""
-
     def view(self, offset: int, length: int) -> memoryview:
         return self._slot.read(offset, length)
 

@@ -55,12 +55,6 @@ class NodePart:
         self._parts.append((self.size_bytes, source))
         self.size_bytes += source.size_bytes
 
-    def wait(self, upto: int) -> None:
-        """See ``BlockSource.wait``."""
-        for start, source in self._parts:
-            if start < upto:
-                source.wait(min(upto - start, source.size_bytes))
-
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``. What lies in several shards is put together."""
         stop, found = min(offset + length, self.size_bytes), []

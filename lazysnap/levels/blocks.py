@@ -173,9 +173,6 @@ class VerifiedSource:
         self._last: tuple[int, memoryview] | None = None
         """A block: headers are read from one bit by bit."""
 
-    def wait(self, upto: int) -> None:
-        """Nothing to do: the file is whole."""
-
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``. Raises: ShardCorrupt."""
         out, size = map_anonymous(length), self._blocks.block_bytes

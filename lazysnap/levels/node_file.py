@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lazysnap import faults
 from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrupt
@@ -239,10 +240,6 @@ def _write_blocks(place: FilePlace, writer: Writer, source: BlockSource) -> Chec
         writer.write(offset, block)
         return checksum
 
-    def tasks() -> Iterator[Callable[[], str]]:
-        for offset, length in block_ranges(size):
-            source.wait(offset + length)
-            yield lambda offset=offset, length=length: one(offset, length)  # type: ignore[misc]
-
-    blocks = DaemonPool[str](place.storage.parallel_writes, "lazysnap-write").run(tasks())
+    tasks = (partial(one, *block) for block in block_ranges(size))
+    blocks = DaemonPool[str](place.storage.parallel_writes, "lazysnap-write").run(tasks)
     return Checksums(size, BLOCK_BYTES, tuple(blocks))

@@ -64,14 +64,6 @@ class SharedPart:
             self._runs.append(_Run(start, offset + at + parts[spec.name][1] * row_bytes, spec.nbytes))
         self._starts = [run.start for run in self._runs]
 
-    def wait(self, upto: int) -> None:
-        """See ``BlockSource.wait``."""
-        # Tensors keep their order, so what lies behind is never needed earlier.
-        index = bisect.bisect_left(self._starts, upto) - 1
-        if index >= 0:
-            run = self._runs[index]
-            self._source.wait(run.source + min(upto - run.start, run.length))
-
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``: copies, in memory of its own."""
         out, stop = map_anonymous(length), offset + length

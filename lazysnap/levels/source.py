@@ -23,15 +23,12 @@ class BlockSource(Protocol):
 
     size_bytes: int
 
-    def wait(self, upto: int) -> None:
-        """Block until the bytes below ``upto`` are there; with a deadline of its own.
+    def view(self, offset: int, length: int) -> memoryview:
+        """Bytes ``[offset, offset + length)``; they may reach up to the next page boundary behind the end.
 
+        Blocks: until they are there, with a deadline of its own. Thread-safe.
         Raises: CaptureAborted, if they will never be.
         """
-        ...
-
-    def view(self, offset: int, length: int) -> memoryview:
-        """Bytes ``[offset, offset + length)``; they may reach up to the next page boundary behind the end."""
         ...
 
     def finish(self) -> None:
@@ -44,18 +41,16 @@ class BlockSource(Protocol):
 
 def shard_of(meta: CaptureMeta, source: BlockSource) -> Shard:
     """What a manifest says of a shard. Blocks: until its header is there. Raises: CaptureAborted."""
-    return Shard(meta, 0, source.size_bytes, _header_bytes(source, 0, source.size_bytes))
+    return Shard(meta, 0, source.size_bytes, _header_bytes(source, 0))
 
 
-def _header_bytes(source: BlockSource, offset: int, size_bytes: int) -> int:
-    source.wait(offset + min(PAGE, size_bytes))
+def _header_bytes(source: BlockSource, offset: int) -> int:
     return 8 + int.from_bytes(source.view(offset, PAGE)[:8], "little")
 
 
 def header_of(source: BlockSource, offset: int, size_bytes: int) -> memoryview:
     """The header of a shard that stands there. Blocks: until it is there. Raises: CaptureAborted."""
-    length = min(_header_bytes(source, offset, size_bytes), size_bytes)
-    source.wait(offset + length)
+    length = min(_header_bytes(source, offset), size_bytes)
     return source.view(offset, -(-length // PAGE) * PAGE)[:length]
 
 
@@ -82,12 +77,6 @@ class NodeSource:
         padded[:] = header
         self._parts: list[tuple[int, BlockSource]] = [(0, MemorySource(padded, len(header)))]
         self._parts += [(shard.offset, source) for shard, (_, source) in zip(self.shards, sources, strict=True)]
-
-    def wait(self, upto: int) -> None:
-        """See ``BlockSource.wait``."""
-        for start, source in self._parts:
-            if start < upto:
-                source.wait(min(upto - start, source.size_bytes))
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``. A block that lies in several shards is put together."""
@@ -118,9 +107,6 @@ class MemorySource:
         """``image`` reaches up to the next page boundary behind ``size_bytes``."""
         self.size_bytes = size_bytes
         self._image = image
-
-    def wait(self, upto: int) -> None:
-        """Nothing to wait for."""
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``."""
@@ -163,18 +149,14 @@ class RateLimitedSource:
         self._limiter = limiter
         self._beat = beat
 
-    def wait(self, upto: int) -> None:
-        """See ``BlockSource.wait``; a capture has a deadline of its own."""
-        self._beat()
-        self._source.wait(upto)
-        self._beat()
-
     def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``. Blocks: until the rate limit allows it."""
+        """See ``BlockSource.view``. Blocks: also until the rate limit allows it."""
+        self._beat()
+        found = self._source.view(offset, length)
         self._limiter.take(length, self._beat)
         self._beat()
         self.moved_bytes += length
-        return self._source.view(offset, length)
+        return found
 
     def finish(self) -> None:
         """See ``BlockSource.finish``."""

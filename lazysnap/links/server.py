@@ -220,7 +220,6 @@ class _Reads:
         if stop > source.size_bytes:
             raise PeerRefused(f"bytes [{request.offset}, {stop}) of {self._what}, which has {source.size_bytes}")
         with self._channel.waiting():
-            source.wait(stop)
             payload = source.view(request.offset, request.length)[: request.length]
             checksum = xxhash.xxh3_64_intdigest(payload)
         return Block(len(payload), checksum), payload

@@ -43,8 +43,7 @@ class SlotSource:
             raise CaptureAborted(f"the capture of step {self._step} was dropped or its slot reused")
         return self.size_bytes if status.phase is SlotPhase.WHOLE else status.watermark
 
-    def wait(self, upto: int) -> None:
-        """See ``BlockSource.wait``."""
+    def _wait(self, upto: int) -> None:
         seen, deadline = -1, 0.0
         while (watermark := self._check()) < upto:
             if watermark != seen:
@@ -56,6 +55,7 @@ class SlotSource:
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``."""
+        self._wait(min(offset + length, self.size_bytes))
         return self._slot.read(offset, length)
 
     def _is_whole(self) -> bool:
@@ -66,7 +66,7 @@ class SlotSource:
 
     def finish(self) -> None:
         """Every byte was read: the capture must still be the same one, and whole."""
-        self.wait(self.size_bytes)
+        self._wait(self.size_bytes)
         deadline = time.monotonic() + STALL_S
         # Whole before and after: a capture that begins in between clears the word, and may be whole itself by then.
         while not (self._is_whole() and not self._slot.word(Word.UNCHECKED) and self._is_whole()):

@@ -58,7 +58,7 @@ class Filling:
             vars(self).update(values)
             self.change.notify_all()
 
-    def wait(self, upto):
+    def _wait(self, upto):
         with self.change:
             self.asked = upto
             self.change.notify_all()
@@ -71,6 +71,7 @@ class Filling:
             assert self.change.wait_for(lambda: self.asked == upto, TIMEOUT_S)
 
     def view(self, offset, length):
+        self._wait(offset + length)
         # As slots do: up to a page more than there is.
         return memoryview(self.memory)[offset : offset + length + 4096]
 

@@ -117,7 +117,6 @@ def test_blocks_of_any_size_put_together_are_the_same_bytes(shards, length):
     source = joined(shards, (2, 5, 2))
     got = bytearray()
     for at in range(0, source.size_bytes, length):
-        source.wait(min(at + length, source.size_bytes))
         got += source.view(at, length)
     expected = bytearray(source.size_bytes)
     for part in source.shards:
