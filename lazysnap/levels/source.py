@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lazysnap.shard.layout import PAGE, Layout
+from lazysnap.shard.layout import PAGE, Layout, join
 from lazysnap.shard.manifest import CaptureMeta, Shard
-from lazysnap.shard.node_layout import join
 
 _SLICE_S = 0.2
 

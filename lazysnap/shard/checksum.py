@@ -3,7 +3,7 @@
 xxh3-128 runs at about twice the rate of memcpy; CRC32C costs more and protects less.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import xxhash
@@ -42,11 +42,7 @@ class Checksums:
     def of(cls, data: memoryview, block_bytes: int = BLOCK_BYTES) -> "Checksums":
         """Compute them for a whole shard in memory."""
         ranges = block_ranges(len(data), block_bytes)
-        return cls(
-            len(data),
-            block_bytes,
-            tuple(digest(data[offset : offset + length]) for offset, length in ranges),
-        )
+        return cls(len(data), block_bytes, tuple(digest(data[start : start + length]) for start, length in ranges))
 
     def verify_block(self, index: int, data: "bytes | memoryview", where: str) -> None:
         """Compare one block.
@@ -60,12 +56,3 @@ class Checksums:
                 f"{where}: block {index} (bytes {offset} to {min(offset + self.block_bytes, self.size_bytes)}): "
                 f"{ALGORITHM} is {got}, the manifest says {self.blocks[index]}"
             )
-
-    def verify(self, data: memoryview, where: str, beat: Callable[[], None] | None = None) -> None:
-        """Compare a whole shard in memory; ``beat`` is called after each block. Raises: ShardCorrupt."""
-        if len(data) != self.size_bytes:
-            raise ShardCorrupt(f"{where}: {len(data)} bytes, the manifest says {self.size_bytes}")
-        for index, (offset, length) in enumerate(block_ranges(self.size_bytes, self.block_bytes)):
-            self.verify_block(index, data[offset : offset + length], where)
-            if beat is not None:
-                beat()

@@ -5,7 +5,7 @@ safetensors format demands, ordered by item size so that each one stays aligned 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -59,8 +59,6 @@ class Layout:
         Raises: FormatError, for a dtype that the format does not have, a name used twice or a header over the limit.
         """
         chosen = list(specs)
-        if len(chosen) > MAX_TENSORS:
-            raise FormatError(f"{len(chosen)} tensors in one shard; the limit is {MAX_TENSORS}")
         for spec in chosen:
             if len(spec.name) > MAX_NAME or len(spec.shape) > MAX_DIMS:
                 raise FormatError(
@@ -79,18 +77,10 @@ class Layout:
             if spec.name in entries or spec.name == "__metadata__":
                 raise FormatError(f"tensor name {spec.name!r} is used twice in one shard")
             end = position + spec.nbytes
-            entries[spec.name] = {
-                "dtype": spec.dtype,
-                "shape": list(spec.shape),
-                "data_offsets": [position, end],
-            }
+            entries[spec.name] = _entry(spec.dtype, spec.shape, position, end)
             starts.append(position)
             position = end
-        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        length = -(-(8 + len(text)) // PAGE) * PAGE - 8
-        if length > MAX_HEADER_BYTES:
-            raise FormatError(f"a header of {length} bytes for {len(chosen)} tensors; the limit is {MAX_HEADER_BYTES}")
-        header = length.to_bytes(8, "little") + text.ljust(length)
+        header = _header(entries, "shard")
         offsets = tuple(len(header) + start for start in starts)
         return cls(tuple(chosen), offsets, header, len(header) + position, dict(metadata or {}))
 
@@ -156,6 +146,50 @@ class Layout:
             raise ShardCorrupt(f"the shard has no tensor {name!r}")
         index = self._index[name]
         return self.specs[index], self.offsets[index]
+
+
+def join(shards: Sequence[tuple[int, Layout]]) -> tuple[bytes, tuple[int, ...]]:
+    """The header of a node's file, and the offset of each shard in it. ``shards``: rank and layout, in this order.
+
+    It makes the file with all shards behind it, byte for byte and each on a page, one valid safetensors file. Their
+    tensors are called ``rank-00003/<name>``; the bytes between two shards and the header of the second, which
+    safetensors allows nobody to leave out, are a tensor ``lazysnap/rank-00003``. A file with one shard is that shard.
+
+    Raises: FormatError, if the header exceeds the limits of the format.
+    """
+    entries: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
+    position, starts = 0, []
+    for rank, layout in shards:
+        start, prefix = -(-position // PAGE) * PAGE, f"rank-{rank:05d}/"
+        starts.append(start)
+        data = start + len(layout.header)
+        entries[f"lazysnap/rank-{rank:05d}"] = _entry("U8", [data - position], position, data)
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+            entries[prefix + spec.name] = _entry(spec.dtype, spec.shape, start + offset, start + offset + spec.nbytes)
+        metadata.update({prefix + name: prefix + stored for name, stored in layout.metadata.items()})
+        position = start + layout.size_bytes
+    if metadata:
+        entries["__metadata__"] = metadata
+    header = _header(entries, "node's file")
+    return header, tuple(len(header) + start for start in starts)
+
+
+def _entry(dtype: str, shape: Sequence[int], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+def _header(entries: Mapping[str, Any], what: str) -> bytes:
+    """The length, and the entries as JSON, padded up to a page. Raises: FormatError, over a limit."""
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    length = -(-(8 + len(text)) // PAGE) * PAGE - 8
+    count = len(entries.keys() - {"__metadata__"})
+    if length > MAX_HEADER_BYTES or count > MAX_TENSORS:
+        raise FormatError(
+            f"{count} tensors with a header of {length} bytes in one {what}; the limits are {MAX_TENSORS} and "
+            f"{MAX_HEADER_BYTES}"
+        )
+    return length.to_bytes(8, "little") + text.ljust(length)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

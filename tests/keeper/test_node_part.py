@@ -29,7 +29,6 @@ def opened(ranks, step, most_lost=1):
 
 
 def content(part):
-    part.wait(part.size_bytes)
     return bytes(part.view(0, part.size_bytes))
 
 
@@ -61,9 +60,9 @@ def test_it_is_read_while_the_captures_fill_and_is_void_if_one_is_torn(ranks):
     ranks[0].finish(slots[0])
     part = opened(ranks, 4)
     came = threading.Event()
-    waiting = threading.Thread(target=lambda: (part.wait(part.size_bytes), came.set()), daemon=True)
+    waiting = threading.Thread(target=lambda: (part.view(0, part.size_bytes), came.set()), daemon=True)
     first = find_shard(part.view, part.size_bytes, 0)[1]
-    part.wait(first + len(image_of(4)))  # the first rank's is there
+    part.view(0, first + len(image_of(4)))  # the first rank's is there
     waiting.start()
     assert not came.is_set()
     ranks[1].finish(slots[1])

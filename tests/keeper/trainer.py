@@ -18,6 +18,7 @@ from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import Look, Run, Wish
+from lazysnap.levels.blocks import MemoryBlocks
 from lazysnap.links.certificate import Certificate
 from lazysnap.memory.arena import SlotPhase, Word
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -77,7 +78,7 @@ class Trainer:
             size = entry.slot.status().image_bytes
             image = entry.slot.image[:size]
             if entry.checksums is not None:
-                entry.checksums.verify(image, "a slot")
+                MemoryBlocks(image, entry.checksums, "a slot").whole()
             whole = bytes(image) == content(entry.run_id, entry.step, size - 4096)
             found.append([entry.step, entry.run_id, whole, entry.checksums is not None])
         return sorted(found)

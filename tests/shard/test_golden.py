@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lazysnap.levels.blocks import MemoryBlocks
 from lazysnap.shard.manifest import Manifest
 
 
@@ -49,9 +50,9 @@ def test_a_flipped_bit_in_any_byte_of_the_manifest_is_found():
 def test_a_flipped_bit_in_any_byte_of_the_shard_is_found_and_its_block_named():
     good = golden.file_path().read_bytes()
     checksums = Manifest.decode(golden.manifest_path().read_bytes(), "golden").checksums
-    checksums.verify(memoryview(good), "golden")
+    MemoryBlocks(memoryview(good), checksums, "golden").whole()
     for position in range(len(good)):
         bad = bytearray(good)
         bad[position] ^= 1 << (position % 8)
         with pytest.raises(ValueError, match=f"golden: block {position // golden.BLOCK_BYTES} "):
-            checksums.verify(memoryview(bad), "golden")
+            MemoryBlocks(memoryview(bad), checksums, "golden").whole()
