@@ -19,7 +19,7 @@ from typing import Any
 from lazysnap import faults
 from lazysnap.errors import ConfigError
 from lazysnap.export.target import MARK, check_outside, sync
-from lazysnap.levels.files import TEMP_MARK, sync_directory, temp_name
+from lazysnap.levels.files import TEMPORARY, sync_directory, temp_name
 from lazysnap.levels.locks import lock, share
 from lazysnap.shard.limits import load_json
 
@@ -34,7 +34,6 @@ _held: list[int] = []
 """Descriptors of such files of this process."""
 RESTATED = ".lazysnap-state.json"
 """In a directory that becomes part of a checkpoint: parts of the state that changed after the snapshot was taken."""
-_TEMPORARY = re.compile(r"\.(.+)" + re.escape(TEMP_MARK) + r"[0-9]{1,10}-[0-9a-f]{8}")
 _ABANDONED_AFTER_S = 86400.0
 _MOST_MARK_BYTES = 1 << 20
 _MARK_NESTING = 4
@@ -158,7 +157,7 @@ def sweep(parent: str, name: str = "") -> None:
     """
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
-            match = _TEMPORARY.fullmatch(entry.name)
+            match = TEMPORARY.fullmatch(entry.name)
             with contextlib.suppress(OSError):
                 is_ours = match is not None and entry.is_dir(follow_symlinks=False)
                 if match is not None and is_ours and _is_abandoned(entry, is_exact=match[1] == name):

@@ -4,14 +4,15 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import stat
 
 from lazysnap import faults
 from lazysnap.errors import LevelFull, LevelUnavailable, ShardCorrupt
 from lazysnap.levels.storage import level_error
 
-PAGE = 4096
-TEMP_MARK = ".tmp-"
+TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9]{1,10}-[0-9a-f]{8}")
+"""What ``temp_name`` makes, and in it the name of the file that is being written."""
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -47,7 +48,7 @@ def _check(result: int, path: str) -> None:
 
 def temp_name(name: str) -> str:
     """A hidden name for a file being written. It contains the process id, for a person who finds the file."""
-    return f".{name}{TEMP_MARK}{os.getpid()}-{os.urandom(4).hex()}"
+    return f".{name}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 def sync_directory(path: str) -> None:

@@ -128,23 +128,22 @@ class FsspecStorage(Storage):
             self._change(what, "makedirs", os.path.dirname(self._path(path)), exist_ok=True)
 
     def _make(self, what: str, path: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call the driver to make an object, and its directory if necessary. Raises: LevelError, FileExistsError."""
+        """Call the driver to make an object, and its directory if necessary. Raises: LevelError."""
         self._make_directory(path)
         try:
-            return self._call(what, method, self._path(path), *arguments, **options)
-        except FileNotFoundError:
-            self._make_directory(path, is_missing=True)
-        try:
-            return self._call(what, method, self._path(path), *arguments, **options)
+            try:
+                return self._call(what, method, self._path(path), *arguments, **options)
+            except FileNotFoundError:
+                self._make_directory(path, is_missing=True)
+                return self._call(what, method, self._path(path), *arguments, **options)
         except FileNotFoundError as error:
             raise self._error(f"{what} (does the bucket or share exist?)", error) from self._redaction.cause(error)
+        except FileExistsError as error:  # a directory, or a file where a directory should be
+            raise self._error(what, error) from self._redaction.cause(error)
 
     def open_to_write(self, path: str) -> Any:
         """A file of the driver."""
-        try:
-            return self._make(f"creating {path}", path, "open", "wb", block_size=BLOCK_BYTES)
-        except FileExistsError as error:
-            raise self._error(f"creating {path}", error) from self._redaction.cause(error)
+        return self._make(f"creating {path}", path, "open", "wb", block_size=BLOCK_BYTES)
 
     def rename(self, old: str, new: str) -> None:
         """Give a finished file its name. Some places refuse to replace a file, so an old one is deleted first."""
@@ -194,10 +193,7 @@ class FsspecStorage(Storage):
     def put(self, path: str, data: bytes) -> None:
         """Upload a small object."""
         self.reach("put", path)
-        try:
-            self._make(f"uploading {path}", path, "pipe_file", data)
-        except FileExistsError as error:  # a directory, or a file where a directory should be
-            raise self._error(f"uploading {path}", error) from self._redaction.cause(error)
+        self._make(f"uploading {path}", path, "pipe_file", data)
         self.reach("put_done", path)
 
     def get(self, path: str) -> bytes:

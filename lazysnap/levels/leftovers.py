@@ -9,13 +9,12 @@ Listed is only what bears exactly a name of ours, in a snapshot's directory that
 * names (``keep-…``) in a directory where nothing else is, with our content, that did not change for a day.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lazysnap import faults
 from lazysnap.errors import FormatError
-from lazysnap.levels.files import TEMP_MARK
+from lazysnap.levels.files import TEMPORARY
 from lazysnap.levels.storage import Storage, is_probe
 from lazysnap.shard.limits import MAX_SMALL_OBJECT_BYTES
 from lazysnap.shard.names import (
@@ -27,7 +26,6 @@ from lazysnap.shard.names import (
     parse_keep_file_name,
 )
 
-_TEMPORARY = re.compile(r"\.(.+)" + re.escape(TEMP_MARK) + r"[0-9]{1,10}-[0-9a-f]{8}")
 _NODE_0 = NodeName(0, 1)
 """Whose share the temporary files of names are."""
 
@@ -54,7 +52,7 @@ def is_node_file_path(path: str) -> bool:
 
 def _owner_of(name: str) -> NodeName | None:
     """Whose temporary file this is; ``None`` for any other name."""
-    match = _TEMPORARY.fullmatch(name)
+    match = TEMPORARY.fullmatch(name)
     if match is None:
         return None
     parsed = parse_file_name(match[1])

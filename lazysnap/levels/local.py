@@ -19,13 +19,12 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from lazysnap import faults
 from lazysnap.errors import LevelUnavailable, ShardCorrupt
 from lazysnap.levels import locks
 from lazysnap.levels.files import (
-    PAGE,
-    TEMP_MARK,
     allocate,
     is_file,
     local_error,
@@ -39,10 +38,8 @@ from lazysnap.levels.files import (
     sync_handle,
     temp_name,
 )
-from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage
-
-__all__ = ["PAGE", "TEMP_MARK", "LocalStorage", "map_anonymous"]
+from lazysnap.shard.layout import PAGE
 
 _CREATE_ATTEMPTS = 5
 _NOT_OURS = (
@@ -308,14 +305,9 @@ class LocalStorage(Storage):
                 return []  # a file among the snapshots is not ours; in place of all of them it is a mistake
             raise local_error(self.url, f"listing {path or '.'}", error) from error
 
-    @contextlib.contextmanager
-    def lease(self, path: str) -> Iterator[None]:
+    def lease(self, path: str) -> AbstractContextManager[None]:
         """A shared ``flock``, dropped with the process; none where there are no locks or a writer is at it."""
-        handle = locks.acquire_lease(self._path(path))
-        try:
-            yield
-        finally:
-            locks.release_lease(handle)
+        return locks.lease(self._path(path))
 
     def is_leased(self, path: str) -> bool:
         """Whether somebody's shared lock is there; False where there are no locks."""

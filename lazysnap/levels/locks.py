@@ -13,9 +13,11 @@ sweep, retention    exclusive  an instant, to see whether one of the above is th
 ==================  =========  ==================================================================================
 """
 
+import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 _LEASE_ATTEMPTS = 3
@@ -44,33 +46,24 @@ def share(handle: int) -> bool | None:
     return _flock(handle, fcntl.LOCK_SH)
 
 
-def acquire_lease(path: str) -> int:
-    """A descriptor that holds a shared lock on ``path``; -1 if there is none to be had, for whatever reason."""
-    try:
+@contextlib.contextmanager
+def lease(path: str) -> Iterator[None]:
+    """Hold a shared lock on ``path``, if there is one to be had; it ends with the process."""
+    handle = -1
+    with contextlib.suppress(OSError):  # reading tells why
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return -1  # reading tells why
-    try:
         # Again, because a retention that looks for leases holds the lock for an instant.
         for _ in range(_LEASE_ATTEMPTS):
             if share(handle):
-                return handle
+                break
             os.sched_yield()
-    except OSError:
-        pass
-    os.close(handle)
-    return -1
-
-
-def release_lease(handle: int) -> None:
-    """End a lease."""
-    if handle >= 0:
-        try:
-            # Closing is not enough: a worker forked meanwhile has the descriptor too.
-            fcntl.flock(handle, fcntl.LOCK_UN)
-        except OSError:
-            pass
-        finally:
+    try:
+        yield
+    finally:
+        if handle >= 0:
+            with contextlib.suppress(OSError):
+                # Closing is not enough: a worker forked meanwhile has the descriptor too.
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
 

@@ -10,12 +10,12 @@ from functools import partial
 from lazysnap import faults
 from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrupt
 from lazysnap.levels.daemon_pool import DaemonPool
-from lazysnap.levels.files import PAGE
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.watchdog import WriteCancelled
 from lazysnap.resolver import Entry, FrozenEntry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
+from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import Manifest, Shard
 from lazysnap.shard.names import (
     NodeName,

@@ -12,14 +12,19 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+
+import botocore
+import botocore.session
+import fsspec
+from botocore.config import Config
 
 from lazysnap import faults
 from lazysnap.errors import LevelError, LevelFull, LevelUnavailable
 from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.s3_errors import Failure, Kind, classify
-from lazysnap.levels.s3_options import S3Options
 from lazysnap.levels.storage import level_error
 
 logger = logging.getLogger(__name__)
@@ -37,6 +42,64 @@ _MAX_DELAY_S = 5.0
 _CONNECTIONS = 32
 _CHUNK = 256 << 10
 """Bytes handed to a socket, or taken from it, at once."""
+
+_OF_CLIENT = {
+    "key": "aws_access_key_id",
+    "secret": "aws_secret_access_key",
+    "token": "aws_session_token",
+    "endpoint_url": "endpoint_url",
+}
+_OTHERS = ("use_ssl", "profile", "anon", "client_kwargs", "config_kwargs", "requester_pays", "s3_additional_kwargs")
+_SUPPORTED = (*_OF_CLIENT, *_OTHERS)
+
+
+@dataclass(frozen=True)
+class S3Options:
+    """``storage_options``, as arguments of botocore: the names are those of s3fs."""
+
+    profile: str | None
+    client: Mapping[str, Any]
+    """Of ``Session.create_client``."""
+    config: Mapping[str, Any]
+    """Of ``botocore.config.Config``."""
+    requests: Mapping[str, Any]
+    """Of every request whose operation knows them."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> "S3Options":
+        """What is not given comes from fsspec's configuration, as in s3fs. Raises: ValueError, for other options."""
+        unknown = sorted(given.keys() - set(_SUPPORTED))
+        if unknown:
+            raise ValueError(f"storage_options {unknown} are not supported here; use {', '.join(_SUPPORTED)}")
+        options = {**fsspec.config.conf.get("s3", {}), **given}
+        client = {"use_ssl": options.get("use_ssl", True), **(options.get("client_kwargs") or {})}
+        client |= {theirs: options[name] for name, theirs in _OF_CLIENT.items() if options.get(name) is not None}
+        config = dict(options.get("config_kwargs") or {})
+        if options.get("anon"):
+            config["signature_version"] = botocore.UNSIGNED
+        payer = {"RequestPayer": "requester"} if options.get("requester_pays") else {}
+        requests = {**payer, **(options.get("s3_additional_kwargs") or {})}
+        return cls(options.get("profile"), client, config, requests)
+
+    def create_client(self, stall_s: float) -> Any:
+        """A client in a session of its own, which reads credentials anew. Raises: what botocore raises.
+
+        Below what is given: one attempt (``S3Client`` repeats), and no signature over bodies, which costs more than
+        sending. Parts carry a checksum of ours, and the request that carries it is signed. Checksums that botocore
+        would add by itself are refused by old servers.
+        """
+        config = {
+            "retries": {"total_max_attempts": 1},
+            "connect_timeout": min(_CONNECT_S, stall_s),  # also of each chunk that is sent
+            "read_timeout": stall_s,
+            "max_pool_connections": _CONNECTIONS,
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            **self.config,
+            "s3": {"payload_signing_enabled": False, **(self.config.get("s3") or {})},
+        }
+        session = botocore.session.Session(profile=self.profile)
+        return session.create_client("s3", config=Config(**config), **self.client)
 
 
 class MemoryBody:
@@ -93,22 +156,6 @@ class S3Client:
 
     # ---------------------------------------------------------------- clients
 
-    def _defaults(self) -> dict[str, Any]:
-        """Below the user's: one attempt (this class repeats), no signature over bodies, which costs more than sending.
-
-        Parts carry a checksum of ours, and the request that carries it is signed. Checksums that botocore would add by
-        itself are refused by old servers.
-        """
-        return {
-            "retries": {"total_max_attempts": 1},
-            "connect_timeout": min(_CONNECT_S, self._stall_s),  # also of each chunk that is sent
-            "read_timeout": self._stall_s,
-            "max_pool_connections": _CONNECTIONS,
-            "request_checksum_calculation": "when_required",
-            "response_checksum_validation": "when_required",
-            "s3": {"payload_signing_enabled": False},
-        }
-
     def _client(self) -> Any:
         """Raises: LevelUnavailable."""
         if self._pid != os.getpid():
@@ -120,7 +167,7 @@ class S3Client:
         with self._lock:
             if self._botocore is None:
                 try:
-                    self._botocore = self._options.create_client(self._defaults())
+                    self._botocore = self._options.create_client(self._stall_s)
                 except Exception as error:  # noqa: BLE001  botocore's own types, TypeError, ValueError: all of options
                     raise self._refused_options(error) from None
             return self._botocore

@@ -10,13 +10,12 @@ from support.names import START, directory_of
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.cli import main
-from lazysnap.levels.files import PAGE
 from lazysnap.levels.node_file import entries_of
 from lazysnap.levels.source import MemorySource, map_anonymous, shard_of
 from lazysnap.levels.store import open_store
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.layout import PAGE, Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.state.walk import walk
 

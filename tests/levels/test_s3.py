@@ -29,10 +29,10 @@ from s3_work import (
 from support.names import directory_of
 
 from lazysnap.errors import LevelUnavailable, ShardCorrupt
-from lazysnap.levels import open_store, s3, s3_upload
-from lazysnap.levels.s3 import S3Storage
-from lazysnap.levels.s3_upload import BLOCK_BYTES, MAX_PARTS, part_bytes
+from lazysnap.levels import open_store, s3
+from lazysnap.levels.s3 import MAX_PARTS, S3Storage, part_bytes
 from lazysnap.levels.source import map_anonymous
+from lazysnap.shard.checksum import BLOCK_BYTES
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_parts_are_used_from_5_mib_on(s3_proxy, s3_server, s3_url, size):
 def test_an_object_of_too_many_blocks_is_sent_in_larger_parts(s3_proxy, s3_server, s3_url, monkeypatch):
     """And in whichever order the blocks come."""
     storage = through(s3_proxy, s3_server, s3_url)
-    monkeypatch.setattr(s3_upload, "MAX_PARTS", 2)
+    monkeypatch.setattr(s3, "MAX_PARTS", 2)
     data = pattern(40_000_000)
     with contextlib.closing(storage.create(SHARD, len(data))) as writer:
         for offset, block in reversed(blocks(data)):

@@ -11,10 +11,10 @@ from lazysnap.capture.frozen import FrozenSet, digest_of, frozen_parameters
 from lazysnap.capture.plan import make_plan, view_of
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import open_store
-from lazysnap.levels.local import PAGE
 from lazysnap.restore.assembly import Assembly
 from lazysnap.restore.level_reader import LevelReader
 from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import NodeName, SnapshotName, frozen_directory_name
 from lazysnap.snapshots.reader import OpenShard
