@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import map_anonymous
@@ -210,9 +209,7 @@ def read_node_file(
     Blocks; ``beat`` receives the bytes of each block, and may raise. Retention leaves the file alone meanwhile.
     Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelError.
     """
-    size = place.storage.size(place.file_path)
-    if size != manifest.size_bytes:
-        raise ShardCorrupt(f"{place.where}: {size} bytes, the manifest says {manifest.size_bytes}")
+    place.check_size(manifest.size_bytes)
 
     def put(at: int, data: memoryview) -> None:
         if out is not None:
@@ -222,7 +219,7 @@ def read_node_file(
     with place.storage.lease(place.file_path), contextlib.closing(blocks):
         for shard in manifest.shards:
             shard.layout(blocks.header(shard), place.where)
-        fill({blocks: [Wanted(0, size, put)]}, beat=beat)
+        fill({blocks: [Wanted(0, manifest.size_bytes, put)]}, beat=beat)
 
 
 def fill(

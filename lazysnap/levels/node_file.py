@@ -13,7 +13,7 @@ from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.watchdog import WriteCancelled
-from lazysnap.resolver import Entry, FrozenEntry
+from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import Manifest, Shard
@@ -62,6 +62,12 @@ class FilePlace:
     def read_manifest(self) -> Manifest:
         """Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
         return Manifest.decode(self.storage.get(self.manifest_path), f"{self.storage.url}/{self.manifest_path}")
+
+    def check_size(self, size_bytes: int) -> None:
+        """Raises: ShardCorrupt, if the file has another size; FileNotFoundError; LevelUnavailable."""
+        size = self.storage.size(self.file_path)
+        if size != size_bytes:
+            raise ShardCorrupt(f"{self.where}: {size} bytes, the manifest says {size_bytes}")
 
     def why_it_stays(self) -> str | None:
         """Why it must not be deleted, in words; ``None``: it may be."""
@@ -114,13 +120,6 @@ def delete_files(places: Sequence[FilePlace], beat: Callable[[], None] | None = 
     return True
 
 
-def place_of(storage: Storage, entry: Entry | FrozenEntry) -> FilePlace:
-    """Where the files of an entry are."""
-    name = FROZEN_NAME if isinstance(entry, FrozenEntry) else NodeName.parse(entry.file)
-    assert name is not None, f"{entry} is in memory"
-    return FilePlace(storage, entry.location, name)
-
-
 def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> list[Entry]:
     """What a committed file offers, by rank."""
     found = []
@@ -150,13 +149,11 @@ def read_committed(place: FilePlace) -> Manifest:
     manifest = place.read_manifest()
     check_place(manifest, place)
     try:
-        size = place.storage.size(place.file_path)
+        place.check_size(manifest.size_bytes)
     except FileNotFoundError as error:
         # The manifest is deleted first: only one that is still there says that something is lost.
         place.storage.size(place.manifest_path)
         raise ShardCorrupt(f"{place.where}: a manifest without its file: {_ranks(manifest)} is lost") from error
-    if size != manifest.size_bytes:
-        raise ShardCorrupt(f"{place.where}: {size} bytes, the manifest says {manifest.size_bytes}")
     return manifest
 
 

@@ -37,7 +37,6 @@ from lazysnap.levels.node_file import (
     FilePlace,
     check_place,
     entries_of,
-    place_of,
     read_committed,
     write_node_file,
 )
@@ -231,26 +230,24 @@ class SnapshotStore:
 
         Raises: FormatError, LevelError, FileNotFoundError.
         """
-        path = f"{directory}/{stem.manifest}"
-        stamp = self.storage.stamp(path)
-        known = self._known.get(path)
+        place = FilePlace(self.storage, directory, stem)
+        stamp = self.storage.stamp(place.manifest_path)
+        known = self._known.get(place.manifest_path)
         if known is None or stamp is None or known[0] != stamp:
-            manifest = Manifest.decode(self.storage.get(path), f"{self.url}/{path}")
-            check_place(manifest, FilePlace(self.storage, directory, stem))
+            manifest = place.read_manifest()
+            check_place(manifest, place)
             entries = entries_of(manifest, self.url, self.speed, directory)
-            known = self._known[path] = (stamp, manifest.size_bytes, entries)
-        _, expected, entries = known
-        file = f"{directory}/{stem.file}"
-        size = self.storage.size(file)
-        if size != expected:
-            raise ShardCorrupt(f"{self.url}/{file}: {size} bytes, the manifest says {expected}")
-        return entries
+            known = self._known[place.manifest_path] = (stamp, manifest.size_bytes, entries)
+        place.check_size(known[1])
+        return known[2]
 
     # ---------------------------------------------------------------- reading
 
     def place(self, entry: Entry | FrozenEntry) -> FilePlace:
         """Where the files of an entry are."""
-        return place_of(self.storage, entry)
+        name = FROZEN_NAME if isinstance(entry, FrozenEntry) else NodeName.parse(entry.file)
+        assert name is not None, f"{entry} is in memory"
+        return FilePlace(self.storage, entry.location, name)
 
     def read_manifest(self, entry: Entry | FrozenEntry) -> Manifest:
         """What is written beside the file of a shard or of frozen tensors.
