@@ -12,6 +12,7 @@ from lazysnap.cli.stores import open_existing
 from lazysnap.cli.verify import GONE, Verdict, check, check_frozen
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, SnapshotNotFound
+from lazysnap.grants.retention import may_go
 from lazysnap.levels.leftovers import is_settled, leftovers, lone_names
 from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.store import SnapshotStore
@@ -19,7 +20,6 @@ from lazysnap.resolver import FrozenEntry, SnapshotKey
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import is_directory_of_ours
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
-from lazysnap.snapshots.retention import is_over
 
 
 @dataclass
@@ -132,10 +132,11 @@ class _Planner:
         names = sorted(set(found.names) - {self._name})
         if names:
             return "called " + ", ".join(names)
-        may_go = is_over(found.key, self._level, sound, is_complete=found.is_complete)
+        newer = sum(key > found.key for key in sound)
+        is_over = may_go(self._level, found.step, newer, is_complete=found.is_complete)
         if found.is_complete:
-            return None if may_go else "newest complete" if is_newest else "to be kept"
-        if may_go and self._is_settled(found):
+            return None if is_over else "newest complete" if is_newest else "to be kept"
+        if is_over and self._is_settled(found):
             return None
         return "incomplete: changed within a day, or nothing newer is known to be sound"
 

@@ -1,4 +1,7 @@
-"""Which snapshots of one level a keeper deletes: the rule of ``snapshots.retention``, and what grants add. Pure."""
+"""Which snapshots need not stay at a level: the rule of all, and for keepers what grants add to it. Pure.
+
+Keepers and ``lazysnap prune`` delete by ``may_go`` alone.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -6,7 +9,24 @@ from dataclasses import dataclass
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.messages import MAX_TOLD, SnapshotKey
 from lazysnap.grants.node import NodeLevel
-from lazysnap.snapshots.retention import is_milestone, is_over
+
+
+def is_milestone(level: PersistentLevel, step: int) -> bool:
+    """Whether a complete snapshot of the step stays for ever (``keep_every_n_steps``)."""
+    return level.keep_every_n_steps is not None and step % level.keep_every_n_steps == 0
+
+
+def may_go(
+    level: PersistentLevel, step: int, newer: int, *, is_complete: bool, protected: Collection[int] = ()
+) -> bool:
+    """Whether a snapshot may be deleted. ``newer``: how many of its run are newer and complete; a damaged one is not.
+
+    A complete one may when ``keep_last`` newer ones are complete, an incomplete one when one newer is. So the newest
+    complete one always stays. Milestones stay as well, and steps in ``protected``.
+    """
+    if step in protected or (is_complete and is_milestone(level, step)):
+        return False
+    return newer >= (level.keep_last if is_complete else 1)
 
 
 @dataclass(frozen=True)
@@ -27,7 +47,8 @@ class Retention:
             return key.step != level.grant
         # What is older than all that is told may be complete: milestones, and with a large ``keep_last`` others, too.
         is_complete = is_complete or self._is_untold(key, level) or is_milestone(self.settings, key.step)
-        return is_over(key, self.settings, level.complete, is_complete=is_complete, protected=protected)
+        newer = sum(other > key for other in level.complete)
+        return may_go(self.settings, key.step, newer, is_complete=is_complete, protected=protected)
 
     def _is_untold(self, key: SnapshotKey, level: NodeLevel) -> bool:
         """Whether it may be complete without having been told. Of earlier starts the restart saw all."""

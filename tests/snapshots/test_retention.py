@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lazysnap.config import PersistentLevel
+from lazysnap.grants.retention import is_milestone, may_go
 from lazysnap.resolver import SnapshotKey
-from lazysnap.snapshots.retention import is_milestone, is_over
 
 KEYS = st.sets(st.builds(SnapshotKey, st.just("run"), st.integers(0, 60), st.sampled_from("ab"), st.just(1)))
 LEVELS = st.builds(
@@ -18,11 +18,12 @@ STEPS = st.sets(st.integers(0, 60), max_size=5)
 
 def kept(keys, level, counted, complete, protected=()):
     """Oldest first."""
-    return [
-        key
-        for key in sorted(keys)
-        if not is_over(key, level, counted, is_complete=key in complete, protected=protected)
-    ]
+
+    def goes(key):
+        newer = sum(other > key for other in counted)
+        return may_go(level, key.step, newer, is_complete=key in complete, protected=protected)
+
+    return [key for key in sorted(keys) if not goes(key)]
 
 
 @given(KEYS, LEVELS, STEPS)
