@@ -12,9 +12,9 @@ from lazysnap.errors import LazySnapError
 
 if TYPE_CHECKING:
     from lazysnap.data import ResumableLoader
-    from lazysnap.dcp.weights import load_weights
     from lazysnap.engine import SnapshotEngine
     from lazysnap.engine.losses import LossSpike, LossWatch, NonFinite
+    from lazysnap.export.load_weights import load_weights
     from lazysnap.integrations.accelerate import LazyAccelerator
     from lazysnap.integrations.attach import attach
     from lazysnap.integrations.lightning import LazySnapshotCallback
@@ -57,7 +57,7 @@ _LAZY = {
     "SnapshotEngine": "lazysnap.engine",
     "attach": "lazysnap.integrations.attach",
     "latest_path": "lazysnap.snapshots.catalogue",
-    "load_weights": "lazysnap.dcp.weights",
+    "load_weights": "lazysnap.export.load_weights",
     "register_type": "lazysnap.state.codec",
 }
 
