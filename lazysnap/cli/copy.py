@@ -17,7 +17,7 @@ from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
-from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.catalogue import Catalogue, files_of
 
 COPIED, PRESENT, BAD = "copied", "there already", "bad"
 
@@ -89,8 +89,8 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
 def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output: Output) -> Copied:
     """Copy what is not there yet: first the frozen tensors, then the files, last the names."""
     entries = [offers[0] for offers in plan.sources]
-    files = {(entry.location, entry.file): (entry, manifest) for entry, manifest in catalogue.shards(plan)}
-    parts: list[tuple[Entry | FrozenEntry, Manifest]] = [*catalogue.frozen(plan), *files.values()]
+    files = files_of(catalogue.shards(plan))
+    parts: list[tuple[Entry | FrozenEntry, Manifest]] = [*catalogue.frozen(plan), *files]
     size = sum(manifest.size_bytes for _, manifest in parts)
     copied = Copied(plan.step, plan.run_id, entries[0].location)
     try:

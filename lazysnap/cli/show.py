@@ -12,7 +12,7 @@ from lazysnap.cli.stores import open_existing
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.manifest import TAG
 from lazysnap.shard.names import id_time_ns
-from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.catalogue import Catalogue, files_of
 from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot
 
 _MOST_CHARACTERS = 60
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
-    manifests = list({(entry.location, entry.file): manifest for entry, manifest in catalogue.shards(plan)}.values())
+    manifests = [manifest for _, manifest in files_of(catalogue.shards(plan))]
     return {
         "url": catalogue.store.url,
         "step": plan.step,

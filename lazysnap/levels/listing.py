@@ -24,12 +24,12 @@ class Directory:
     mark: Any = None
     """Of a file system: tells directories of the same name on different disks apart."""
 
-    def manifests(self, share: tuple[int, int] | None = None) -> Iterator[str]:
-        """Names of the manifests; with ``share`` (number, of how many) every n-th of them."""
+    def nodes(self, share: tuple[int, int] | None = None) -> Iterator[NodeName]:
+        """Nodes with a manifest; with ``share`` (number, of how many) every n-th of them."""
         part, parts = share or (0, 1)
         for count, first, last in self.ranges:
             for node in range(first + (part - first) % parts, last + 1, parts):
-                yield NodeName(node, count).manifest
+                yield NodeName(node, count)
 
 
 @dataclass(frozen=True)

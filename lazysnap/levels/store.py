@@ -50,7 +50,6 @@ from lazysnap.shard.names import (
     check_name,
     frozen_directory_name,
     keep_file_name,
-    parse_file_name,
     parse_frozen_directory_name,
 )
 
@@ -87,8 +86,8 @@ class SnapshotStore:
         self.storage = storage
         self.url = storage.url
         self.speed = speed
-        # By path of the manifest: its stamp when it was read, size of the file, what it holds.
-        self._known: dict[str, tuple[object, int, list[Entry]]] = {}
+        self._known: dict[FilePlace, tuple[object, int, list[Entry]]] = {}
+        """The stamp of a manifest when it was read, the size of its file, what that holds."""
         self._frozen_read: set[str] = set()
         """Digests of frozen tensors that this store read back whole."""
 
@@ -198,17 +197,15 @@ class SnapshotStore:
         entries: list[Entry] = []
         images: list[FrozenEntry] = []
         problems = list(listing.problems)
-        seen: set[str] = set()
+        seen: set[FilePlace] = set()
         for directory in listing.directories:
             frozen = parse_frozen_directory_name(directory.name)
             named = SnapshotName.parse(directory.name)
             passed_over = "" if named is None else f"step {named.step} passed over: "
-            for name in directory.manifests(share):
-                seen.add(f"{directory.name}/{name}")
-                parsed = parse_file_name(name)
-                assert parsed is not None
+            for place in (FilePlace(self.storage, directory.name, name) for name in directory.nodes(share)):
+                seen.add(place)
                 try:
-                    found = self._look_at(directory.name, parsed[0])
+                    found = self._look_at(place)
                 except FileNotFoundError as error:
                     lost = error.filename or error
                     problems.append(f"{passed_over}{self.url}/{directory.name}: a manifest without its file: {lost}")
@@ -221,23 +218,22 @@ class SnapshotStore:
                     else:
                         images.append(FrozenEntry(self.url, self.speed, frozen, directory.name))
         if share is None:
-            for path in self._known.keys() - seen:
-                self._known.pop(path, None)  # a run may write millions
+            for place in self._known.keys() - seen:
+                self._known.pop(place, None)  # a run may write millions
         return Inventory(self.url, tuple(entries), tuple(images), tuple(problems))
 
-    def _look_at(self, directory: str, stem: NodeName) -> list[Entry]:
+    def _look_at(self, place: FilePlace) -> list[Entry]:
         """Check one manifest, and that its file is there. Manifests that did not change are not read again.
 
         Raises: FormatError, LevelError, FileNotFoundError.
         """
-        place = FilePlace(self.storage, directory, stem)
         stamp = self.storage.stamp(place.manifest_path)
-        known = self._known.get(place.manifest_path)
+        known = self._known.get(place)
         if known is None or stamp is None or known[0] != stamp:
             manifest = place.read_manifest()
             check_place(manifest, place)
-            entries = entries_of(manifest, self.url, self.speed, directory)
-            known = self._known[place.manifest_path] = (stamp, manifest.size_bytes, entries)
+            entries = entries_of(manifest, self.url, self.speed, place.directory)
+            known = self._known[place] = (stamp, manifest.size_bytes, entries)
         place.check_size(known[1])
         return known[2]
 

@@ -8,6 +8,7 @@ the live tensors again.
 """
 
 import json
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 
 from lazysnap.capture.plan import Key, key_of
 from lazysnap.shard.checksum import digest
-from lazysnap.shard.pieces import volume
 from lazysnap.state.sharding import Held, held_part, local_of
 from lazysnap.state.walk import Walk
 from lazysnap.topology import Rows, share
@@ -111,7 +111,7 @@ class Partition:
                 if held is not None and name in untrained and rank in holders:
                     holders = (rank,)
                 # Of a shard without bytes there is nothing to keep but where the whole tensor has none.
-                if rank in holders and (volume(one.local.shape) or not volume(one.global_shape)):
+                if rank in holders and (math.prod(one.local.shape) or not math.prod(one.global_shape)):
                     shared.setdefault(holders, []).append(one)
         return own, shared
 

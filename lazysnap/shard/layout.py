@@ -5,6 +5,7 @@ safetensors format demands, ordered by item size so that each one stays aligned 
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,10 +37,7 @@ class TensorSpec:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensor, row-major and dense."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * ITEM_BITS[self.dtype] // 8
+        return math.prod(self.shape) * ITEM_BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Tensors whose pieces are in several shards: which piece covers which part. Pure."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,19 +51,11 @@ def _are_sizes(value: Any, length: int) -> bool:
     return isinstance(value, list) and len(value) == length and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
 
 
-def volume(shape: Sequence[int]) -> int:
-    """Number of elements; 1 for a tensor without dimensions."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def distinct(pieces: Sequence[Piece]) -> list[Piece]:
     """One of each box: replicas hold the same bytes. Empty boxes are left out."""
     found: dict[tuple[Extent, Extent], Piece] = {}
     for piece in pieces:
-        if volume(piece.shape):
+        if math.prod(piece.shape):
             found.setdefault((piece.offsets, piece.shape), piece)
     return list(found.values())
 
@@ -86,7 +79,7 @@ class Cover:
     """
 
     def __init__(self, offsets: Extent, shape: Extent) -> None:
-        self._holes = [(offsets, shape)] if volume(shape) else []
+        self._holes = [(offsets, shape)] if math.prod(shape) else []
 
     @property
     def is_whole(self) -> bool:
@@ -96,7 +89,7 @@ class Cover:
     @property
     def missing(self) -> int:
         """Elements that no piece fills."""
-        return sum(volume(shape) for _, shape in self._holes)
+        return sum(math.prod(shape) for _, shape in self._holes)
 
     def add(self, piece: Piece) -> bool:
         """Add a piece; whether it fills something that was missing."""
@@ -137,7 +130,7 @@ def tiles(name: str, pieces: Sequence[Piece], whole: Extent) -> list[Piece]:
     order = sorted(distinct(pieces), key=lambda piece: (piece.offsets, [-size for size in piece.shape]))
     found = [piece for piece in order if cover.add(piece)]
     if not cover.is_whole:
-        total = volume(whole)
+        total = math.prod(whole)
         raise ShardCorrupt(
             f"tensor {name}: its pieces cover {total - cover.missing} of {total} elements of {list(whole)}"
         )

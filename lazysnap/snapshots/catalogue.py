@@ -5,7 +5,7 @@ a caller asks for.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from lazysnap.errors import FormatError, LevelError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.listing import Directory, list_directory
-from lazysnap.levels.node_file import FROZEN_NAME, FilePlace, entries_of, read_committed
+from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
 from lazysnap.resolver import (
     Entry,
     FrozenEntry,
@@ -31,7 +31,6 @@ from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import (
     SnapshotName,
     frozen_directory_name,
-    parse_file_name,
     parse_frozen_directory_name,
 )
 
@@ -51,6 +50,11 @@ def in_parallel(work: Callable[[Given], Result], items: Sequence[Given]) -> list
     """``work(item)`` for every item, in order. Blocks. Raises: the first error."""
     tasks = [partial(work, item) for item in items]
     return DaemonPool[Result](min(_THREADS, max(1, len(tasks))), "lazysnap-catalogue").run(tasks)
+
+
+def files_of(shards: Iterable[Shard]) -> list[Shard]:
+    """The files of these shards, each once, with one of the shards in it."""
+    return list({(entry.location, entry.file): (entry, manifest) for entry, manifest in shards}.values())
 
 
 def latest_path(url: "str | os.PathLike[Any]") -> str | None:
@@ -113,8 +117,8 @@ class Found:
 
     @property
     def files(self) -> list[Shard]:
-        """Its files, each with one of the shards in it."""
-        return list({(entry.location, entry.file): (entry, manifest) for entry, manifest in self.shards}.values())
+        """See ``files_of``."""
+        return files_of(self.shards)
 
     @property
     def captured_ns(self) -> int:
@@ -172,7 +176,7 @@ class Catalogue:
     def __init__(self, store: SnapshotStore) -> None:
         self.store = store
         self._directories: dict[str, Directory | None] = {}
-        self._manifests: dict[str, Manifest | None] = {}
+        self._manifests: dict[FilePlace, Manifest | None] = {}
         self.problems: list[str] = []
         """What cannot be used, and why: damaged, foreign or lost files."""
         self.incomplete: list[str] = []
@@ -252,7 +256,7 @@ class Catalogue:
         """By rank: the first source of a plan of this catalogue, and the manifest of its file."""
         found = []
         for entry in (offers[0] for offers in plan.sources):
-            manifest = self._manifests[self.store.place(entry).manifest_path]
+            manifest = self._manifests[self.store.place(entry)]
             assert manifest is not None
             found.append((entry, manifest))
         return found
@@ -306,47 +310,41 @@ class Catalogue:
         self._directories.update(zip(new, found, strict=True))
         return [one for name in names if (one := self._directories[name]) is not None]
 
-    def _read(self, files: Collection[tuple[str, str]]) -> None:
+    def _read(self, places: Iterable[FilePlace]) -> None:
         """Read manifests that were not read yet; problems are recorded."""
-        wanted = [file for file in dict.fromkeys(files) if _path(*file) not in self._manifests]
+        wanted = [place for place in dict.fromkeys(places) if place not in self._manifests]
 
-        def read(file: tuple[str, str]) -> "Manifest | str | None":
-            parsed = parse_file_name(file[1])
-            assert parsed is not None
+        def read(place: FilePlace) -> "Manifest | str | None":
             try:
-                return read_committed(FilePlace(self.store.storage, file[0], parsed[0]))
+                return read_committed(place)
             except FileNotFoundError:
                 return None  # deleted since it was listed
             except (FormatError, LevelError) as error:
                 return str(error)  # the other files may be readable
 
-        for file, result in zip(wanted, in_parallel(read, wanted), strict=True):
-            self._manifests[_path(*file)] = result if isinstance(result, Manifest) else None
+        for place, result in zip(wanted, in_parallel(read, wanted), strict=True):
+            self._manifests[place] = result if isinstance(result, Manifest) else None
             if isinstance(result, str):
                 self.problems.append(result)
 
     def _shards(self, directories: Sequence[Directory]) -> list[Shard]:
         """Every shard that is committed in these directories, by rank."""
-        self._read([(one.name, file) for one in directories for file in one.manifests()])
+        places = {one: [FilePlace(self.store.storage, one.name, node) for node in one.nodes()] for one in directories}
+        self._read(place for held in places.values() for place in held)
         found = []
-        for one in directories:
-            for manifest in filter(None, (self._manifests[_path(one.name, file)] for file in one.manifests())):
+        for one, held in places.items():
+            for manifest in filter(None, map(self._manifests.__getitem__, held)):
                 for entry in entries_of(manifest, self.store.url, self.store.speed, one.name):
                     found.append((replace(entry, names=one.names), manifest))
         return found
 
     def _frozen(self, wanted: Collection[str]) -> list[tuple[FrozenEntry, Manifest]]:
         """The wanted frozen tensors that are committed."""
-        store, found = self.store, []
-        there = frozenset(self._names)
-        digests = [digest for digest in sorted(wanted) if frozen_directory_name(digest) in there]
-        self._read([(frozen_directory_name(digest), FROZEN_NAME.manifest) for digest in digests])
-        for digest in digests:
-            name = frozen_directory_name(digest)
-            manifest = self._manifests[_path(name, FROZEN_NAME.manifest)]
-            if manifest is not None:
-                found.append((FrozenEntry(store.url, store.speed, digest, name), manifest))
-        return found
+        store, there = self.store, frozenset(self._names)
+        named = {digest: frozen_directory_name(digest) for digest in sorted(wanted)}
+        entries = [FrozenEntry(store.url, store.speed, *pair) for pair in named.items() if pair[1] in there]
+        self._read(map(store.place, entries))
+        return [(one, found) for one in entries if (found := self._manifests[store.place(one)]) is not None]
 
     def _explain(self, step: int, entries: Sequence[Entry], frozen: Sequence[FrozenEntry]) -> None:
         """Record what is missing of an incomplete snapshot."""
@@ -371,10 +369,6 @@ def _name_of(directory: Directory) -> SnapshotName:
     name = SnapshotName.parse(directory.name)
     assert name is not None
     return name
-
-
-def _path(directory: str, file: str) -> str:
-    return f"{directory}/{file}"
 
 
 def _few(steps: list[int]) -> str:

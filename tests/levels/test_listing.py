@@ -9,6 +9,7 @@ from support.names import START, directory_of
 
 from lazysnap.levels import open_store
 from lazysnap.levels.listing import Directory, Listing
+from lazysnap.shard.names import NodeName
 
 WORLD = 5
 
@@ -68,5 +69,5 @@ def test_what_went_between_listing_and_looking_is_said(store):
 def test_a_directory_of_two_worlds_names_all():
     directory = Directory(directory_of(1), ((2, 0, 1), (4, 1, 3)))
 
-    names = ["node-00001-of-00002.json", "node-00001-of-00004.json", "node-00003-of-00004.json"]
-    assert list(directory.manifests((1, 2))) == names
+    nodes = [NodeName(1, 2), NodeName(1, 4), NodeName(3, 4)]
+    assert list(directory.nodes((1, 2))) == nodes
