@@ -12,6 +12,7 @@ from lazysnap.cli.output import Output, count_of, fields_of
 from lazysnap.cli.stores import open_existing
 from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels.blocks import read_node_file
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import Manifest
@@ -33,6 +34,16 @@ class Verdict:
         """It is damaged, and why."""
         self.state = DAMAGED
         self.problems.append(problem)
+
+    def compare(self, place: FilePlace, manifest: Manifest, advance: Callable[[int], None]) -> bool:
+        """Read every byte of a file; whether it is still there. Blocks. Raises: LevelError."""
+        try:
+            read_node_file(place, manifest, beat=advance)
+        except FormatError as error:
+            self.blame(str(error))
+        except FileNotFoundError:
+            return False
+        return True
 
     def to_fields(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -70,11 +81,7 @@ def check_frozen(
 ) -> Verdict:
     """Read every byte of a file of frozen tensors. Blocks. Raises: LevelError."""
     verdict = Verdict({"location": frozen.location, "digest": frozen.digest, "size_bytes": manifest.size_bytes})
-    try:
-        read_node_file(store.place(frozen), manifest, beat=advance)
-    except FormatError as error:
-        verdict.blame(str(error))
-    except FileNotFoundError:
+    if not verdict.compare(store.place(frozen), manifest, advance):
         verdict.blame(f"{store.url}/{frozen.location}: deleted while it was read")
     return verdict
 
@@ -83,11 +90,7 @@ def check(store: SnapshotStore, found: Found, frozen: dict[str, Verdict], advanc
     """Read every byte of a snapshot's shards; ``frozen``: by digest. Blocks. Raises: LevelError."""
     verdict = Verdict(fields_of(found), GOOD if found.is_complete else INCOMPLETE)
     for entry, manifest in found.files:
-        try:
-            read_node_file(store.place(entry), manifest, beat=advance)
-        except FormatError as error:
-            verdict.blame(str(error))
-        except FileNotFoundError:
+        if not verdict.compare(store.place(entry), manifest, advance):
             verdict.state = GONE  # the retention of a running job deleted it meanwhile
             return verdict
     for digest in found.frozen:

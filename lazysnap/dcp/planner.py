@@ -22,7 +22,7 @@ class SnapshotLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """See ``DefaultLoadPlanner``."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self._places: dict[str, tuple[Any, Any]] = {}
+        self.places: dict[str, tuple[Any, Any]] = {}
         """By flat key: the container, and the key in it."""
         if self.flatten_state_dict:
             self._find_places("", state_dict)
@@ -34,27 +34,16 @@ class SnapshotLoadPlanner(DefaultLoadPlanner):
             if isinstance(value, (Mapping, list)) and flat not in self.mappings:
                 self._find_places(f"{flat}.", value)
             else:
-                self._places.setdefault(flat, (container, key))
-
-    def load_value(self, item: ReadItem, value: Any) -> None:
-        """Load a value that is no tensor."""
-        key = item.dest_index.fqn
-        if key in self._places:
-            container, own_key = self._places[key]
-            container[own_key] = value
-        else:
-            _load_as_bytes(self, item, value)
+                self.places.setdefault(flat, (container, key))
 
 
 def load_value(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     """Load a value that is no tensor, through any planner: those of DCP expect bytes of ``torch.save``."""
-    if isinstance(planner, SnapshotLoadPlanner):
-        planner.load_value(item, value)
-    else:
-        _load_as_bytes(planner, item, value)
-
-
-def _load_as_bytes(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    places = planner.places if isinstance(planner, SnapshotLoadPlanner) else {}
+    if item.dest_index.fqn in places:
+        container, key = places[item.dest_index.fqn]
+        container[key] = value
+        return
     data = io.BytesIO()
     torch.save(value, data)
     data.seek(0)

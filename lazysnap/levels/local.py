@@ -219,6 +219,16 @@ class LocalStorage(Storage):
     def _path(self, path: str) -> str:
         return os.path.join(self.url, path)
 
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Errors of the system become ours, but for a name that does not exist."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise local_error(self.url, what, error) from error
+
     def create(self, path: str, size_bytes: int) -> LocalWriter:
         """Start a file; ENOSPC shows here, where the file system can allocate."""
         try:
@@ -256,33 +266,20 @@ class LocalStorage(Storage):
     def get(self, path: str) -> bytes:
         """Read a small file whole."""
         name = self._path(path)
-        try:
-            with open(open_regular(name), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size > MAX_SMALL_BYTES:
-                    raise ShardCorrupt(f"{name}: {size} bytes, a manifest has at most {MAX_SMALL_BYTES}")
-                return file.read(MAX_SMALL_BYTES)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise local_error(self.url, f"reading {path}", error) from error
+        with self._naming(f"reading {path}"), open(open_regular(name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_SMALL_BYTES:
+                raise ShardCorrupt(f"{name}: {size} bytes, a manifest has at most {MAX_SMALL_BYTES}")
+            return file.read(MAX_SMALL_BYTES)
 
     def reader(self, path: str) -> LocalReader:
         """Open a file; it stays readable when it is deleted."""
-        try:
+        with self._naming(f"opening {path}"):
             return LocalReader(self.url, path)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise local_error(self.url, f"opening {path}", error) from error
 
     def _stat(self, path: str) -> os.stat_result:
-        try:
+        with self._naming(f"looking at {path}"):
             return os.stat(self._path(path))
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise local_error(self.url, f"looking at {path}", error) from error
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
@@ -311,30 +308,22 @@ class LocalStorage(Storage):
 
     def is_leased(self, path: str) -> bool:
         """Whether somebody's shared lock is there; False where there are no locks."""
-        try:
+        with self._naming(f"looking for readers of {path}"):
             return locks.is_leased(self._path(path))
-        except OSError as error:
-            raise local_error(self.url, f"looking for readers of {path}", error) from error
 
     def is_link(self, path: str) -> bool:
         """Of the names below the level's directory; that one may be a link."""
         parts = path.split("/")
-        try:
-            names = [self._path("/".join(parts[: count + 1])) for count in range(len(parts))]
+        names = [self._path("/".join(parts[: count + 1])) for count in range(len(parts))]
+        is_missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with self._naming(f"looking at {path}"), is_missing:
             return any(stat.S_ISLNK(os.lstat(name).st_mode) for name in names)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
-            raise local_error(self.url, f"looking at {path}", error) from error
+        return False
 
     def age_s(self, path: str) -> float:
         """Since the later of both times: a copy may have been given the time of its original."""
-        try:
+        with self._naming(f"looking at {path}"):
             return self._age_s(os.lstat(self._path(path)))
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise local_error(self.url, f"looking at {path}", error) from error
 
     def _age_s(self, facts: os.stat_result) -> float:
         """By the clock of the file system, which may be on another host: that of a file which was just made there."""
@@ -359,16 +348,15 @@ class LocalStorage(Storage):
 
     def delete(self, path: str) -> None:
         """Unlink a file and make that durable."""
-        try:
-            with self._directory(path) as directory:
-                faults.point("level.local.delete")
-                os.unlink(os.path.basename(path), dir_fd=directory)
-                faults.point("level.local.deleted")
-                sync_handle(directory)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise local_error(self.url, f"deleting {path}", error) from error
+        with (
+            contextlib.suppress(FileNotFoundError),
+            self._naming(f"deleting {path}"),
+            self._directory(path) as directory,
+        ):
+            faults.point("level.local.delete")
+            os.unlink(os.path.basename(path), dir_fd=directory)
+            faults.point("level.local.deleted")
+            sync_handle(directory)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
         """Delete under the lock, if nobody holds it; without locks by age."""

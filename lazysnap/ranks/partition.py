@@ -8,7 +8,6 @@ the live tensors again.
 """
 
 import json
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,7 +110,7 @@ class Partition:
                 if held is not None and name in untrained and rank in holders:
                     holders = (rank,)
                 # Of a shard without bytes there is nothing to keep but where the whole tensor has none.
-                if rank in holders and (math.prod(one.local.shape) or not math.prod(one.global_shape)):
+                if rank in holders and (0 not in one.local.shape or 0 in one.global_shape):
                     shared.setdefault(holders, []).append(one)
         return own, shared
 

@@ -17,7 +17,7 @@ from lazysnap.capture.plan import view_of
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.blocks import Wanted
 from lazysnap.shard.manifest import CaptureMeta
-from lazysnap.shard.pieces import Cover, Extent, Piece, distinct, volume
+from lazysnap.shard.pieces import Cover, Extent, Piece, distinct
 from lazysnap.snapshots.reader import OpenShard, read
 from lazysnap.snapshots.tensors import Boxes, Facts, Whole
 from lazysnap.state.codec import decode, tensor_names
@@ -174,7 +174,7 @@ class Assembly:
         """A view of the image that has all that is wanted, in one piece and as the program knows it; else ``None``."""
         piece = next((one for one in whole.pieces if (one.offsets, one.shape) == (offsets, shape)), None)
         stored = None if piece is None else whole.stored[piece.rank, piece.stored]
-        if stored is None or stored.logical is not None or not volume(shape):
+        if stored is None or stored.logical is not None or 0 in shape:
             return None
         image = self._lend(stored.shard)
         return None if image is None else view_of(image, stored.offset, whole.dtype, shape)
@@ -201,7 +201,7 @@ def is_part(target: Any, shape: Extent) -> TypeGuard[DTensor]:
 
 def is_empty_part(target: Any) -> bool:
     """Whether nothing of the tensor falls to this rank: no shard needs to be found for it."""
-    return isinstance(target, DTensor) and not volume(box_of(target)[1])
+    return isinstance(target, DTensor) and 0 in box_of(target)[1]
 
 
 def wanted_box(target: Any, shape: Extent) -> tuple[Extent, Extent]:

@@ -55,7 +55,7 @@ def distinct(pieces: Sequence[Piece]) -> list[Piece]:
     """One of each box: replicas hold the same bytes. Empty boxes are left out."""
     found: dict[tuple[Extent, Extent], Piece] = {}
     for piece in pieces:
-        if math.prod(piece.shape):
+        if 0 not in piece.shape:
             found.setdefault((piece.offsets, piece.shape), piece)
     return list(found.values())
 
@@ -79,7 +79,7 @@ class Cover:
     """
 
     def __init__(self, offsets: Extent, shape: Extent) -> None:
-        self._holes = [(offsets, shape)] if math.prod(shape) else []
+        self._holes = [] if 0 in shape else [(offsets, shape)]
 
     @property
     def is_whole(self) -> bool:
