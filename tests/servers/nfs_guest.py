@@ -114,13 +114,14 @@ def write_with_deadline(talk: Conversation, url: str, step: int, size: int, dead
     source = StopsInTheMiddle(talk, step, size)
 
     def work(beat) -> None:
-        plain = source.wait
+        plain = source.view
 
-        def wait(upto: int) -> None:
-            plain(upto)
+        def view(offset: int, length: int) -> memoryview:
+            found = plain(offset, length)
             beat()
+            return found
 
-        source.wait = wait
+        source.view = view
         source.finish = beat
         _store(url).write(_meta(step), source)
 
