@@ -17,7 +17,7 @@ from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
-from lazysnap.snapshots.catalogue import Catalogue, files_of
+from lazysnap.snapshots.catalogue import Catalogue
 
 COPIED, PRESENT, BAD = "copied", "there already", "bad"
 
@@ -88,16 +88,15 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
 
 def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output: Output) -> Copied:
     """Copy what is not there yet: first the frozen tensors, then the files, last the names."""
-    entries = [offers[0] for offers in plan.sources]
-    files = files_of(catalogue.shards(plan))
-    parts: list[tuple[Entry | FrozenEntry, Manifest]] = [*catalogue.frozen(plan), *files]
+    found = catalogue.found(plan)
+    parts: list[tuple[Entry | FrozenEntry, Manifest]] = [*catalogue.frozen(plan), *found.files]
     size = sum(manifest.size_bytes for _, manifest in parts)
-    copied = Copied(plan.step, plan.run_id, entries[0].location)
+    copied = Copied(found.step, found.run_id, found.location)
     try:
         with output.bar(f"step {plan.step}", size if target.storage.checks_writes else 2 * size) as advance:
             for entry, manifest in parts:
                 copied.size_bytes += _copy_file(catalogue.store, target, entry, manifest, advance)
-        for entry in entries:
+        for entry, _ in found.shards:
             _give_names(target, entry)
     except (FormatError, FileNotFoundError) as error:
         copied.problem = str(error)

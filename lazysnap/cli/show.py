@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import Output, count_of, safe, when
+from lazysnap.cli.output import Output, count_of, fields_of, safe, when
 from lazysnap.cli.stores import open_existing
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.manifest import TAG
 from lazysnap.shard.names import id_time_ns
-from lazysnap.snapshots.catalogue import Catalogue, files_of
+from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot
 
 _MOST_CHARACTERS = 60
@@ -42,18 +42,15 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
-    manifests = [manifest for _, manifest in files_of(catalogue.shards(plan))]
+    found = catalogue.found(plan)
+    manifests = [manifest for _, manifest in found.files]
     return {
         "url": catalogue.store.url,
-        "step": plan.step,
-        "run_id": plan.run_id,
+        **fields_of(found),
         "run_started_ns": id_time_ns(plan.run_id),
         "world_size": plan.world_size,
-        "location": plan.sources[0][0].location,
-        "names": sorted({name for offers in plan.sources for name in offers[0].names}),
-        "captured_ns": max(shard.meta.captured_ns for manifest in manifests for shard in manifest.shards),
+        "captured_ns": found.captured_ns,
         "created_ns": max(manifest.created_ns for manifest in manifests),
-        "size_bytes": sum(manifest.size_bytes for manifest in manifests),
         "frozen": [
             {"digest": one.digest, "location": one.location, "size_bytes": manifest.size_bytes}
             for one, manifest in catalogue.frozen(plan)

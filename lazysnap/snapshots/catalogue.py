@@ -52,11 +52,6 @@ def in_parallel(work: Callable[[Given], Result], items: Sequence[Given]) -> list
     return DaemonPool[Result](min(_THREADS, max(1, len(tasks))), "lazysnap-catalogue").run(tasks)
 
 
-def files_of(shards: Iterable[Shard]) -> list[Shard]:
-    """The files of these shards, each once, with one of the shards in it."""
-    return list({(entry.location, entry.file): (entry, manifest) for entry, manifest in shards}.values())
-
-
 def latest_path(url: "str | os.PathLike[Any]") -> str | None:
     """The directory of the newest complete snapshot below ``url``, ``None`` if there is none.
 
@@ -117,8 +112,8 @@ class Found:
 
     @property
     def files(self) -> list[Shard]:
-        """See ``files_of``."""
-        return files_of(self.shards)
+        """Its files, each with one of the shards in it."""
+        return list({(entry.location, entry.file): (entry, manifest) for entry, manifest in self.shards}.values())
 
     @property
     def captured_ns(self) -> int:
@@ -260,6 +255,10 @@ class Catalogue:
             assert manifest is not None
             found.append((entry, manifest))
         return found
+
+    def found(self, plan: RestartPlan) -> Found:
+        """The snapshot that a plan of this catalogue restores."""
+        return Found(plan.key, tuple(self.shards(plan)), is_complete=True)
 
     def frozen(self, plan: RestartPlan) -> list[tuple[FrozenEntry, Manifest]]:
         """The frozen tensors that a plan refers to, each digest once."""
