@@ -17,8 +17,8 @@ from lazysnap.keeper.node_part import open_part, read_index
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity_store import ParitySet, ParityStore
 from lazysnap.keeper.protocol import HeldMember, HeldParity, Parity, Run
-from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.source import RateLimiter, map_anonymous
+from lazysnap.levels.threads import in_threads
 from lazysnap.links.certificate import Certificate
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import PartOf
@@ -54,7 +54,7 @@ class Encoding:
         if time.monotonic() - self._used_at > _FRESH_S:
             self.close()
         self._used_at = time.monotonic()
-        DaemonPool[None](len(self._others), "lazysnap-parity").run([partial(self._reach, at) for at in self._others])
+        in_threads([partial(self._reach, at) for at in self._others], len(self._others), "lazysnap-parity")
 
     def _reach(self, position: int) -> None:
         if position in self._readers:
@@ -105,8 +105,8 @@ class Encoding:
 
     def _of_all(self, ask: Callable[[int], Result]) -> list[Result]:
         """Ask every other node, each on a thread. The first failure ends the others: nobody delays its report."""
-        pool = DaemonPool[Result](len(self._others), "lazysnap-parity", self.interrupt)
-        return pool.run([partial(ask, position) for position in self._others])
+        tasks = [partial(ask, position) for position in self._others]
+        return in_threads(tasks, len(self._others), "lazysnap-parity", self.interrupt)
 
     def _open(self, position: int, step: int) -> HeldMember:
         reader = self._readers[position]

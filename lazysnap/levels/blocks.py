@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Reader
+from lazysnap.levels.threads import in_threads
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.manifest import Manifest, Shard
 
@@ -261,7 +261,7 @@ def fill(
     tasks = [partial(take, *part) for part in sorted(parts, key=lambda part: (order[part[0]], part[1]))]
     threads = min(max((blocks.threads for blocks in jobs), default=1), max(1, len(parts)))
     try:
-        return sum(DaemonPool[int](threads, "lazysnap-read").run(tasks))
+        return sum(in_threads(tasks, threads, "lazysnap-read"))
     finally:
         for blocks in jobs:
             blocks.close()

@@ -9,9 +9,9 @@ from functools import partial
 
 from lazysnap import faults
 from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrupt
-from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
+from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watchdog import WriteCancelled
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
@@ -238,5 +238,5 @@ def _write_blocks(place: FilePlace, writer: Writer, source: BlockSource) -> Chec
         return checksum
 
     tasks = (partial(one, *block) for block in block_ranges(size))
-    blocks = DaemonPool[str](place.storage.parallel_writes, "lazysnap-write").run(tasks)
+    blocks = in_threads(tasks, place.storage.parallel_writes, "lazysnap-write")
     return Checksums(size, BLOCK_BYTES, tuple(blocks))

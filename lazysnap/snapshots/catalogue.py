@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from lazysnap.config import checked_url
 from lazysnap.errors import FormatError, LevelError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.listing import Directory, list_directory
 from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
+from lazysnap.levels.threads import in_threads
 from lazysnap.resolver import (
     Entry,
     FrozenEntry,
@@ -49,7 +49,7 @@ Shard = tuple[Entry, Manifest]
 def in_parallel(work: Callable[[Given], Result], items: Sequence[Given]) -> list[Result]:
     """``work(item)`` for every item, in order. Blocks. Raises: the first error."""
     tasks = [partial(work, item) for item in items]
-    return DaemonPool[Result](min(_THREADS, max(1, len(tasks))), "lazysnap-catalogue").run(tasks)
+    return in_threads(tasks, min(_THREADS, len(tasks)), "lazysnap-catalogue")
 
 
 def latest_path(url: "str | os.PathLike[Any]") -> str | None:

@@ -10,9 +10,9 @@ import sys
 import seaweed
 from support.names import directory_of
 
-from lazysnap.levels.daemon_pool import DaemonPool
 from lazysnap.levels.s3 import S3Storage
 from lazysnap.levels.source import map_anonymous
+from lazysnap.levels.threads import in_threads
 from lazysnap.shard.checksum import BLOCK_BYTES, block_ranges
 
 MIB = 1 << 20
@@ -44,9 +44,8 @@ def blocks(data: memoryview) -> list[tuple[int, memoryview]]:
 
 
 def fill(storage, writer, data) -> None:
-    DaemonPool[None](storage.parallel_writes, "test").run(
-        (lambda offset=offset, block=block: writer.write(offset, block)) for offset, block in blocks(data)
-    )
+    tasks = ((lambda offset=offset, block=block: writer.write(offset, block)) for offset, block in blocks(data))
+    in_threads(tasks, storage.parallel_writes, "test")
 
 
 def upload(storage, data, path: str = SHARD) -> None:

@@ -353,8 +353,8 @@ def peak():
 data = memoryview(bytearray(os.urandom(1 << 20) * 64))
 def send(size):
     with contextlib.closing(storage.create(f"{directory_of(1)}/{size}", size)) as writer:
-        DaemonPool[None](4, "test").run(
-            (lambda o=o: writer.write(o, data[o : min(o + BLOCK_BYTES, size)])) for o in range(0, size, BLOCK_BYTES))
+        starts = range(0, size, BLOCK_BYTES)
+        in_threads([lambda o=o: writer.write(o, data[o : min(o + BLOCK_BYTES, size)]) for o in starts], 4, "test")
         writer.publish()
 send(5 << 20)
 before = peak()
