@@ -19,6 +19,7 @@ from lazysnap.keeper.parity_store import ParitySet, ParityStore
 from lazysnap.keeper.protocol import HeldMember, HeldParity, Parity, Run
 from lazysnap.levels.source import RateLimiter, map_anonymous
 from lazysnap.levels.threads import in_threads
+from lazysnap.levels.watchdog import Beat
 from lazysnap.links.certificate import Certificate
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import PartOf
@@ -27,7 +28,6 @@ from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
 from lazysnap.topology import Team
 
-Beat = Callable[[], None]
 Result = TypeVar("Result")
 _FRESH_S = 60.0
 """Connections that were not used for longer are made anew: the other side closes what nobody uses."""

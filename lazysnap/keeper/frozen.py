@@ -16,13 +16,12 @@ from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import MemorySource, RateLimitedSource, RateLimiter, shard_of
+from lazysnap.levels.watchdog import Beat
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.memory.slot_pool import check_room
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import frozen_directory_name
-
-Beat = Callable[[], None]
 
 
 class FrozenPool:

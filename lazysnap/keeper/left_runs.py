@@ -11,14 +11,12 @@ from lazysnap.keeper.protocol import LeftRun, Message
 from lazysnap.levels import open_store
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.watchdog import Watchdog
+from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.resolver import SnapshotKey, candidates
 from lazysnap.runs import short_ids
 from lazysnap.shard.names import SnapshotName, parse_frozen_directory_name
 
 logger = logging.getLogger(__name__)
-
-Beat = Callable[[], None]
 
 
 @dataclass(frozen=True)

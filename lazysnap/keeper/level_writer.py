@@ -32,7 +32,7 @@ from lazysnap.levels.redaction import shown
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import BlockSource, NodeSource, RateLimitedSource, RateLimiter, shard_of
 from lazysnap.levels.storage import probe
-from lazysnap.levels.watchdog import Watchdog, WriteCancelled
+from lazysnap.levels.watchdog import Beat, Watchdog, WriteCancelled
 from lazysnap.memory.arena import Slot
 from lazysnap.memory.slot_source import SlotSource, open_slot
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -47,8 +47,6 @@ _STANDS_S = 30.0
 """Who waits for the last work of a level does not wait for an operation that did not move for so long."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 """Between two small writes to a level that failed: the pause doubles up to this."""
-
-Beat = Callable[[], None]
 
 
 class NodeMemory(Protocol):

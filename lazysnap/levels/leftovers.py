@@ -16,6 +16,7 @@ from lazysnap import faults
 from lazysnap.errors import FormatError
 from lazysnap.levels.files import TEMPORARY
 from lazysnap.levels.storage import Storage, is_probe
+from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.limits import MAX_SMALL_OBJECT_BYTES
 from lazysnap.shard.names import (
     NodeName,
@@ -119,7 +120,7 @@ def is_settled(storage: Storage, path: str) -> bool:
         return False
 
 
-def sweep(storage: Storage, is_ours: IsOurs | None, beat: Callable[[], None]) -> list[str]:
+def sweep(storage: Storage, is_ours: IsOurs | None, beat: Beat) -> list[str]:
     """See ``SnapshotStore.sweep``."""
     names = storage.list()
     gone = [name for name in filter(is_probe, names) if is_settled(storage, name)]

@@ -3,12 +3,13 @@
 Small enough to be told to all ranks, who then look at the manifests together, each at its share.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lazysnap.errors import LevelError
 from lazysnap.levels.storage import Storage
+from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.names import NodeName, is_directory_of_ours, parse_file_name, parse_keep_file_name
 
 
@@ -57,7 +58,7 @@ class Listing:
         return cls(tuple(directories), tuple(fields["problems"]))
 
 
-def list_names(storage: Storage, *, marked: bool = False, beat: Callable[[], None] | None = None) -> Listing:
+def list_names(storage: Storage, *, marked: bool = False, beat: Beat = lambda: None) -> Listing:
     """What is there. Blocks: one listing per directory, each behind a ``beat``, which may raise.
 
     Raises: LevelUnavailable, if the level does not answer.
@@ -65,8 +66,7 @@ def list_names(storage: Storage, *, marked: bool = False, beat: Callable[[], Non
     problems: list[str] = []
     found = []
     for name in filter(is_directory_of_ours, storage.list()):
-        if beat is not None:
-            beat()
+        beat()
         found.append(list_directory(storage, name, problems, marked=marked))
     return Listing(tuple(one for one in found if one is not None), tuple(problems))
 

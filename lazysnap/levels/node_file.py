@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrup
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.threads import in_threads
-from lazysnap.levels.watchdog import WriteCancelled
+from lazysnap.levels.watchdog import Beat, WriteCancelled
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import PAGE
@@ -100,12 +100,11 @@ class FilePlace:
             self.storage.delete_directory(self.directory)
 
 
-def delete_files(places: Sequence[FilePlace], beat: Callable[[], None] | None = None) -> bool:
+def delete_files(places: Sequence[FilePlace], beat: Beat = lambda: None) -> bool:
     """Delete shards of one directory; ``False``, and nothing is deleted, if it has a name or one of them has to stay.
 
     Blocks; ``beat`` is called meanwhile. Raises: LevelError, and what is left is whole or garbage.
     """
-    beat = beat or (lambda: None)
     for directory in {place.directory for place in places}:
         beat()
         if any(map(parse_keep_file_name, places[0].storage.list(directory, keep_file_name("")))):
@@ -168,7 +167,7 @@ def write_node_file(
     source: BlockSource,
     *,
     expected: str | None = None,
-    beat: Callable[[], None] | None = None,
+    beat: Beat = lambda: None,
 ) -> Manifest:
     """Write and commit; on return both files are durable.
 
@@ -176,7 +175,6 @@ def write_node_file(
     Raises: ShardCorrupt, if the bytes have not the ``expected`` digest; LevelError, CaptureAborted, OSError, what
     ``beat`` raises, and nothing is left or visible.
     """
-    beat = beat or (lambda: None)
     faults.point("level.store.begin")
     try:
         writer = place.storage.create(place.file_path, source.size_bytes)
@@ -208,7 +206,7 @@ def write_node_file(
     return manifest
 
 
-def _clean_up(place: FilePlace, beat: Callable[[], None]) -> None:
+def _clean_up(place: FilePlace, beat: Beat) -> None:
     """Delete what was published and not committed, unless it may be the work of another writer by now."""
     try:
         with contextlib.suppress(WriteCancelled):  # this writer goes on working, so there is no other

@@ -3,9 +3,10 @@
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
+from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.layout import PAGE, Layout, join
 from lazysnap.shard.manifest import CaptureMeta, Shard
 
@@ -123,7 +124,7 @@ class RateLimiter:
         self._lock = threading.Lock()
         self._free_at = 0.0
 
-    def take(self, num_bytes: int, beat: Callable[[], None]) -> None:
+    def take(self, num_bytes: int, beat: Beat) -> None:
         """Wait until ``num_bytes`` may pass. Blocks; calls ``beat`` meanwhile, so that a watchdog sees progress."""
         if self._rate is None:
             return
@@ -140,7 +141,7 @@ class RateLimiter:
 class RateLimitedSource:
     """A source that is read no faster than a level may be written, and that reports progress to a watchdog."""
 
-    def __init__(self, source: BlockSource, limiter: RateLimiter, beat: Callable[[], None]) -> None:
+    def __init__(self, source: BlockSource, limiter: RateLimiter, beat: Beat) -> None:
         self.size_bytes = source.size_bytes
         self.moved_bytes = 0
         """Bytes read so far."""

@@ -5,11 +5,12 @@ import errno
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from lazysnap.errors import LevelFull, LevelUnavailable
+from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.limits import MAX_MANIFEST_BYTES
 
 MAX_SMALL_BYTES = MAX_MANIFEST_BYTES
@@ -195,7 +196,7 @@ def is_probe(name: str) -> bool:
     return _PROBE.fullmatch(name) is not None
 
 
-def probe(storage: Storage, beat: Callable[[], None]) -> None:
+def probe(storage: Storage, beat: Beat) -> None:
     """Write a small object, read it back and delete it. Blocks. Raises: LevelUnavailable; what the storage raises."""
     path, text = probe_name(), os.urandom(8).hex()
     storage.put(path, text.encode())

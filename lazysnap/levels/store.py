@@ -13,7 +13,7 @@ The name of a directory says what is in it, so no two writers ever want the same
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,6 +42,7 @@ from lazysnap.levels.node_file import (
 )
 from lazysnap.levels.source import BlockSource, shard_of
 from lazysnap.levels.storage import Storage, level_error
+from lazysnap.levels.watchdog import Beat
 from lazysnap.resolver import Entry, FrozenEntry, Inventory
 from lazysnap.shard.manifest import CaptureMeta, Manifest, Shard
 from lazysnap.shard.names import (
@@ -93,7 +94,7 @@ class SnapshotStore:
 
     # ---------------------------------------------------------------- writing
 
-    def write(self, meta: CaptureMeta, source: BlockSource, beat: Callable[[], None] | None = None) -> Manifest:
+    def write(self, meta: CaptureMeta, source: BlockSource, beat: Beat = lambda: None) -> Manifest:
         """Write and commit the shard of a rank that is alone on its node, or stores alone; see ``write_file``."""
         return self.write_file(NodeName(meta.rank, meta.world_size), [shard_of(meta, source)], source, beat)
 
@@ -102,7 +103,7 @@ class SnapshotStore:
         name: NodeName,
         shards: Sequence[Shard],
         source: BlockSource,
-        beat: Callable[[], None] | None = None,
+        beat: Beat = lambda: None,
     ) -> Manifest:
         """Write and commit the file of a node, while its later bytes may still be on their way; its manifest.
 
@@ -120,7 +121,7 @@ class SnapshotStore:
         faults.point("level.store.committed")
         return manifest
 
-    def _committed(self, place: FilePlace, shards: Sequence[Shard], beat: Callable[[], None] | None) -> Manifest | None:
+    def _committed(self, place: FilePlace, shards: Sequence[Shard], beat: Beat) -> Manifest | None:
         """The manifest, if these very captures are there and read back whole: a keeper before this one may have done
         it. What is damaged is written again. Raises: LevelError, if it is of other ranks.
         """
@@ -137,9 +138,7 @@ class SnapshotStore:
         except (FormatError, FileNotFoundError):
             return None
 
-    def write_frozen(
-        self, shard: Shard, source: BlockSource, digest: str, beat: Callable[[], None] | None = None
-    ) -> Manifest:
+    def write_frozen(self, shard: Shard, source: BlockSource, digest: str, beat: Beat = lambda: None) -> Manifest:
         """Write and commit frozen tensors, unless they are there already.
 
         Blocks; ``beat`` is called meanwhile. Raises: ShardCorrupt, if what was read has not that digest; LevelError;
@@ -154,20 +153,20 @@ class SnapshotStore:
             self._frozen_read.add(digest)
         return manifest
 
-    def has_frozen(self, digest: str, beat: Callable[[], None] | None = None) -> bool:
+    def has_frozen(self, digest: str, beat: Beat = lambda: None) -> bool:
         """Whether frozen tensors are committed and whole. Blocks: reads them back, later only their manifest."""
         place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         try:
             manifest = read_committed(place)
             if digest not in self._frozen_read:
-                read_node_file(place, manifest, beat=lambda count: beat() if beat else None)
+                read_node_file(place, manifest, beat=lambda count: beat())
         except (FormatError, FileNotFoundError):
             self._frozen_read.discard(digest)
             return False
         self._frozen_read.add(digest)
         return True
 
-    def check_frozen(self, entry: Entry, beat: Callable[[], None] | None = None) -> None:
+    def check_frozen(self, entry: Entry, beat: Beat = lambda: None) -> None:
         """See that what a snapshot has of frozen tensors is there. Blocks: as ``has_frozen``. Raises: ShardCorrupt."""
         if entry.frozen is not None and not self.has_frozen(entry.frozen, beat):
             raise ShardCorrupt(f"{self.url}: the frozen tensors {entry.frozen} are lost or damaged")
@@ -255,13 +254,13 @@ class SnapshotStore:
             raise ShardCorrupt(f"{self.url}/{entry.location}: holds {manifest.checksums.whole}")
         return manifest
 
-    def verify(self, place: FilePlace, beat: Callable[[], None] | None = None) -> Manifest:
+    def verify(self, place: FilePlace, beat: Beat = lambda: None) -> Manifest:
         """Read every byte of a node's file and compare; its manifest. Meanwhile retention leaves it alone.
 
         Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable.
         """
         manifest = place.read_manifest()
-        read_node_file(place, manifest, beat=lambda count: beat() if beat else None)
+        read_node_file(place, manifest, beat=lambda count: beat())
         return manifest
 
     # ---------------------------------------------------------------- keeping and deleting
@@ -275,7 +274,7 @@ class SnapshotStore:
                 raise ConfigError(f"{self.url}/{entry.location}/{file}: a file of somebody else; take another name")
             self.storage.put(f"{entry.location}/{file}", entry.run_id.encode())
 
-    def release(self, run_id: str | None, name: str, beat: Callable[[], None] | None = None) -> list[str]:
+    def release(self, run_id: str | None, name: str, beat: Beat = lambda: None) -> list[str]:
         """Take a name from the snapshots of a run (``None``: of all runs); the directories that had it.
 
         Blocks; ``beat`` is called for each directory, and may raise.
@@ -283,8 +282,7 @@ class SnapshotStore:
         freed, file = [], keep_file_name(name)
         # No manifest is read: every node of a training does this.
         for directory in list_names(self.storage, beat=beat).directories:
-            if beat is not None:
-                beat()
+            beat()
             snapshot = SnapshotName.parse(directory.name)
             if snapshot is None or name not in directory.names or run_id not in (None, snapshot.run_id):
                 continue
@@ -304,14 +302,14 @@ class SnapshotStore:
         path = f"{directory}/{file}"
         return is_given_by_a_run(self.storage, path) and not self.storage.is_link(path)
 
-    def sweep(self, is_ours: IsOurs | None = None, beat: Callable[[], None] | None = None) -> list[str]:
+    def sweep(self, is_ours: IsOurs | None = None, beat: Beat = lambda: None) -> list[str]:
         """Remove what dead writers left of somebody's files (``None``: of all): temporary ones, uncommitted files.
 
         Also what falls to it of ranks that are no more. What a living writer works on stays, whoever it is.
         What went is returned. Blocks; ``beat`` is called for each directory, and may raise.
         """
         with self._naming("sweeping"):
-            return sweep(self.storage, is_ours, beat or (lambda: None))
+            return sweep(self.storage, is_ours, beat)
 
 
 def _ranks(shards: Sequence[Shard]) -> list[int]:

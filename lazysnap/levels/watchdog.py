@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 from lazysnap.errors import CaptureAborted, LevelHangs
 
 Result = TypeVar("Result")
+Beat = Callable[[], None]
+"""Reports progress of work that may hang. It may raise, which ends the work."""
 
 _CHECK_S = 0.25
 
@@ -23,7 +25,7 @@ class Watchdog(Generic[Result]):
     ``beat()`` raises CaptureAborted, so that it cleans up and commits nothing.
     """
 
-    def __init__(self, work: "Callable[[Callable[[], None]], Result]", name: str) -> None:
+    def __init__(self, work: Callable[[Beat], Result], name: str) -> None:
         self.name = name
         self._moved = time.monotonic()
         self._given_up = False
@@ -34,7 +36,7 @@ class Watchdog(Generic[Result]):
         self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         self._thread.start()
 
-    def _run(self, work: "Callable[[Callable[[], None]], Result]") -> None:
+    def _run(self, work: Callable[[Beat], Result]) -> None:
         try:
             self._result.append(work(self.beat))
         except BaseException as error:  # noqa: BLE001  raised by ``result``

@@ -11,12 +11,11 @@ from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.blocks import Wanted
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.watchdog import Watchdog
+from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
 from lazysnap.shard.manifest import Manifest
 from lazysnap.snapshots.reader import OpenShard, open_shard, read
 
-_Beat = Callable[[], None]
 _Result = TypeVar("_Result")
 
 
@@ -55,7 +54,7 @@ class LevelReader:
     def begin_look(self, listing: Listing, share: tuple[int, int]) -> Callable[[], Inventory]:
         """Start to find out what a share of that offers; as ``begin_names``."""
 
-        def work(beat: _Beat) -> Inventory:
+        def work(beat: Beat) -> Inventory:
             found = [Inventory(self.url, problems=listing.problems)]
             for directory in listing.directories:
                 found.append(self._open().inventory(Listing((directory,)), share))
@@ -70,7 +69,7 @@ class LevelReader:
         Raises: as ``begin_names``; ShardCorrupt; FileNotFoundError.
         """
 
-        def work(beat: _Beat) -> tuple[OpenShard, contextlib.ExitStack]:
+        def work(beat: Beat) -> tuple[OpenShard, contextlib.ExitStack]:
             store = self._open()
             place = store.place(entry)
             manifest = self._manifests.get(place.manifest_path)
@@ -94,8 +93,8 @@ class LevelReader:
         """Read what is wanted of a shard, verified. Blocks. Raises: as ``open``."""
         self._attempt(f"reading {shown(shard.where)}", lambda beat: read({shard: wanted}, beat=lambda count: beat()))
 
-    def _begin(self, what: str, work: Callable[[_Beat], _Result]) -> Callable[[], _Result]:
+    def _begin(self, what: str, work: Callable[[Beat], _Result]) -> Callable[[], _Result]:
         return partial(Watchdog(work, what).result, self._level.timeout_s)
 
-    def _attempt(self, what: str, work: Callable[[_Beat], _Result]) -> _Result:
+    def _attempt(self, what: str, work: Callable[[Beat], _Result]) -> _Result:
         return self._begin(what, work)()
