@@ -107,10 +107,12 @@ def is_file(handle: int, path: str) -> bool:
         return False
 
 
-def remove(path: str) -> None:
-    """Unlink, if it is there."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+def close(*handles: int) -> None:
+    """Close those that are open (not -1)."""
+    for handle in handles:
+        if handle >= 0:
+            with contextlib.suppress(OSError):  # NFS reports here what fsync reported before
+                os.close(handle)
 
 
 def open_direct(path: str, flags: int) -> int:

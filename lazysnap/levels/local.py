@@ -26,6 +26,7 @@ from lazysnap.errors import LevelUnavailable, ShardCorrupt
 from lazysnap.levels import locks
 from lazysnap.levels.files import (
     allocate,
+    close,
     is_file,
     local_error,
     make_directories,
@@ -33,7 +34,6 @@ from lazysnap.levels.files import (
     open_regular,
     pread_all,
     pwrite_all,
-    remove,
     sync_directory,
     sync_handle,
     temp_name,
@@ -147,13 +147,6 @@ class LocalWriter:
         if locks.share(handle) is False:
             raise OSError(errno.EBUSY, "a sweep took the file while it was published", self._temp)
 
-    def _close_handles(self) -> None:
-        handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
-        for handle in handles:
-            if handle >= 0:
-                with contextlib.suppress(OSError):  # NFS reports here what fsync reported before
-                    os.close(handle)
-
     def close(self) -> None:
         """Remove what is not published, under whichever names it stands, and close, which unlocks."""
         # What cannot be removed here (the directory may be gone, the level away) goes with the next sweep.
@@ -162,11 +155,12 @@ class LocalWriter:
             with contextlib.suppress(OSError):
                 if is_file(self._buffered, self._final):
                     os.unlink(self._final)
-        self._close_handles()
+        handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
+        close(*handles)
         temp, self._temp = self._temp, ""
         if temp:
             with contextlib.suppress(OSError):
-                remove(temp)
+                os.unlink(temp)
 
 
 class LocalReader:
@@ -202,9 +196,7 @@ class LocalReader:
     def close(self) -> None:
         """Close both descriptors."""
         handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
-        for handle in handles:
-            if handle >= 0:
-                os.close(handle)
+        close(*handles)
 
 
 class LocalStorage(Storage):
