@@ -65,7 +65,8 @@ class CpuCopier:
     def _copy(self, job: CaptureJob) -> None:
         started = time.perf_counter()
         faults.point("capture.copy")
-        # A tensor, so that the slot stays mapped meanwhile; one for each record would be hundreds, and start a collection.
+        # A tensor, so that the slot stays mapped meanwhile. One for each record would be hundreds, and start a
+        # collection.
         image = view_of(job.slot.buffer, job.slot.image_offset, torch.uint8, (1,))
         for index in job.plan.lazy_on_cpu:
             if job.is_given_up:
