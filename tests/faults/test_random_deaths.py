@@ -56,7 +56,7 @@ def end_keeper(job):
 
 @pytest.mark.sampled
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("round_", range(6))
+@pytest.mark.parametrize("round_", range(3))
 def test_whatever_dies_the_training_ends_as_if_nothing_had_happened(zygote, undisturbed, tmp_path, sample, round_):
     wanted, points = undisturbed
     draw = random.Random(f"{sample.seed} {round_}")

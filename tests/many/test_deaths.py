@@ -14,7 +14,6 @@ DRY = 24
 """Steps of the training whose points are written down."""
 LONG = 80
 """Steps that are enough to die at one point after the other."""
-ALL = [(0,), (1,), (0, 1)]
 
 
 def two_levels(root):
@@ -111,8 +110,7 @@ def test_a_common_step_survives_a_change_of_size(make_job, passage):
     assert job.resumed() >= max(common, least)
 
 
-@pytest.mark.parametrize("victims", ALL)
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("victims", "every"), [((0,), 1), ((1,), 2), ((0, 1), 1)])
 def test_a_common_step_survives_death_at_every_point(make_job, wanted, passed, victims, every):
     """One training that dies at one point after the other."""
     job = make_job(levels=[])
@@ -132,45 +130,42 @@ def test_a_common_step_survives_death_at_every_point(make_job, wanted, passed, v
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "every"), [("ddp", 1), ("fsdp", 2)])
-def test_any_of_three_ranks_die_while_one_of_them_lags_and_again_right_after_the_restart(make_job, wanted, kind, every):
+def test_any_of_three_ranks_die_while_one_of_them_lags_and_again_right_after_the_restart(make_job, wanted):
     subsets = [victims for count in (1, 2, 3) for victims in itertools.combinations(range(3), count)]
     job = make_job(levels=[])
-    settings = {"every": every, "steps": 40}
+    settings = {"steps": 40}
     reached = 0
     for number, victims in enumerate(subsets):
         lags = {str(number % 3): {"lag_s": 0.02}}
         # Copied, and not yet whole.
         deaths = dict.fromkeys(victims, f"capture.commit:{3 - number % 3}:kill")
-        codes = job.run(kind, 3, faults=deaths, by_rank=lags, **settings)
+        codes = job.run("ddp", 3, faults=deaths, by_rank=lags, **settings)
         assert -9 in codes, (victims, codes, job.output())
         assert job.resumed() >= reached, (victims, job.output())
-        reached = max([reached, promised(job, 3, every), *whole(job, 3)])
+        reached = max([reached, promised(job, 3, 1), *whole(job, 3)])
 
-    assert set(job.run(kind, 3, **settings)) == {0}, job.output()
+    assert set(job.run("ddp", 3, **settings)) == {0}, job.output()
 
     assert job.resumed() >= reached > 0
-    assert job.results() == wanted(kind, 3, steps=40)
+    assert job.results() == wanted("ddp", 3, steps=40)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "every"), [("ddp", 1), ("fsdp", 2)])
-def test_eight_ranks_die_and_go_on_as_if_nothing_had_happened(make_job, wanted, kind, every):
+def test_eight_ranks_die_and_go_on_as_if_nothing_had_happened(make_job, wanted):
     job = make_job(levels=[])
-    settings = {"every": every, "steps": 8}
-    codes = job.run(kind, 8, faults={5: "capture.commit:3:kill", 2: "engine.begun:3:kill"}, **settings)
+    settings = {"every": 2, "steps": 8}
+    codes = job.run("fsdp", 8, faults={5: "capture.commit:3:kill", 2: "engine.begun:3:kill"}, **settings)
     assert -9 in codes, job.output()
-    reached = max([promised(job, 8, every), *whole(job, 8)])
+    reached = max([promised(job, 8, 2), *whole(job, 8)])
 
-    assert set(job.run(kind, 8, **settings)) == {0}, job.output()
+    assert set(job.run("fsdp", 8, **settings)) == {0}, job.output()
 
     assert job.resumed() >= reached >= 2
     assert {level for _, level, _ in job.origins()} == {"memory"}
-    assert job.results() == wanted(kind, 8, steps=8)
+    assert job.results() == wanted("fsdp", 8, steps=8)
 
 
-@pytest.mark.parametrize(("every", "period"), [(3, 3), (2, 2), (4, 2)])
-@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(("every", "period", "victims"), [(3, 3, (1,)), (2, 2, (0,)), (2, 2, (0, 1)), (4, 2, (1,))])
 def test_with_local_sgd_a_common_step_survives_too(make_job, wanted, every, period, victims):
     """Nothing but the averaging holds the ranks together: one may train on to the next while the other one dies."""
     settings = {"every": every, "period": period, "steps": 12}
@@ -192,21 +187,17 @@ def test_with_local_sgd_a_common_step_survives_too(make_job, wanted, every, peri
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victims", ALL)
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("part", "victims", "every"), [(0, (0,), 1), (1, (1,), 2), (2, (0, 1), 1)])
 def test_ranks_and_their_memory_lost_at_any_point_of_storage_leave_what_all_have_there(
-    make_job, tmp_path, wanted, passed, victims, every
+    make_job, tmp_path, wanted, passed, part, victims, every
 ):
-    """One training that loses a rank, or both, and the memory of all, at one point after the other.
-
-    Each point is met by two of the three: the others by other parameters of this test.
-    """
+    """One training that loses a rank, or both, and the memory of all, at one point after the other."""
     job = make_job(levels=two_levels(tmp_path))
     settings = {"every": every, "steps": 120}
     assert set(job.run("ddp", 2, stop_at=4, wait_durable=True, **settings)) == {9}, job.output()
     kill_keepers(job)  # from here on each has its fault
     held = 4
-    points = of_storage(passed)[(ALL.index(victims) + every) % 3 :: 3]
+    points = of_storage(passed)[part::3]
     # A shard without its manifest is left and stays; half a file is left and swept.
     points += ["level.store.commit", "level.local.write", "level.store.sweep"]
     for point in points:

@@ -9,7 +9,6 @@ from jobs import until
 from rank_keepers import local_ranks
 
 LINGER_S = 1000
-LEVELS = pytest.mark.parametrize("settings", [{"levels": []}, {}], ids=["memory", "storage"])
 
 
 def four_ranks(job):
@@ -17,9 +16,8 @@ def four_ranks(job):
     assert local_ranks(job) == [0, 1, 2, 3]
 
 
-@LEVELS
-def test_they_are_there_until_two_ranks_have_snapshots_of_their_own_and_gone_in_the_end(make_job, settings):
-    job = make_job(**settings)
+def test_they_are_there_until_two_ranks_have_snapshots_of_their_own_and_gone_in_the_end(make_job):
+    job = make_job(levels=[])
     four_ranks(job)
     while_needed = []
 
@@ -31,8 +29,9 @@ def test_they_are_there_until_two_ranks_have_snapshots_of_their_own_and_gone_in_
     until(lambda: local_ranks(job) == [], job.output)
 
 
-@LEVELS
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("plain", 1)])
+@pytest.mark.parametrize(
+    ("settings", "kind", "ranks"), [({"levels": []}, "ddp", 2), ({}, "plain", 1)], ids=["memory", "storage"]
+)
 def test_they_leave_while_fewer_ranks_train_and_nothing_is_lost_by_that(make_job, settings, kind, ranks):
     job = make_job(**settings)
     four_ranks(job)

@@ -6,16 +6,16 @@ STEP = 3
 
 
 @pytest.mark.parametrize(
-    ("taken", "world", "others"),
+    ("taken", "world", "place", "others"),
     [
-        ("fsdp", 4, [("fsdp", 2), ("ddp", 2), ("plain", 1)]),
-        ("ddp", 2, [("ddp", 4), ("fsdp", 4), ("plain", 1)]),
-        ("ddp", 4, [("ddp", 2)]),
-        ("tp", 4, [("fsdp", 2), ("hsdp", 4)]),
+        ("fsdp", 4, "memory", [("fsdp", 2), ("ddp", 2), ("plain", 1)]),
+        ("fsdp", 4, "storage", [("ddp", 2)]),
+        ("ddp", 2, "memory", [("ddp", 4), ("plain", 1)]),
+        ("ddp", 2, "storage", [("fsdp", 4)]),
+        ("tp", 4, "storage", [("fsdp", 2), ("hsdp", 4)]),
     ],
 )
-@pytest.mark.parametrize("place", ["memory", "storage"])
-def test_a_snapshot_fits_any_other_world(job, end_keepers, taken, world, others, place):
+def test_a_snapshot_fits_any_other_world(job, end_keepers, taken, world, place, others):
     job.run(taken, world, stop_at=STEP, wait_durable=place == "storage")
     stopped, owned = job.stopped(), job.own("stopped")
     assert len(stopped) == 1, job.output()

@@ -1,13 +1,9 @@
 """Several ranks that die together and start again with the same world: all resume the same step, bit for bit."""
 
-import math
 from collections import Counter
 
 import pytest
-from safetensors import safe_open
-from support.snapshots import key_of
-
-from lazysnap.levels import open_store
+from shards import copies, of_scope, pieces_of
 
 
 @pytest.mark.parametrize(
@@ -70,36 +66,6 @@ def test_snapshots_need_no_collective(job):
 PARAMETERS = 37 * 24 + 2 * 24 + (24 + 1) * 96 + (96 + 1) * 24 + 24 * 37 + 3
 
 
-def stored(job, scope):
-    """What the shard of each rank holds of that scope: name, where it begins, shape, whole shape."""
-    store = open_store(job.levels[0]["url"])
-    found = {}
-    for entry in store.inventory().entries:
-        manifest = store.read_manifest(entry)
-        facts = manifest.of(entry.rank).meta.tensors
-        with safe_open(job.root / "level" / store.place(entry).file_path, "pt") as shard:
-            found[entry.rank] = [
-                (
-                    name,
-                    tuple(fact["offsets"]),
-                    tuple(shard.get_slice(key_of(manifest, entry.rank, name)).get_shape()),
-                    tuple(fact["global_shape"]),
-                )
-                for name, fact in facts.items()
-                if fact.get("scope") == scope
-            ]
-    return found
-
-
-def copies(pieces):
-    """How often all of each tensor is there."""
-    held, whole = Counter(), {}
-    for name, _, shape, of in pieces:
-        held[name] += math.prod(shape)
-        whole[name] = math.prod(of)
-    return {name: held[name] / whole[name] for name in whole}
-
-
 @pytest.mark.parametrize("on", ["aa", "aaaa", "aabb"])
 def test_each_rank_captures_its_share(make_job, on):
     """Replicated state stands once in the shards of a node, whatever the number of its ranks, in equal shares."""
@@ -108,14 +74,14 @@ def test_each_rank_captures_its_share(make_job, on):
     by_rank = {str(rank): {"node": f"node-{node}"} for rank, node in enumerate(on)}
     assert set(job.run("ddp", len(on), stop_at=1, wait_durable=True, by_rank=by_rank)) == {9}, job.output()
 
-    found = stored(job, "full")
+    found = {rank: of_scope("full", pieces) for rank, pieces in pieces_of(job.levels[0]["url"]).items()}
     assert len(found) == len(on)
     for node in set(on):
         mine = [found[rank] for rank, name in enumerate(on) if name == node]
         pieces = [piece for share in mine for piece in share]
-        assert len({piece[:2] for piece in pieces}) == len(pieces)
+        assert len({(piece.name, piece.at) for piece in pieces}) == len(pieces)
         assert set(copies(pieces).values()) == {1.0}
-        sizes = [sum(math.prod(shape) for _, _, shape, _ in share) for share in mine]
+        sizes = [sum(piece.size for piece in share) for share in mine]
         assert sum(sizes) == 3 * PARAMETERS  # and two moments of each
         assert max(sizes) < 1.05 * min(sizes)
 
@@ -125,29 +91,31 @@ def test_shards_of_a_mesh_are_stored_once(job, kind, twice):
     """Along replicated dimensions, too. What TP leaves alone lies on two meshes that know nothing of each other."""
     assert set(job.run(kind, 4, stop_at=1, wait_durable=True)) == {9}, job.output()
 
-    pieces = [piece for share in stored(job, "shard").values() for piece in share]
-    parameters = [piece for piece in pieces if piece[0].startswith("model.")]
-    expected = {name: 2.0 if name.split(".")[1] in twice else 1.0 for name, *_ in parameters}
+    pieces = [piece for share in pieces_of(job.levels[0]["url"]).values() for piece in of_scope("shard", share)]
+    parameters = [piece for piece in pieces if piece.name.startswith("model.")]
+    expected = {piece.name: 2.0 if piece.name.split(".")[1] in twice else 1.0 for piece in parameters}
     assert copies(parameters) == expected
     assert len(expected) == 9
     # Each in one shard of all that have it, but where it is there twice.
-    count = Counter(piece[:2] for piece in parameters)
+    count = Counter((piece.name, piece.at) for piece in parameters)
     assert all(count[name, at] == expected[name] for name, at in count)
-    moments = copies([piece for piece in pieces if "exp_avg" in piece[0]])
+    moments = copies([piece for piece in pieces if "exp_avg" in piece.name])
     assert Counter(moments.values()) == Counter(2 * list(expected.values()))
 
 
-@pytest.mark.parametrize("place", ["memory", "storage"])
-def test_sharded_ranks_of_two_nodes_resume_without_each_others_keepers(make_job, end_keepers, place):
-    nodes = ("node-a", "node-b")
-    by_rank = {str(rank): {"node": nodes[rank // 2]} for rank in range(4)}
-    job = make_job(nodes=nodes, **({"levels": []} if place == "memory" else {}))
-    assert set(job.run("fsdp", 4, stop_at=3, by_rank=by_rank, wait_durable=place == "storage")) == {9}, job.output()
+@pytest.mark.parametrize(
+    ("kind", "layout", "place"), [("fsdp", "aabb", "storage"), ("hsdp", "aabb", "memory"), ("hsdp", "aaab", "memory")]
+)
+def test_sharded_ranks_of_two_nodes_resume_without_each_others_keepers(make_job, end_keepers, kind, layout, place):
+    """With HSDP each node has a copy of its own."""
+    by_rank = {str(rank): {"node": f"node-{letter}"} for rank, letter in enumerate(layout)}
+    job = make_job(nodes=("node-a", "node-b"), **({"levels": []} if place == "memory" else {}))
+    assert set(job.run(kind, 4, stop_at=3, by_rank=by_rank, wait_durable=place == "storage")) == {9}, job.output()
     [stopped], owned = job.stopped(), job.own("stopped")
     if place == "storage":
         end_keepers(job)
 
-    assert set(job.run("fsdp", 4, look=True, by_rank=by_rank)) == {0}, job.output()
+    assert set(job.run(kind, 4, look=True, by_rank=by_rank)) == {0}, job.output()
 
     level = "memory" if place == "memory" else job.levels[0]["url"]
     assert job.origins() == [["3", level, stopped]] * 4, job.output()

@@ -26,18 +26,17 @@ def stored(job):
     return inventory, shards, sum(store.verify(store.place(frozen)).size_bytes for frozen in inventory.frozen)
 
 
-@pytest.mark.parametrize("place", ["memory", "storage"])
 @pytest.mark.parametrize(
-    ("kind", "world", "files"),
+    ("kind", "world", "files", "place"),
     [
-        ("ddp", 2, 1),
+        ("ddp", 2, 1, "storage"),
         # FSDP2: the base is a DTensor; each rank's shard of it is one file, which its replicas share.
-        pytest.param("fsdp", 2, 2, marks=pytest.mark.always),
-        ("hsdp", 4, 2),
-        ("tp", 4, 2),
+        pytest.param("fsdp", 2, 2, "memory", marks=pytest.mark.always),
+        ("hsdp", 4, 2, "storage"),
+        ("tp", 4, 2, "memory"),
     ],
 )
-def test_ranks_store_the_same_base_once_and_resume_bit_for_bit(job, end_keepers, place, kind, world, files):
+def test_ranks_store_the_same_base_once_and_resume_bit_for_bit(job, end_keepers, kind, world, files, place):
     assert set(job.run(kind, world, base=True, stop_at=4, wait_durable=True)) == {9}, job.output()
     stopped = job.stopped()
     with visits(job) as found:  # equal ones share a slot
@@ -58,8 +57,9 @@ def test_ranks_store_the_same_base_once_and_resume_bit_for_bit(job, end_keepers,
     assert {digest for *_, digest in job.origins()} == stopped
 
 
-@pytest.mark.parametrize("who", ["all ranks", "one rank"])
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("kind", "world", "who"), [("ddp", 2, "all ranks"), ("ddp", 2, "one rank"), ("hsdp", 4, "one rank")]
+)
 def test_a_base_that_is_changed_all_the_same_comes_back_as_it_was_on_each_rank(job, kind, world, who):
     """Also where the ranks do not change it alike."""
     changing = {"averaged": True} if who == "all ranks" else {"by_rank": {"1": {"averaged": True}}}
@@ -83,11 +83,13 @@ def test_weights_of_a_sharded_base_are_read_whole(job):
     assert found["base.bias"].equal(wanted.bias)
 
 
-@pytest.mark.parametrize("first", [("ddp", 2), ("fsdp", 4)])
-def test_a_base_goes_with_the_world_that_changes(job, first):
+@pytest.mark.parametrize(
+    ("first", "others"), [(("ddp", 2), [("fsdp", 2), ("ddp", 4)]), (("fsdp", 4), [("plain", 1), ("hsdp", 4)])]
+)
+def test_a_base_goes_with_the_world_that_changes(job, first, others):
     assert set(job.run(*first, base=True, stop_at=4)) == {9}, job.output()
     stopped = job.stopped()
 
-    for kind, world in (("ddp", 4), ("plain", 1), ("fsdp", 2), ("hsdp", 4)):
+    for kind, world in others:
         assert set(job.run(kind, world, base=True, look=True)) == {0}, job.output()
         assert set(map(tuple, job.origins())) == {("4", "memory", *stopped)}

@@ -1,40 +1,13 @@
 """What several nodes hold is stored once where all nodes see the level, and once per node where they do not."""
 
-import math
 import pathlib
-from collections import Counter
+from collections import defaultdict
 
 import pytest
-
-from lazysnap.levels import open_store
+from shards import copies_at, of_scope, pieces_of
 
 BY_RANK = {str(rank): {"node": f"node-{'ab'[rank // 2]}"} for rank in range(4)}
 NODES = ("node-a", "node-b")
-
-
-def held(*urls):
-    """Of what all ranks hold: how many elements all shards of the newest snapshot have, beside those of the whole."""
-    found, whole = Counter(), {}
-    for store in map(open_store, urls):
-        entries = store.inventory().entries
-        newest = max(entry.step for entry in entries)
-        for entry in (entry for entry in entries if entry.step == newest):
-            manifest = store.read_manifest(entry)
-            meta = manifest.of(entry.rank).meta
-            shard = store.place(entry)
-            specs = _shapes(f"{store.url}/{shard.file_path}", manifest.of(entry.rank))
-            for name, facts in meta.tensors.items():
-                found[name] += math.prod(specs[name])
-                whole[name] = math.prod(facts["global_shape"])
-    assert whole
-    return {name: found[name] / count for name, count in whole.items()}
-
-
-def _shapes(path, shard):
-    with open(path, "rb") as file:
-        file.seek(shard.offset)
-        layout = shard.layout(file.read(shard.header_bytes), path)
-    return {spec.name: spec.shape for spec in layout.specs}
 
 
 def level(path, **settings):
@@ -49,7 +22,7 @@ def test_all_nodes_together_store_it_once_and_each_resumes_from_what_all_stored(
     stopped, own = job.stopped(), job.own("stopped")
     end_keepers(job)
 
-    assert set(held(job.levels[0]["url"]).values()) == {1}
+    assert set(copies_at(job.levels[0]["url"]).values()) == {1}
     assert not list(pathlib.Path(job.levels[0]["url"]).glob(".*")), "a file of the first try is left"
     assert set(job.run(kind, 4, look=True, by_rank=BY_RANK)) == {0}, job.output()
     assert job.resumed() == 4
@@ -71,9 +44,9 @@ def test_a_disk_of_each_node_has_all_that_the_node_holds_and_what_is_copied_from
     assert set(codes) == {0}, job.output()
     end_keepers(job)
 
-    assert set(held(str(tmp_path / "node-a")).values()) == {1}
-    assert set(held(str(tmp_path / "node-b")).values()) == {1}
-    assert set(held(shared["url"]).values()) == {1}
+    assert set(copies_at(tmp_path / "node-a").values()) == {1}
+    assert set(copies_at(tmp_path / "node-b").values()) == {1}
+    assert set(copies_at(shared["url"]).values()) == {1}
     results = job.results()
     only = {rank: {**place, "levels": [shared]} for rank, place in BY_RANK.items()}
     assert set(job.run("ddp", 4, steps=30, by_rank=only)) == {0}, job.output()
@@ -81,11 +54,18 @@ def test_a_disk_of_each_node_has_all_that_the_node_holds_and_what_is_copied_from
     assert job.results() == results
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_what_the_user_says_of_a_level_counts(make_job, end_keepers, tmp_path, shared):
-    by_rank = {rank: {**place, "levels": [level(tmp_path / "level", shared=shared)]} for rank, place in BY_RANK.items()}
-    job = make_job(nodes=NODES, levels=[])
-    assert set(job.run("ddp", 4, stop_at=2, by_rank=by_rank, wait_durable=True)) == {9}, job.output()
-    end_keepers(job)
+@pytest.mark.parametrize(("layout", "shared", "times"), [("aabb", False, 2), ("aabb", True, 1), ("abab", False, 1)])
+def test_what_the_user_says_of_a_level_counts_and_replicas_share_equally(make_job, tmp_path, layout, shared, times):
+    """HSDP over 2 x 2: ranks 0 and 2 hold the same, and 1 and 3."""
+    by_rank = {str(rank): {"node": f"node-{letter}"} for rank, letter in enumerate(layout)}
+    job = make_job(nodes=NODES, levels=[level(tmp_path / "level", shared=shared)])
+    assert set(job.run("hsdp", 4, stop_at=1, by_rank=by_rank, wait_durable=True)) == {9}, job.output()
 
-    assert set(held(str(tmp_path / "level")).values()) == {1 if shared else 2}
+    found = {rank: of_scope("shard", pieces) for rank, pieces in pieces_of(tmp_path / "level").items()}
+
+    assert set(copies_at(tmp_path / "level", "shard").values()) == {times}
+    alike = defaultdict(list)
+    for rank, pieces in found.items():
+        alike[layout[rank] if times == 2 else "", rank % 2].append(sum(piece.size for piece in pieces))
+    for sizes in alike.values():
+        assert max(sizes) <= 1.1 * min(sizes), sizes

@@ -9,8 +9,7 @@ from lazysnap.levels import open_store
 NO_MEMORY = {"max_bytes": 1 << 16}
 
 
-@pytest.mark.parametrize("lacking", [("1",), ("0", "1")], ids=["one", "all"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("kind", "lacking"), [("ddp", ("1",)), ("fsdp", ("0", "1"))], ids=["one", "all"])
 def test_ranks_without_memory_store_their_part_of_every_snapshot(make_job, end_keepers, kind, lacking):
     job = make_job(levels=None)
     by_rank = {rank: NO_MEMORY for rank in lacking}
