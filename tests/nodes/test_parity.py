@@ -45,7 +45,7 @@ def assert_from_memory(training, victims, local, at_least):
     assert {found[rank][1] for rank in found.keys() - lost} == {"memory"}
 
 
-@pytest.mark.parametrize(("kind", "victim"), [("ddp", 0), ("ddp", 1), ("fsdp", 0), ("fsdp", 1), ("hsdp", 1)])
+@pytest.mark.parametrize(("kind", "victim"), [("ddp", 0), ("fsdp", 1), ("hsdp", 1)])
 def test_one_of_two_nodes_is_lost_and_its_ranks_go_on_exactly_on_another(cluster, undisturbed, kind, victim):
     training = Training(cluster, kind, has_level=False, redundancy="auto")
     training.start(cluster.nodes, hold_at=7, protected_at=6)

@@ -1,9 +1,9 @@
 """What a network is like, as programs on it see it.
 
-usage: wire.py serve | ask HOST COUNT | hold HOST | pour HOST BYTES
+usage: wire.py serve | ask HOST COUNT | pour HOST BYTES
 
 ``serve`` answers the others: datagrams, and connections of which it reads all. ``ask`` prints how long an answer takes,
-half of them at least, and how many of COUNT came back; ``hold`` how a connection ended, ``pour`` bytes per second.
+half of them at least, and how many of COUNT came back; ``pour`` bytes per second.
 """
 
 import selectors
@@ -53,15 +53,6 @@ def ask(host: str, count: int) -> None:
     print(statistics.median(took) if took else 0.0, len(took))
 
 
-def hold(host: str) -> None:
-    with socket.create_connection((host, PORT)) as sock:
-        print("up", flush=True)
-        try:
-            print("closed" if sock.recv(1) == b"" else "answered")
-        except ConnectionError:
-            print("reset")
-
-
 def pour(host: str, size: int) -> None:
     started = time.monotonic()
     with socket.create_connection((host, PORT)) as sock:
@@ -72,4 +63,4 @@ def pour(host: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    {"serve": serve, "ask": ask, "hold": hold, "pour": pour}[sys.argv[1]](*sys.argv[2:3], *map(int, sys.argv[3:]))
+    {"serve": serve, "ask": ask, "pour": pour}[sys.argv[1]](*sys.argv[2:3], *map(int, sys.argv[3:]))
