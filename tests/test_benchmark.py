@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import compare, levels, stall
 from benchmarks.parity import survival
-from benchmarks.report import Report, cell, table
+from benchmarks.report import Report
 from lazysnap.parity.groups import groups_of
 
 ROOT = Path(__file__).parent.parent
@@ -35,29 +35,12 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-class TestTables:
-    def test_a_line_is_a_row(self):
-        made = table("Title", [{"measure": "x", "who": "a", "lost_ms": 1234.5}, {"measure": "x", "who": "bcd"}])
+def test_what_was_not_measured_is_not_called_met(report):
+    report.target("below", "<= {} s", 2, 1.9)
+    report.target("above", ">= {} times", 2, 1.9)
+    report.target("missing", "<= {} s", 2, report.find(measure="nothing")["seconds"])
 
-        assert made.splitlines() == [
-            "Title:", "", "| who | lost ms |", "| --- | ------- |", "| a   | 1,234   |", "| bcd | -       |",
-        ]  # fmt: skip
-
-    def test_a_line_of_many_figures_is_a_column(self):
-        made = table("Title", [{"who": "a", **dict.fromkeys("bcdefghij", 1)}])
-
-        assert made.splitlines()[2:5] == ["| who | a |", "| --- | - |", "| b   | 1 |"]
-
-    def test_of_several_values_the_median_and_the_range_are_shown(self):
-        assert cell([3.0, 1.0, 2.0]) == "2 (1 to 3)"
-        assert cell([5.0, 5.0]) == "5"
-
-    def test_what_was_not_measured_is_not_called_met(self, report):
-        report.target("below", "<= {} s", 2, 1.9)
-        report.target("above", ">= {} times", 2, 1.9)
-        report.target("missing", "<= {} s", 2, report.find(measure="nothing")["seconds"])
-
-        assert [line["verdict"] for line in report.of("target")] == ["met", "NOT MET", "not measured"]
+    assert [line["verdict"] for line in report.of("target")] == ["met", "NOT MET", "not measured"]
 
 
 def made_up():

@@ -183,13 +183,13 @@ def test_names_that_are_not_stored_at_the_end_are_told_and_stored_while_memory_s
     until(lambda: place.exists() and named(place) == {"early": 1})
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65, "latest", "12", 7])
-def test_names_that_are_none_are_refused(job, tmp_path, name):
+def test_names_that_are_none_are_refused(job, tmp_path):
     engine = job.start(tmp_path, ready=False).engine
 
-    for call in (engine.keep, engine.release):
-        with pytest.raises(ConfigError, match="name must be"):
-            call(name)
+    for name in ("", "a/b", "..", "ä", "x" * 65, "latest", "12", 7):
+        for call in (engine.keep, engine.release):
+            with pytest.raises(ConfigError, match="name must be"):
+                call(name)
 
 
 def test_without_levels_nothing_can_be_kept(job):

@@ -268,15 +268,15 @@ def test_what_vanishes_between_listing_and_reading_is_looked_for_again(job, tmp_
     assert output == "3 ()\n"
 
 
-@pytest.mark.parametrize("which", [True, None, 1.5, b"latest", ["latest"]])
-def test_what_chooses_no_snapshot_is_refused(job, tmp_path, which):
+def test_what_chooses_no_snapshot_is_refused(job, tmp_path):
     training = job.start(tmp_path)
     training.run(1, 2)
     assert training.engine.flush(TIMEOUT_S)
 
-    for call in (training.engine.restore, training.engine.fetch, partial(load_weights, tmp_path)):
-        with pytest.raises(ConfigError, match=r'"latest", a step, a name or a run \("run:1f3a"'):
-            call(which)
+    for which in (True, None, 1.5, b"latest", ["latest"]):
+        for call in (training.engine.restore, training.engine.fetch, partial(load_weights, tmp_path)):
+            with pytest.raises(ConfigError, match=r'"latest", a step, a name or a run \("run:1f3a"'):
+                call(which)
     assert training.engine.step == 2
 
 
