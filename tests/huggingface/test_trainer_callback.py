@@ -4,9 +4,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from hf_training import Recorded, Recorder, digest, gpt2, make_trainer
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 
 import lazysnap
 from lazysnap.errors import ConfigError
@@ -147,23 +146,6 @@ def test_checkpoints_of_transformers_are_resumed_as_ever(new_trainer, caplog):
         output = trainer.train(resume_from_checkpoint=True)
     assert output.global_step == 10
     assert "starting a new run from the checkpoint" in caplog.text
-
-
-def test_the_frozen_base_of_adapters_is_stored_once(new_trainer, monkeypatch):
-    sizes = {"n_positions": 32, "n_embd": 384, "n_layer": 2, "n_head": 2}
-    config = GPT2Config(vocab_size=54, bos_token_id=1, eos_token_id=2, **sizes)
-    monkeypatch.setattr("hf_training.gpt2", lambda: GPT2LMHeadModel(config))
-    callback = lazysnap.LazyTrainerCallback()
-    trainer = new_trainer(callback, case="lora", max_steps=4)
-    base = sum(tensor.nbytes for tensor in trainer.model.parameters() if not tensor.requires_grad)
-    trainer.train()
-    statistics = callback.statistics()
-    assert statistics.frozen_bytes > 0.9 * base
-    assert statistics.shard_bytes < 0.2 * base
-    again = new_trainer(lazysnap.LazyTrainerCallback(), case="lora", max_steps=4)
-    torch.nn.init.zeros_(next(again.model.parameters()))
-    again.train(resume_from_checkpoint="latest")
-    assert final(again) == final(trainer)
 
 
 def test_what_cannot_be_captured_is_refused_by_name(new_trainer):

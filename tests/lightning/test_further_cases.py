@@ -193,19 +193,3 @@ def test_a_training_that_was_stopped_early_and_is_started_again_trains_nothing_a
     assert again.final["epoch"] == whole.final["epoch"]
     assert again.final["weights"] == whole.final["weights"]
     assert "stopped early" in caplog.text
-
-
-def test_a_finished_training_that_is_given_more_epochs_goes_on_as_if_it_had_them_from_the_start(tmp_path):
-    class Epochs(Case):
-        def __init__(self, count):
-            self.count = count
-
-        def settings(self):
-            return {"max_epochs": self.count, "num_sanity_val_steps": 0}
-
-    short, long = run(Epochs(2), tmp_path / "a"), run(Epochs(3), tmp_path / "b")
-
-    prolonged = run(Epochs(3), tmp_path / "a", choice=short.kept[-1])
-
-    assert prolonged.trace == long.trace[short.kept[-1].trace_length :]
-    assert prolonged.final["weights"] == long.final["weights"]

@@ -1,7 +1,5 @@
 """A fit that meets a bad batch goes back in place, and ends as one that never saw it."""
 
-import pickle
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -10,7 +8,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer, Weight
 from test_callback import DieAt, Ready, make_trainer, raising
 from torch.utils.data import DataLoader, Dataset
 
-from lazysnap import LazySnapshotCallback, LossSpike, NonFinite
+from lazysnap import LazySnapshotCallback, NonFinite
 from lazysnap.errors import ConfigError, RollbackFailed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Encountered `nan` values in tensor:UserWarning")  # torchmetrics
@@ -109,7 +107,7 @@ def test_averaged_weights_checkpoints_and_loggers_know_nothing_of_the_bad_step(t
     assert list(dict.fromkeys(trace)) == wanted
 
 
-@pytest.mark.parametrize("bad", [[8], [9], [11], [8, 10]])
+@pytest.mark.parametrize("bad", [[8], [11]])
 def test_with_accumulation_the_whole_window_is_dropped(tmp_path, bad):
     never = finish(*fit(tmp_path / "a", Batches([*range(8), *range(12, 20)]), accumulate_grad_batches=4))
     seen = finish(*fit(tmp_path / "b", Batches(range(20), bad=bad), accumulate_grad_batches=4))
@@ -117,14 +115,7 @@ def test_with_accumulation_the_whole_window_is_dropped(tmp_path, bad):
     assert never[3] == 4
 
 
-def test_a_spike_is_undone(tmp_path):
-    policy = LossSpike(factor=4.0, window=5)
-    never = finish(*fit(tmp_path / "a", Batches([n for n in range(20) if n != 10]), policy=policy))
-    assert finish(*fit(tmp_path / "b", Batches(range(20), bad=[10], factor=30.0), policy=policy)) == never
-
-
-@pytest.mark.parametrize("bad", [0, 5])
-@pytest.mark.parametrize("model", [Stepping, ByEpoch])
+@pytest.mark.parametrize(("bad", "model"), [(0, Stepping), (5, ByEpoch)])
 def test_at_either_end_of_an_epoch_the_schedules_stay_right(tmp_path, bad, model):
     """Batch ``bad`` of the second epoch of 6 is bad: its first, or its last."""
 
@@ -166,19 +157,7 @@ def test_a_fit_that_ended_after_a_rollback_goes_on_where_it_was(tmp_path):
     assert finish(*fit(tmp_path / "b", Batches(range(20), bad=[8]), seed=99)) == never
 
 
-def test_one_line_tells_of_it(tmp_path, caplog):
-    with caplog.at_level("INFO", "lazysnap"):
-        fit(tmp_path, Batches(range(8), bad=[4]))
-    [line] = [record.getMessage() for record in caplog.records if "rolled back" in record.getMessage()]
-    assert "rolled back from step 5 to step 4 (the loss is nan): restored from memory in" in line
-
-
 @pytest.mark.parametrize("policy", ["nan", 3])
 def test_what_cannot_work_is_refused_when_the_callback_is_made(policy):
     with pytest.raises(ConfigError, match="LazySnapshotCallback"):
         LazySnapshotCallback(rollback_on=policy)
-
-
-def test_the_policy_travels_with_the_callback():
-    callback = pickle.loads(pickle.dumps(LazySnapshotCallback(rollback_on=LossSpike(window=7))))
-    assert callback._arguments.rollback_on == LossSpike(window=7)
