@@ -23,7 +23,8 @@ warnings.simplefilter("ignore")
 import accelerate  # noqa: E402
 import numpy  # noqa: E402
 import torch  # noqa: E402
-from support.traced import Augmented, Stream, digest, network  # noqa: E402
+from support.bits import digest  # noqa: E402
+from support.traced import Augmented, Stream, network  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 

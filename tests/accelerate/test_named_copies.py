@@ -113,8 +113,10 @@ def test_copies_are_made_in_order_and_the_last_one_stays(training, trained, tmp_
     assert temporary(tmp_path) == []
 
 
-@pytest.mark.parametrize("before", ["nothing", "a copy and files of others"])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    ("point", "before"),
+    [("export.folder.whole:1", "nothing"), *((point, "a copy and files of others") for point in POINTS)],
+)
 @pytest.mark.sampled("named copies")
 def test_a_killed_child_leaves_a_complete_copy_or_none(training, trained, tmp_path, caplog, monkeypatch, point, before):
     out = tmp_path / "out"

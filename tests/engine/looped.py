@@ -15,7 +15,8 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
-from support.traced import LENGTH, Augmented, Stream, digest, draws, network, seed_all  # noqa: E402
+from support.bits import digest  # noqa: E402
+from support.traced import LENGTH, Augmented, Stream, draws, network, seed_all  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler  # noqa: E402
 
 from lazysnap import MemoryLevel, PersistentLevel, ResumableLoader, SnapshotConfig, SnapshotEngine  # noqa: E402

@@ -1,10 +1,9 @@
-"""Parts of trainings that write down what they do: data with random augmentation, a network, the digest of a state."""
+"""Parts of trainings that write down what they do: data with random augmentation, and a network."""
 
 import random
 
 import numpy
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, IterableDataset
 
 LENGTH = 27
@@ -44,12 +43,3 @@ def seed_all(seed):
 def draws():
     """The next number of each generator."""
     return [torch.rand(2).tolist(), random.random(), float(numpy.random.rand())]
-
-
-def digest(value):
-    """Every bit of a nest of tensors and plain values, for JSON. Of DTensors collective."""
-    if isinstance(value, torch.Tensor):
-        return (value.full_tensor() if isinstance(value, DTensor) else value).numpy().tobytes().hex()
-    if isinstance(value, dict):
-        return {str(key): digest(item) for key, item in value.items()}
-    return [digest(item) for item in value] if isinstance(value, (list, tuple)) else value
