@@ -36,8 +36,7 @@ def manifest(folder, rank):
     return shard(folder, rank).with_suffix(".json")
 
 
-@pytest.mark.parametrize("rank", range(WORLD))
-@pytest.mark.parametrize("planner_key", ["w", "v"])
+@pytest.mark.parametrize(("rank", "planner_key"), [(0, "w"), (2, "v")])
 def test_a_flipped_byte_of_a_tensor_is_found_in_its_block(folder, rank, planner_key):
     path = shard(folder, rank)
     flip(path, path.stat().st_size - 1)
@@ -89,21 +88,19 @@ def test_names_exchanged_between_tensors_of_one_shape_are_found(tmp_path):
         load(tmp_path, target)
 
 
-@pytest.mark.parametrize("rank", range(WORLD))
-def test_a_lost_shard_is_named(folder, rank):
-    shard(folder, rank).unlink()
+def test_a_lost_shard_is_named(folder):
+    shard(folder, 1).unlink()
 
-    with refused("no complete snapshot", shard(folder, rank).name, f"the shard of rank {rank} is lost"):
+    with refused("no complete snapshot", shard(folder, 1).name, "the shard of rank 1 is lost"):
         load(folder.parent, blank(state()))
-    with refused(f"the shard of rank {rank} is lost"):
+    with refused("the shard of rank 1 is lost"):
         load(folder.parent, blank(state()), step=10)
 
 
-@pytest.mark.parametrize("rank", range(WORLD))
-def test_a_lost_manifest_is_named(folder, rank):
-    manifest(folder, rank).unlink()
+def test_a_lost_manifest_is_named(folder):
+    manifest(folder, 0).unlink()
 
-    with refused("step 10 is not complete", f"no valid manifest there has rank {rank};"):
+    with refused("step 10 is not complete", "no valid manifest there has rank 0;"):
         load(folder.parent, blank(state()))
 
 

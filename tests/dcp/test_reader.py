@@ -87,8 +87,7 @@ def assert_same(found, expected):
 # -------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("block_bytes", [None, 4096, 1000, 7])
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize(("world", "block_bytes"), [(1, None), (1, 7), (3, 4096), (4, 1000)])
 def test_every_kind_of_tensor_comes_back_bit_by_bit(tmp_path, world, block_bytes):
     state = {"model": tensors()}
     cut = rows(world) if world > 1 else lambda name, tensor, rank: (None, tensor)
@@ -239,9 +238,16 @@ def prefixed(model):
     return torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"_orig_mod": model})})
 
 
-@pytest.mark.parametrize("is_flat", [False, True], ids=["nested", "flat"])
-@pytest.mark.parametrize("planner", [DefaultLoadPlanner, SnapshotLoadPlanner])
-@pytest.mark.parametrize("wrap", [lambda model: model, prefixed], ids=["plain", "wrapped"])
+@pytest.mark.parametrize(
+    ("wrap", "planner", "is_flat"),
+    [
+        (lambda model: model, DefaultLoadPlanner, False),
+        (lambda model: model, SnapshotLoadPlanner, True),
+        (prefixed, DefaultLoadPlanner, True),
+        (prefixed, SnapshotLoadPlanner, False),
+    ],
+    ids=["plain", "plain, flat", "wrapped, flat", "wrapped"],
+)
 def test_get_state_dict_load_set_state_dict_brings_the_training_back(tmp_path, wrap, planner, is_flat):
     saved, saved_optimizer = training(wrap)
     save_training(tmp_path, saved, saved_optimizer)

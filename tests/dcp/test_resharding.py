@@ -8,19 +8,14 @@ from support.damage import flip
 PAIRS = [
     # saved by, loaded by
     (("ddp", 2), ("fsdp", 2)),
-    (("ddp", 2), ("ddp", 2)),
     (("ddp", 2), ("plain", 1)),
-    (("fsdp", 4), ("fsdp", 4)),
     (("fsdp", 4), ("fsdp", 3)),
     (("fsdp", 4), ("tp", 4)),
-    (("fsdp", 2), ("ddp", 2)),
     (("fsdp", 2), ("hsdp", 4)),
     (("tp", 4), ("fsdp", 2)),
-    (("tp", 4), ("plain", 1)),
     (("hsdp", 4), ("fsdp", 3)),
     (("plain", 1), ("tp", 4)),
     (("compiled", 1), ("ddp", 2)),
-    (("ddp", 2), ("compiled", 1)),
 ]
 
 
