@@ -110,7 +110,7 @@ class TestTmpfsBreaks(Tmpfs, BreakageContract):
 
 @pytest.mark.sampled("breakage of memory")
 class TestMemoryBreaks(Memory, BreakageContract):
-    pass
+    every = 4
 
 
 @pytest.mark.slow
