@@ -23,9 +23,14 @@ _RANKS = "lazysnap_ranks"
 _COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
 
 
+def is_stateful(value: Any) -> bool:
+    """Whether ``value`` saves and loads a state of its own."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def is_stateful_loader(value: Any) -> bool:
     """Whether ``value`` is a data loader that saves and loads its position."""
-    return isinstance(value, DataLoader) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return isinstance(value, DataLoader) and is_stateful(value)
 
 
 def state_of_loader(loader: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lazysnap.data.stateful import is_stateful
 from lazysnap.data.streams import RandomStreams
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,6 @@ def start_workers(loaders: Sequence[Any], wanted: Sequence[bool]) -> None:
 
 def _keeps_workers(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and bool(loader.persistent_workers)
-
-
-def is_stateful(value: Any) -> bool:
-    """Whether ``value`` saves and loads a state of its own."""
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class KeepStreams:

@@ -20,7 +20,6 @@ from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.durability import Durability, Progress
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.level_checks import require_levels, shared_levels
-from lazysnap.engine.protection import Protection
 from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.rollback import Data, Rollback, Rollbacks, check_data, line_of
 from lazysnap.engine.statistics import Statistics
@@ -67,9 +66,9 @@ class SnapshotEngine:
     After its end it takes no calls but ``statistics``, ``gate``, ``close`` and ``abandon``: others raise ConfigError.
 
     One engine per process, used on the training thread. With ``torch.distributed`` initialised, every rank makes one
-    at the same point; making it, ``fetch``, ``restore``, the first ``boundary`` and ``close`` are collective then;
-    others are not, but ``keep``, ``wait`` and ``flush`` are for all ranks alike. Whatever fails in a keeper or a level
-    never raises into training: it is logged once, counted in ``statistics()``, and tried again.
+    at the same point; making it, ``fetch``, ``restore``, the first ``boundary`` and ``close`` are collective then.
+    ``keep``, ``wait`` and ``flush`` do not wait for other ranks, but all ranks have to call them. Whatever fails in a
+    keeper or a level never raises into training: it is logged once, counted in ``statistics()``, and tried again.
     """
 
     def __init__(
@@ -87,8 +86,8 @@ class SnapshotEngine:
         self._client = KeeperClient(identity, config, team)
         self._lock = threading.RLock()
         self._statistics = Statistics()
-        self._protection = Protection(config, self._statistics)
-        self._events = EventLog(config, self._statistics, self._protection)
+        self._events = EventLog(config, self._statistics)
+        self._protection = self._events.protection
         self._events.speaks_for_node = world.place.local_rank == 0
         self._direct = DirectStorage(config, self._client, team)
         self._recorder = Recorder(config, self._source, self._direct, self._events, world)
@@ -307,7 +306,7 @@ class SnapshotEngine:
             item.slot.drop(item.sequence)
 
     def _begin_run(self, *, is_fresh: bool = False) -> None:
-        """From now on captures are of this run. ``is_fresh``: others that are at the levels are named, once."""
+        """From now on captures are of this run. ``is_fresh``: a warning names other runs at the levels, once."""
         self._is_begun = True
         meta, num_kept = self._recorder.meta, kept_whole(self.config, self._world.size)
         self._client.adopt_run(
@@ -400,7 +399,7 @@ class SnapshotEngine:
         return is_there
 
     def boundary(self, step: int | None = None, *, force: bool = False) -> bool:
-        """Tell that optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
+        """Optimizer step ``step`` and all that follows it is over: capture it. ``True`` if a capture began.
 
         ``step``: one more than ``engine.step`` if not given. ``force``: capture it also between the steps that
         ``every_n_steps`` names (the last one, or before an exit), but never between two averagings of local SGD.
@@ -691,10 +690,14 @@ class SnapshotEngine:
         return state is CaptureState.HELD
 
     def _await_protected(self, step: int, timeout_s: float) -> bool:
+        def is_protected() -> bool:
+            newest = self.statistics().last_protected_step
+            return newest is not None and newest >= step
+
         deadline = time.monotonic() + timeout_s
-        if (self.statistics().last_protected_step or -1) < step:
+        if not is_protected():
             self._client.tell(Protect(step))
-        while (self.statistics().last_protected_step or -1) < step:
+        while not is_protected():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
@@ -768,7 +771,7 @@ class SnapshotEngine:
         return self._has_ended_well
 
     def _unstored_names(self) -> list[str]:
-        """Of which nobody said yet what becomes of them."""
+        """Names that are neither stored nor reported as lost."""
         self._drain_events()
         unstored = self._recorder.names.unstored(self._events.first_level_has)
         return [name for name in unstored if name not in self._events.lost_names]

@@ -1,4 +1,4 @@
-"""What the keeper told, as log lines and counters; only ever handled on the training thread."""
+"""Events of the keeper as log lines and counters; only ever handled on the training thread."""
 
 import logging
 import math
@@ -38,13 +38,13 @@ logger = logging.getLogger("lazysnap.engine")
 class EventLog:
     """One log line per kind of trouble until it is over; every occurrence is counted."""
 
-    def __init__(self, config: SnapshotConfig, statistics: Statistics, protection: Protection | None = None) -> None:
+    def __init__(self, config: SnapshotConfig, statistics: Statistics) -> None:
         self.statistics = statistics
-        self.protection = protection or Protection(config, statistics)
+        self.protection = Protection(config, statistics)
         self.is_training = True
         """Whether training goes on; ``close`` says that it does not."""
         self.speaks_for_node = True
-        """Whether to warn of what all ranks of the node hear alike: one of them does."""
+        """Whether this rank warns of what all ranks of the node receive: one of them does."""
         self._due = {level.url: math.lcm(level.every_n_steps, config.every_n_steps) for level in config.levels}
         self._from_step = 0
         self._timed: set[str] = set()
@@ -54,7 +54,7 @@ class EventLog:
         self.first_level_has: set[int] = set()
         """Steps of this start that are complete there."""
         self.takes_less: Callable[[str], bool] = lambda text: False
-        """Whether captures can do with less memory than was refused, and ask for that now."""
+        """Called when memory was refused: asks for less, and returns whether captures can do with that."""
 
     def begin(self, step: int) -> None:
         """Captures from now on are of another start, which goes on from ``step``: nothing of it is durable yet."""
@@ -70,7 +70,7 @@ class EventLog:
         logger.log(level, message, *values)
 
     def _note_of_node(self, topic: str, message: str, *values: Any) -> None:
-        """``note_once``, of what all ranks of the node hear."""
+        """``note_once``, of what all ranks of the node receive: one of them warns."""
         if self.speaks_for_node or topic in self._noted:
             self.note_once(topic, message, *values)
         else:
@@ -81,7 +81,7 @@ class EventLog:
         logger.log(logging.WARNING if self.speaks_for_node else logging.INFO, message, *values)
 
     def _end(self, topic: str, message: str, *values: Any) -> None:
-        """What the node was warned of is over: say so, if it was."""
+        """Say that what the node was warned of is over."""
         if topic in self._noted:
             self._noted.discard(topic)
             self._warn_of_node(message, *values)
@@ -147,7 +147,7 @@ class EventLog:
                 self.protection.lost(MemoryBoundExceeded(event.text))
 
     def _time(self, event: Durable) -> None:
-        """What a snapshot takes at a level is known with the first one."""
+        """Log how long the first snapshot took at a level."""
         if self.speaks_for_node and event.level not in self._timed:
             self._timed.add(event.level)
             size, rate = decimal(event.num_bytes), decimal(int(event.num_bytes / max(event.seconds, 1e-9)))

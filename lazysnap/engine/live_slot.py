@@ -17,7 +17,7 @@ _ANY_SIZE = 1 << 62
 
 
 class LiveSlot(Slot):
-    """Control words and metadata as in any slot; the image is put together block by block as it is read.
+    """Control words and metadata are those of any slot; the image is put together block by block as it is read.
 
     ``read`` is thread-safe. The tensors must not change from ``hold`` to ``drop``; what is read of one that did, or
     after ``drop``, raises CaptureAborted and so is never committed.

@@ -328,7 +328,7 @@ class Recorder:
         return found
 
     def _fitting(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
-        """Slots that the capture fits, and that stay; see ``return_slots``."""
+        """Slots that the capture fits, without those that are returned."""
         self.return_slots()
         there, needed = self._client.slots(), plan.layout.size_bytes
         fits = [slot for slot in there if capacity_fits(slot.image_capacity, needed)]
@@ -382,7 +382,7 @@ class Recorder:
         self._client.make_ready(registrar(self._source.expected().values()))
 
     def _await_slot(self, slots: list[Slot], look_again: Callable[[], list[Slot]]) -> Slot | None:
-        """A slot for the next capture. Of as many as ``slots_needed`` tells one is free; else storage may hold it."""
+        """A slot for the next capture. Blocks, where storage holds all of them."""
         # With several ranks no capture is left out on one of them alone: then no common one might be left.
         waits = self._config.on_busy == "wait" or not self._world.is_alone or self.waits_for_memory
         timeout_s = self._config.gate_timeout_s if waits and self._waits_for_storage else 0.0

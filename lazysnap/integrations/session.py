@@ -10,8 +10,8 @@ from lazysnap.engine.losses import LossWatch, NonFinite
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.arguments import Arguments, place_beside
-from lazysnap.integrations.drain import DrainBar
-from lazysnap.integrations.logged import Logged
+from lazysnap.integrations.figures import Figures
+from lazysnap.integrations.progress_bar import DrainBar
 from lazysnap.runs import means_snapshot
 from lazysnap.state.source import StateSource
 
@@ -26,7 +26,7 @@ class Session:
         self.step = step
         """The last one that is over and counts."""
         self._watch: LossWatch | None = None
-        self._logged = Logged()
+        self._figures = Figures()
 
     def start(self, step: int, prepare: Callable[[], None] = lambda: None) -> None:
         """Training begins behind ``step``; ``prepare`` is done before. Collective. Raises: what it raises on any rank;
@@ -50,7 +50,7 @@ class Session:
         if not self.has_passed(step):
             return False
         self.step = step
-        self._logged.note(step)
+        self._figures.note(step)
         return True
 
     def capture(self, *, is_last: bool) -> None:
@@ -60,8 +60,8 @@ class Session:
         (self.engine.last_boundary if is_last else self.engine.boundary)(self.step)
 
     def figures(self) -> dict[str, float]:
-        """For loggers: see ``Logged.values``."""
-        return self._logged.values(self.engine.statistics(), self.engine.config.levels)
+        """For loggers: see ``Figures.values``."""
+        return self._figures.values(self.engine.statistics(), self.engine.config.levels)
 
     def judge(self, loss: Any, policy: NonFinite) -> None:
         """A step, or a part of it, is over that had this ``loss``; see ``is_spoilt``. Collective. Blocks: until the

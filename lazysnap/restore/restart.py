@@ -1,6 +1,4 @@
-"""One restart for all ranks: what every node's memory and every level hold is told to all, all try the same snapshots.
-
-One rank alone is the same with nobody to tell.
+"""One restart of all ranks: each reports what its memory and its levels hold, and all try the same snapshots.
 
 Every rank restores the same one or none. A snapshot that one rank cannot read whole is passed over by all of them; a
 rank that is silent ends the restart at a deadline, and nothing was changed anywhere (docs/architecture.md).
@@ -120,7 +118,7 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
             urls,
             incomplete=tuple(sorted(seen - held)),
             unreadable=tuple(sorted(held)),
-            uncommitted=search.uncommitted,
+            uncommitted=search.survey.uncommitted,
             is_partial=bool(search.problems),
         )
 
@@ -162,7 +160,7 @@ def _new_run(world: World, inventories: list[Inventory], newest: RestartPlan) ->
 
 
 def _stored(inventories: list[Inventory], level: PersistentLevel, snapshot: Snapshot) -> list[tuple[str, int]]:
-    """What a level has of the way to that snapshot: retention goes on from there. The same on every rank."""
+    """Complete snapshots at a level that led to this one: retention counts them. The same on every rank."""
     plans = candidates((inventory for inventory in inventories if inventory.level == level.url), run_id=snapshot.run_id)
     newest: dict[int, str] = {}
     for plan in plans:
@@ -184,7 +182,7 @@ class _Search:
         self._levels = levels = {level.url: LevelReader(level, place + _FIRST_LEVEL) for place, level in places}
         for level in levels.values():
             level.begin_open()
-        self._survey = Survey(world, levels)
+        self.survey = Survey(world, levels)
         self._peers = PeerShards(restart.meeting)
         timeout_s = restart.config.keeper_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
@@ -202,15 +200,10 @@ class _Search:
         self._memory.close()
 
     def forget(self) -> None:
-        """What was passed over: everything is looked at anew."""
+        """Everything is listed and opened anew."""
         self.problems.clear()
         self._opener.forget()
         self._peers.close()
-
-    @property
-    def uncommitted(self) -> Mapping[str, int]:
-        """See ``Absence.uncommitted``."""
-        return self._survey.uncommitted
 
     def end(self) -> TrainerEnd | None:
         """Of the trainer before, as far as this rank's keeper knows."""
@@ -240,7 +233,7 @@ class _Search:
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
         memories = [inventory_of(item) for _, listed, _, _ in told for item in listed]
         memories.append(self._computed(memories, [parity for *_, parity in told]))
-        stored = self._survey.look(self.problems)
+        stored = self.survey.look(self.problems)
         found = [*memories, *stored]
         self.problems += [problem for inventory in found for problem in inventory.problems]
         return found
@@ -327,7 +320,7 @@ class _Search:
                 return part
 
     def _is_near(self, entry: Entry) -> bool:
-        is_here = entry.node in (None, self._node) or entry.node in self._survey.reach
+        is_here = entry.node in (None, self._node) or entry.node in self.survey.reach
         return is_here or (entry.level == MEMORY and self._peers.reaches(entry.node))
 
     def _choose(self, plan: RestartPlan, own: int, bad: Mapping[Entry, BadShard]) -> dict[int, Entry]:

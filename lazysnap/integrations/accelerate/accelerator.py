@@ -128,7 +128,7 @@ class _WithSnapshots:
         self._lazysnap_door.see(loss)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; trackers get what snapshots cost as well, under ``lazysnap/…``: see ``Logged.values``."""
+        """As Accelerate's; trackers get what snapshots cost as well, under ``lazysnap/…``: see ``Figures.values``."""
         super().log({**values, **self._lazysnap_door.figures()}, *args, **kwargs)  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:

@@ -18,7 +18,7 @@ from lazysnap.integrations.accelerate.boundaries import Boundaries
 from lazysnap.integrations.accelerate.saving import Directories, Wanted
 from lazysnap.integrations.accelerate.state import AcceleratorState
 from lazysnap.integrations.arguments import place_beside
-from lazysnap.integrations.drain import DrainBar
+from lazysnap.integrations.progress_bar import DrainBar
 from lazysnap.integrations.session import Session, WithEngine
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.objects import unwrapped

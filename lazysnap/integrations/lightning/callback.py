@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.losses import NonFinite
 from lazysnap.integrations.arguments import Arguments
+from lazysnap.integrations.lightning.display import Loggers, drain_bar
 from lazysnap.integrations.lightning.framework import callback_bases, rebase
 from lazysnap.integrations.lightning.latest import HOW, Latest
-from lazysnap.integrations.lightning.shown import Loggers, drain_bar
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
 from lazysnap.integrations.patches import Patches

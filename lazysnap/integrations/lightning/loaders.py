@@ -8,7 +8,8 @@ from typing import Any
 
 from lazysnap.data.position import length_of
 from lazysnap.data.resumable import Recorded
-from lazysnap.data.workers import is_stateful, keep_streams, release_streams
+from lazysnap.data.stateful import is_stateful
+from lazysnap.data.workers import keep_streams, release_streams
 
 
 class LoaderPositions:

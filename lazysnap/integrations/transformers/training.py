@@ -16,8 +16,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer
 
 from lazysnap.data import make_resumable
 from lazysnap.errors import ConfigError, StateMismatch
-from lazysnap.integrations.drain import Bar, DrainBar, RichBar, TqdmBar
 from lazysnap.integrations.patches import Patches
+from lazysnap.integrations.progress_bar import Bar, DrainBar, RichBar, TqdmBar
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.state import TrainingState
 from lazysnap.restore.snapshot import Snapshot
@@ -40,15 +40,15 @@ _HOOKS = (
 
 
 class Training:
-    """One trainer, over all its calls of ``train``; ``shown``: what the user sees of them.
+    """One trainer, over all its calls of ``train``; ``callback``: it holds the session of the running one.
 
     Raises: ConfigError, for one whose loop is not known.
     """
 
-    def __init__(self, trainer: Any, shown: WithEngine) -> None:
+    def __init__(self, trainer: Any, callback: WithEngine) -> None:
         self.trainer = trainer
         self.is_running = False
-        self._shown = shown
+        self._callback = callback
         self._patches = Patches()
         self._reset()
         loop = "_inner_training_loop"
@@ -88,14 +88,14 @@ class Training:
             if trial is None:
                 self._hook()
             result = original(None if means_snapshot(which) else which, *args, **kwargs)
-            if self._shown.session is not None:
+            if self._callback.session is not None:
                 make: Callable[[], Bar] = RichBar if self.trainer.args.disable_tqdm else _tqdm_bar
-                self._shown.session.close(DrainBar(is_rank_zero=self.trainer.is_world_process_zero(), make=make))
+                self._callback.session.close(DrainBar(is_rank_zero=self.trainer.is_world_process_zero(), make=make))
             return result
         finally:
-            if self._shown.engine is not None:
-                self._shown.engine.abandon()  # nothing after close
-            self._shown.leave()
+            if self._callback.engine is not None:
+                self._callback.engine.abandon()  # nothing after close
+            self._callback.leave()
             self._patches.undo()
             self._reset()
 
@@ -121,7 +121,7 @@ class Training:
         """Blocks: reads one snapshot. Raises: as ``SnapshotEngine.fetch``; StateMismatch."""
         found = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
-        engine = self._shown.begin(self._state, self.trainer.args.output_dir).engine
+        engine = self._callback.begin(self._state, self.trainer.args.output_dir).engine
         self._snapshot = engine.fetch(self._asked) if means_snapshot(self._asked) else None
         if self._snapshot is None:
             return found
@@ -142,7 +142,7 @@ class Training:
     def _prepare_for_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.restore``."""
         prepared = original(*args, **kwargs)
-        session, state, snapshot = self._shown.session, self._state, self._snapshot
+        session, state, snapshot = self._callback.session, self._state, self._snapshot
         assert session is not None
         state.prepare()
         if snapshot is None:
@@ -201,7 +201,7 @@ class Training:
         self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
     ) -> Any:
         """A logger gets the values; the program's own dictionary, which may be its result, is left as it was."""
-        values = self._shown.figures() if logs else {}
+        values = self._callback.figures() if logs else {}
         if values:
             logs.update(values)
         result = original(args, state, control, logs=logs, **kwargs)
@@ -212,7 +212,7 @@ class Training:
     # ---------------------------------------------------------------- boundaries
 
     def _capture(self, *, is_last: bool = False) -> None:
-        session = self._shown.session
+        session = self._callback.session
         if session is None or not session.passes(self.trainer.state.global_step):
             return
         self._state.is_finished = is_last

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.progress import BarColumn
 
-from lazysnap.integrations.drain import Bar, DrainBar, RichBar, TqdmBar
+from lazysnap.integrations.progress_bar import Bar, DrainBar, RichBar, TqdmBar
 from lazysnap.integrations.session import Session
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ PREFIX = "lazysnap/"
 _MOST_STEPS = 10_000
 
 
-class Logged:
+class Figures:
     """Counters and timings under ``lazysnap/…``, and how far each level lags behind training."""
 
     def __init__(self) -> None:
