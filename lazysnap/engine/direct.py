@@ -209,10 +209,10 @@ class DirectStorage:
 
     # ---------------------------------------------------------------- ending
 
-    def drain(self, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> bool:
+    def drain(self, timeout_s: float) -> bool:
         """Block until the last snapshot that was written is durable at every level; ``False`` if it is not."""
         if self._is_counted:
-            return self.client.drain(self._newest_step, timeout_s, progress)
+            return self.client.drain(self._newest_step, timeout_s)
         if self._storage is None or not self._is_alone:
             return False
         deadline = time.monotonic() + timeout_s

@@ -18,39 +18,39 @@ Progress = Callable[[int, int], None]
 class Durability:
     """Of one engine, from its making to its end."""
 
-    def __init__(self, config: SnapshotConfig, direct: DirectStorage, world: World) -> None:
+    def __init__(self, config: SnapshotConfig, direct: DirectStorage, world: World, outcomes: Outcomes) -> None:
         self._config = config
         self._direct = direct
         self._client = direct.client
         self._world = world
+        self._outcomes = outcomes
         self._has_dismissed = world.place.local_rank != 0
         """Whether the keeper of the node knows that nobody needs what ranks left that are no more: its first rank says
         so.
         """
 
-    def has(self, step: int) -> bool:
-        """Whether that step of this start, or a later one, is known to be durable at the first level."""
-        return self._client.is_durable(step)
-
-    def flush(self, newest: int | None, timeout_s: float, progress: Progress | None) -> bool:
-        """Block until ``newest``, the newest step that this rank has in memory, is durable at every level; ``False``
-        after the deadline. Without levels: until a keeper has it.
+    def flush(self, timeout_s: float, progress: Progress | None) -> bool:
+        """Block until the newest capture of this rank is durable at every level; ``False`` after the deadline. Without
+        levels: until a keeper has it.
         """
+        return self._drain(self._outcomes.newest_whole(), timeout_s, progress)
+
+    def _drain(self, step: int | None, timeout_s: float, progress: Progress | None) -> bool:
         if self._direct.has_newest:
             return self._direct.drain(timeout_s)
-        return self._client.drain(newest, timeout_s, progress)
+        return self._client.drain(step, timeout_s, progress)
 
-    def end(self, newest: int | None, progress: Progress | None, *, is_common: bool) -> bool:
+    def end(self, progress: Progress | None, *, is_common: bool) -> bool:
         """As ``flush``, at the end: all ranks wait for each other, and hear if one of them failed. Blocks: at most
         ``drain_timeout_s``.
 
         Collective, if ``is_common``: all ranks came here.
         """
-        timeout_s = self._config.drain_timeout_s
+        newest = self._outcomes.newest_whole()
 
         def drain(last: int | None) -> bool:
             has_any = self._client.was_attached or self._direct.has_newest
-            return self.flush(last, timeout_s, progress) if has_any else True
+            return self._drain(last, self._config.drain_timeout_s, progress) if has_any else True
 
         if self._world.is_alone or not is_common:
             return drain(newest)
@@ -65,7 +65,7 @@ class Durability:
             return False
         return all(done) and is_same
 
-    def dismiss_former(self, outcomes: Outcomes, *, is_end: bool = False) -> None:
+    def dismiss_former(self, *, is_end: bool = False) -> None:
         """After a restart with fewer ranks: say, once, that memory of ranks that are no more may go, when a snapshot of
         this start is durable; without levels, when memory holds nothing older.
 
@@ -73,5 +73,5 @@ class Durability:
         """
         if self._has_dismissed:
             return
-        if self.has(0) if self._config.levels else is_end or outcomes.is_past_resumed():
+        if self._client.is_durable(0) if self._config.levels else is_end or self._outcomes.is_past_resumed():
             self._has_dismissed = self._client.supersede(self._world.place.local_world_size)

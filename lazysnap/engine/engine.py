@@ -93,7 +93,7 @@ class SnapshotEngine:
         self._recorder = Recorder(config, self._source, self._direct, self._events, world)
         self._captures, self._outcomes = self._recorder.captures, self._recorder.outcomes
         self._gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
-        self._durability = Durability(config, self._direct, world)
+        self._durability = Durability(config, self._direct, world, self._outcomes)
         self._meeting = meet_keepers(world, self._client, config, identity.job_id)
         self._recorder.group = self._meeting.group
         self._shared = shared_levels(world, config.levels)
@@ -442,7 +442,7 @@ class SnapshotEngine:
                 self.check_required()
                 if not began and self.config.require == "memory":
                     began = self._capture(step, started, force=force)
-            self._durability.dismiss_former(self._outcomes)
+            self._durability.dismiss_former()
             return began
 
     def replan(self) -> None:
@@ -674,9 +674,9 @@ class SnapshotEngine:
             return False
         if until == "durable":
             # A level takes captures as it comes to them: ask for the newest. Several ranks all do, or none.
-            if not (self._world.is_alone and self._durability.has(step)):
+            if not (self._world.is_alone and self._client.is_durable(step)):
                 self.flush(timeout_s)
-            return self._durability.has(step)
+            return self._client.is_durable(step)
         if until == "protected":
             return self._await_protected(step, timeout_s)
         if self._direct.has_step(step):
@@ -712,7 +712,7 @@ class SnapshotEngine:
         """
         self._check_open("flush")
         self.gate()
-        done = self._durability.flush(self._outcomes.newest_whole(), timeout_s, progress)
+        done = self._durability.flush(timeout_s, progress)
         self._drain_events()
         is_captured = self._last_due is None or self._statistics.last_whole_step is not None
         return done and is_captured and not self._outcomes.has_lost_last
@@ -752,7 +752,7 @@ class SnapshotEngine:
             captured = not drain or self._has_captured_last()
             unstored = [] if durable else self._unstored_names()
             self._protection.sum_up()
-            self._durability.dismiss_former(self._outcomes, is_end=durable and over and has_own)
+            self._durability.dismiss_former(is_end=durable and over and has_own)
         finally:
             self._leave()
             if over:
@@ -826,7 +826,7 @@ class SnapshotEngine:
     def _end(self, progress: Progress | None, *, is_common: bool) -> bool:
         resumed = self._resumed
         is_there = self._has_own() or resumed is None or not resumed.only_in_memory
-        durable = self._durability.end(self._outcomes.newest_whole(), progress, is_common=is_common) and is_there
+        durable = self._durability.end(progress, is_common=is_common) and is_there
         self._drain_events()
         if not durable and is_there and self._outcomes.last_held_step() is None:  # else see ``report.not_durable``
             logger.warning("the last snapshot is not durable at every level. %s", self._reason())
