@@ -354,13 +354,15 @@ class SnapshotEngine:
 
     def _await_memory(self) -> None:
         self._prepare()
+        found: list[LazySnapError] = []
 
-        def refusal() -> LazySnapError | None:
-            return self._client.refusal() or (self._protection.error if self._recorder.is_unprotected() else None)
+        def is_refused() -> bool:
+            error = self._client.refusal() or (self._protection.error if self._recorder.is_unprotected() else None)
+            found.extend([] if error is None else [error])
+            return error is not None
 
-        timeout_s = self.config.keeper_timeout_s + self.config.collective_timeout_s
-        if not self._await_slots(timeout_s, lambda: refusal() is not None):
-            error = refusal() or KeeperUnavailable("the keeper did not make its slots ready in time")
+        if not self._await_slots(self.config.keeper_timeout_s + self.config.collective_timeout_s, is_refused):
+            error = found[0] if found else KeeperUnavailable("the keeper did not make its slots ready in time")
             raise type(error)(f'SnapshotConfig(require="memory"): {error}')
 
     def _await_slots(self, timeout_s: float, is_refused: Callable[[], bool]) -> bool:
