@@ -46,7 +46,7 @@ def test_killed_in_mid_step_an_odd_script_goes_on_as_if_nothing_had_happened(zyg
 def plain_run(directory, way):
     """In a process that ends as any program does; its status and what it said."""
     program = [sys.executable, str(Path(SCRIPT).with_name("ends.py")), str(directory), way]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -25,7 +25,7 @@ def play_many(scenario, seeds, **settings):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", range(10))
 @pytest.mark.parametrize("num_levels", [1, 2])
 @pytest.mark.parametrize("scenario", simulation.SCENARIOS)
 def test_no_fault_breaks_a_promise(scenario, num_levels, block):

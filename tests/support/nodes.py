@@ -131,15 +131,14 @@ class Node:
                 found[int(path.parent.name)] = path.with_name("comm").read_text().strip() if is_forked else line
         return {number: line for number, line in found.items() if number != 1 and line not in ("", "cat")}
 
-    def kill(self, *, silent: bool = True) -> None:
-        """Pull the plug: its processes and its memory are gone when this returns. Harmless twice.
+    def kill(self) -> None:
+        """Pull the plug: its processes and its memory are gone when this returns, and its peers hear nothing.
 
-        ``silent``: its peers hear nothing. Else they are told that connections are over, as after a mere crash.
+        Harmless twice.
         """
         if self.is_running:
             self.is_running = False
-            if silent:
-                self.unplug()
+            self.unplug()
             self.space.end()
             for command in self._commands:
                 command.wait()
