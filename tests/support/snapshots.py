@@ -87,7 +87,7 @@ class Snapshot:
         manifest = store.write(self.meta, RateLimitedSource(self.source(), RateLimiter(None), beat))
         return entries_of(manifest, store.url, store.speed, self.meta.name.directory)[0]
 
-    def delete(self, store: SnapshotStore, beat: Callable[[], None] | None = None) -> bool:
+    def delete(self, store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> bool:
         """Delete it as keepers and ``lazysnap prune`` do; ``False``: it has to stay."""
         directory = self.meta.name.directory
         return delete_files([FilePlace(store.storage, directory, NodeName(self.rank, self.world_size))], beat)
