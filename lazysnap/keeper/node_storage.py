@@ -28,6 +28,7 @@ from lazysnap.keeper.protocol import Complete, Message, NameFailed, Run, Unlinke
 from lazysnap.keeper.step_wait import AtLevel, Wait
 from lazysnap.links.mesh import Hello as LinkHello
 from lazysnap.links.mesh import Links
+from lazysnap.links.strangers import listen_when_free
 from lazysnap.memory.arena import KEEP, Slot, SlotPhase, Word
 from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
@@ -44,8 +45,6 @@ _UNREACHED_S, _REMINDER_S = 10.0, 600.0
 """When trainers are told that a node is not reached, and how often again."""
 _NAMES_S = 300.0
 """How long the next start waits until snapshots of this one have their names."""
-_PORT_S = 30.0
-"""How long a keeper that takes a dead one's place waits for its port."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,8 @@ class NodeStorage:
         port = peers.port if port is None else port
         links = Links(peers.certificate, LinkHello(peers.job, self.run.start, self._team.node), loop)
         if self._team.node == 0:
-            _listen(links, peers.host, port)
+            trouble = "keepers of other nodes cannot reach this one"
+            listen_when_free(links.listen, (peers.host, port), lambda: not self._is_closed, trouble)
         else:
             links.connect(0, peers.host, port)
         return links
@@ -502,17 +502,3 @@ class NodeStorage:
                     f"{at}); see that nodes reach each other there, or set SnapshotConfig(link_address=...)"
                 )
             )
-
-
-def _listen(links: Links, host: str, port: int) -> None:
-    """On the address that all nodes were told. A keeper before this one may just be leaving it."""
-    deadline = time.monotonic() + _PORT_S
-    while True:
-        try:
-            links.listen(host, port)
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                logger.warning("keepers of other nodes cannot reach this one: %s:%d: %s", host, port, error)
-                return
-            time.sleep(0.1)

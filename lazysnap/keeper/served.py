@@ -1,8 +1,6 @@
 """What a keeper lets other keepers and restarting trainers of its job read: slots, its node's part, parity."""
 
-import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from lazysnap.errors import CaptureAborted, ShardCorrupt
@@ -15,13 +13,9 @@ from lazysnap.levels.source import BlockSource, MemorySource
 from lazysnap.links.certificate import Certificate
 from lazysnap.links.messages import FrozenOf, ParityOf, PartOf, What
 from lazysnap.links.server import PeerServer
+from lazysnap.links.strangers import listen_when_free
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.shard.checksum import Checksums
-
-logger = logging.getLogger(__name__)
-
-_PORT_S = 30.0
-"""How long a keeper that takes a dead one's place waits for its port."""
 
 
 class PeerReads:
@@ -52,7 +46,9 @@ class PeerReads:
             self._serves = certificate, port
             server = self._server = PeerServer(certificate, self._open)
         if port:
-            threading.Thread(target=self._listen, args=(server, host, port), name="lazysnap-reads", daemon=True).start()
+            trouble = "other nodes cannot read from this keeper"
+            listen = server.listen, address, lambda: server is self._server, trouble
+            threading.Thread(target=listen_when_free, args=listen, name="lazysnap-reads", daemon=True).start()
             return port
         try:
             _, port = server.listen(host, 0)
@@ -71,18 +67,6 @@ class PeerReads:
         server, self._server, self._serves = self._server, None, None
         if server is not None:
             server.close()
-
-    def _listen(self, server: PeerServer, host: str, port: int) -> None:
-        deadline = time.monotonic() + _PORT_S
-        while server is self._server:
-            try:
-                server.listen(host, port)
-                return
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    logger.warning("other nodes cannot read from this keeper: %s:%d: %s", host, port, error)
-                    return
-                time.sleep(0.1)
 
     def _beat(self) -> None:
         """What is waited for ends with the server; until then the reader's deadline counts. Raises: CaptureAborted."""

@@ -1,9 +1,7 @@
 """A channel between two processes of a job: frames and raw bytes over one TLS 1.3 connection, by blocking calls.
 
-Both sides present the job's certificate and accept no other one. After the handshake both send ``lazyread`` and the
-protocol number, then frames: a length (4 bytes, big-endian, at most ``MAX_FRAME_BYTES``) and that many bytes of
-MessagePack. Nothing is allocated for a frame that is too long. The raw bytes of a payload go from and to the caller's
-memory.
+Both sides present the job's certificate and accept no other one. On the wire: ``links.framing`` with the letters
+``lazyread``. The raw bytes of a payload go from and to the caller's memory.
 """
 
 import contextlib
@@ -11,27 +9,22 @@ import errno
 import os
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
-from msgspec import DecodeError, Struct, msgpack
+from msgspec import Struct, msgpack
 
 from lazysnap.links.certificate import Certificate
+from lazysnap.links.framing import LENGTH_BYTES, PREAMBLE_BYTES, Framing, M
 from lazysnap.links.strangers import Violation
 
 PROTOCOL = 1
 """Version of the messages. Raised with every change that the other end sees."""
 MAX_FRAME_BYTES = 1 << 16
 _PROGRESS_BYTES = 1 << 18
-_PREAMBLE = struct.Struct("!8sH")
-_MAGIC = b"lazyread"
-_LENGTH = struct.Struct("!I")
-_encode = msgpack.Encoder().encode
-
-M = TypeVar("M", bound=Struct)
+_LETTERS = b"lazyread"
 
 
 class _Secure(ssl.SSLSocket):
@@ -81,26 +74,21 @@ class Channel(Generic[M]):
 
     def __init__(self, secure: ssl.SSLSocket, decoder: "msgpack.Decoder[M]", send_s: float) -> None:
         """``send_s``: an other end that takes nothing for so long has failed."""
-        self._secure, self._decoder, self._send_s = secure, decoder, send_s
+        self._secure, self._send_s = secure, send_s
+        self._framing = Framing((_LETTERS, PROTOCOL), MAX_FRAME_BYTES, decoder)
         self._in_use = threading.Lock()
         self._in_use.acquire()  # by the one thread, except inside ``waiting``
 
     def greet(self, timeout_s: float) -> None:
         """Exchange protocol numbers. Blocks: at most ``timeout_s``."""
         self._secure.settimeout(timeout_s)
-        self._secure.sendall(_PREAMBLE.pack(_MAGIC, PROTOCOL))
-        preamble = bytearray(_PREAMBLE.size)
-        self._fill(memoryview(preamble), time.monotonic() + timeout_s)
-        magic, protocol = _PREAMBLE.unpack(preamble)
-        if (magic, protocol) != (_MAGIC, PROTOCOL):
-            raise Violation(
-                f"protocol {magic!r} {protocol}, expected {_MAGIC!r} {PROTOCOL}: same lazysnap on all nodes?"
-            )
+        self._secure.sendall(self._framing.preamble)
+        self._framing.check_preamble(self._read(PREAMBLE_BYTES, time.monotonic() + timeout_s))
 
     def send(self, message: Struct, payload: memoryview | None = None) -> None:
         """Send a frame, and behind it the bytes of ``payload``. Blocks: while the other end takes some of them."""
         self._secure.settimeout(self._send_s)
-        self._secure.sendall(_frame(message))
+        self._secure.sendall(self._framing.frame(message))
         if payload is not None:
             for start in range(0, len(payload), _PROGRESS_BYTES):  # a call fails after ``send_s``, even if bytes move
                 self._secure.sendall(payload[start : start + _PROGRESS_BYTES])
@@ -108,17 +96,8 @@ class Channel(Generic[M]):
     def receive(self, timeout_s: float) -> M:
         """The next message. Blocks: at most ``timeout_s`` until all of it is there."""
         deadline = time.monotonic() + timeout_s
-        head = bytearray(_LENGTH.size)
-        self._fill(memoryview(head), deadline)
-        (length,) = _LENGTH.unpack(head)
-        if length > MAX_FRAME_BYTES:
-            raise Violation(f"a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}")
-        data = bytearray(length)
-        self._fill(memoryview(data), deadline)
-        try:
-            return self._decoder.decode(data)
-        except (DecodeError, RecursionError) as error:
-            raise Violation(f"a malformed message: {error}") from error
+        length = self._framing.length(self._read(LENGTH_BYTES, deadline))
+        return self._framing.decode(self._read(length, deadline))
 
     def receive_into(self, out: memoryview, silence_s: float) -> None:
         """Fill ``out`` with raw bytes. Blocks: while they arrive, at most ``silence_s`` without any."""
@@ -129,13 +108,14 @@ class Channel(Generic[M]):
                 raise EOFError
             got += received
 
-    def _fill(self, out: memoryview, deadline: float) -> None:
-        got = 0
-        while got < len(out):
+    def _read(self, size_bytes: int, deadline: float) -> bytearray:
+        data, got = bytearray(size_bytes), 0
+        while got < size_bytes:
             self._secure.settimeout(max(deadline - time.monotonic(), 0.001))
-            if not (received := self._secure.recv_into(out[got:])):
+            if not (received := self._secure.recv_into(memoryview(data)[got:])):
                 raise EOFError
             got += received
+        return data
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -152,7 +132,7 @@ class Channel(Generic[M]):
             return
         try:
             self._secure.settimeout(0.0)
-            self._secure.sendall(_frame(message))
+            self._secure.sendall(self._framing.frame(message))
         except OSError:  # the other end is gone, or takes nothing: half a frame may be sent
             shut(self._secure)
         finally:
@@ -164,8 +144,3 @@ def shut(secure: ssl.SSLSocket) -> None:
     # Not SSLSocket.shutdown, which takes the encryption off first: another thread could be sending.
     with contextlib.suppress(OSError):
         socket.socket.shutdown(secure, socket.SHUT_RDWR)
-
-
-def _frame(message: Struct) -> bytes:
-    data = _encode(message)
-    return _LENGTH.pack(len(data)) + data

@@ -4,9 +4,7 @@ One self-signed certificate per job is the only one that either side presents an
 carries the whole state of its sender (``grants``), so of each kind only the newest one waits to be sent: a peer that
 reads slowly costs no memory. Every wait has a deadline.
 
-On the wire, after the TLS handshake: both sides send ``lazysnap`` and the protocol number, then frames. A frame is its
-length (4 bytes, big-endian, at most ``MAX_FRAME_BYTES``) and that many bytes of MessagePack. The first one is a
-``Hello``.
+On the wire: ``links.framing`` with the letters ``lazysnap``. The first message is a ``Hello``.
 """
 
 import asyncio
@@ -15,17 +13,17 @@ import logging
 import random
 import socket
 import ssl
-import struct
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Annotated, Any, Protocol
 
-from msgspec import DecodeError, Meta, Struct, msgpack
+from msgspec import Meta, Struct, msgpack
 
 from lazysnap.errors import ConfigError
 from lazysnap.grants.messages import MAX_NODES, Order, Report, StartId
 from lazysnap.links.certificate import Certificate
+from lazysnap.links.framing import LENGTH_BYTES, PREAMBLE_BYTES, Framing
 from lazysnap.links.strangers import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
 
 logger = logging.getLogger(__name__)
@@ -35,8 +33,6 @@ _draws = random.SystemRandom()
 PROTOCOL = 1
 """Version of the messages between keepers. Raised with every change that the other end sees."""
 MAX_FRAME_BYTES = 1 << 20
-_PREAMBLE = struct.Struct("!8sH")
-_LENGTH = struct.Struct("!I")
 _CLOSE_S, _AGAIN_S = 5.0, 0.1
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 """Between two tries to connect: the pause doubles up to this."""
@@ -55,8 +51,8 @@ class Alive(Struct, frozen=True, tag="alive", forbid_unknown_fields=True):
 
 
 Message = Report | Order
-_encode = msgpack.Encoder().encode
 _decoder: msgpack.Decoder[Hello | Alive | Report | Order] = msgpack.Decoder(Hello | Alive | Report | Order)
+_framing = Framing((b"lazysnap", PROTOCOL), MAX_FRAME_BYTES, _decoder)
 
 
 class Handler(Protocol):
@@ -86,31 +82,19 @@ class _Peer:
         self.is_waiting.set()
 
     async def write(self, message: Struct, timeout_s: float, *, preamble: bytes = b"") -> None:
-        data = _encode(message)
-        if len(data) > MAX_FRAME_BYTES:
-            raise Violation(f"a message of {len(data)} bytes, at most {MAX_FRAME_BYTES} can be sent")
-        self.writer.write(preamble + _LENGTH.pack(len(data)) + data)
+        self.writer.write(preamble + _framing.frame(message))
         await asyncio.wait_for(self.writer.drain(), timeout_s)
 
     async def read(self, timeout_s: float) -> Hello | Alive | Report | Order:
-        """The next message. Nothing is allocated for a frame that is too long."""
-        (length,) = _LENGTH.unpack(await asyncio.wait_for(self.reader.readexactly(_LENGTH.size), timeout_s))
-        if length > MAX_FRAME_BYTES:
-            raise Violation(f"a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}")
-        data = await asyncio.wait_for(self.reader.readexactly(length), timeout_s)
-        try:
-            return _decoder.decode(data)
-        except (DecodeError, RecursionError) as error:
-            raise Violation(f"a malformed message: {error}") from error
+        """The next message."""
+        head = await asyncio.wait_for(self.reader.readexactly(LENGTH_BYTES), timeout_s)
+        data = await asyncio.wait_for(self.reader.readexactly(_framing.length(head)), timeout_s)
+        return _framing.decode(data)
 
     async def greet(self, me: Hello, timeout_s: float) -> Hello:
         """Exchange hellos; who is at the other end."""
-        await self.write(me, timeout_s, preamble=_PREAMBLE.pack(b"lazysnap", PROTOCOL))
-        magic, protocol = _PREAMBLE.unpack(await asyncio.wait_for(self.reader.readexactly(_PREAMBLE.size), timeout_s))
-        if magic != b"lazysnap" or protocol != PROTOCOL:
-            raise Violation(
-                f"protocol {magic!r} {protocol}, expected {b'lazysnap'!r} {PROTOCOL}: same lazysnap on all nodes?"
-            )
+        await self.write(me, timeout_s, preamble=_framing.preamble)
+        _framing.check_preamble(await asyncio.wait_for(self.reader.readexactly(PREAMBLE_BYTES), timeout_s))
         hello = await self.read(timeout_s)
         if not isinstance(hello, Hello):
             raise Violation("a message before the hello")

@@ -5,6 +5,8 @@ import ipaddress
 import logging
 import socket
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError
@@ -15,6 +17,8 @@ MAX_UNKNOWN = 64
 """Connections that have not shown who they are yet; more are closed at once."""
 _MAX_NAMED = 256
 """Addresses whose refusal is logged as a warning; a scanner must not fill the log."""
+_PORT_S, _AGAIN_S = 30.0, 0.1
+"""How long a keeper that takes a dead one's place waits for its port, and how often it tries."""
 
 
 class Violation(Exception):
@@ -64,6 +68,25 @@ def listener_at(host: str, port: int) -> socket.socket:
     if address.is_unspecified:
         raise ConfigError(f"keepers listen on one interface, got {host}: name the address of one")
     return socket.create_server((host, port), family=socket.AF_INET6 if address.version == 6 else socket.AF_INET)
+
+
+def listen_when_free(
+    listen: Callable[[str, int], object], address: tuple[str, int], is_wanted: Callable[[], bool], trouble: str
+) -> None:
+    """Listen on the address that all nodes were told, which the keeper before this one may just be leaving.
+
+    Blocks: at most ``_PORT_S``, while ``is_wanted``. A failure is logged, as ``trouble``.
+    """
+    deadline = time.monotonic() + _PORT_S
+    while is_wanted():
+        try:
+            listen(*address)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                logger.warning("%s: %s:%d: %s", trouble, *address, error)
+                return
+            time.sleep(_AGAIN_S)
 
 
 def reason(error: BaseException) -> str:
