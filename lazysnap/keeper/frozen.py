@@ -17,8 +17,8 @@ from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import MemorySource, RateLimitedSource, RateLimiter, shard_of
 from lazysnap.levels.watchdog import Beat
-from lazysnap.memory.arena import Slot, SlotPhase, Word
-from lazysnap.memory.slot_pool import check_room
+from lazysnap.memory.arena import Slot, SlotPhase
+from lazysnap.memory.slot_pool import make_slot
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import frozen_directory_name
@@ -102,18 +102,8 @@ class FrozenPool:
                 f"the frozen tensors need {needed} bytes, MemoryLevel.max_bytes leaves {max(0, free_bytes)} beside "
                 "the slots for snapshots; raise it"
             )
-        check_room(needed, "the frozen tensors")
         faults.point("keeper.frozen.make")
-        slot = Slot.create(meta, image)
-        try:
-            slot.populate()
-        except OSError as error:
-            slot.close()
-            raise MemoryBoundExceeded(
-                f"the machine refused {needed} bytes for the frozen tensors: {os.strerror(error.errno or 0)}"
-            ) from error
-        slot.set_word(Word.READY, 1)
-        return slot
+        return make_slot(meta, image, "the frozen tensors")
 
     def adopt(self, local_rank: int, digest: str, slot: Slot) -> Slot:
         """Take over a slot, as a trainer kept it when an earlier keeper died; the one that serves for that digest."""

@@ -62,6 +62,23 @@ def check_room(needed: int, what: str) -> None:
         )
 
 
+def make_slot(meta_capacity: int, image_capacity: int, what: str) -> Slot:
+    """A slot of these capacities for ``what``, with its pages in place. Blocks. Raises: MemoryBoundExceeded."""
+    needed = Slot.bytes_for(meta_capacity, image_capacity)
+    check_room(needed, what)
+    slot = Slot.create(meta_capacity, image_capacity)
+    try:
+        slot.populate()
+    except OSError as error:
+        slot.close()
+        raise MemoryBoundExceeded(
+            f"the machine refused {needed} bytes ({decimal(needed)}) for {what}: {os.strerror(error.errno or 0)}; "
+            "free memory, use a larger machine, or capture a smaller state"
+        ) from error
+    slot.set_word(Word.READY, 1)
+    return slot
+
+
 def refusal(count: int, slot_bytes: int, available_bytes: int, *, least: int, is_bound: bool) -> str:
     """Why ``count`` slots do not fit, and what would.
 
@@ -159,24 +176,10 @@ class SlotPool:
                 return False  # the first capture into a new slot frees an old one
             if max_bytes is not None and held + each > max_bytes:
                 return False
-            check_room(each, f"1 more slot of {each} bytes")
-            fitting.append(self._make(meta, image))
+            faults.point("keeper.memory.make")
+            fitting.append(make_slot(meta, image, "more slots"))
+            self._made(*self.adopt(fitting[-1]))
         return not others
-
-    def _make(self, meta: int, image: int) -> Slot:
-        faults.point("keeper.memory.make")
-        slot = Slot.create(meta, image)
-        try:
-            slot.populate()
-        except OSError as error:
-            slot.close()
-            raise MemoryBoundExceeded(
-                f"the machine refused {slot.size_bytes} bytes ({decimal(slot.size_bytes)}) for one more slot: "
-                f"{os.strerror(error.errno or 0)}; free memory, use a larger machine, or capture a smaller state"
-            ) from error
-        slot.set_word(Word.READY, 1)
-        self._made(*self.adopt(slot))
-        return slot
 
     def close(self) -> None:
         """Let all slots go."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from lazysnap.errors import ConfigError
 from lazysnap.parity.codes import MAX_PIECES
 
-PIECE_ALIGNMENT = 64
-
 
 @dataclass(frozen=True)
 class Group:
@@ -34,13 +32,6 @@ class Group:
     def pieces(self) -> int:
         """Data pieces of each stripe, and pieces of each member's part."""
         return len(self.members) - self.parity
-
-    def piece_bytes(self, sizes: Sequence[int]) -> int:
-        """The size of every piece, from the sizes of the members' parts: the largest part decides."""
-        if len(sizes) != len(self.members):
-            raise ConfigError(f"{self} has {len(self.members)} parts, got {len(sizes)} sizes")
-        per_piece = -(-max(sizes) // self.pieces)
-        return -(-per_piece // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
 
     def holders(self, stripe: int) -> tuple[int, ...]:
         """The positions of the members that hold parity 0, 1, .. of the stripe."""
