@@ -307,6 +307,7 @@ class LocalRank:
         self._forget_lent()
         self._frozen.filled(self.team.local_rank)
         self.holdings.trainer_ended()
+        self.is_choosing = False
         for slot in self._pool.all():
             if slot.status().phase is SlotPhase.CAPTURING:
                 slot.discard()

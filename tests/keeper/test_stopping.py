@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 from keeper_jobs import Job
+from support.waiting import until
 
 from lazysnap.cli import main
 from lazysnap.levels import open_store
@@ -30,6 +31,22 @@ def test_a_lingering_keeper_stores_its_newest_capture_and_ends(job, capsys):
     assert said["ended"] == [{"pid": keeper}]
     assert job.is_gone()
     assert max(entry.step for entry in open_store(level["url"]).inventory().entries) == 3
+
+
+def test_a_keeper_that_stored_its_capture_while_somebody_looked_ends_at_once(job, capsys):
+    """While a trainer chooses what to go on with nothing is deleted; one that left without choosing is over that."""
+    level = job.level(max_bytes_per_s=1_000_000)
+    first = job.trainer(levels=[level], size=4_000_000)
+    first.capture(step=7)
+    first.kill()
+    visitor = job.trainer(reserve=0, levels=[level])
+    until(lambda: list(pathlib.Path(level["url"]).rglob("*.json")))
+    keeper = job.keeper_pid()
+    visitor.abandon()
+
+    code, said = stop(capsys, job.job_id, "--timeout", "60")
+
+    assert (code, said["ended"]) == (0, [{"pid": keeper}])
 
 
 def test_the_keeper_of_a_training_that_runs_stays(job, capsys):
