@@ -309,11 +309,11 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     from lazysnap.snapshots.reader import read
 
     rank, nodes = dist.get_rank(), dist.get_world_size()
-    holdings = engine._client.inventory(DEADLINE_S)
-    held = [one for one in holdings.parity if one.step == step]
+    inventory = engine._client.inventory(DEADLINE_S)
+    held = [one for one in inventory.parity if one.step == step]
     entries = [
         Entry("memory", 0, one.run_id, one.start, step, one.rank, nodes, "", node=engine._world.place.node)
-        for one in holdings.entries
+        for one in inventory.entries
         if one.step == step
     ]
     told: list[Any] = [None] * nodes

@@ -29,11 +29,11 @@ from benchmarks.workers import Line
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.engine import engine as engine_module
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
-from lazysnap.grants.messages import LevelReport, Progress, Report, SnapshotKey
+from lazysnap.grants.messages import LevelReport, Progress, Report, StepKey
 from lazysnap.grants.node import NodeLevel
 from lazysnap.keeper import encoding
-from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
-from lazysnap.keeper.level_writer import LevelWriter, Told
+from lazysnap.keeper.events import MemoryEntry, MemoryInventory
+from lazysnap.keeper.level_writer import LevelWriter
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import Parity
@@ -290,7 +290,7 @@ def imagined_keeper(rank: int, ranks: int) -> mock.Mock:
     """A ``KeeperClient`` that holds whole captures of one rank, newer than those on storage."""
     facts: Line = {"slot": None, "run_id": RUN, "frozen": None, "rank": rank, "world_size": ranks, "start": START}
     held = (MemoryEntry(step=10 + n, sequence=n, checksums=None, **facts) for n in range(KEPT))
-    return mock.Mock(**{"open_door.return_value": [1, 2, 3], "inventory.return_value": MemoryHoldings(tuple(held))})
+    return mock.Mock(**{"serve_peers.return_value": [1, 2, 3], "inventory.return_value": MemoryInventory(tuple(held))})
 
 
 # ------------------------------------------------------------------------------------------------ simulated
@@ -375,7 +375,7 @@ def retention(ranks: int) -> Line:
         ImaginedFiles.steps = list(range(newest - KEPT, newest + 1))  # the others deleted theirs, too
         ImaginedFiles.asked.clear()
         clock = Clock()
-        own.learned(Told((NodeLevel(complete={SnapshotKey(step, START) for step in range(1, newest + 1)}),)))
+        own.learned((NodeLevel(complete={StepKey(step, START) for step in range(1, newest + 1)}),), {})
         own._tidy()
         seconds = clock.seconds()
         gone = SnapshotName(RUN, newest - KEPT, START).directory

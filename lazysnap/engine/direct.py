@@ -23,8 +23,8 @@ from lazysnap.capture.plan import CapturePlan
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.engine.live_slot import LiveSlot
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.node_storage import NodeStorage, Surroundings
-from lazysnap.keeper.protocol import LENT, Complete, Keep, Look, Message, Release, Run
+from lazysnap.keeper.node_storage import NodeStorage, StorageContext
+from lazysnap.keeper.protocol import LENT, Complete, Keep, Message, Release, Run, SlotsChanged
 from lazysnap.levels import open_store
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import RateLimitedSource, RateLimiter
@@ -132,7 +132,7 @@ class DirectStorage:
         slot.commit()
         storage = self._opened()
         wait = storage.wait_for(step)
-        storage.look()
+        storage.slots_changed()
         moved, seen = time.monotonic(), (0, 0)
         while not wait.is_anywhere() and wait.result() is None and not storage.fails_everywhere():
             if (now := wait.progress()) != seen:
@@ -154,7 +154,7 @@ class DirectStorage:
                 logger.info("%s: %s", what, error)
                 continue
             slot.commit()  # only now: the keeper looks for the file
-            self.client.tell(Look())
+            self.client.tell(SlotsChanged())
             return True
         return False
 
@@ -185,9 +185,9 @@ class DirectStorage:
         assert run is not None, "a capture begins behind the first boundary, and that names the run"
         if self._storage is None or self._storage.run.start != run.start:
             own = replace(self._team, node=0, nodes=1, crew=(self._team.rank,))
-            around = Surroundings(lambda: [self._memory], lambda digest: None, self._emit)
+            context = StorageContext(lambda: [self._memory], lambda digest: None, self._emit)
             run = msgspec.structs.replace(run, peers=None)
-            self._storage = NodeStorage(self._config.levels, run, own, around, self._storage)
+            self._storage = NodeStorage(self._config.levels, run, own, context, self._storage)
         return self._storage
 
     def _emit(self, message: Message) -> None:

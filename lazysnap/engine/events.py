@@ -22,10 +22,10 @@ from lazysnap.keeper.events import (
 from lazysnap.keeper.protocol import (
     Complete,
     Durable,
-    LeftRun,
     LevelFailed,
     MemoryRefused,
     NameFailed,
+    OtherRun,
     Protected,
     Unlinked,
     Unprotected,
@@ -131,9 +131,9 @@ class EventLog:
             elif isinstance(event, KeeperAnswers):
                 self._noted.discard("silent")
                 logger.warning("the keeper (process %d) answers again: snapshots are stored again", event.pid)
-            elif isinstance(event, LeftRun):
+            elif isinstance(event, OtherRun):
                 self.note_once(
-                    "left run",
+                    "other run",
                     "this training starts fresh, as run %s. %s holds run %s, whose newest snapshot is step %d: it "
                     'stays as it is and is not continued. To go back to it, restore("run:%s") or ckpt_path="run:%s"',
                     event.own_name,

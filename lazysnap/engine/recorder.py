@@ -26,7 +26,7 @@ from lazysnap.engine.outcomes import Outcomes
 from lazysnap.engine.planner import Planner
 from lazysnap.engine.report import Sizes
 from lazysnap.errors import MemoryBoundExceeded
-from lazysnap.keeper.protocol import Look, Wish
+from lazysnap.keeper.protocol import SlotsChanged, Wish
 from lazysnap.memory.arena import Slot, SlotPhase, Word, capacity_fits
 from lazysnap.memory.slot_pool import fits, free_bytes
 from lazysnap.ranks.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
@@ -272,7 +272,7 @@ class Recorder:
             slot.unpin()  # withdrawn in between: the keeper, which looks the other way round, may have missed the pin
         # While storage waits for a step ahead its keeper looks at the words by itself: a message costs 0.3 ms.
         if self._config.levels and slot.word(Word.GRANT) <= step + 1:
-            self._client.tell(Look())
+            self._client.tell(SlotsChanged())
         self.captures.begin(job)
         self._log.protection.regained()
         self._direct.retire()

@@ -22,7 +22,7 @@ from lazysnap.grants.messages import (
     Order,
     Progress,
     Report,
-    SnapshotKey,
+    StepKey,
     newest,
 )
 
@@ -48,7 +48,7 @@ class LevelGrants:
     """The coordinator's state for one level."""
 
     settings: PersistentLevel
-    earlier: frozenset[SnapshotKey] = frozenset()
+    earlier: frozenset[StepKey] = frozenset()
     """Complete snapshots of earlier starts of this run, told from the files."""
     grant: int | None = None
     source: int | None = None
@@ -115,10 +115,10 @@ class LevelGrants:
 
     def order(self, start: str, wishes: Collection[int], *, is_ready: bool) -> LevelOrder:
         """What every node is told. ``is_ready``: whether the level works on all nodes."""
-        keys = {SnapshotKey(step, start) for step in self.complete} | self.earlier
+        keys = {StepKey(step, start) for step in self.complete} | self.earlier
         told = set(heapq.nlargest(min(max(16, self.settings.keep_last), MAX_TOLD), keys))
         # An answered wish may be older than the newest that are told.
-        told |= {SnapshotKey(step, start) for step in newest(self.complete.intersection(wishes))}
+        told |= {StepKey(step, start) for step in newest(self.complete.intersection(wishes))}
         lost = tuple(sorted({*newest(self.lost), *newest(self.lost.intersection(wishes))}))
         complete, cancelled = tuple(sorted(told)), newest(self.cancelled)
         return LevelOrder(self.grant, self.source, complete, cancelled, lost, is_ready, self.turn)

@@ -29,7 +29,7 @@ class Epoch(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fie
     """Drawn at random by each coordinator, once."""
 
 
-class SnapshotKey(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
+class StepKey(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
     """A snapshot of one run. Keys sort by age: the greater step is newer, then the later start."""
 
     step: Step
@@ -100,7 +100,7 @@ class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     grant: Step | None
     source: Annotated[int, Meta(ge=0, lt=MAX_LEVELS)] | None
     """The faster level whose file is copied; ``None``: the slots are read."""
-    complete: Annotated[tuple[SnapshotKey, ...], Meta(max_length=2 * MAX_TOLD)]
+    complete: Annotated[tuple[StepKey, ...], Meta(max_length=2 * MAX_TOLD)]
     """The newest complete snapshots, and all that are wished."""
     cancelled: Steps
     """Steps whose grant was cancelled: files of them are incomplete, unless the step is granted again."""

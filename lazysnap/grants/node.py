@@ -8,7 +8,7 @@ reads the word again. So a slot that is pinned for a step that is not wanted any
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from lazysnap.grants.messages import Epoch, LevelOrder, LevelReport, Order, Progress, Report, SnapshotKey, newest
+from lazysnap.grants.messages import Epoch, LevelOrder, LevelReport, Order, Progress, Report, StepKey, newest
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Look:
+class Decision:
     """What follows from the words of the slots."""
 
     pin: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class NodeLevel:
     """See ``LevelOrder``."""
     is_ready: bool = True
     attempt: int = 0
-    complete: set[SnapshotKey] = field(default_factory=set)
+    complete: set[StepKey] = field(default_factory=set)
     """The newest of all starts of the run."""
     remembered: int = 1024
     """How many of these at least; no fewer than ``keep_last``."""
@@ -202,9 +202,9 @@ class NodeGrants:
         return all(self._is_answered(level, step) for level in chosen)
 
     def _is_answered(self, level: NodeLevel, step: int) -> bool:
-        return step in level.lost or SnapshotKey(step, self.start) in level.complete
+        return step in level.lost or StepKey(step, self.start) in level.complete
 
-    def look(self, ranks: Sequence[RankView]) -> Look:
+    def decide(self, ranks: Sequence[RankView]) -> Decision:
         """The words of the slots may have changed. Call it after each change: it costs little.
 
         ``ranks``: all of the node, also those that did not come yet, or their part would be missing in the file.
@@ -233,7 +233,7 @@ class NodeGrants:
             elif is_there:
                 level.attempt, level.progress = level.attempt + 1, Progress.WRITING
                 writes.append(Write(index, step, level.source, level.attempt))
-        return Look(tuple(sorted(pin)) if self.word is not None else (), tuple(writes), is_news)
+        return Decision(tuple(sorted(pin)) if self.word is not None else (), tuple(writes), is_news)
 
     def _is_pressed(self, level: NodeLevel) -> bool:
         return level.grant not in self.wishes and any(not self._is_answered(level, step) for step in self.urgent)
@@ -292,7 +292,7 @@ class NodeGrants:
         """Ask before a file of this start is deleted: ``False``, if it was cancelled and is granted again. From now on
         the node does not count it.
         """
-        if self.levels[level].grant == step and SnapshotKey(step, self.start) not in self.levels[level].complete:
+        if self.levels[level].grant == step and StepKey(step, self.start) not in self.levels[level].complete:
             return False
         self.levels[level].stored.discard(step)
         return True

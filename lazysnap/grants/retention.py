@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from lazysnap.config import PersistentLevel
-from lazysnap.grants.messages import MAX_TOLD, SnapshotKey
+from lazysnap.grants.messages import MAX_TOLD, StepKey
 from lazysnap.grants.node import NodeLevel
 
 
@@ -36,7 +36,7 @@ class Retention:
     settings: PersistentLevel
     start: str
 
-    def is_over(self, key: SnapshotKey, level: NodeLevel, protected: Collection[int] = ()) -> bool:
+    def is_over(self, key: StepKey, level: NodeLevel, protected: Collection[int] = ()) -> bool:
         """Whether a snapshot of this run, complete or not, need not stay.
 
         What is granted stays. What was cancelled and not granted again goes at once: it can never be complete.
@@ -50,7 +50,7 @@ class Retention:
         newer = sum(other > key for other in level.complete)
         return may_go(self.settings, key.step, newer, is_complete=is_complete, protected=protected)
 
-    def _is_untold(self, key: SnapshotKey, level: NodeLevel) -> bool:
+    def _is_untold(self, key: StepKey, level: NodeLevel) -> bool:
         """Whether it may be complete without having been told. Of earlier starts the restart saw all."""
         if self.settings.keep_last <= MAX_TOLD:
             return False
@@ -64,4 +64,4 @@ def still_to_copy(faster: NodeLevel, slower: NodeLevel, settings: PersistentLeve
     """Steps of the faster level that the slower one, with its ``settings``, has granted or never leaves out."""
     own = {key.step for key in faster.complete if key.start == start}
     wanted = {step for step in own if step == slower.grant or is_milestone(settings, step)}
-    return {step for step in wanted if step not in slower.lost and SnapshotKey(step, start) not in slower.complete}
+    return {step for step in wanted if step not in slower.lost and StepKey(step, start) not in slower.complete}

@@ -29,7 +29,7 @@ from lazysnap.keeper.events import (
     KeeperSilent,
     KeeperUnreachable,
     MemoryEntry,
-    MemoryHoldings,
+    MemoryInventory,
     News,
 )
 from lazysnap.keeper.heartbeat import Heartbeat
@@ -37,11 +37,9 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection, Received, Unclaimed
 from lazysnap.keeper.protocol import (
     Abandon,
-    Address,
     Adopt,
     AdoptFrozen,
     Answer,
-    AskAddress,
     AskFrozen,
     AskInventory,
     Complete,
@@ -54,11 +52,13 @@ from lazysnap.keeper.protocol import (
     Goodbye,
     Inventory,
     Message,
+    PeerPorts,
     Protected,
     Question,
     Reserve,
     Return,
     Run,
+    ServePeers,
     SlotMade,
     Superseded,
     Welcome,
@@ -455,7 +455,7 @@ class KeeperClient:
 
     # ---------------------------------------------------------------- questions
 
-    def inventory(self, timeout_s: float) -> MemoryHoldings:
+    def inventory(self, timeout_s: float) -> MemoryInventory:
         """Whole captures that the keeper holds, of this or of a dead trainer, and what they refer to. Blocks.
 
         Raises: KeeperUnavailable, if there is no answer in time.
@@ -466,7 +466,7 @@ class KeeperClient:
         with self._changed:
             found = [(held, self._slots.get(held.slot)) for held in reply.entries]
             images = [(digest, self._frozen.get(digest)) for digest in reply.frozen]
-            return MemoryHoldings(
+            return MemoryInventory(
                 tuple(MemoryEntry.of(held, slot) for held, slot in found if slot is not None),
                 {digest: slot for digest, slot in images if slot is not None},
                 reply.end,
@@ -490,12 +490,12 @@ class KeeperClient:
             raise MemoryBoundExceeded(reply.text)
         return (self.frozen_slot(digest), reply.fills) if isinstance(reply, FrozenSlot) else (None, False)
 
-    def open_door(self, host: str, certificate: Certificate, timeout_s: float) -> list[int]:
+    def serve_peers(self, host: str, certificate: Certificate, timeout_s: float) -> list[int]:
         """Have the keeper let those with that certificate read at this address of the machine. The port, and
         two for links of keepers; empty, if there are none. Blocks.
         """
-        reply = self._questions.ask(AskAddress(host=host, certificate=certificate), timeout_s)
-        return reply.ports if isinstance(reply, Address) else []
+        reply = self._questions.ask(ServePeers(host=host, certificate=certificate), timeout_s)
+        return reply.ports if isinstance(reply, PeerPorts) else []
 
     def is_durable(self, step: int) -> bool:
         """Whether that step of this start, or a later one, is known to be complete at the first level."""

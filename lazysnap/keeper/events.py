@@ -8,10 +8,10 @@ from lazysnap.keeper.protocol import (
     Durable,
     Held,
     HeldParity,
-    LeftRun,
     LevelFailed,
     MemoryRefused,
     NameFailed,
+    OtherRun,
     Protected,
     TrainerEnd,
     Unlinked,
@@ -50,7 +50,7 @@ class MemoryEntry:
 
 
 @dataclass(frozen=True)
-class MemoryHoldings:
+class MemoryInventory:
     """What the keeper holds: whole captures, and whole files of frozen tensors by their digest."""
 
     entries: tuple[MemoryEntry, ...] = ()
@@ -96,7 +96,7 @@ class KeeperAnswers:
     pid: int
 
 
-News = Durable | Complete | Protected | Unprotected | LevelFailed | NameFailed | MemoryRefused | LeftRun | Unlinked
+News = Durable | Complete | Protected | Unprotected | LevelFailed | NameFailed | MemoryRefused | OtherRun | Unlinked
 """Messages of the keeper that the trainer's training thread wants to know of."""
 
 KeeperEvent = News | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent | KeeperAnswers

@@ -30,7 +30,7 @@ _POLLS_PER_STEP = 5
 _IDLE_S = 1.0
 
 
-class Keeping(Protocol):
+class GrantActions(Protocol):
     """What the keeper does for the grants. Called on the grants' thread: nothing here may take long."""
 
     num_kept: int
@@ -58,9 +58,11 @@ class Keeping(Protocol):
 class GrantLoop:
     """The thread. Its methods may be called from any thread, and never block, but for ``close``."""
 
-    def __init__(self, node: NodeGrants, keeping: Keeping, coordinator: Coordinator | None, *, alone_s: float) -> None:
+    def __init__(
+        self, node: NodeGrants, actions: GrantActions, coordinator: Coordinator | None, *, alone_s: float
+    ) -> None:
         """``coordinator``: on node 0. ``alone_s``: nodes whose trainers are dead wait so long for node 0."""
-        self._node, self._keeping, self._coordinator, self._alone_s = node, keeping, coordinator, alone_s
+        self._node, self._actions, self._coordinator, self._alone_s = node, actions, coordinator, alone_s
         self._links: Links | None = None
         self._events: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, Callable[[], bool]]] = []
@@ -121,7 +123,7 @@ class GrantLoop:
 
     # What the keeper tells
 
-    def look(self) -> None:
+    def slots_changed(self) -> None:
         """A trainer began a step, died or came back."""
         self._events.put(lambda: False)
 
@@ -206,16 +208,16 @@ class GrantLoop:
         with self._lock:
             is_news = any([self._is_news(event) for event in events])
             while not self._is_closed:
-                views = self._keeping.views()
+                views = self._actions.views()
                 self._time(views)
-                look = self._node.look(views)
-                if look.pin and self._node.word is not None:
-                    self._keeping.pin(look.pin, self._node.word)
-                self._keeping.settle(self._node.word)
-                for write in look.writes:
-                    self._keeping.begin(write)
+                decision = self._node.decide(views)
+                if decision.pin and self._node.word is not None:
+                    self._actions.pin(decision.pin, self._node.word)
+                self._actions.settle(self._node.word)
+                for write in decision.writes:
+                    self._actions.begin(write)
                 report = self._node.report(views)
-                is_news = is_news or look.is_news or (report.left is not None) != self._is_left
+                is_news = is_news or decision.is_news or (report.left is not None) != self._is_left
                 self._is_left = report.left is not None
                 self._send(report, is_news=is_news)
                 if not self._decide(views):
@@ -258,7 +260,7 @@ class GrantLoop:
     def _obey(self, order: Order) -> bool:
         is_news = self._node.receive(order)
         if order.epoch == self._node.epoch and not order.is_hello:
-            self._keeping.learned(self._node.levels)
+            self._actions.learned(self._node.levels)
         return is_news
 
     def _greet(self, node: int) -> bool:
@@ -321,12 +323,12 @@ class GrantLoop:
             self._alone_since = time.monotonic()
         elif time.monotonic() - self._alone_since >= self._alone_s:
             self._alone_since = float("inf")
-            steps = [step for step in to_store_alone(views, self._keeping.num_kept) if self._is_unknown(step)]
+            steps = [step for step in to_store_alone(views, self._actions.num_kept) if self._is_unknown(step)]
             if steps:
                 logger.warning(
                     "node 0 is not reached for %.1f s: this node stores steps %s alone", self._alone_s, steps
                 )
-                self._keeping.store_alone(steps)
+                self._actions.store_alone(steps)
 
     def _is_unknown(self, step: int) -> bool:
         """Whether the first level lacks the step, as far as this node knows."""

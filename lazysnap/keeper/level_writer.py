@@ -9,15 +9,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, ConfigError, FormatError, LazySnapError, LevelHangs, ShardCorrupt
-from lazysnap.grants.messages import SnapshotKey
+from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeLevel, Write
 from lazysnap.grants.retention import Retention, still_to_copy
 from lazysnap.keeper.frozen import FrozenWriter
@@ -65,15 +64,6 @@ class NodeMemory(Protocol):
         """Tell the trainers of the node."""
 
 
-@dataclass
-class Told:
-    """What is known of a level, for names and retention. Replaced as a whole."""
-
-    levels: tuple[NodeLevel, ...]
-    names: dict[int, set[str]] = field(default_factory=dict)
-    """By step."""
-
-
 class LevelWriter:
     """The thread of one level, for one start of a job. Methods may be called from any thread, and do not block."""
 
@@ -92,7 +82,8 @@ class LevelWriter:
         self._loop: GrantLoop | None = None
         self._changed = threading.Condition()
         self._work: deque[Callable[[], None]] = deque()
-        self._told = Told(())
+        self._known: tuple[Sequence[NodeLevel], Mapping[int, set[str]]] = (), {}
+        """See ``learned``. Replaced as a whole."""
         self._is_untidy = self._is_closed = self._is_swept = self._is_busy = False
         self._knows_earlier, self._knows_own = knows_earlier, True
         self._fails_since: float | None = None
@@ -131,14 +122,14 @@ class LevelWriter:
         self._knows_own = False
         self._put(lambda: told(self._listed()))
 
-    def learned(self, told: Told) -> None:
-        """What is complete, and has a name: names may be given, old snapshots may go."""
+    def learned(self, levels: Sequence[NodeLevel], names: Mapping[int, set[str]]) -> None:
+        """What is complete at all levels, and the names by step: names may be given, old snapshots may go."""
         # On every node: what it stores may be where no other one sees it.
-        complete = told.levels[self._index].complete
-        here = [step for step in told.names if SnapshotKey(step, self._files.start) in complete]
-        self._names.want([(step, name) for step in here for name in told.names[step]])
+        complete = levels[self._index].complete
+        here = [step for step in names if StepKey(step, self._files.start) in complete]
+        self._names.want([(step, name) for step in here for name in names[step]])
         with self._changed:
-            self._told, self._is_untidy = told, True
+            self._known, self._is_untidy = (levels, names), True
             self._changed.notify_all()
 
     def release(self, name: str) -> None:
@@ -270,7 +261,7 @@ class LevelWriter:
             faults.point("keeper.persist.committed")
             loop.committed(write)
             self._read_back(manifests)
-            faults.point("keeper.persist.sound")
+            faults.point("keeper.persist.verified")
         except CaptureAborted as error:
             logger.info("%s: step %d is not stored: %s", self._where, step, error)
             loop.missed(write)
@@ -295,7 +286,7 @@ class LevelWriter:
 
         store = self._opened(obey)
         if write.source is not None:
-            faults.point("keeper.persist.cascade")
+            faults.point("keeper.persist.copy")
             return self._copy(store, write.step, write.source, obey)
         faults.point("keeper.persist.begin")
         held = [self._source(number, write.step, obey) for number in range(len(self._files.team.crew))]
@@ -526,10 +517,10 @@ class LevelWriter:
             logger.info("%s: old snapshots stay for now: %s", self._where, error)
 
     def _delete(self, beat: Beat) -> None:
-        told, store = self._told, self._opened(beat)
-        if not told.levels:
+        (levels, names), store = self._known, self._opened(beat)
+        if not levels:
             return
-        own, protected = told.levels[self._index], self._protected(told)
+        own, protected = levels[self._index], self._protected(levels, names)
         found = self._files.of_run(store.storage.list())
         for directory, key in sorted(found.items(), key=lambda item: item[1]):
             is_own = key.start == self._files.start
@@ -539,15 +530,15 @@ class LevelWriter:
             if not is_own or (self._loop is not None and self._loop.give_up(self._index, key.step)):
                 delete_files(self._files.mine(store.storage, directory, key), beat)
 
-    def _is_known(self, key: SnapshotKey, own: NodeLevel) -> bool:
+    def _is_known(self, key: StepKey, own: NodeLevel) -> bool:
         """Whether it would have been told that the snapshot is complete, if it is."""
         if key.start != self._files.start:
             return self._knows_earlier
         return self._knows_own or key in own.complete or key.step in own.cancelled
 
-    def _protected(self, told: Told) -> set[int]:
+    def _protected(self, levels: Sequence[NodeLevel], names: Mapping[int, set[str]]) -> set[int]:
         """Steps with a name that is to be written, and those that slower levels have still to copy."""
-        found = {step for step, names in told.names.items() if names}
+        found = {step for step, given in names.items() if given}
         for offset, slower in enumerate(self._below, self._index + 1):
-            found |= still_to_copy(told.levels[self._index], told.levels[offset], slower._level, self._files.start)
+            found |= still_to_copy(levels[self._index], levels[offset], slower._level, self._files.start)
         return found

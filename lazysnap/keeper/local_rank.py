@@ -13,11 +13,11 @@ from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
-from lazysnap.keeper.holdings import Holdings
-from lazysnap.keeper.left_runs import begin_search
+from lazysnap.keeper.inventory import RankInventory
 from lazysnap.keeper.lifecycle import Event, Phase, next_phase
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.node_storage import NodeStorage
+from lazysnap.keeper.other_runs import begin_search
 from lazysnap.keeper.protocol import (
     LENT,
     Abandon,
@@ -34,7 +34,6 @@ from lazysnap.keeper.protocol import (
     Goodbye,
     Hello,
     Keep,
-    Look,
     MemoryRefused,
     Message,
     Ping,
@@ -45,6 +44,7 @@ from lazysnap.keeper.protocol import (
     Return,
     Run,
     SlotMade,
+    SlotsChanged,
     Welcome,
     Wish,
 )
@@ -97,7 +97,7 @@ class LocalRank:
         self._frozen_asked: deque[tuple[Connection, AskFrozen]] = deque()
         self.levels: tuple[PersistentLevel, ...] = ()
         self.team = Team()
-        self.holdings = Holdings(self._pool, self._frozen)
+        self.inventory = RankInventory(self._pool, self._frozen)
         self._max_bytes: int | None = None
         self._wanted: tuple[int, int, int] | None = None
         self._settled: tuple[int, int, int] | None = None
@@ -180,7 +180,7 @@ class LocalRank:
             self.await_newest()
         storage = self._storage()
         if storage is not None:
-            storage.look()
+            storage.slots_changed()
 
     def await_newest(self) -> None:
         """Ask anew for the newest step that the node holds: a level that was away may be back."""
@@ -260,7 +260,7 @@ class LocalRank:
         """Serve this trainer from now on."""
         self._linger_s, self._max_bytes = hello.memory.linger_s, hello.memory.max_bytes
         self.trainer, self._trainer_since, self._trainer_pid = trainer, time.time(), trainer.peer_pid
-        self.holdings.trainer_came()
+        self.inventory.trainer_came()
         self._unwatch()
         self._watch(trainer)
         self.levels, self.team = hello.levels, hello.team
@@ -306,7 +306,7 @@ class LocalRank:
         self._unwatch()
         self._forget_lent()
         self._frozen.filled(self.team.local_rank)
-        self.holdings.trainer_ended()
+        self.inventory.trainer_ended()
         self.is_choosing = False
         for slot in self._pool.all():
             if slot.status().phase is SlotPhase.CAPTURING:
@@ -325,9 +325,9 @@ class LocalRank:
         """Do what the trainer says. Raises: ValueError, if a trainer says no such thing; LazySnapError."""
         storage = self._storage()
         match message:
-            case Look():
+            case SlotsChanged():
                 if storage is not None:
-                    storage.look()
+                    storage.slots_changed()
             case Ping():
                 self.emit(Pong())
             case Reserve():
@@ -350,7 +350,7 @@ class LocalRank:
             case FrozenFilled():
                 self._frozen.filled(self.team.local_rank, message.digest)
                 if storage is not None:
-                    storage.look()
+                    storage.slots_changed()
             case Keep():
                 if storage is not None:
                     storage.keep(message.name, message.step)

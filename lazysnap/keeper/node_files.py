@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lazysnap.grants.messages import SnapshotKey
+from lazysnap.grants.messages import StepKey
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.storage import Storage
 from lazysnap.resolver import Entry
@@ -58,16 +58,16 @@ class NodeFiles:
         facts = (self.run_id, self.start, step, self.team.crew[0], self.team.world_size)
         return Entry(url, speed, *facts, self.directory(step))
 
-    def of_run(self, directories: Iterable[str]) -> dict[str, SnapshotKey]:
+    def of_run(self, directories: Iterable[str]) -> dict[str, StepKey]:
         """Those directories that hold snapshots of this run, whichever start they are of."""
         found = {}
         for directory in directories:
             name = SnapshotName.parse(directory)
             if name is not None and name.run_id == self.run_id:
-                found[directory] = SnapshotKey(name.step, name.start)
+                found[directory] = StepKey(name.step, name.start)
         return found
 
-    def mine(self, storage: Storage, directory: str, key: SnapshotKey) -> list[FilePlace]:
+    def mine(self, storage: Storage, directory: str, key: StepKey) -> list[FilePlace]:
         """The committed files in a directory that this node deletes when the snapshot goes.
 
         Of this start what it wrote, of earlier ones what is left to it. Blocks.

@@ -15,15 +15,14 @@ from dataclasses import dataclass, field, replace
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
-from lazysnap.grants.messages import SnapshotKey
+from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, common_whole
 from lazysnap.keeper.grant_loop import GrantLoop
-from lazysnap.keeper.level_writer import LevelWriter, Told
+from lazysnap.keeper.level_writer import LevelWriter
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
 from lazysnap.keeper.parity_store import ParityStore
-from lazysnap.keeper.protection import NodeProtection
-from lazysnap.keeper.protection import Surroundings as ProtectionSurroundings
+from lazysnap.keeper.protection import NodeProtection, ProtectionContext
 from lazysnap.keeper.protocol import Complete, Message, NameFailed, Run, Unlinked
 from lazysnap.keeper.step_wait import AtLevel, Wait
 from lazysnap.links.mesh import Hello as LinkHello
@@ -48,7 +47,7 @@ _NAMES_S = 300.0
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class StorageContext:
     """What a node's storage needs of its keeper."""
 
     ranks: Ranks
@@ -65,7 +64,7 @@ class NodeStorage:
         levels: Sequence[PersistentLevel],
         run: Run,
         team: Team,
-        around: Surroundings,
+        context: StorageContext,
         before: "NodeStorage | None" = None,
     ) -> None:
         """``before``: of an earlier start, which gives its names first, and is closed then."""
@@ -79,8 +78,8 @@ class NodeStorage:
             if not any(level.shared or not above.shared for above in self.levels[:index])
         ]
         """Levels that cannot copy from a faster one: see ``Coordinator``."""
-        self._around, self._team = around, team
-        self._slots = NodeSlots(around.ranks, run.start, run.step)
+        self._context, self._team = context, team
+        self._slots = NodeSlots(context.ranks, run.start, run.step)
         self._lock = threading.Lock()
         self._telling = threading.Lock()
         """Held while writers are told what is known, so that they hear of each name and level together."""
@@ -109,8 +108,8 @@ class NodeStorage:
     def _protecting(self) -> NodeProtection | None:
         if self.run.parity is None or self.run.peers is None:
             return None
-        around = ProtectionSurroundings(self.emit, lambda: any(level.complete for level in self._levels))
-        return NodeProtection(self.run, self._team, self._slots, self._around.parity, around)
+        context = ProtectionContext(self.emit, lambda: any(level.complete for level in self._levels))
+        return NodeProtection(self.run, self._team, self._slots, self._context.parity, context)
 
     def _writer(self, level: PersistentLevel, index: int) -> LevelWriter:
         run = self.run
@@ -119,7 +118,7 @@ class NodeStorage:
 
     def _known(self, level: PersistentLevel) -> NodeLevel:
         """What the restart saw there is complete. The coordinator tells only the newest."""
-        earlier = {SnapshotKey(step, start) for start, step in self.run.stored.get(level.url, ())}
+        earlier = {StepKey(step, start) for start, step in self.run.stored.get(level.url, ())}
         known = NodeLevel(complete=earlier)
         return replace(known, remembered=max(known.remembered, level.keep_last))
 
@@ -129,7 +128,7 @@ class NodeStorage:
         grants = []
         for level in self.levels:
             every = math.lcm(level.every_n_steps, self.run.every_n_steps)
-            earlier = frozenset(SnapshotKey(step, start) for start, step in self.run.stored.get(level.url, ()))
+            earlier = frozenset(StepKey(step, start) for start, step in self.run.stored.get(level.url, ()))
             grants.append(LevelGrants(replace(level, every_n_steps=every), earlier))
         return Coordinator(secrets.randbits(62), self.run.start, self._team.nodes, tuple(grants))
 
@@ -199,14 +198,14 @@ class NodeStorage:
             links.connect(0, peers.host, port)
         return links
 
-    # ---------------------------------------------------------------- the grants' side (``coordinator.Keeping``)
+    # ---------------------------------------------------------------- the grants' side (``grant_loop.GrantActions``)
 
     def views(self) -> list[RankView]:
-        """See ``Keeping.views``."""
+        """See ``GrantActions.views``."""
         return self._slots.views()
 
     def settle(self, word: int | None) -> None:
-        """See ``Keeping.settle``."""
+        """See ``GrantActions.settle``."""
         granted = 0 if word is None else word + 1
         for slot in self._slots.all():
             if slot.word(Word.GRANT) != granted:
@@ -235,7 +234,7 @@ class NodeStorage:
         return is_granted and not any(writer.idle_s > _MOVING_S for writer in readers)
 
     def pin(self, ranks: Sequence[int], step: int) -> None:
-        """See ``Keeping.pin``."""
+        """See ``GrantActions.pin``."""
         slots = self.slots_of(step)
         for number in ranks:
             slot = slots[number]
@@ -243,11 +242,11 @@ class NodeStorage:
                 slot.pin(step)
 
     def begin(self, write: Write) -> None:
-        """See ``Keeping.begin``."""
+        """See ``GrantActions.begin``."""
         self._writers[write.level].begin(write)
 
     def learned(self, levels: Sequence[NodeLevel]) -> None:
-        """See ``Keeping.learned``."""
+        """See ``GrantActions.learned``."""
         self._news.put(
             tuple(replace(level, stored=set(level.stored), complete=set(level.complete)) for level in levels)
         )
@@ -257,7 +256,7 @@ class NodeStorage:
         while (known := self._news.get()) is not None:
             try:
                 if isinstance(known, Message):
-                    self._around.emit(known)
+                    self._context.emit(known)
                 else:
                     self._take(known)
             except Exception:  # the rim of the thread: what comes next is told all the same
@@ -268,7 +267,7 @@ class NodeStorage:
         for settings, old, new in zip(self.levels, before, known, strict=True):
             news = sorted(key.step for key in new.complete - old.complete if key.start == self.run.start)
             if news:
-                self._around.emit(Complete(settings.url, news, self.run.start))
+                self._context.emit(Complete(settings.url, news, self.run.start))
         with self._telling:
             if known != before:
                 self._tell(known)
@@ -283,7 +282,7 @@ class NodeStorage:
         with self._lock:
             names = {step: set(given) for step, given in self._names.items()}
         for index, level in enumerate(levels):
-            self._writers[index].learned(Told(levels, names))
+            self._writers[index].learned(levels, names)
             for step, name in ((step, name) for step, given in names.items() for name in given):
                 if step in level.lost and (index, step, name) not in self._lost_names:
                     self._lost_names.add((index, step, name))
@@ -291,7 +290,7 @@ class NodeStorage:
                     self.emit(NameFailed(self.levels[index].url, name, text, is_lost=True))
 
     def store_alone(self, steps: Sequence[int]) -> None:
-        """See ``Keeping.store_alone``."""
+        """See ``GrantActions.store_alone``."""
         for step in steps:
             self._writers[0].begin(Write(0, step, None, self._node.levels[0].attempt))
 
@@ -307,7 +306,7 @@ class NodeStorage:
 
     def frozen(self, digest: str) -> Slot | None:
         """See ``NodeMemory.frozen``."""
-        return self._around.frozen(digest)
+        return self._context.frozen(digest)
 
     def emit(self, message: Message) -> None:
         """See ``NodeMemory.emit``."""
@@ -315,11 +314,11 @@ class NodeStorage:
 
     # ---------------------------------------------------------------- the keeper's side
 
-    def look(self) -> None:
+    def slots_changed(self) -> None:
         """Something changed in the slots, or a trainer came or went."""
-        self._loop.look()
+        self._loop.slots_changed()
         if self._protection is not None:
-            self._protection.look()
+            self._protection.slots_changed()
 
     def wish(self, step: int, *, is_urgent: bool = False) -> None:
         """The step must be stored at every level."""
@@ -373,7 +372,7 @@ class NodeStorage:
             known = zip(self._levels, self._stopped, self._writers, strict=True)
             return [
                 AtLevel(
-                    is_complete=SnapshotKey(step, self.run.start) in level.complete,
+                    is_complete=StepKey(step, self.run.start) in level.complete,
                     is_lost=step in level.lost,
                     is_cancelled=step in level.cancelled,
                     stopped_at=stopped,
@@ -423,7 +422,7 @@ class NodeStorage:
                 for index, level in enumerate(self._levels)
                 for step, names in self._names.items()
                 for name in sorted(names)
-                if SnapshotKey(step, self.run.start) not in level.complete and step not in level.lost
+                if StepKey(step, self.run.start) not in level.complete and step not in level.lost
             ]
 
     def is_idle(self) -> bool:
@@ -443,7 +442,7 @@ class NodeStorage:
             before.close()
         text = "training was started again before its snapshot was stored there"
         for index, _, name in [] if self._is_closed else self._unnamed():
-            self._around.emit(NameFailed(self.levels[index].url, name, text, is_lost=True))
+            self._context.emit(NameFailed(self.levels[index].url, name, text, is_lost=True))
         self.close()
 
     def close(self) -> None:
@@ -463,7 +462,7 @@ class NodeStorage:
             self._tell_unreached()
             # Without protection, one of as many newer captures is whole on all ranks (docs/architecture.md).
             if self._protection is None and len(common_whole(self._slots.views())) >= max(1, self.run.num_kept):
-                self._around.parity.clear()
+                self._context.parity.clear()
             ranks, bare = self._slots.ranks(), None
             if ranks and all(rank.is_gone for rank in ranks) and not self.is_at_work():
                 slots = [slot for slot in self._slots.all() if slot.image_capacity]

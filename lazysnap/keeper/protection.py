@@ -42,7 +42,7 @@ _ALONE_S = 1e9
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProtectionContext:
     """What protection needs of the keeper."""
 
     emit: Callable[[Message], None]
@@ -117,11 +117,11 @@ class NodeProtection:
 
     num_kept = 0
 
-    def __init__(self, run: Run, team: Team, slots: NodeSlots, store: ParityStore, around: Surroundings) -> None:
+    def __init__(self, run: Run, team: Team, slots: NodeSlots, store: ParityStore, context: ProtectionContext) -> None:
         """``run.peers`` and ``run.parity`` are there."""
         assert run.peers is not None
         assert run.parity is not None
-        self._run, self._slots, self._store, self._around = run, slots, store, around
+        self._run, self._slots, self._store, self._context = run, slots, store, context
         self._peers: Peers = run.peers
         self._parity: Parity = run.parity
         self._every = interval_of(run.parity, run)
@@ -153,9 +153,9 @@ class NodeProtection:
         """Begin. ``linked`` makes the links of a loop, by way of that port of node 0. Blocks: until they listen."""
         self._loop.start(linked(self._loop, self._peers.parity_port))
 
-    def look(self) -> None:
+    def slots_changed(self) -> None:
         """Something changed in the slots, or a trainer came or went."""
-        self._loop.look()
+        self._loop.slots_changed()
 
     def wish(self, step: int) -> None:
         """The step is to be protected, due or not."""
@@ -178,10 +178,10 @@ class NodeProtection:
         self._held.end()
         self.settle(None)
 
-    # ---------------------------------------------------------------- the grants' side (``coordinator.Keeping``)
+    # ---------------------------------------------------------------- the grants' side (``grant_loop.GrantActions``)
 
     def views(self) -> list[RankView]:
-        """See ``Keeping.views``."""
+        """See ``GrantActions.views``."""
         return self._slots.views(Word.HOLD)
 
     def settle(self, word: int | None) -> None:
@@ -201,7 +201,7 @@ class NodeProtection:
         held.level.stored = {parity.step for parity in left if parity.start == start}
 
     def pin(self, ranks: Sequence[int], step: int) -> None:
-        """See ``Keeping.pin``."""
+        """See ``GrantActions.pin``."""
         slots = self._slots.of_step(step)
         for number in ranks:
             slot = slots[number]
@@ -209,16 +209,16 @@ class NodeProtection:
                 slot.set_word(Word.HOLD, step + 1)
 
     def begin(self, write: Write) -> None:
-        """See ``Keeping.begin``."""
+        """See ``GrantActions.begin``."""
         self._work.put(write)
 
     def learned(self, levels: Sequence[NodeLevel]) -> None:
-        """See ``Keeping.learned``."""
+        """See ``GrantActions.learned``."""
         if self._held.learn():
-            self._around.emit(Protected(self._held.protected, self._run.start))
+            self._context.emit(Protected(self._held.protected, self._run.start))
 
     def store_alone(self, steps: Sequence[int]) -> None:
-        """See ``Keeping.store_alone``: parity needs the others."""
+        """See ``GrantActions.store_alone``: parity needs the others."""
 
     # ---------------------------------------------------------------- parity
 
@@ -269,7 +269,7 @@ class NodeProtection:
     def _check_frozen(self, held: HeldParity) -> None:
         """Frozen tensors are not in the parity. Raises: LevelUnavailable, if those of a lost node would be lost."""
         digests = {frozenset(filter(None, member.frozen)) for member in held.members}
-        if len(digests) > 1 and not self._around.has_stored():
+        if len(digests) > 1 and not self._context.has_stored():
             raise LevelUnavailable(
                 "each node holds frozen tensors of its own, which parity leaves to storage, and they are not stored "
                 "yet: give SnapshotConfig(levels=...), or wait for the first snapshot there"
@@ -320,7 +320,7 @@ class NodeProtection:
         protected, every = -1 if self._held.protected is None else self._held.protected, self._every
         if protected > news.newest or begun // every <= protected // every:
             if news.tells_at_s is not None:
-                self._around.emit(Unprotected(""))
+                self._context.emit(Unprotected(""))
             self._news = _News(protected)
             return
         seconds = now - news.since
@@ -329,4 +329,4 @@ class NodeProtection:
             nodes, _ = self._loop.unreached
             unreached = f"no link to the keeper of node {min(nodes)}" if nodes else ""
             reason = unreached or self._why or "a node of its group, or of another one, has no parity yet"
-            self._around.emit(Unprotected(f"nothing was protected for {seconds:.0f} s: {reason}"))
+            self._context.emit(Unprotected(f"nothing was protected for {seconds:.0f} s: {reason}"))

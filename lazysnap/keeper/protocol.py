@@ -109,7 +109,7 @@ class Run(Message, frozen=True):
     is_new: bool
     """Whether no keeper was told before."""
     names_others: bool
-    """Whether to look for other runs at the levels; see ``LeftRun``."""
+    """Whether to look for other runs at the levels; see ``OtherRun``."""
     parity: Parity | None = None
     """With several nodes that protect each other."""
 
@@ -130,7 +130,7 @@ class Return(Message, frozen=True):
     slot: int
 
 
-class Look(Message, frozen=True):
+class SlotsChanged(Message, frozen=True):
     """Something changed in the slots. A hint: their words are the truth."""
 
 
@@ -183,9 +183,9 @@ class Drain(Question, frozen=True, kw_only=True):
     step: int
 
 
-class AskAddress(Question, frozen=True, kw_only=True):
+class ServePeers(Question, frozen=True, kw_only=True):
     """Serve reads at this address of the machine from now on, and reserve two ports for links. Answered by
-    ``Address``.
+    ``PeerPorts``.
     """
 
     host: str
@@ -305,7 +305,7 @@ class Drained(Answer, frozen=True, kw_only=True):
     ok: bool
 
 
-class Address(Answer, frozen=True, kw_only=True):
+class PeerPorts(Answer, frozen=True, kw_only=True):
     """Where the keeper lets others read, and two ports for links; none, if it cannot."""
 
     ports: list[int]
@@ -434,7 +434,7 @@ class NameFailed(Message, frozen=True):
     """Whether the snapshot itself will never be there."""
 
 
-class LeftRun(Message, frozen=True):
+class OtherRun(Message, frozen=True):
     """This training started fresh, and a level holds another run."""
 
     level: str

@@ -16,13 +16,12 @@ from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.messages import Connection, OtherVersion
-from lazysnap.keeper.node_storage import NodeStorage, Surroundings
+from lazysnap.keeper.node_storage import NodeStorage, StorageContext
 from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.peer_reads import PeerReads
 from lazysnap.keeper.protocol import (
-    Address,
     Adopt,
     AdoptFrozen,
-    AskAddress,
     AskInventory,
     FrozenDropped,
     Hello,
@@ -30,12 +29,13 @@ from lazysnap.keeper.protocol import (
     Leaving,
     Message,
     NotDurable,
+    PeerPorts,
     Run,
+    ServePeers,
     ShowRank,
     Stop,
     Superseded,
 )
-from lazysnap.keeper.served import PeerReads
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Server:
         if storage is not None and storage.run.start == run.start:
             for message in storage.again():  # also what was told while it was away
                 rank.emit(message)
-            storage.look()
+            storage.slots_changed()
         elif storage is None or run.is_new or run.start > storage.run.start:
             self._store(rank, run, rank.team)
 
@@ -153,8 +153,8 @@ class Server:
         self._crew = len(team.crew)
         if run.peers is not None and run.peers.own[1]:  # a keeper before this one may have served them
             self._reads.serve(run.peers.own, run.peers.certificate)
-        around = Surroundings(self._ranks_here, self._frozen.get, self._emit, self._parity)
-        self._storage = NodeStorage(rank.levels, run, team, around, self._storage)
+        context = StorageContext(self._ranks_here, self._frozen.get, self._emit, self._parity)
+        self._storage = NodeStorage(rank.levels, run, team, context, self._storage)
 
     def _go_back(self) -> None:
         """Nothing was captured since the last start, and its trainers are gone: what was before still counts."""
@@ -179,15 +179,15 @@ class Server:
         for rank in list(self._ranks.values()):
             rank.emit(message)
 
-    def _reserve(self, question: AskAddress) -> Address:
+    def _reserve(self, question: ServePeers) -> PeerPorts:
         try:
             own = self._reads.serve((question.host, 0), question.certificate)
             while len(self._reserved) < _LINKS:
                 self._reserved.append(_bound(question.host))
         except (OSError, ValueError, LazySnapError) as error:  # ValueError: it is no address
             logger.warning("no port of %s can be had: %s", question.host, error)
-            return Address(id=question.id, ports=[])
-        return Address(id=question.id, ports=[own, *(reserved.getsockname()[1] for reserved in self._reserved)])
+            return PeerPorts(id=question.id, ports=[])
+        return PeerPorts(id=question.id, ports=[own, *(reserved.getsockname()[1] for reserved in self._reserved)])
 
     def _leave(self) -> None:
         self._is_leaving = True
@@ -270,11 +270,11 @@ class Server:
                     other.go(Event.SUPERSEDED)
         elif isinstance(message, Run):
             self._begin_run(rank, message)
-        elif isinstance(message, AskAddress):
+        elif isinstance(message, ServePeers):
             connection.send(self._reserve(message))
         elif isinstance(message, AskInventory):
             parity = self._parity.told() if rank.team.local_rank == 0 else ()
-            connection.send(rank.holdings.told(sorted(self._ranks), message.id, parity))
+            connection.send(rank.inventory.message(sorted(self._ranks), message.id, parity))
         else:
             rank.handle(message, fds)
 
@@ -305,8 +305,8 @@ class Server:
         if rank is None:
             connection.send(Inventory(entries=[], frozen=[], end=None, local_ranks=local_ranks, parity=[]))
         else:
-            rank.holdings.show(connection)
-            connection.send(rank.holdings.told(local_ranks))
+            rank.inventory.send_slots(connection)
+            connection.send(rank.inventory.message(local_ranks))
 
     # ---------------------------------------------------------------- stopping
 

@@ -50,7 +50,7 @@ NOBODY = Meeting()
 
 
 @dataclass(frozen=True)
-class _Door:
+class _Endpoint:
     """Where the keeper of a node is reached."""
 
     host: str
@@ -88,14 +88,16 @@ def meet_keepers(
         targets = list(dict.fromkeys(targets)) if len(nodes) > 1 else ["127.0.0.1"]
         host = targets[0] if config.link_address and world.rank == 0 else own_address(targets)
         domain = config.failure_domain or world.place.node
-        mine = vars(_open_door(client, host, domain, certificate, config.keeper_timeout_s))
+        mine = vars(_serve_peers(client, host, domain, certificate, config.keeper_timeout_s))
     told = world.exchange("where keepers are", mine)
-    doors = {place.node: _Door(**told[place.rank]) for place in places if place.local_rank == 0}
-    first, own = doors[nodes[0]], doors[world.place.node]
+    endpoints = {place.node: _Endpoint(**told[place.rank]) for place in places if place.local_rank == 0}
+    first, own = endpoints[nodes[0]], endpoints[world.place.node]
     if world.rank == 0:
         for node in nodes:
-            if not doors[node].ports:
-                logger.warning("the keeper of %s cannot be reached by others: %s", node.split("/")[0], doors[node].host)
+            if not endpoints[node].ports:
+                logger.warning(
+                    "the keeper of %s cannot be reached by others: %s", node.split("/")[0], endpoints[node].host
+                )
     if not first.ports:
         return NOBODY
     peers = Peers(
@@ -106,34 +108,36 @@ def meet_keepers(
         parity_port=first.ports[2],
         own=(own.host, own.ports[0] if own.ports else 0),
     )
-    reads = {node: (door.host, door.ports[0]) for node, door in doors.items() if door.ports}
-    return Meeting(peers, _parity(world, config, [doors[node] for node in nodes], nodes.index(world.place.node)), reads)
+    reads = {node: (endpoint.host, endpoint.ports[0]) for node, endpoint in endpoints.items() if endpoint.ports}
+    return Meeting(
+        peers, _parity(world, config, [endpoints[node] for node in nodes], nodes.index(world.place.node)), reads
+    )
 
 
-def _parity(world: World, config: SnapshotConfig, doors: Sequence[_Door], own: int) -> Parity | None:
-    redundancy = redundancy_for(config, len(doors))
+def _parity(world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint], own: int) -> Parity | None:
+    redundancy = redundancy_for(config, len(endpoints))
     if redundancy is None:
         return None
-    lack = "" if all(door.ports for door in doors) else "not all keepers can be reached"
-    if not all(door.library for door in doors):
+    lack = "" if all(endpoint.ports for endpoint in endpoints) else "not all keepers can be reached"
+    if not all(endpoint.library for endpoint in endpoints):
         lack = "parity needs ISA-L or numpy on every node: pip install 'lazysnap[parity]'"
     if lack:
         if world.rank == 0:
             logger.warning("NOT protected against the loss of a node: %s", lack)
         return None
-    domains = [door.domain for door in doors]
+    domains = [endpoint.domain for endpoint in endpoints]
     groups = groups_of(domains, redundancy.group_size, redundancy.parity)
     if world.rank == 0:
         _warn(redundancy, domains, exposed(groups, domains))
-        text = too_few_nodes(config, len(doors))
+        text = too_few_nodes(config, len(endpoints))
         if text is not None:
             logger.warning("%s", text)
-        slow = {door.library for door in doors} - {"ISA-L"}
+        slow = {endpoint.library for endpoint in endpoints} - {"ISA-L"}
         if slow:
             say(f"parity is computed by {min(slow)} on some nodes; ISA-L is faster: pip install 'lazysnap[parity]'")
     group = next(one for one in groups if own in one.members)
     return Parity(
-        [(number, doors[number].host, doors[number].ports[0]) for number in group.members],
+        [(number, endpoints[number].host, endpoints[number].ports[0]) for number in group.members],
         group.parity,
         group.parity * len(groups),
         slots_needed(config, world.size, is_redundant=True),
@@ -154,19 +158,19 @@ def _warn(redundancy: Redundancy, domains: Sequence[str], lost: Mapping[str, obj
         )
 
 
-def _open_door(client: KeeperClient, host: str, domain: str, certificate: Certificate, timeout_s: float) -> _Door:
+def _serve_peers(client: KeeperClient, host: str, domain: str, certificate: Certificate, timeout_s: float) -> _Endpoint:
     try:
         client.connect(timeout_s)
-        ports = client.open_door(host, certificate, timeout_s)
+        ports = client.serve_peers(host, certificate, timeout_s)
     except Exception as error:  # noqa: BLE001  the others wait for an answer; whoever needs the keeper hears of it again
-        return _Door(f"{type(error).__name__}: {error}", [], domain)
+        return _Endpoint(f"{type(error).__name__}: {error}", [], domain)
     if not ports:
-        return _Door(f"no port of {host} can be had; set SnapshotConfig(link_address=...)", [], domain)
+        return _Endpoint(f"no port of {host} can be had; set SnapshotConfig(link_address=...)", [], domain)
     try:
-        return _Door(host, ports, domain, library())
+        return _Endpoint(host, ports, domain, library())
     except ConfigError as error:
         logger.info("%s", error)
-        return _Door(host, ports, domain)
+        return _Endpoint(host, ports, domain)
 
 
 def address_of(host: str | None) -> str | None:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from lazysnap.errors import JobBusy, LazySnapError
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.events import MemoryHoldings
+from lazysnap.keeper.events import MemoryInventory
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.visit import Visit
+from lazysnap.keeper.neighbour import NeighbourMemory
 from lazysnap.resolver import Entry, FrozenEntry, Inventory
 from lazysnap.restore.snapshot import MEMORY
 from lazysnap.topology import Place
@@ -30,15 +30,15 @@ class NodeMemory:
         self._place = place
         self._timeout_s = timeout_s
         self._note = note
-        self._holdings: dict[int, MemoryHoldings] = {}
-        self._visits: list[Visit] = []
+        self._inventories: dict[int, MemoryInventory] = {}
+        self._neighbours: list[NeighbourMemory] = []
         self._unreachable = ""
         """Why this rank's memory is out of reach."""
 
     @property
-    def own(self) -> MemoryHoldings | None:
+    def own(self) -> MemoryInventory | None:
         """What the keeper holds for this rank, as far as it was asked."""
-        return self._holdings.get(self._place.local_rank)
+        return self._inventories.get(self._place.local_rank)
 
     def inventories(self) -> list[Inventory]:
         """What the keeper holds for this rank; on the first rank of a node also for ranks that are no more. Blocks.
@@ -52,7 +52,7 @@ class NodeMemory:
         try:
             if not self._unreachable:  # asked once: it would be waited for at every listing
                 client.connect(self._timeout_s)
-                self._holdings[place.local_rank] = client.inventory(self._timeout_s)
+                self._inventories[place.local_rank] = client.inventory(self._timeout_s)
                 found.append(place.local_rank)
         except JobBusy:
             raise
@@ -61,12 +61,12 @@ class NodeMemory:
         if self._unreachable:
             self._note(self._unreachable)
         if place.local_rank == 0 and found:
-            held = self._holdings[0].local_ranks
-            found += [number for number in held if number >= place.local_world_size]
+            known = self._inventories[0].local_ranks
+            found += [number for number in known if number >= place.local_world_size]
         return [self._inventory(number) for number in found]
 
     def _inventory(self, number: int) -> Inventory:
-        holdings = self.holdings(number)
+        held = self.held(number)
         entries = tuple(
             Entry(
                 MEMORY,
@@ -80,28 +80,26 @@ class NodeMemory:
                 item.frozen,
                 node=self.node,
             )
-            for item in holdings.entries
+            for item in held.entries
         )
-        images = tuple(
-            FrozenEntry(MEMORY, 0, str(digest), f"{number}/{digest}", self.node) for digest in holdings.frozen
-        )
+        images = tuple(FrozenEntry(MEMORY, 0, str(digest), f"{number}/{digest}", self.node) for digest in held.frozen)
         return Inventory(f"{MEMORY} of local rank {number} of {self.node}", entries, images)
 
-    def holdings(self, number: int) -> MemoryHoldings:
+    def held(self, number: int) -> MemoryInventory:
         """What the keeper holds for a local rank. Blocks, the first time."""
-        if number not in self._holdings:
+        if number not in self._inventories:
             try:
-                visit = Visit(self._identity, number, self._timeout_s)
+                neighbour = NeighbourMemory(self._identity, number, self._timeout_s)
             except LazySnapError as error:
                 self._note(str(error))
-                self._holdings[number] = MemoryHoldings()
+                self._inventories[number] = MemoryInventory()
             else:
-                self._visits.append(visit)
-                self._holdings[number] = visit.holdings
-        return self._holdings[number]
+                self._neighbours.append(neighbour)
+                self._inventories[number] = neighbour.inventory
+        return self._inventories[number]
 
     def close(self) -> None:
         """Mapped memory goes now, and not when garbage is collected."""
-        self._holdings.clear()
-        for visit in self._visits:
-            visit.close()
+        self._inventories.clear()
+        for neighbour in self._neighbours:
+            neighbour.close()

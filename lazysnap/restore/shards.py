@@ -81,7 +81,7 @@ class ShardOpener:
             return self._peers.computed(number, entry.rank, where)
         if entry.node is not None and entry.node != self._memory.node:
             return self._peers.shard(entry.node, number, sequence, where)
-        item = next((one for one in self._memory.holdings(number).entries if one.sequence == sequence), None)
+        item = next((one for one in self._memory.held(number).entries if one.sequence == sequence), None)
         if item is None:
             raise ShardCorrupt(f"{where}: it is not there any more")
         meta = CaptureMeta.from_bytes(item.slot.read_meta(), where)
@@ -148,7 +148,7 @@ class ShardOpener:
         number, digest = entry.location.split("/")
         if entry.node is not None and entry.node != self._memory.node:
             return self._peers.frozen(entry.node, digest, where)
-        slot = self._memory.holdings(int(number)).frozen.get(digest)
+        slot = self._memory.held(int(number)).frozen.get(digest)
         if slot is None:
             raise ShardCorrupt(f"{where}: not there any more")
         image = slot.image[: slot.status().image_bytes]

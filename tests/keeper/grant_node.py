@@ -16,7 +16,7 @@ from support.listing import files_below
 
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
-from lazysnap.grants.messages import SnapshotKey
+from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.grants.retention import Retention
 from lazysnap.keeper.grant_loop import GrantLoop
@@ -103,7 +103,7 @@ class Node:
         complete = sorted(key.step for key in levels[0].complete)
         say("complete", *complete)
         for step in self.stored():
-            if self.retention.is_over(SnapshotKey(step, "s1"), levels[0]) and self.loop.give_up(0, step):
+            if self.retention.is_over(StepKey(step, "s1"), levels[0]) and self.loop.give_up(0, step):
                 self.path(step).unlink()
 
     def store_alone(self, steps):
@@ -139,7 +139,7 @@ def main():
             node.loop.wish(int(rest[0]))
         elif command == "die":
             node.is_gone = True
-        node.loop.look()
+        node.loop.slots_changed()
     node.loop.close()
     links.close()
 

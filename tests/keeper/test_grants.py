@@ -8,7 +8,7 @@ from support import grant_simulation as simulation
 
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
-from lazysnap.grants.messages import Epoch, Progress, SnapshotKey
+from lazysnap.grants.messages import Epoch, Progress, StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, Write, to_store_alone
 from lazysnap.grants.retention import Retention, still_to_copy
 
@@ -101,7 +101,7 @@ class Cluster:
         self.report()
 
     def _look(self, node):
-        for write in node.look([self.ranks[node.node]]).writes:
+        for write in node.decide([self.ranks[node.node]]).writes:
             self.writes[node.node, write.level] = write
 
     def finish(self, level=0, *, nodes=None):
@@ -245,10 +245,10 @@ def test_a_node_pins_a_step_that_was_begun_before_the_order_came():
     node.receive(coordinator.order())
     begun = RankView(15, False, (SlotView(10, True), SlotView(15, False)))
 
-    look = node.look([begun])
+    decision = node.decide([begun])
 
-    assert look.pin == (0,)
-    assert [write.step for write in look.writes] == [10]
+    assert decision.pin == (0,)
+    assert [write.step for write in decision.writes] == [10]
 
 
 def test_a_failed_write_gives_its_pins_back_and_can_never_commit():
@@ -436,12 +436,12 @@ def test_what_a_node_is_granted_while_one_of_its_ranks_is_dead_is_missed_once_an
     decisions = 0
     node.receive(coordinator.order())
     for ranks in ([alive, dead], [alive, dead], [dead, dead]):
-        node.look(ranks)
+        node.decide(ranks)
         coordinator.receive(node.report(ranks))
         while decisions < 10 and coordinator.decide(Own(5, frozenset({5}))):
             decisions += 1
             node.receive(coordinator.order())
-            node.look(ranks)
+            node.decide(ranks)
             coordinator.receive(node.report(ranks))
 
     assert decisions < 10
@@ -491,13 +491,13 @@ def test_two_coordinators_never_have_one_epoch():
 
 # Retention
 
-KEY = [SnapshotKey(step, START) for step in range(100)]
+KEY = [StepKey(step, START) for step in range(100)]
 
 
 def expired(steps, *, complete, keep_last=2, protected=(), start=START, **level):
     retention = Retention(PersistentLevel("/0", keep_last=keep_last, keep_every_n_steps=50), "s1")
     state = NodeLevel(complete={KEY[step] for step in complete}, **level)
-    return [step for step in steps if retention.is_over(SnapshotKey(step, start), state, protected)]
+    return [step for step in steps if retention.is_over(StepKey(step, start), state, protected)]
 
 
 def test_complete_steps_go_when_enough_newer_ones_are_complete_and_incomplete_ones_when_one_is():
@@ -513,9 +513,9 @@ def test_so_many_complete_ones_stay_however_many_these_are(keep_last):
     """The coordinator tells the newest alone; a keeper that comes later knows no others."""
     retention = Retention(PersistentLevel("/0", keep_last=keep_last), START)
     grants = LevelGrants(retention.settings)
-    earlier = {SnapshotKey(7, "s0")}  # that a restart saw
+    earlier = {StepKey(7, "s0")}  # that a restart saw
     first, later = (NodeLevel(complete=set(earlier), remembered=max(1024, keep_last)) for _ in range(2))
-    every = [SnapshotKey(step, START) for step in range(4000)]
+    every = [StepKey(step, START) for step in range(4000)]
 
     def oldest_to_stay(level, step):
         return next(number for number in range(step + 1) if not retention.is_over(every[number], level))

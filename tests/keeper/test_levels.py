@@ -91,7 +91,7 @@ def test_a_slow_level_takes_the_newest_and_leaves_out_what_it_did_not_begin(rig,
     assert trainer.store() == 2
 
     def copy(name):
-        if name == "keeper.persist.cascade":
+        if name == "keeper.persist.copy":
             is_copying.set()
             goes_on.wait(60)
 
@@ -284,7 +284,7 @@ def test_frozen_tensors_that_left_memory_are_copied_from_the_faster_level(rig, t
     slot, reference = frozen_slot()
     held = {reference.digest: slot}
     trainer, is_clear = rig(first, second, frozen=held), threading.Event()
-    passing(lambda name: name != "keeper.persist.cascade" or is_clear.wait(60))
+    passing(lambda name: name != "keeper.persist.copy" or is_clear.wait(60))
     trainer.store(first, frozen=reference)
     held.clear()
     is_clear.set()
@@ -396,7 +396,7 @@ def test_while_one_level_damages_what_it_stores_the_next_one_stores_from_memory(
 def test_what_is_damaged_at_a_faster_level_is_copied_to_no_slower_one(rig, tmp_path, damaging):
     fast, slow = levels = [PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=9) for name in ("fast", "slow")]
     trainer = rig(*levels)
-    is_damaged = damaging(trainer, fast, 2, "keeper.persist.cascade")
+    is_damaged = damaging(trainer, fast, 2, "keeper.persist.copy")
     assert trainer.store(fast) == 2
     assert is_damaged.wait(60)
 
@@ -448,7 +448,7 @@ def test_a_slot_that_a_hanging_level_reads_is_given_back_long_before_its_deadlin
 def test_a_slow_level_that_hangs_holds_up_no_faster_one(rig, tmp_path, inject):
     first = PersistentLevel(tmp_path / "a", every_n_steps=1)
     second = PersistentLevel(tmp_path / "b", every_n_steps=1, timeout_s=DEADLINE_S)
-    inject("keeper.persist.cascade:1:hang")
+    inject("keeper.persist.copy:1:hang")
     trainer = rig(first, second)
 
     for _ in range(3):

@@ -198,7 +198,7 @@ def test_other_nodes_read_what_an_earlier_start_left_as_of_the_ranks_that_it_had
         trainer.adopt_run(run_id="ab" * 8)
         assert 3 in steps(trainer) or before == 1  # its keeper heard of the later start by now
     certificate = make_certificate()
-    port = later[0].open_door(certificate=vars(certificate))
+    port = later[0].serve_peers(certificate=vars(certificate))
 
     with contextlib.closing(PeerReader(certificate, ("127.0.0.1", port))) as reader:
         part = memoryview(bytearray(reader.open(PartOf(START, 3, 1))))

@@ -16,19 +16,19 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection
+from lazysnap.keeper.neighbour import NeighbourMemory
 from lazysnap.keeper.protocol import (
     PROTOCOL,
     Adopt,
     FrozenSlot,
     Hello,
     Inventory,
-    Look,
     Message,
     SlotMade,
+    SlotsChanged,
     Welcome,
     encode,
 )
-from lazysnap.keeper.visit import Visit
 from lazysnap.memory.arena import PAGE, Slot
 from lazysnap.topology import Team
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_mapped_costs_a_trainer_no_descriptor_and_nothing_else(tm
         before = copies(large, slot.fd)
         client = KeeperClient(identity, config)
         client.connect(20)
-        client.tell(Look())
+        client.tell(SlotsChanged())
 
         assert has_more.wait(20)
         assert until(lambda: [type(event).__name__ for event in client.poll_events()][-1:] == ["KeeperUnreachable"])
@@ -143,8 +143,8 @@ def test_keepers_of_others_are_looked_at_without_what_cannot_be_mapped(tmp_path)
         stack.enter_context(keeper_at(identity.address, lambda _: told))
         before = copies(large)
 
-        with contextlib.closing(Visit(identity, 0, 20)) as visit:
-            assert visit.holdings.entries == ()
+        with contextlib.closing(NeighbourMemory(identity, 0, 20)) as neighbour:
+            assert neighbour.inventory.entries == ()
         assert until(lambda: copies(large) <= before)
 
 

@@ -17,7 +17,7 @@ import msgspec
 from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.protocol import Look, Run, Wish
+from lazysnap.keeper.protocol import Run, SlotsChanged, Wish
 from lazysnap.levels.blocks import MemoryBlocks
 from lazysnap.links.certificate import Certificate
 from lazysnap.memory.arena import SlotPhase, Word
@@ -130,7 +130,7 @@ class Trainer:
         if must:
             slot.pin(step, until_stored=True)
             self.client.tell(Wish(step))
-        self.client.tell(Look())
+        self.client.tell(SlotsChanged())
         slot.image[: len(image) // 2] = image[: len(image) // 2]
         slot.advance(len(image) // 2)
         self.open = slot, image, step
@@ -188,9 +188,9 @@ class Trainer:
         )
         return True
 
-    def open_door(self, certificate):
+    def serve_peers(self, certificate):
         """The port at which the keeper lets others read."""
-        return self.client.open_door("127.0.0.1", Certificate(**certificate), TIMEOUT_S)[0]
+        return self.client.serve_peers("127.0.0.1", Certificate(**certificate), TIMEOUT_S)[0]
 
     def wait_durable(self, step, timeout_s):
         deadline = time.monotonic() + timeout_s

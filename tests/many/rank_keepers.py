@@ -13,7 +13,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.visit import Visit
+from lazysnap.keeper.neighbour import NeighbourMemory
 
 _SCANS = 10
 """So many in a row that find no keeper: what leaves the session of its rank runs as a keeper by the last."""
@@ -51,14 +51,14 @@ def local_ranks(job, node=None):
     """For which the keeper of a node, this one by default, holds anything."""
     identity = _identity(job, node)
     try:
-        with contextlib.closing(Visit(identity, 0, TIMEOUT_S)) as visit:
-            return list(visit.holdings.local_ranks)
+        with contextlib.closing(NeighbourMemory(identity, 0, TIMEOUT_S)) as neighbour:
+            return list(neighbour.inventory.local_ranks)
     except KeeperUnavailable:
         return []
 
 
 @contextlib.contextmanager
-def visits(job, node=None):
+def neighbours(job, node=None):
     """What the keeper of a node, this one by default, holds, by local rank, as soon as all of it has a checksum."""
     identity = _identity(job, node)
     with contextlib.ExitStack() as stack:
@@ -66,13 +66,13 @@ def visits(job, node=None):
         for number in local_ranks(job, node):
             deadline = time.monotonic() + TIMEOUT_S
             while True:
-                visit = Visit(identity, number, TIMEOUT_S)
-                if all(entry.checksums is not None for entry in visit.holdings.entries):
+                neighbour = NeighbourMemory(identity, number, TIMEOUT_S)
+                if all(entry.checksums is not None for entry in neighbour.inventory.entries):
                     break
-                visit.close()
+                neighbour.close()
                 assert time.monotonic() < deadline
-            found[number] = visit
-            stack.callback(visit.close)
+            found[number] = neighbour
+            stack.callback(neighbour.close)
         yield found
 
 

@@ -1,7 +1,7 @@
 """All ranks restore one snapshot or none: damage, deaths and silence of one of them are met by all."""
 
 import pytest
-from rank_keepers import visits
+from rank_keepers import neighbours
 from support.damage import flip
 from support.listing import files_below
 
@@ -14,9 +14,9 @@ LOOK = {"look": True, "collective_timeout_s": 20.0}
 def test_a_damaged_shard_of_one_rank_in_memory_makes_all_take_the_next_snapshot(make_job):
     job = make_job(levels=[])
     assert set(job.run("ddp", 2, stop_at=5)) == {9}, job.output()
-    with visits(job) as found:
+    with neighbours(job) as found:
         # With no trainer left, each keeper computes checksums of what it holds.
-        [item] = [item for item in found[1].holdings.entries if item.step == 5]
+        [item] = [item for item in found[1].inventory.entries if item.step == 5]
         item.slot.image[item.slot.status().image_bytes - 1] ^= 1
 
     assert set(job.run("ddp", 2, **LOOK)) == {0}, job.output()
@@ -69,8 +69,8 @@ def snapshots(job):
     if job.levels:
         files = files_below(job.root / "level", "step-*/*")
         return {(str(path), path.read_bytes()) for path in files}
-    with visits(job) as found:
-        return {(rank, item.step) for rank, visit in found.items() for item in visit.holdings.entries}
+    with neighbours(job) as found:
+        return {(rank, item.step) for rank, neighbour in found.items() for item in neighbour.inventory.entries}
 
 
 def test_damage_of_one_rank_here_and_of_another_there_makes_all_take_what_is_whole_on_both(job, end_keepers):

@@ -89,8 +89,8 @@ def test_a_disk_that_is_away_for_long_costs_the_others_nothing_that_all_had(job,
 
 
 AT = [
-    (1, "keeper.persist.sound:4:kill-peer"),
-    (0, "keeper.persist.sound:4:kill-both"),
+    (1, "keeper.persist.verified:4:kill-peer"),
+    (0, "keeper.persist.verified:4:kill-both"),
     (1, "keeper.persist.committed:2:kill-both"),
     (0, "level.store.uncommitted:1:kill-both"),
 ]

@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from rank_keepers import end_nodes, visits
+from rank_keepers import end_nodes, neighbours
 
 NODES = ("node-a", "node-b", "node-c", "node-d")
 STEP = 4
@@ -38,8 +38,8 @@ def train(make_job):
 
     def damage(node):
         """One byte of the last capture in the memory of that node."""
-        with visits(job, node) as found:
-            [item] = [item for item in found[0].holdings.entries if item.step == STEP]
+        with neighbours(job, node) as found:
+            [item] = [item for item in found[0].inventory.entries if item.step == STEP]
             item.slot.image[item.slot.status().image_bytes - 1] ^= 1
 
     run.protect, run.look, run.lose, run.damage = protect, look, lambda *nodes: end_nodes(job, *nodes), damage

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 import torch
 from rank import WIDTH, Net
-from rank_keepers import visits
+from rank_keepers import neighbours
 
 from lazysnap import load_weights
 from lazysnap.levels import open_store
@@ -39,8 +39,10 @@ def stored(job):
 def test_ranks_store_the_same_base_once_and_resume_bit_for_bit(job, end_keepers, kind, world, files, place):
     assert set(job.run(kind, world, base=True, stop_at=4, wait_durable=True)) == {9}, job.output()
     stopped = job.stopped()
-    with visits(job) as found:  # equal ones share a slot
-        held = {os.fstat(slot.fd).st_ino for visit in found.values() for slot in visit.holdings.frozen.values()}
+    with neighbours(job) as found:  # equal ones share a slot
+        held = {
+            os.fstat(slot.fd).st_ino for neighbour in found.values() for slot in neighbour.inventory.frozen.values()
+        }
     assert len(found) == world
     assert len(held) == files
     if place == "storage":

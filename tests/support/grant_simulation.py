@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
-from lazysnap.grants.messages import SnapshotKey
+from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, to_store_alone
 from lazysnap.grants.retention import Retention, still_to_copy
 
@@ -70,7 +70,7 @@ class NodeFile(NamedTuple):
 
     @property
     def key(self):
-        return SnapshotKey(self.step, self.start)
+        return StepKey(self.step, self.start)
 
 
 class Slot:
@@ -308,13 +308,13 @@ class SimKeeper:
     def look(self):
         if self.is_dead:
             return
-        look = self.grants.look(self.views())
-        for number in look.pin:
+        decision = self.grants.decide(self.views())
+        for number in decision.pin:
             self._pin(self.ranks[number], self.grants.word)
-        for write in look.writes:
+        for write in decision.writes:
             self._write(write)
         self._settle()
-        if look.is_news:
+        if decision.is_news:
             self.say()
 
     def _pin(self, rank, step):
@@ -430,7 +430,7 @@ class SimCoordinator:
         coordinator.num_nodes = self.job.num_nodes
         for number, (level, (complete, grant)) in enumerate(zip(coordinator.levels, before, strict=True)):
             for step in sorted(level.complete - complete):
-                self.world.publish(number, SnapshotKey(step, self.job.start), self.job.num_nodes)
+                self.world.publish(number, StepKey(step, self.job.start), self.job.num_nodes)
             self.world.seen["grants"] += level.grant is not None and level.grant != grant
         if is_told:
             self.tell_all()
@@ -484,7 +484,7 @@ def play(scenario, seed, *, num_levels=1, without=()):
         world.broken[UNANSWERED] += bool(keeper.grants.wishes)
     for number, settings in enumerate(last.settings):
         _check_files(world, number, settings, {"1": job.num_nodes, last.start: last.num_nodes})
-        newest = None if last.common is None else SnapshotKey(last.common, last.start)
+        newest = None if last.common is None else StepKey(last.common, last.start)
         world.broken[NOT_STORED] += newest is not None and newest not in world.published[number]
     return world, job
 

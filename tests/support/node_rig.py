@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.node_storage import NodeStorage, Surroundings
+from lazysnap.keeper.node_storage import NodeStorage, StorageContext
 from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, Message, NameFailed, Peers, Run
 from lazysnap.levels import open_store
@@ -198,9 +198,9 @@ class Rig:
         for slot in (slot for rank in ranks for slot in rank.slots()):
             slot.set_word(Word.GRANT, 0)  # what the keeper before granted is not asked for any more
         team = Team.of(self._places, ranks[0].rank)
-        around = Surroundings(lambda: list(ranks), self.frozen.get, self.told_to[node].append, self._parity_of(node))
+        context = StorageContext(lambda: list(ranks), self.frozen.get, self.told_to[node].append, self._parity_of(node))
         known = set(threading.enumerate())
-        storage = NodeStorage(self.levels_of(node), self._protected(run, node), team, around, before)
+        storage = NodeStorage(self.levels_of(node), self._protected(run, node), team, context, before)
         self._writers += [one for one in set(threading.enumerate()) - known if one.name == "lazysnap-level"]
         return storage
 
@@ -242,7 +242,7 @@ class Rig:
     def look(self) -> None:
         """Something changed in the slots."""
         for storage in self.storages:
-            storage.look()
+            storage.slots_changed()
 
     def train(self, *, frozen: FrozenReference | None = None) -> int:
         """Capture the next step that storage wants, and return it. Blocks: until it wants one."""

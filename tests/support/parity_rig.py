@@ -7,8 +7,8 @@ import msgspec
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.peer_reads import PeerReads
 from lazysnap.keeper.protocol import Parity, Protected, Run
-from lazysnap.keeper.served import PeerReads
 from support.node_rig import Rank, Rig
 from support.ports import free_port
 from support.waiting import until

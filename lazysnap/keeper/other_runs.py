@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.protocol import LeftRun, Message
+from lazysnap.keeper.protocol import Message, OtherRun
 from lazysnap.levels import open_store
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Left:
+class _Found:
     level: str
     newest: SnapshotKey
     run_ids: tuple[str, ...]
@@ -30,25 +30,25 @@ class _Left:
 def begin_search(levels: Sequence[PersistentLevel], run_id: str, emit: Callable[[Message], None]) -> None:
     """Look for complete snapshots of other runs than ``run_id``, and emit which is the newest. Does not block."""
     if levels:
-        threading.Thread(target=_search, args=(levels, run_id, emit), name="lazysnap-left", daemon=True).start()
+        threading.Thread(target=_search, args=(levels, run_id, emit), name="lazysnap-other-runs", daemon=True).start()
 
 
 def _search(levels: Sequence[PersistentLevel], run_id: str, emit: Callable[[Message], None]) -> None:
-    found: list[_Left] = []
+    found: list[_Found] = []
     for level in levels:
         try:
-            left = Watchdog(partial(_newest_left, level, run_id), f"{shown(level.url)}: looking for other runs")
-            found += [one for one in [left.result(level.timeout_s)] if one is not None]
+            search = Watchdog(partial(_newest_other, level, run_id), f"{shown(level.url)}: looking for other runs")
+            found += [one for one in [search.result(level.timeout_s)] if one is not None]
         except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
             logger.info("%s: whether other runs are there is not known: %s", shown(level.url), error)
     if found:
-        left_run = max(found, key=lambda item: item.newest)
+        other = max(found, key=lambda item: item.newest)
         names = short_ids([run_id, *(other for item in found for other in item.run_ids)])
-        newest = left_run.newest
-        emit(LeftRun(left_run.level, newest.step, names[newest.run_id], names[run_id]))
+        newest = other.newest
+        emit(OtherRun(other.level, newest.step, names[newest.run_id], names[run_id]))
 
 
-def _newest_left(level: PersistentLevel, run_id: str, beat: Beat) -> _Left | None:
+def _newest_other(level: PersistentLevel, run_id: str, beat: Beat) -> _Found | None:
     """The newest complete snapshot of another run: the manifests of one after another, until one is complete."""
     store = open_store(level.url, options=level.storage_options)
     directories = store.listing().directories
@@ -62,5 +62,5 @@ def _newest_left(level: PersistentLevel, run_id: str, beat: Beat) -> _Left | Non
         beat()
         plans = candidates([inventory])
         if plans:
-            return _Left(store.url, plans[0].key, tuple({name.run_id for name in named}))
+            return _Found(store.url, plans[0].key, tuple({name.run_id for name in named}))
     return None

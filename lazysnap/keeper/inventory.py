@@ -13,7 +13,7 @@ from lazysnap.memory.slot_pool import SlotPool
 from lazysnap.shard.manifest import CaptureMeta
 
 
-class Holdings:
+class RankInventory:
     """The whole captures in one keeper's slots, and the frozen tensors beside them."""
 
     def __init__(self, pool: SlotPool, frozen: FrozenPool) -> None:
@@ -36,7 +36,7 @@ class Holdings:
             step = max(newest.word(Word.REACHED), newest.word(Word.BEGIN)) - 1
             self._end = TrainerEnd(time.time_ns(), meta.run_id, step)
 
-    def told(self, local_ranks: Iterable[int], number: int = 0, parity: Sequence[HeldParity] = ()) -> Inventory:
+    def message(self, local_ranks: Iterable[int], number: int = 0, parity: Sequence[HeldParity] = ()) -> Inventory:
         """The answer to the question of that number. ``local_ranks``: of all ranks for which the keeper has such."""
         entries = []
         for index, slot in self._pool.items():
@@ -72,7 +72,7 @@ class Holdings:
             blocks=list(checksums.blocks) if checksums else None,
         )
 
-    def show(self, connection: Connection) -> None:
+    def send_slots(self, connection: Connection) -> None:
         """Give the memory itself to another process that wants to read. Raises: OSError, if it is gone again."""
         for number, slot in self._pool.items():
             connection.send(SlotMade(number), (slot.fd,))

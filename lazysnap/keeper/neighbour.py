@@ -5,7 +5,7 @@ import logging
 import time
 
 from lazysnap.errors import FormatError, KeeperUnavailable
-from lazysnap.keeper.events import MemoryEntry, MemoryHoldings
+from lazysnap.keeper.events import MemoryEntry, MemoryInventory
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection, Unclaimed
@@ -15,7 +15,7 @@ from lazysnap.memory.arena import Slot
 logger = logging.getLogger(__name__)
 
 
-class Visit:
+class NeighbourMemory:
     """What a keeper holds for one rank, readable as long as this is open, whatever becomes of the keeper."""
 
     def __init__(self, identity: JobIdentity, local_rank: int, timeout_s: float) -> None:
@@ -27,7 +27,7 @@ class Visit:
         if connection is None:
             raise KeeperUnavailable(f"no keeper of job {identity.job_id!r}")
         try:
-            self.holdings = self._ask(connection, timeout_s)
+            self.inventory = self._ask(connection, timeout_s)
         except OSError as error:
             self.close()
             raise KeeperUnavailable(f"the keeper of job {identity.job_id!r}: no answer: {error}") from error
@@ -37,7 +37,7 @@ class Visit:
         finally:
             connection.close()
 
-    def _ask(self, connection: Connection, timeout_s: float) -> MemoryHoldings:
+    def _ask(self, connection: Connection, timeout_s: float) -> MemoryInventory:
         deadline = time.monotonic() + timeout_s
         connection.send(ShowRank(self._local_rank), timeout_s=timeout_s)
         while time.monotonic() < deadline:
@@ -48,7 +48,7 @@ class Visit:
             with Unclaimed(received) as messages:
                 for message, fds in messages:
                     if isinstance(message, Inventory):
-                        return self._holdings(message)
+                        return self._inventory(message)
                     self._take(message, fds)
         raise KeeperUnavailable("the keeper did not tell what it holds")
 
@@ -66,9 +66,9 @@ class Visit:
             else:
                 slot.close()
 
-    def _holdings(self, told: Inventory) -> MemoryHoldings:
+    def _inventory(self, told: Inventory) -> MemoryInventory:
         found = [MemoryEntry.of(held, self._slots[held.slot]) for held in told.entries if held.slot in self._slots]
-        return MemoryHoldings(tuple(found), dict(self._frozen), local_ranks=tuple(told.local_ranks))
+        return MemoryInventory(tuple(found), dict(self._frozen), local_ranks=tuple(told.local_ranks))
 
     def close(self) -> None:
         """Unmap. Views that others still hold keep the memory alive."""
