@@ -28,7 +28,6 @@ from lazysnap.keeper.events import (
     KeeperReady,
     KeeperSilent,
     KeeperUnreachable,
-    MemoryEntry,
     MemoryInventory,
     News,
 )
@@ -464,15 +463,7 @@ class KeeperClient:
         if not isinstance(reply, Inventory):
             raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._changed:
-            found = [(held, self._slots.get(held.slot)) for held in reply.entries]
-            images = [(digest, self._frozen.get(digest)) for digest in reply.frozen]
-            return MemoryInventory(
-                tuple(MemoryEntry.of(held, slot) for held, slot in found if slot is not None),
-                {digest: slot for digest, slot in images if slot is not None},
-                reply.end,
-                tuple(reply.local_ranks),
-                tuple(reply.parity),
-            )
+            return MemoryInventory.of(reply, self._slots.get, self._frozen.get)
 
     def frozen_slot(self, digest: str) -> Slot | None:
         """Where frozen tensors of that digest are, or go; ``None`` if no live keeper holds them."""

@@ -1,6 +1,6 @@
 """What a keeper tells its trainer, and what the trainer remembers of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lazysnap.keeper.protocol import (
@@ -8,6 +8,7 @@ from lazysnap.keeper.protocol import (
     Durable,
     Held,
     HeldParity,
+    Inventory,
     LevelFailed,
     MemoryRefused,
     NameFailed,
@@ -61,6 +62,21 @@ class MemoryInventory:
     """Of the ranks for which the keeper holds anything, this one included."""
     parity: tuple[HeldParity, ...] = ()
     """For other nodes; with the first rank of a node alone."""
+
+    @classmethod
+    def of(
+        cls, told: Inventory, slot: Callable[[int], Slot | None], frozen: Callable[[str], Slot | None]
+    ) -> "MemoryInventory":
+        """From an answer of the keeper, with the slots that it gave: those that cannot be mapped are left out."""
+        found = [(held, slot(held.slot)) for held in told.entries]
+        files = [(digest, frozen(digest)) for digest in told.frozen]
+        return cls(
+            tuple(MemoryEntry.of(held, slot) for held, slot in found if slot is not None),
+            {digest: slot for digest, slot in files if slot is not None},
+            told.end,
+            tuple(told.local_ranks),
+            tuple(told.parity),
+        )
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,16 @@
-"""Looking at what the keeper of a job holds for another rank of this node: mapped, not copied."""
+"""What the keeper of a job holds for another rank of this node, to be read: mapped, not copied."""
 
 import contextlib
-import logging
+import threading
 import time
 
-from lazysnap.errors import FormatError, KeeperUnavailable
-from lazysnap.keeper.events import MemoryEntry, MemoryInventory
+from lazysnap.errors import KeeperUnavailable
+from lazysnap.keeper.client_slots import MappedFrozen, MappedSlots
+from lazysnap.keeper.events import MemoryInventory
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection, Unclaimed
-from lazysnap.keeper.protocol import FrozenSlot, Inventory, Message, ShowRank, SlotMade
-from lazysnap.memory.arena import Slot
-
-logger = logging.getLogger(__name__)
+from lazysnap.keeper.protocol import FrozenSlot, Inventory, ShowRank, SlotMade
 
 
 class NeighbourMemory:
@@ -21,8 +19,7 @@ class NeighbourMemory:
     def __init__(self, identity: JobIdentity, local_rank: int, timeout_s: float) -> None:
         """Blocks: at most ``timeout_s``. Raises: KeeperUnavailable, if there is no keeper, or it does not answer."""
         self._local_rank = local_rank
-        self._slots: dict[int, Slot] = {}
-        self._frozen: dict[str, Slot] = {}
+        self._slots, self._frozen = MappedSlots(threading.Condition()), MappedFrozen()
         connection = try_connect(identity)
         if connection is None:
             raise KeeperUnavailable(f"no keeper of job {identity.job_id!r}")
@@ -47,33 +44,16 @@ class NeighbourMemory:
                 break
             with Unclaimed(received) as messages:
                 for message, fds in messages:
-                    if isinstance(message, Inventory):
-                        return self._inventory(message)
-                    self._take(message, fds)
+                    if isinstance(message, SlotMade) and fds:
+                        self._slots.map(message.slot, fds[0])
+                    elif isinstance(message, FrozenSlot) and fds:
+                        self._frozen.take(message.digest, fds[0])
+                    elif isinstance(message, Inventory):
+                        return MemoryInventory.of(message, self._slots.get, self._frozen.get)
         raise KeeperUnavailable("the keeper did not tell what it holds")
-
-    def _take(self, message: Message, fds: tuple[int, ...]) -> None:
-        for fd in fds:
-            try:
-                slot = Slot.attach(fd)
-            except (FormatError, OSError) as error:  # what is in it is not there, then
-                logger.info("%s", error)
-                continue
-            if isinstance(message, SlotMade):
-                self._slots[message.slot] = slot
-            elif isinstance(message, FrozenSlot):
-                self._frozen[message.digest] = slot
-            else:
-                slot.close()
-
-    def _inventory(self, told: Inventory) -> MemoryInventory:
-        found = [MemoryEntry.of(held, self._slots[held.slot]) for held in told.entries if held.slot in self._slots]
-        return MemoryInventory(tuple(found), dict(self._frozen), local_ranks=tuple(told.local_ranks))
 
     def close(self) -> None:
         """Unmap. Views that others still hold keep the memory alive."""
-        for slot in (*self._slots.values(), *self._frozen.values()):
+        for slot in (*self._slots.take_all(), *self._frozen.take_all()):
             with contextlib.suppress(OSError):
                 slot.close()
-        self._slots.clear()
-        self._frozen.clear()
