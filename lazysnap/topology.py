@@ -41,7 +41,7 @@ class Team:
     node: int = 0
     """Nodes are numbered in the order of their first ranks, so rank 0 is on node 0."""
     nodes: int = 1
-    crew: tuple[int, ...] = (0,)
+    node_ranks: tuple[int, ...] = (0,)
     """The ranks of the node, in order."""
 
     @classmethod
@@ -49,8 +49,8 @@ class Team:
         """From where every rank of the training runs."""
         place = places[rank]
         nodes = list(dict.fromkeys(other.node for other in places))
-        crew = tuple(other.rank for other in places if other.node == place.node)
-        return cls(rank, len(places), place.local_rank, nodes.index(place.node), len(nodes), crew)
+        node_ranks = tuple(other.rank for other in places if other.node == place.node)
+        return cls(rank, len(places), place.local_rank, nodes.index(place.node), len(nodes), node_ranks)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class DirectStorage:
         run = self._run
         assert run is not None, "a capture begins behind the first boundary, and that names the run"
         if self._storage is None or self._storage.run.start != run.start:
-            own = replace(self._team, node=0, nodes=1, crew=(self._team.rank,))
+            own = replace(self._team, node=0, nodes=1, node_ranks=(self._team.rank,))
             context = StorageContext(lambda: [self._memory], lambda digest: None, self._emit)
             run = msgspec.structs.replace(run, peers=None)
             self._storage = NodeStorage(self._config.levels, run, own, context, self._storage)

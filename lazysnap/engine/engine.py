@@ -485,7 +485,7 @@ class SnapshotEngine:
             say(report.opening(self.config, sizes, self._world.size, is_protected=is_protected))
         if self._events.speaks_for_node:
             snapshot_bytes = sizes.state_bytes + sizes.frozen_bytes
-            for shortage in report.shortages(self.config, snapshot_bytes, len(self._world.crew)):
+            for shortage in report.shortages(self.config, snapshot_bytes, len(self._world.node_ranks)):
                 logger.warning("%s", shortage)
 
     def _capture(self, step: int, started: float, *, force: bool) -> bool:

@@ -17,17 +17,17 @@ _HEADER_BYTES_PER_TENSOR = 160
 Bytes = Callable[[torch.Tensor], int]
 
 
-def bytes_of_share(replicated: Iterable[torch.Tensor], crew: Collection[int]) -> Bytes:
-    """What a rank captures of a tensor, roughly; ``replicated``: what the ranks of a node (``crew``) share beside
+def bytes_of_share(replicated: Iterable[torch.Tensor], node_ranks: Collection[int]) -> Bytes:
+    """What a rank captures of a tensor, roughly; ``replicated``: what the ranks of a node (``node_ranks``) share beside
     DTensors that several of them hold.
     """
     pointers = {tensor.data_ptr() for tensor in replicated}
 
     def size(tensor: torch.Tensor) -> int:
         if isinstance(tensor, DTensor):
-            return -(-local_of(tensor).nbytes // max(1, sum(rank in crew for rank in replicas_of(tensor))))
+            return -(-local_of(tensor).nbytes // max(1, sum(rank in node_ranks for rank in replicas_of(tensor))))
         is_shared = tensor.data_ptr() in pointers
-        return -(-tensor.nbytes // len(crew)) if is_shared else tensor.nbytes
+        return -(-tensor.nbytes // len(node_ranks)) if is_shared else tensor.nbytes
 
     return size
 

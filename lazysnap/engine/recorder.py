@@ -104,7 +104,7 @@ class Recorder:
         if self.planner.plan is None:
             self.frozen.prepare(is_alone=self._world.is_alone)
         if self._reserved is None:
-            size = bytes_of_share(self.planner.replicated(), self._world.crew)
+            size = bytes_of_share(self.planner.replicated(), self._world.node_ranks)
             self._reserve(estimate_image_bytes(self._source, self.frozen.names, size))
 
     def sizes(self) -> Sizes | None:

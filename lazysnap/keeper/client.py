@@ -298,13 +298,13 @@ class KeeperClient:
             elif isinstance(message, DrainProgress):
                 self._progress = message.done, message.total
             if isinstance(message, Complete):
-                news = self._durable.hear(message)
+                news = self._durable.add(message)
                 message = msgspec.structs.replace(message, steps=news)
             if isinstance(message, Protected) and (self._run is None or message.start != self._run.start):
                 return  # what an earlier start has is not this one's
             if isinstance(message, News) and not (isinstance(message, Complete) and not message.steps):
                 self._events.append(message)
-            self._questions.hear(message)
+            self._questions.receive(message)
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- what training uses
@@ -316,7 +316,7 @@ class KeeperClient:
         a greater step, does not make this one's steps safe.
         """
         with self._changed:
-            self._durable.adopt(run.start)
+            self._durable.begin(run.start)
             run = self._run = msgspec.structs.replace(run, floor=self._newest_sequence())
             # Nor does what an earlier start protected, if nobody took note of it yet.
             self._events = deque(event for event in self._events if not isinstance(event, Protected))

@@ -125,11 +125,11 @@ class DurableSteps:
         self._steps: dict[str, set[int]] = {}
         self._start = ""
 
-    def adopt(self, start: str) -> None:
+    def begin(self, start: str) -> None:
         """Forget what was before: what an earlier attempt got to storage does not make this one's steps safe."""
         self._start, self._steps = start, {}
 
-    def hear(self, event: Complete) -> list[int]:
+    def add(self, event: Complete) -> list[int]:
         """What of it is news, oldest first."""
         if event.start != self._start:
             return []

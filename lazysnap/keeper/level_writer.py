@@ -48,7 +48,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 """Between two small writes to a level that failed: the pause doubles up to this."""
 
 
-class NodeMemory(Protocol):
+class WriterContext(Protocol):
     """What a writer reads from, and tells. Any thread."""
 
     def slots_of(self, step: int) -> Sequence[Slot | None]:
@@ -68,7 +68,7 @@ class LevelWriter:
     """The thread of one level, for one start of a job. Methods may be called from any thread, and do not block."""
 
     def __init__(
-        self, level: PersistentLevel, index: int, files: NodeFiles, memory: NodeMemory, *, knows_earlier: bool = True
+        self, level: PersistentLevel, index: int, files: NodeFiles, memory: WriterContext, *, knows_earlier: bool = True
     ) -> None:
         """``knows_earlier``: whether the restart saw what earlier starts stored at this level."""
         self._level, self._index, self._files, self._memory = level, index, files, memory
@@ -289,7 +289,7 @@ class LevelWriter:
             faults.point("keeper.persist.copy")
             return self._copy(store, write.step, write.source, obey)
         faults.point("keeper.persist.begin")
-        held = [self._source(number, write.step, obey) for number in range(len(self._files.team.crew))]
+        held = [self._source(number, write.step, obey) for number in range(len(self._files.team.node_ranks))]
         self._slots = tuple(slot for slot, _ in held)
         shards = [(slot, source) for slot, source in held if slot.image_capacity]
         manifests = [self._store_slots(store, shards, obey)] if shards else []
@@ -332,7 +332,7 @@ class LevelWriter:
     def _check_own(self, number: int, meta: CaptureMeta) -> None:
         """Files are named after ranks: what is stored under a name is theirs. Raises: CaptureAborted."""
         files = self._files
-        wanted = (files.run_id, files.start, files.team.crew[number], files.team.world_size)
+        wanted = (files.run_id, files.start, files.team.node_ranks[number], files.team.world_size)
         if (meta.run_id, meta.start, meta.rank, meta.world_size) != wanted:
             raise CaptureAborted(
                 f"a slot of the arena: holds rank {meta.rank} of {meta.world_size} of {meta.name.directory}, "

@@ -146,9 +146,9 @@ class LocalRank:
         """Whether its trainer captures, or captured, for that start."""
         return any(run.start == start for run, _ in self._runs)
 
-    def crew_of(self, start: str) -> int:
+    def num_ranks_of(self, start: str) -> int:
         """How many ranks the node had in that start; 0, if its trainer does not know it."""
-        return next((len(team.crew) for run, team in self._runs if run.start == start), 0)
+        return next((len(team.node_ranks) for run, team in self._runs if run.start == start), 0)
 
     def tick(self) -> None:
         """Do what is due; called about ten times a second."""

@@ -30,7 +30,7 @@ class NodeFiles:
     def name(self) -> NodeName:
         """Of the file that the node writes."""
         team = self.team
-        return self.alone(team.crew[0]) if len(team.crew) == 1 else NodeName(team.node, team.nodes)
+        return self.alone(team.node_ranks[0]) if len(team.node_ranks) == 1 else NodeName(team.node, team.nodes)
 
     def alone(self, rank: int) -> NodeName:
         """Of the file of a rank that stores its shard by itself."""
@@ -45,7 +45,7 @@ class NodeFiles:
         names = [name for name in _manifests(storage, directory) if self._is_own(name)]
         manifests = [FilePlace(storage, directory, name).read_manifest() for name in names]
         held = {shard.meta.rank for manifest in manifests for shard in manifest.shards}
-        if missing := set(self.team.crew) - held:
+        if missing := set(self.team.node_ranks) - held:
             raise FileNotFoundError(f"{storage.url}/{directory}: nothing of rank {min(missing)}")
         return manifests
 
@@ -55,7 +55,7 @@ class NodeFiles:
 
     def entry(self, url: str, speed: int, step: int) -> Entry:
         """What the first shard of the node offers."""
-        facts = (self.run_id, self.start, step, self.team.crew[0], self.team.world_size)
+        facts = (self.run_id, self.start, step, self.team.node_ranks[0], self.team.world_size)
         return Entry(url, speed, *facts, self.directory(step))
 
     def of_run(self, directories: Iterable[str]) -> dict[str, StepKey]:
@@ -80,7 +80,7 @@ class NodeFiles:
         return self._is_own(name) or self._is_left_to(name)
 
     def _is_own(self, name: NodeName) -> bool:
-        return name == self.name or (name.nodes == self.team.world_size and name.node in self.team.crew)
+        return name == self.name or (name.nodes == self.team.world_size and name.node in self.team.node_ranks)
 
     def _is_left_to(self, name: NodeName) -> bool:
         """Where all nodes see the same, files are shared out by number, so that each goes once.

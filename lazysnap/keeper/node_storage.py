@@ -294,22 +294,22 @@ class NodeStorage:
         for step in steps:
             self._writers[0].begin(Write(0, step, None, self._node.levels[0].attempt))
 
-    # ---------------------------------------------------------------- the writers' side (``level_writer.NodeMemory``)
+    # --------------------------------------------------------------- the writers' side (``level_writer.WriterContext``)
 
     def slots_of(self, step: int) -> list[Slot | None]:
-        """See ``NodeMemory.slots_of``."""
+        """See ``WriterContext.slots_of``."""
         return self._slots.of_step(step)
 
     def may_delete(self) -> bool:
-        """See ``NodeMemory.may_delete``."""
+        """See ``WriterContext.may_delete``."""
         return not any(rank.is_choosing for rank in self._slots.ranks())
 
     def frozen(self, digest: str) -> Slot | None:
-        """See ``NodeMemory.frozen``."""
+        """See ``WriterContext.frozen``."""
         return self._context.frozen(digest)
 
     def emit(self, message: Message) -> None:
-        """See ``NodeMemory.emit``."""
+        """See ``WriterContext.emit``."""
         self._news.put(message)
 
     # ---------------------------------------------------------------- the keeper's side

@@ -78,7 +78,7 @@ class PeerReads:
         if isinstance(what, ParityOf):
             return self._parity.source(what.start, what.step, what.stripe)
         if isinstance(what, PartOf):
-            slots = NodeSlots(lambda: self._crew(what.start), what.start)
+            slots = NodeSlots(lambda: self._ranks_of(what.start), what.start)
             return open_part(slots, what.step, what.most_lost, self._beat)
         if isinstance(what, FrozenOf):
             return self._frozen_of(what)
@@ -90,10 +90,10 @@ class PeerReads:
                 return _of_slot(slot, is_meta=what.part == "meta")
         raise CaptureAborted(f"capture {what.sequence} of local rank {what.local_rank} is not in memory any more")
 
-    def _crew(self, start: str) -> list[LocalRank | None]:
+    def _ranks_of(self, start: str) -> list[LocalRank | None]:
         """The ranks that the node had in that start."""
         ranks = self._ranks()
-        count = max((rank.crew_of(start) for rank in ranks if rank is not None), default=0)
+        count = max((rank.num_ranks_of(start) for rank in ranks if rank is not None), default=0)
         return [*ranks[:count], *[None] * (count - len(ranks))]
 
     def _frozen_of(self, what: FrozenOf) -> BlockSource:

@@ -58,7 +58,7 @@ class Questions:
                 self._lock.wait(max(0.0, min(deadline - time.monotonic(), _LOOK_S)))
             meanwhile()
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         """A message, which may be an answer; one that comes too late is for nobody. The caller holds the lock."""
         if isinstance(message, Answer) and message.id in self._open:
             self._open[message.id] = message

@@ -78,7 +78,7 @@ class Server:
         self._storage: NodeStorage | None = None
         self._idle_until: float | None = None
         """When it ends whatever the levels still do."""
-        self._crew = 1
+        self._num_ranks = 1
         """How many ranks the node has."""
         self._reserved: list[socket.socket] = []
         """Hold the ports of the links, from before they listen there."""
@@ -150,7 +150,7 @@ class Server:
 
     def _store(self, rank: LocalRank, run: Run, team: Team) -> None:
         """From now on captures of this start are stored, and of no other."""
-        self._crew = len(team.crew)
+        self._num_ranks = len(team.node_ranks)
         if run.peers is not None and run.peers.own[1]:  # a keeper before this one may have served them
             self._reads.serve(run.peers.own, run.peers.certificate)
         context = StorageContext(self._ranks_here, self._frozen.get, self._emit, self._parity)
@@ -168,7 +168,7 @@ class Server:
             self._store(rank, msgspec.structs.replace(run, is_new=False), team)
 
     def _ranks_here(self) -> list[LocalRank | None]:
-        return [self._ranks.get(number) for number in range(self._crew)]
+        return [self._ranks.get(number) for number in range(self._num_ranks)]
 
     def _all_ranks(self) -> list[LocalRank | None]:
         """Also those that this start does not have."""

@@ -253,7 +253,7 @@ class Links:
             peer = await self._open(connection, f"{address[0]}:{address[1]}", self._server_context)
             node = (await peer.greet(self._me, self._deadlines.connect_s)).node
         except (OSError, EOFError, asyncio.TimeoutError, Violation) as error:
-            self._refusals.say(address, error)
+            self._refusals.warn(address, error)
         finally:
             self._num_unknown -= 1
             if node is None:

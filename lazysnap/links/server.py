@@ -131,7 +131,7 @@ class PeerServer:
                     try:
                         self._take(connection, address)
                     except (OSError, RuntimeError, Violation) as error:  # RuntimeError: no thread to be had
-                        self._refusals.say(address, error)
+                        self._refusals.warn(address, error)
 
     def _take(self, connection: socket.socket, address: tuple[str, int]) -> None:
         """Serve this connection on a thread of its own."""
@@ -171,18 +171,18 @@ class PeerServer:
                     answer, payload = reads.do(request)
                 except (LazySnapError, OSError) as error:  # of the source; the connection itself is well
                     if isinstance(error, PeerRefused):
-                        self._refusals.say(address, error)
+                        self._refusals.warn(address, error)
                     logger.debug("reads by peers: %s asked for what failed: %s", address, error)
                     answer, payload = Refusal(str(error)[:MAX_TEXT]), None
                 channel.send(answer, payload)
                 payload = None  # memory that is viewed cannot be unmapped
         except Violation as error:
-            self._refusals.say(address, error)
+            self._refusals.warn(address, error)
         except (OSError, EOFError) as error:
             if is_known or self._is_closed.is_set():  # clients come and go
                 logger.debug("reads by peers: %s is gone: %s", address, reason(error))
             else:
-                self._refusals.say(address, error)
+                self._refusals.warn(address, error)
         finally:
             self._forget(secure)
 

@@ -48,7 +48,7 @@ class Refusals:
         self._lock = threading.Lock()
         self._named: set[str] = set()
 
-    def say(self, address: tuple[str, int], error: BaseException) -> None:
+    def warn(self, address: tuple[str, int], error: BaseException) -> None:
         """Warn once per host."""
         host, port = address[:2]
         with self._lock:

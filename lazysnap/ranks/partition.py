@@ -119,8 +119,8 @@ class Partition:
     ) -> list[_Part]:
         """This rank's rows of what ``holders`` hold; ``at``: their nodes."""
         sizes, here = [one.rows for one in ones], at[holders.index(rank)]
-        crew = [other for other, node in zip(holders, at, strict=True) if node == here]
-        self.common.append((crew, digest(str(tuple(holders)).encode()), len(holders), _digest(walk, ones)))
+        node_ranks = [other for other, node in zip(holders, at, strict=True) if node == here]
+        self.common.append((node_ranks, digest(str(tuple(holders)).encode()), len(holders), _digest(walk, ones)))
         num_nodes = len(set(at))
         storers = list(dict.fromkeys(at))[:STORERS]
         stored = {}
@@ -128,7 +128,7 @@ class Partition:
             stored = {rows.index: rows for rows in share(sizes, storers.index(here), len(storers))}
         self._storers.update(other for other, node in zip(holders, at, strict=True) if node in storers)
         parts = []
-        for rows in share(sizes, crew.index(rank), len(crew)):
+        for rows in share(sizes, node_ranks.index(rank), len(node_ranks)):
             one, name = ones[rows.index], walk.names[ones[rows.index].index]
             whole = (rows.start, rows.stop) == (0, sizes[rows.index][0])
             parts.append(_Part(one.index, None if whole else (rows.start, rows.stop)))

@@ -92,7 +92,7 @@ class World:
         return self.places[self.rank]
 
     @cached_property
-    def crew(self) -> list[int]:
+    def node_ranks(self) -> list[int]:
         """The ranks of this node, in order. Collective at the first use of ``places``."""
         return [place.rank for place in self.places if place.node == self.place.node]
 
@@ -182,7 +182,7 @@ class World:
             except WaitTimeout as error:
                 self._lost = error
                 raise
-            self._shares = agree(told, self.crew)
+            self._shares = agree(told, self.node_ranks)
         in_node, among_nodes = self._shares
         if not in_node:
             partition = Partition(walked, (), self.rank, [str(rank) for rank in range(self.size)])
@@ -209,12 +209,12 @@ class World:
             dist.destroy_process_group(group)
 
 
-def agree(told: Sequence[Sequence[Sequence[Any]]], crew: Collection[int]) -> tuple[bool, bool]:
-    """Whether ranks that hold the same tensors all said the same of them: those of ``crew``, and all. Pure.
+def agree(told: Sequence[Sequence[Sequence[Any]]], node_ranks: Collection[int]) -> tuple[bool, bool]:
+    """Whether ranks that hold the same tensors all said the same of them: those of ``node_ranks``, and all. Pure.
 
-    ``told``: by rank, see ``Partition.common``. The first is the same for a whole crew, the second for all ranks.
+    ``told``: by rank, see ``Partition.common``. The first is the same for a whole node_ranks, the second for all ranks.
     """
-    in_node = all(common in told[other] for rank in crew for common in told[rank] for other in common[0])
+    in_node = all(common in told[other] for rank in node_ranks for common in told[rank] for other in common[0])
     seen: dict[tuple[str, int], list[str]] = defaultdict(list)
     for _, holders, count, tensors in (common for commons in told for common in commons):
         seen[holders, count].append(tensors)

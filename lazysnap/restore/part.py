@@ -102,7 +102,7 @@ class PartReader:
         rank, size = self._world.rank, self._world.size
         if plan.world_size != size:
             return rank * plan.world_size // size, []
-        return rank, self._world.crew
+        return rank, self._world.node_ranks
 
     def _open(self, plan: RestartPlan, entry: Entry) -> list[OpenShard]:
         """A shard, and the frozen tensors that it refers to."""

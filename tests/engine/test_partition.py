@@ -44,8 +44,8 @@ def test_each_node_captures_every_row_once_and_all_nodes_together_store_it_once(
     for name in (name for name in state if name != "own"):
         rows = range(state[name].shape[0] if state[name].dim() else 1)
         for node in set(nodes):
-            crew = [one for one, where in zip(ranks, nodes, strict=True) if where == node and name in one.facts]
-            assert sorted(row for one in crew for row in captured(one, state, name)) == [*rows]
+            node_ranks = [one for one, where in zip(ranks, nodes, strict=True) if where == node and name in one.facts]
+            assert sorted(row for one in node_ranks for row in captured(one, state, name)) == [*rows]
         stored = [row for one in ranks if name in one.facts for row in captured(one, state, name, shared=True)]
         assert sorted(stored) == [*rows]
     assert all("own" in one.apply(walk(state)).names and "own" not in one.shared_rows for one in ranks)
@@ -81,13 +81,13 @@ def test_nodes_that_hold_other_tensors_each_store_their_own():
     other = partitions({"b": torch.ones(6), "own": torch.ones(2)}, "aabb")
     crews = ([0, 1], [2, 3])
 
-    assert [agree(told(same), crew) for crew in crews] == [(True, True)] * 2
+    assert [agree(told(same), node_ranks) for node_ranks in crews] == [(True, True)] * 2
     mixed = [*same[:2], *(one.common for one in other[2:])]
-    assert [agree(told(mixed), crew) for crew in crews] == [(True, False)] * 2
+    assert [agree(told(mixed), node_ranks) for node_ranks in crews] == [(True, False)] * 2
     torn = [*same[:3], other[3].common]
-    assert [agree(told(torn), crew) for crew in crews] == [(True, False), (False, False)]
+    assert [agree(told(torn), node_ranks) for node_ranks in crews] == [(True, False), (False, False)]
     fewer = [*same[:3], []]
-    assert [agree(told(fewer), crew) for crew in crews] == [(True, False), (False, False)]
+    assert [agree(told(fewer), node_ranks) for node_ranks in crews] == [(True, False), (False, False)]
 
 
 def told(commons):

@@ -33,7 +33,7 @@ def test_an_answer_that_comes_after_the_deadline_is_not_kept(ends):
     assert questions.ask(Drain(step=1), 0.0) is None
     late = asked(theirs)
     with lock:
-        questions.hear(Drained(id=late.id, ok=True))
+        questions.receive(Drained(id=late.id, ok=True))
 
     assert questions._open == {}
 
@@ -47,7 +47,7 @@ def test_each_question_gets_its_own_answer(ends):
     number = asked(theirs).id
     with lock:
         for message in (Pong(), Drained(id=number + 1, ok=True), Drained(id=number, ok=True)):
-            questions.hear(message)
+            questions.receive(message)
         lock.notify_all()
     thread.join(20)
 
@@ -87,7 +87,7 @@ def test_who_is_told_of_progress_holds_up_no_answer(ends):
     assert told.wait(60)
     is_free = lock.acquire(timeout=20)
     if is_free:
-        questions.hear(Drained(id=number, ok=True))
+        questions.receive(Drained(id=number, ok=True))
         lock.release()
     goes_on.set()
     thread.join(60)

@@ -44,9 +44,9 @@ class Trainer:
         config = SnapshotConfig(job_id=job_id, levels=levels, memory=memory, keeper_timeout_s=TIMEOUT_S)
         self.timeout_s = settings.get("timeout_s", TIMEOUT_S)
         rank, ranks = self.rank = settings.get("rank", (0, 1))
-        team = Team(rank, ranks, rank, crew=tuple(range(ranks)))
+        team = Team(rank, ranks, rank, node_ranks=tuple(range(ranks)))
         if settings.get("elsewhere"):
-            team = Team(ranks + rank, 2 * ranks, rank, 1, 2, crew=tuple(range(ranks, 2 * ranks)))
+            team = Team(ranks + rank, 2 * ranks, rank, 1, 2, node_ranks=tuple(range(ranks, 2 * ranks)))
         self.client = KeeperClient(JobIdentity.from_config(config), config, team)
         self.floor = settings.get("floor", 0)
         self.size = settings.get("size", 100_000)

@@ -55,7 +55,7 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int, num_slots: int = NUM_SLOTS) -> None:
         self.rank, self.world_size, self.sequence = rank, world_size, 0
-        self._crews: dict[str, int] = {}
+        self._num_ranks: dict[str, int] = {}
         self.is_gone = self.is_choosing = False
         self._slots = [Slot.create(1 << 16, len(image_of(0))) for _ in range(num_slots)]
         self._starts: list[tuple[int, str]] = []
@@ -67,10 +67,10 @@ class Rank:
         """All of them."""
         return list(self._slots)
 
-    def begin_run(self, start: str, crew: int = 1) -> None:
+    def begin_run(self, start: str, node_ranks: int = 1) -> None:
         """Captures from now on are of this start, in which its node has so many ranks."""
         self._starts.append((self.sequence, start))
-        self._crews[start] = crew
+        self._num_ranks[start] = node_ranks
 
     def holds(self, slot: Slot, start: str) -> bool:
         """Whether a slot shows a capture of that start."""
@@ -85,9 +85,9 @@ class Rank:
         """Whether its trainer told of that start."""
         return any(of == start for _, of in self._starts)
 
-    def crew_of(self, start: str) -> int:
+    def num_ranks_of(self, start: str) -> int:
         """How many ranks its node had in that start."""
-        return self._crews.get(start, 0)
+        return self._num_ranks.get(start, 0)
 
     def begin(self, step: int, run_id: str, *, must: bool = False, frozen: FrozenReference | None = None) -> Slot:
         """Begin a capture as the trainer does: pinned, if its step is granted. Blocks: until a slot is free."""
