@@ -247,10 +247,11 @@ class NodeGrants:
         """Ask before the commit, and obey: other nodes may have been told that this write is void."""
         return self.levels[write.level].attempt == write.attempt
 
-    def committed(self, write: Write) -> None:
-        """The file is there. The slots are free again; it counts once it was read back."""
+    def committed(self, write: Write) -> bool:
+        """The file is there. The slots are free again; it counts, and is reported, once it was read back."""
         if self.is_wanted(write) and self._is_granted(write):
             self.levels[write.level].progress = Progress.VERIFYING
+        return False
 
     def verified(self, write: Write) -> bool:
         """The file was read back; whether to report."""

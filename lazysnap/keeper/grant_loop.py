@@ -144,7 +144,7 @@ class GrantLoop:
 
     def committed(self, write: Write) -> None:
         """The file is there; ``verified`` or ``failed`` follows."""
-        self._events.put(lambda: self._quietly(lambda: self._node.committed(write)))
+        self._events.put(lambda: self._node.committed(write))
 
     def verified(self, write: Write) -> None:
         """The file was read back."""
@@ -166,11 +166,6 @@ class GrantLoop:
         """Ask before the node's file of this step is deleted, and obey."""
         with self._lock:
             return not self._is_closed and self._node.give_up(level, step)
-
-    @staticmethod
-    def _quietly(call: Callable[[], None]) -> bool:
-        call()
-        return False
 
     # The thread
 

@@ -322,7 +322,10 @@ class LocalRank:
     # ---------------------------------------------------------------- messages of the trainer
 
     def handle(self, message: Message, fds: tuple[int, ...]) -> None:
-        """Do what the trainer says. Raises: ValueError, if a trainer says no such thing; LazySnapError."""
+        """Do what the trainer says. Raises: ValueError, if a trainer says no such thing; OSError; LazySnapError.
+
+        What adopts a slot takes its one descriptor over.
+        """
         storage = self._storage()
         match message:
             case SlotsChanged():
@@ -338,11 +341,12 @@ class LocalRank:
                 self._pool.take_back(message.slot)
                 self._memory_wake.set()
             case Adopt():
-                self._adopt(fds)
+                (fd,) = fds
+                self._adopt(Slot.attach(fd))
             case AdoptFrozen():
-                for slot in Slot.attach_all(fds):
-                    self._frozen.adopt(self.team.local_rank, message.digest, slot)
-                    self._hand_over(message.digest)
+                (fd,) = fds
+                self._frozen.adopt(self.team.local_rank, message.digest, Slot.attach(fd))
+                self._hand_over(message.digest)
             case AskFrozen():
                 assert self.trainer is not None
                 self._frozen_asked.append((self.trainer, message))
@@ -399,14 +403,13 @@ class LocalRank:
         """Nothing of that start is held."""
         self._runs = [known for known in self._runs if known[0].start != start]
 
-    def _adopt(self, fds: tuple[int, ...]) -> None:
-        """A trainer outlived the keeper before: its slots, and the captures in them, are kept on."""
-        for slot in Slot.attach_all(fds):
-            if slot.image_capacity == 0:
-                self._lend(slot)
-                continue
-            number, kept = self._pool.adopt(slot)
-            self.emit(SlotMade(number), (kept.fd,))
+    def _adopt(self, slot: Slot) -> None:
+        """A trainer outlived the keeper before: its slot, and the capture in it, are kept on."""
+        if slot.image_capacity == 0:
+            self._lend(slot)
+            return
+        number, kept = self._pool.adopt(slot)
+        self.emit(SlotMade(number), (kept.fd,))
 
     def _lend(self, slot: Slot) -> None:
         """Of several the newest: a trainer that needs larger ones, or connects again, lends all of them anew."""

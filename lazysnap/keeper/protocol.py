@@ -48,7 +48,7 @@ class Hello(Message, frozen=True):
 
 
 class Adopt(Message, frozen=True):
-    """Comes with slots that an earlier keeper gave it, or that it lends (``LENT``)."""
+    """Comes with a slot that an earlier keeper gave it, or that it lends (``LENT``)."""
 
 
 class AdoptFrozen(Message, frozen=True):

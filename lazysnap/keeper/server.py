@@ -230,7 +230,8 @@ class Server:
             self._close(connection)
             return
         for message, fds in messages:
-            is_taken = self._rank_of(connection) is not None and isinstance(message, Adopt | AdoptFrozen)
+            is_adopted = isinstance(message, Adopt | AdoptFrozen) and len(fds) == 1
+            is_taken = is_adopted and self._rank_of(connection) is not None
             try:
                 self._handle(connection, message, fds)
             except (KeyError, TypeError, ValueError, OSError, LazySnapError) as error:

@@ -18,8 +18,7 @@ import enum
 import mmap
 import os
 import struct
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
@@ -150,24 +149,6 @@ class Slot:
         except BaseException:
             os.close(fd)
             raise
-
-    @classmethod
-    def attach_all(cls, fds: Iterable[int]) -> "list[Slot]":
-        """Map the slots behind all of ``fds``, or none: if one cannot be mapped, all are closed.
-
-        Raises: FormatError; OSError, if there is no room for a mapping.
-        """
-        left, slots = deque(fds), list[Slot]()
-        try:
-            while left:
-                slots.append(cls.attach(left.popleft()))
-        except BaseException:
-            for slot in slots:
-                slot.close()
-            for fd in left:
-                os.close(fd)
-            raise
-        return slots
 
     @staticmethod
     def bytes_for(meta_capacity: int, image_capacity: int) -> int:
