@@ -118,9 +118,11 @@ class NodeStorage:
 
     def _known(self, level: PersistentLevel) -> NodeLevel:
         """What the restart saw there is complete. The coordinator tells only the newest."""
-        earlier = {StepKey(step, start) for start, step in self.run.stored.get(level.url, ())}
-        known = NodeLevel(complete=earlier)
+        known = NodeLevel(complete={*self._earlier(level)})
         return replace(known, remembered=max(known.remembered, level.keep_last))
+
+    def _earlier(self, level: PersistentLevel) -> frozenset[StepKey]:
+        return frozenset(StepKey(step, start) for start, step in self.run.stored.get(level.url, ()))
 
     def _coordinator(self) -> Coordinator | None:
         if self._team.node != 0:
@@ -128,8 +130,7 @@ class NodeStorage:
         grants = []
         for level in self.levels:
             every = math.lcm(level.every_n_steps, self.run.every_n_steps)
-            earlier = frozenset(StepKey(step, start) for start, step in self.run.stored.get(level.url, ()))
-            grants.append(LevelGrants(replace(level, every_n_steps=every), earlier))
+            grants.append(LevelGrants(replace(level, every_n_steps=every), self._earlier(level)))
         return Coordinator(secrets.randbits(62), self.run.start, self._team.nodes, tuple(grants))
 
     def _begin(self) -> None:
