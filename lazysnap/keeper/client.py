@@ -196,7 +196,7 @@ class KeeperClient:
             self._fail(KeeperUnavailable(f"the keeper's client failed: {type(error).__name__}: {error}"))
 
     def _leave(self, connection: Connection) -> None:
-        """Of a keeper that came too late: nobody uses what it handed over."""
+        """Leave a keeper that was reached too late: nobody uses its slots."""
         try:
             connection.send(Goodbye() if self._said_goodbye else Abandon())
         finally:

@@ -1,4 +1,4 @@
-"""What a keeper holds that a restart could read: told to its trainer, and shown to other processes of the same user."""
+"""What a keeper holds that a restart could read: sent to its trainer, and to other processes of the same user."""
 
 import contextlib
 import time
@@ -37,7 +37,7 @@ class RankInventory:
             self._end = TrainerEnd(time.time_ns(), meta.run_id, step)
 
     def message(self, local_ranks: Iterable[int], number: int = 0, parity: Sequence[HeldParity] = ()) -> Inventory:
-        """The answer to the question of that number. ``local_ranks``: of all ranks for which the keeper has such."""
+        """The answer to the question of that number. ``local_ranks``: of all ranks for which the keeper has one."""
         entries = []
         for index, slot in self._pool.items():
             with contextlib.suppress(LazySnapError):  # unreadable metadata: nothing that could be restored

@@ -47,7 +47,7 @@ class ParityStore:
             self._sets.append(done)
 
     def keep(self, stays: Callable[[HeldParity], bool]) -> list[HeldParity]:
-        """Let all go but that; what is left."""
+        """Release all parity but that for which ``stays`` is true; the parity that is left."""
         with self._lock:
             kept = [one for one in self._sets if stays(one.held)]
             gone = [one for one in self._sets if one not in kept]
@@ -57,12 +57,12 @@ class ParityStore:
             return [one.held for one in kept]
 
     def clear(self) -> None:
-        """Nobody counts on any of it."""
+        """Release all parity: no restart needs it."""
         with self._lock:
             self._sets, self._spare = [], []
 
-    def told(self) -> list[HeldParity]:
-        """What there is."""
+    def inventory(self) -> list[HeldParity]:
+        """The parity of each step that is held."""
         with self._lock:
             return [one.held for one in self._sets]
 

@@ -274,7 +274,7 @@ class Server:
         elif isinstance(message, ServePeers):
             connection.send(self._reserve(message))
         elif isinstance(message, AskInventory):
-            parity = self._parity.told() if rank.team.local_rank == 0 else ()
+            parity = self._parity.inventory() if rank.team.local_rank == 0 else ()
             connection.send(rank.inventory.message(sorted(self._ranks), message.id, parity))
         else:
             rank.handle(message, fds)

@@ -55,11 +55,11 @@ def granted(rig):
 
 
 def newest(rig):
-    return max(set.intersection(*({held.step for held in store.told()} for store in rig.stores)))
+    return max(set.intersection(*({held.step for held in store.inventory()} for store in rig.stores)))
 
 
 def newest_held(rig, node):
-    return max(held.step for held in rig.stores[node].told())
+    return max(held.step for held in rig.stores[node].inventory())
 
 
 def die(rig, *nodes):
@@ -72,7 +72,7 @@ def die(rig, *nodes):
 def peers_of(rig, step, lost=(LOST,)):
     """What is left of a step, and the number of each lost part by its rank."""
     left = [node for node in NODES if node not in lost]
-    held = [(f"n{node}", one) for node in left for one in rig.stores[node].told() if one.step == step]
+    held = [(f"n{node}", one) for node in left for one in rig.stores[node].inventory() if one.step == step]
     start = held[0][1].start
     entries = [Entry("memory", 0, RUN, start, step, node, len(NODES), f"0/{step}", node=f"n{node}") for node in left]
     parts, found, *_ = lost_parts(entries, held)

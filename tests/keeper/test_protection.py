@@ -59,7 +59,7 @@ def test_the_slots_and_the_parity_of_a_protected_step_stay_until_a_newer_one_is(
         rig.protect()
         for node in NODES:
             until(lambda node=node: rig.protected(node) in rig.held(node))
-            until(lambda node=node: rig.protected(node) in {held.step for held in rig.stores[node].told()})
+            until(lambda node=node: rig.protected(node) in {held.step for held in rig.stores[node].inventory()})
 
 
 @pytest.mark.parametrize("every", [5, 7])
@@ -135,7 +135,7 @@ def test_what_was_granted_and_not_protected_is_let_go_when_another_start_begins(
     until(lambda: not any(rig.held(node) for node in NODES))
     rig.stop(0), rig.stop(1), rig.stop(2)
     until(lambda: not is_encoding())
-    assert not any(store.told() for store in rig.stores)
+    assert not any(store.inventory() for store in rig.stores)
 
 
 def test_what_an_earlier_start_protected_stays_until_this_one_has(rig):
@@ -144,11 +144,11 @@ def test_what_an_earlier_start_protected_stays_until_this_one_has(rig):
     until(lambda: len({rig.protected(node) for node in NODES}) == 1)
     step = rig.protected()
     rig.begin(STARTS[1], follows=True)
-    until(lambda: all(rig.held(node) == {held.step for held in rig.stores[node].told()} for node in NODES))
+    until(lambda: all(rig.held(node) == {held.step for held in rig.stores[node].inventory()} for node in NODES))
     assert all(step <= held for node in NODES for held in rig.held(node))
     rig.step = max(rig.held(0))
     rig.protect()
-    until(lambda: all({held.start for held in store.told()} == {STARTS[1]} for store in rig.stores))
+    until(lambda: all({held.start for held in store.inventory()} == {STARTS[1]} for store in rig.stores))
     assert all(step not in rig.held(node) for node in NODES)
 
 
@@ -342,7 +342,7 @@ def test_parity_goes_when_a_start_without_it_has_captures_of_its_own(rig):
     rig.protect()
     rig.parity = None
     rig.begin(STARTS[1], follows=True)
-    assert any(store.told() for store in rig.stores)
+    assert any(store.inventory() for store in rig.stores)
     rig.capture(rig.step + 2)
     rig.capture(rig.step + 2)
-    until(lambda: not any(store.told() for store in rig.stores))
+    until(lambda: not any(store.inventory() for store in rig.stores))

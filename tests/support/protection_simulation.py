@@ -111,7 +111,7 @@ class Cluster(World):
         for node, ranks in enumerate(self.memory):
             for key in set.intersection(*({slot.key for slot in slots if slot.is_kept} for slots in ranks)):
                 parts[key].add(node)
-            for held in self.stores[node].told():
+            for held in self.stores[node].inventory():
                 parities[held.step, held.start].add(node)
         return {key: (frozenset(parts[key]), frozenset(parities[key])) for key in parts}
 
@@ -149,7 +149,7 @@ class Cluster(World):
             for slot in slots
             if slot.is_whole
         ]
-        held = [(str(node), parity) for node, store in enumerate(self.stores) for parity in store.told()]
+        held = [(str(node), parity) for node, store in enumerate(self.stores) for parity in store.inventory()]
         _, computed, _ = lost_parts(entries, held)
         plans = candidates([Inventory("memory", tuple(entries)), Inventory("parity", tuple(computed))])
         found = (plans[0].step, plans[0].start) if plans else None
@@ -320,7 +320,7 @@ class ProtectingKeeper(SimKeeper):
         for slot in (slot for rank in self.ranks for slot in rank.slots if slot.pin is not None):
             if slot.step < 0 or not held.stays(slot.step, is_own=slot.start == start):
                 slot.pin, has_let_go = None, True
-        before = self.store.told()
+        before = self.store.inventory()
         left = self.store.keep(lambda parity: held.stays(parity.step, is_own=parity.start == start))
         held.level.stored = {parity.step for parity in left if parity.start == start}
         self.word = self.grants.word
