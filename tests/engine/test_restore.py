@@ -53,11 +53,11 @@ def test_an_engine_that_is_closed_maps_no_slot_any_more_whatever_was_fetched(job
     first.run(1, 1)
     assert first.engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
     first.engine.abandon()
-    second = job.start(tmp_path, memory=MEMORY, ready=False)
     gc.collect()
     gc.disable()
     try:
         before = mapped_slots()
+        second = job.start(tmp_path, memory=MEMORY, ready=False)
         snapshot = second.engine.fetch()
         assert mapped_slots() > before
         second.engine.close()
