@@ -234,7 +234,7 @@ class SnapshotConfig:
     and close. Time for reading does not count."""
     flush_budget_s: float = 30.0
     """On SIGTERM under Lightning: seconds to make the last capture durable. After any other error the newest capture
-    stays in memory, as after a crash, and frozen tensors are compared for at most so long."""
+    stays in memory, as after a crash."""
     drain_timeout_s: float = 600.0
     """At a clean end: seconds to wait until the newest capture is durable at every level."""
 

@@ -1,7 +1,7 @@
 """Frozen tensors: parameters that need no gradient and that no optimizer holds. They are captured and stored once.
 
-They stand in a file of their own, which is called by the digest of its bytes. At every boundary their pointers,
-versions and some of their words are compared; when training closes, the digest of all bytes.
+They stand in a file of their own, which is named by the digest of its bytes. At every boundary their pointers and
+versions are compared. A write through ``.data`` moves neither, so nobody notices it.
 """
 
 import ctypes
@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
 from lazysnap.capture.reader import SLICE_BYTES, pieces_of
-from lazysnap.capture.samples import DeviceSamples, HostSamples, samples_of
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.state.sharding import local_of
@@ -116,7 +115,6 @@ class FrozenSet:
     """The live parameters, each with the index of its tensor."""
     _places: tuple[Memory, ...] = field(repr=False)
     _facts: list[tuple[int, int]] = field(repr=False)
-    _samples: Sequence[HostSamples | DeviceSamples] = field(repr=False)
     _ready: tuple[torch.cuda.Event, ...] = field(repr=False)
 
     @classmethod
@@ -161,7 +159,6 @@ class FrozenSet:
             parameters=live,
             _places=tuple(_memory(found[name]) for name in names),
             _facts=_facts_of(live),
-            _samples=samples_of([(name, stored[name]) for name in names]),
             # What wrote them runs before this on the compute stream.
             _ready=tuple(torch.cuda.current_stream(device).record_event() for device in sorted(devices, key=str)),
         )
@@ -187,16 +184,12 @@ class FrozenSet:
     # ---------------------------------------------------------------- watching
 
     def changed(self) -> list[str]:
-        """Names of those that are certainly not as they were. Hot: once per boundary."""
-        facts = _facts_of(self.parameters)
-        if facts != self._facts:
-            found = zip(self.parameters, facts, self._facts, strict=True)
-            return sorted({self.names[index] for (index, _), now, then in found if now != then})
-        # Their memory is where it was, so it may be read.
-        return [self.names[index] for samples in self._samples for index in samples.changed()]
+        """Return the names of tensors whose pointer or version changed. Hot: once per boundary."""
+        found = zip(self.parameters, _facts_of(self.parameters), self._facts, strict=True)
+        return sorted({self.names[index] for (index, _), now, then in found if now != then})
 
     def accept(self) -> None:
-        """The values that they had were loaded into them again. ``changed`` still compares samples of them."""
+        """Take the present pointers and versions as unchanged: the same values were loaded into the tensors again."""
         self._facts[:] = _facts_of(self.parameters)
 
     def trained(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:

@@ -719,10 +719,6 @@ class SnapshotEngine:
         is_captured = self._last_due is None or self._statistics.last_whole_step is not None
         return done and is_captured and not self._outcomes.has_lost_last
 
-    def _compare_frozen(self, timeout_s: float) -> None:
-        with self._lock:
-            self._recorder.frozen.compare(timeout_s)
-
     def statistics(self) -> Statistics:
         """Counters and timings so far; updated in place."""
         self._drain_events()
@@ -747,7 +743,6 @@ class SnapshotEngine:
         self._events.is_training = False
         try:
             self.gate()
-            self._compare_frozen(self.config.drain_timeout_s)
             over = self._world.ends()
             has_own = self._has_own()
             durable = not drain or self._end(progress, is_common=over)
@@ -835,14 +830,10 @@ class SnapshotEngine:
         return durable
 
     def abandon(self) -> None:
-        """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart.
-
-        Blocks: until the frozen tensors are compared byte by byte, at most ``flush_budget_s``.
-        """
+        """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart."""
         if not self._closed:
             self._events.is_training = False
             self.gate()
-            self._compare_frozen(self.config.flush_budget_s)
             self._leave()
             self._client.abandon()
             self._tell_end(report.Ending.ABANDONED)

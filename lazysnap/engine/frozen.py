@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from lazysnap.engine.meta import MetaWriter
 from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import FrozenFilled
-from lazysnap.levels.watchdog import Watchdog
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.state.sharding import held_part, local_of
@@ -33,19 +32,13 @@ _UNKNOWN = "0" * 32
 
 
 class FrozenTensors:
-    """Used on the training thread, under the engine's lock.
+    """The frozen tensors of an engine. Used on the training thread, under the engine's lock."""
 
-    ``lost`` is called with the sequence number of each capture that turned out to be worth nothing.
-    """
-
-    def __init__(
-        self, source: StateSource, client: KeeperClient, log: EventLog, meta: MetaWriter, lost: Callable[[int], None]
-    ) -> None:
+    def __init__(self, source: StateSource, client: KeeperClient, log: EventLog, meta: MetaWriter) -> None:
         self._source = source
         self._client = client
         self._log = log
         self._meta = meta
-        self._lost = lost
         self._set: FrozenSet | None = None
         self._copy: _Copy | None = None
         self.changed: set[str] = set()
@@ -53,8 +46,6 @@ class FrozenTensors:
         self._changes = 0
         self._is_set_up = False
         """Whether a boundary was passed. Before, a model is set up: weights are loaded, moved to a device."""
-        self._captures: dict[Slot, int] = {}
-        """The sequence number of the capture in each slot that refers to the set."""
 
     # ---------------------------------------------------------------- which, and where they are
 
@@ -91,7 +82,6 @@ class FrozenTensors:
         if self._copy is not None:
             self._copy.cancel()
         self._set, self._copy = frozen, None
-        self._captures.clear()
         self._log.statistics.frozen_bytes = 0
         if frozen is not None:
             self._begin_copy(frozen)
@@ -131,10 +121,6 @@ class FrozenTensors:
             return None
         return FrozenReference(self._copy.digest or _UNKNOWN, self._set.size_bytes)
 
-    def began(self, slot: Slot, sequence: int) -> None:
-        """A capture that refers to the set began."""
-        self._captures[slot] = sequence
-
     # ---------------------------------------------------------------- comparing
 
     def look(self) -> bool:
@@ -148,7 +134,6 @@ class FrozenTensors:
         if changed:
             if is_set_up:
                 self._note_changed(changed)
-            self._drop_captures()
         elif copy.error:
             self._log.note_once("frozen", "frozen tensors are part of every snapshot: %s", copy.error)
             self._changes = _MOST_CHANGES
@@ -158,7 +143,7 @@ class FrozenTensors:
         return False
 
     def is_as_it_was(self) -> bool:
-        """As ``look``, but nothing follows from it."""
+        """True if ``look`` would find nothing changed. Has no side effects."""
         frozen = self._set
         return frozen is None or not (frozen.trained(self._source.optimizers()) or frozen.changed())
 
@@ -169,55 +154,10 @@ class FrozenTensors:
         self._log.note_once(
             "frozen",
             "%d tensors that need no gradient were changed all the same (%s, …): they are part of every snapshot from "
-            "now on. Snapshots in memory that took them for frozen are dropped; those on storage hold the values that "
-            "the tensors had first",
+            "now on. Earlier snapshots hold the values from before the change",
             len(changed),
             changed[0],
         )
-
-    def _drop_captures(self) -> None:
-        for sequence in [sequence for slot, sequence in self._captures.items() if slot.drop(sequence)]:
-            self._log.statistics.torn += 1
-            self._lost(sequence)
-        self._captures.clear()
-
-    def compare(self, timeout_s: float) -> None:
-        """Compare all bytes with those that were captured: training closes.
-
-        Blocks: at most ``timeout_s``, twice that if a device hangs. Captures count as right if the comparison fails or
-        takes longer: pointers, versions and samples were as they had to be at each boundary.
-        """
-        frozen, copy = self._set, self._copy
-        if frozen is None or copy is None or not self._captures or frozen.trained(self._source.optimizers()):
-            return
-        deadline = time.monotonic() + timeout_s
-
-        def compared(beat: Callable[[], None]) -> str:
-            faults.point("engine.frozen.compare")
-
-            def go_on() -> None:
-                beat()
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"it took longer than {timeout_s:g} s")
-
-            return digest_of(frozen.pieces(), go_on)
-
-        try:
-            digest = Watchdog(compared, "comparing frozen tensors").result(timeout_s)
-        except Exception as error:  # noqa: BLE001  the rim of the thread
-            self._log.note_once(
-                "comparison",
-                "the frozen tensors were not compared byte by byte: %s; snapshots rely on the samples of each step",
-                error,
-            )
-            return
-        if digest != copy.digest:
-            self._log.note_once(
-                "frozen",
-                "tensors that need no gradient were changed all the same, in a way that no boundary noticed: snapshots "
-                "in memory are dropped; those on storage hold the values that the tensors had first",
-            )
-            self._drop_captures()
 
     # ---------------------------------------------------------------- loading, ending
 
@@ -236,7 +176,6 @@ class FrozenTensors:
         if self._copy is not None:
             self._copy.cancel(_STOP_S)
         self._set = self._copy = None
-        self._captures.clear()
 
 
 class _Copy:

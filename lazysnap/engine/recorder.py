@@ -70,7 +70,7 @@ class Recorder:
         self.meta = MetaWriter.agreed(world, config)
         self.names = Names(client)
         self.outcomes = Outcomes(direct, log)
-        self.frozen = FrozenTensors(source, client, log, self.meta, self.outcomes.lost)
+        self.frozen = FrozenTensors(source, client, log, self.meta)
         self.planner = Planner(config, source, world, self.frozen, log)
         self._direct = direct
         self._meta_capacity = META_BYTES
@@ -284,8 +284,6 @@ class Recorder:
         if self._skipped is not None and self._skipped[0] == step:  # tried again, with success
             self._log.statistics.skipped -= Counter([self._skipped[1]])
         self._log.statistics.shard_bytes = size
-        if job.plan.frozen is not None:
-            self.frozen.began(slot, job.sequence)
         if self._config.levels and (self.stores_next or self.names.wanted):
             slot.pin(step, until_stored=True)
         if self.stores_next:

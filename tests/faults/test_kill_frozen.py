@@ -66,7 +66,6 @@ def test_a_death_while_the_image_is_made_or_later_loses_no_bit(zygote, wanted, t
             for what in ("kill", "kill-both")
         ),
         "keeper.frozen.make:1:kill-both",
-        "engine.frozen.compare:1:kill",
         "engine.begun:4:kill",
         "capture.commit:4:kill",
         "capture.commit:3:kill-both",
