@@ -54,6 +54,37 @@ def estimate_image_bytes(source: StateSource, apart: Collection[str], size: Byte
     return total + count * _HEADER_BYTES_PER_TENSOR + (1 << 20)
 
 
+def growth_bytes(source: StateSource, *, is_first: bool) -> int:
+    """Estimate the host memory that training is still going to take, beside snapshots.
+
+    ``is_first``: before the first step, the gradients and the optimizer state that are not there yet. Later, what the
+    process gave back since its peak: a training on the CPU takes that again in each step. Training on a device takes
+    next to nothing.
+    """
+    if all(local_of(tensor).device.type != "cpu" for tensor in source.expected().values()):
+        return 0
+    if not is_first:
+        resident, peak = _resident_bytes()
+        return peak - resident
+    total = 0
+    for optimizer in source.optimizers():
+        copies = _STATE_COPIES.get(type(optimizer).__name__, 0)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and not is_uninitialised(parameter) and parameter.device.type == "cpu":
+                    missing = (parameter.grad is None) + (0 if optimizer.state.get(parameter) else copies)
+                    total += local_of(parameter).nbytes * missing
+    return total
+
+
+def _resident_bytes() -> tuple[int, int]:
+    """Return the memory of this process now, and at its peak."""
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    now, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return now, max(now, peak)
+
+
 def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found: dict[tuple[int, int], torch.Tensor] = {}
     for tensor in tensors:

@@ -17,7 +17,7 @@ from lazysnap.capture.unchanged import is_unchanged
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.direct import DirectStorage
-from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes
+from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
 from lazysnap.engine.meta import MetaWriter
@@ -28,7 +28,8 @@ from lazysnap.engine.report import Sizes
 from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.protocol import SlotsChanged, Wish
 from lazysnap.memory.arena import Slot, SlotPhase, Word, capacity_fits
-from lazysnap.memory.slot_pool import fits, free_bytes
+from lazysnap.memory.budget import NODE
+from lazysnap.memory.slot_pool import fits
 from lazysnap.ranks.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
 from lazysnap.ranks.world import World
 from lazysnap.state.source import StateSource
@@ -75,6 +76,8 @@ class Recorder:
         self._direct = direct
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
+        self._expects_first_step = True
+        """Whether the keeper still leaves room for what the first step takes."""
         self._begun: _Begun | None = None
         self.last_step: int | None = None
         """Of the last capture, or of the snapshot that was resumed from."""
@@ -115,7 +118,7 @@ class Recorder:
         slot_bytes = Slot.bytes_for(*(self._reserved or (self._meta_capacity, plan.layout.size_bytes)))
         frozen = plan.frozen.size_bytes if plan.frozen is not None else 0
         held = sum(slot.size_bytes for slot in self._client.slots())
-        available = min(free_bytes() + held + frozen, self._config.memory.max_bytes or sys.maxsize)
+        available = min(NODE.free_bytes() + held + frozen, self._config.memory.max_bytes or sys.maxsize)
         return Sizes(plan.layout.size_bytes, frozen, self._slots_needed(), slot_bytes, available, self.group)
 
     def is_ready(self) -> bool:
@@ -309,6 +312,8 @@ class Recorder:
         if not slots or self._reserved is None or not capacity_fits(self._reserved[1], needed):
             # Also where some fit that an earlier start left: those asked for so far would not be enough.
             self._reserve(needed)
+        if self._reserved is not None and self._expects_first_step:
+            self._request(*self._reserved)
         if not slots and self._waits_for(lambda: bool(self._fitting(plan, meta_bytes))):
             slots = self._fitting(plan, meta_bytes)
         plan.forget(slots)
@@ -364,7 +369,9 @@ class Recorder:
     def _request(self, meta_capacity: int, image_bytes: int) -> None:
         needed = self._slots_needed()
         least = least_slots(self._config, self._world.size) if self._world.is_alone else needed
-        self._client.reserve(meta_capacity, image_bytes, needed, least)
+        self._expects_first_step = self.planner.plan is None
+        growth = growth_bytes(self._source, is_first=self._expects_first_step)
+        self._client.reserve((meta_capacity, image_bytes), needed, least, growth)
 
     def _do_without_parity(self, text: str) -> bool:
         """Memory was refused: what is only there for other nodes' protection goes first."""

@@ -98,7 +98,7 @@ class KeeperClient:
         self._slots = MappedSlots(self._changed)
         self._frozen = MappedFrozen()
         self._wanted: tuple[int, int, int] | None = None
-        self._least = 0
+        self._least = self._growth = 0
         self._progress = (0, 0)
         """Of a drain: bytes that levels have, and bytes that all are to have."""
         self._newest_held = 0
@@ -346,19 +346,20 @@ class KeeperClient:
         """Have ``work`` done for every slot in the background, before ``slots`` shows it."""
         self._slots.make_ready = work
 
-    def reserve(self, meta_capacity: int, image_capacity: int, count: int, least: int | None = None) -> None:
+    def reserve(self, capacities: tuple[int, int], count: int, least: int | None = None, growth_bytes: int = 0) -> None:
         """Ask for ``count`` slots. Does not block; they show up in ``slots``, or a ``MemoryRefused`` in the events.
 
-        ``least``: the smallest count that this training may be configured to; for the text of a refusal.
+        ``capacities``: bytes of metadata and of the image. ``least``: the smallest count that this training may be
+        configured to; for the text of a refusal. ``growth_bytes``: what training itself is still going to take.
         """
-        self._wanted, self._least = (meta_capacity, image_capacity, count), least or count
+        self._wanted, self._least, self._growth = (*capacities, count), least or count, growth_bytes
         self._slots.want()
         self._reserve()
 
     def _reserve(self) -> None:
         assert self._wanted is not None
         meta, image, count = self._wanted
-        self.tell(Reserve(meta, image, count, self._least))
+        self.tell(Reserve(meta, image, count, self._least, self._growth))
 
     def slots(self) -> tuple[Slot, ...]:
         """Slots that are populated on both sides and kept by a live keeper, in no order; empty before that."""

@@ -50,6 +50,7 @@ from lazysnap.keeper.protocol import (
 )
 from lazysnap.keeper.step_wait import Wait
 from lazysnap.memory.arena import Slot, SlotPhase, Word
+from lazysnap.memory.budget import NODE
 from lazysnap.memory.slot_pool import SlotPool
 from lazysnap.topology import Team
 
@@ -193,6 +194,7 @@ class LocalRank:
         if self.trainer is not None:
             self._close(self.trainer)
         self._unwatch()
+        NODE.forget(self)
         self.phase = Phase.GONE
         self._frozen.forget(self.team.local_rank)
         self._memory_wake.set()
@@ -304,6 +306,7 @@ class LocalRank:
     def _trainer_died(self) -> None:
         """Nothing is written into the slots any more. What is not whole is void."""
         self._unwatch()
+        NODE.forget(self)
         self._forget_lent()
         self._frozen.filled(self.team.local_rank)
         self.inventory.trainer_ended()
@@ -335,6 +338,7 @@ class LocalRank:
                 self.emit(Pong())
             case Reserve():
                 self._wanted, self._least = (message.meta, message.image, message.count), message.least
+                NODE.expect(self, message.growth)
                 self._settled = None  # what was there once may have been returned meanwhile
                 self._memory_wake.set()
             case Return():

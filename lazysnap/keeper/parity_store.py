@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lazysnap.errors import CaptureAborted
 from lazysnap.keeper.protocol import HeldParity
 from lazysnap.levels.source import MemorySource, map_anonymous
-from lazysnap.memory.slot_pool import check_room
+from lazysnap.memory.budget import NODE
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class ParityStore:
         del spare
         missing = count - len(found)
         if missing:
-            check_room(missing * size_bytes, "parity for other nodes")
+            NODE.check(missing * size_bytes, "parity for other nodes")
         return found + [map_anonymous(size_bytes) for _ in range(missing)]
 
     def add(self, done: ParitySet) -> None:

@@ -122,6 +122,8 @@ class Reserve(Message, frozen=True):
     count: int
     least: int
     """The smallest count that the training may be configured to."""
+    growth: int
+    """Bytes of host memory that training itself is still going to take: slots leave them free."""
 
 
 class Return(Message, frozen=True):

@@ -29,6 +29,7 @@ from lazysnap.shard.checksum import Checksums
 PAGE = 4096
 _MAGIC = 0x31504E53595A414C  # "LAZYSNP1"
 SLACK_BYTES = 8 << 20
+_POPULATE_BYTES = 16 << 20
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
@@ -303,20 +304,23 @@ class Slot:
             raise FormatError("the metadata in an arena slot does not agree with its checksum")
         return meta
 
-    def populate(self, *, chunk_bytes: int = 64 << 20, write: bool = True) -> None:
+    def populate(self, *, write: bool = True, progress: Callable[[int], None] = lambda count: None) -> None:
         """Fault all pages in, so that no copy pays for it. Blocks; releases the interpreter lock in chunks.
 
         The keeper populates for writing (allocates); a trainer populates its own page tables.
-        Raises: OSError(ENOMEM), if the machine has not got the memory.
+        ``progress``: called after each chunk with its bytes. Raises: OSError(ENOMEM), if the machine has not got the
+        memory; what ``progress`` raises.
         """
         advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
-        for start in range(0, self.size_bytes, chunk_bytes):
+        for start in range(0, self.size_bytes, _POPULATE_BYTES):
+            count = min(_POPULATE_BYTES, self.size_bytes - start)
             try:
-                self._buffer.madvise(advice, start, min(chunk_bytes, self.size_bytes - start))
+                self._buffer.madvise(advice, start, count)
             except OSError as error:
                 if error.errno != 22:  # EINVAL: a kernel before 5.14 faults pages in on first use instead
                     raise
                 return
+            progress(count)
 
     def close(self) -> None:
         """Unmap and close. Views that others still hold keep the memory alive."""

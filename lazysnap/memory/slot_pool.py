@@ -11,70 +11,27 @@ from rich.filesize import decimal
 from lazysnap import faults
 from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.memory.arena import Slot, Word, capacity_fits
+from lazysnap.memory.budget import NODE
 
 logger = logging.getLogger(__name__)
 
-_RESERVE_BYTES = 256 << 20
-"""Free memory that is left to the rest of the machine."""
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: of the machine, or of this container if that is less."""
-    available = 1 << 62
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    for folder, limit, used in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            with open(f"{folder}/{limit}") as first, open(f"{folder}/{used}") as second:
-                bound = first.read().strip()
-                if bound != "max":
-                    held = int(second.read()) - _cache_bytes(f"{folder}/memory.stat")
-                    available = min(available, int(bound) - held)
-        except (OSError, ValueError):
-            continue
-    return max(0, available)
-
-
-def _cache_bytes(path: str) -> int:
-    """Pages of files that the kernel lets go when memory is needed, as MemAvailable counts them."""
-    with open(path) as file:
-        fields = dict(line.split() for line in file)
-    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0)) // 2
-
-
-def free_bytes() -> int:
-    """Memory that slots may take: what is left to the rest of the machine is not in it."""
-    return max(0, available_bytes() - _RESERVE_BYTES)
-
-
-def check_room(needed: int, what: str) -> None:
-    """Raises: MemoryBoundExceeded, if ``what`` would leave too little to the rest of the machine."""
-    free = free_bytes()
-    if needed > free:
-        raise MemoryBoundExceeded(
-            f"{what} need {needed} bytes ({decimal(needed)}), this machine (or its container) has {free} "
-            f"({decimal(free)}) to spare; free memory, use a larger machine, or capture a smaller state"
-        )
-
 
 def make_slot(meta_capacity: int, image_capacity: int, what: str) -> Slot:
-    """A slot of these capacities for ``what``, with its pages in place. Blocks. Raises: MemoryBoundExceeded."""
+    """Make a slot of these capacities for ``what``, with its pages in place. Blocks. Raises: MemoryBoundExceeded."""
     needed = Slot.bytes_for(meta_capacity, image_capacity)
-    check_room(needed, what)
-    slot = Slot.create(meta_capacity, image_capacity)
-    try:
-        slot.populate()
-    except OSError as error:
-        slot.close()
-        raise MemoryBoundExceeded(
-            f"the machine refused {needed} bytes ({decimal(needed)}) for {what}: {os.strerror(error.errno or 0)}; "
-            "free memory, use a larger machine, or capture a smaller state"
-        ) from error
+    with NODE.reserved(needed, what) as populated:
+        slot = Slot.create(meta_capacity, image_capacity)
+        try:
+            slot.populate(progress=populated)
+        except OSError as error:
+            slot.close()
+            raise MemoryBoundExceeded(
+                f"the machine refused {needed} bytes ({decimal(needed)}) for {what}: {os.strerror(error.errno or 0)}; "
+                "free memory, use a larger machine, or capture a smaller state"
+            ) from error
+        except BaseException:
+            slot.close()
+            raise
     slot.set_word(Word.READY, 1)
     return slot
 
@@ -164,7 +121,7 @@ class SlotPool:
         others = sum(slot.size_bytes for slot in (*slots, *returned) if slot not in fitting)
         missing = count - len(fitting)
         if missing > 0 and not others:
-            free = free_bytes()
+            free = NODE.free_bytes()
             if missing * each > free:
                 held = len(fitting) * each
                 raise MemoryBoundExceeded(refusal(count, each, free + held, least=least or count, is_bound=False))
@@ -172,7 +129,7 @@ class SlotPool:
             if self.is_outdated(wanted):
                 return False
             held = len(fitting) * each + others
-            if others and fitting and each + _RESERVE_BYTES > available_bytes():
+            if others and fitting and each > NODE.free_bytes():
                 return False  # the first capture into a new slot frees an old one
             if max_bytes is not None and held + each > max_bytes:
                 return False

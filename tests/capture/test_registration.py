@@ -102,7 +102,7 @@ def test_slots_of_a_keeper_are_ready_only_when_registered_and_a_new_size_leaves_
     try:
         client.connect(TIMEOUT_S)
         for size in (1 << 20, 64 << 20):
-            client.reserve(1 << 16, size, 2)
+            client.reserve((1 << 16, size), 2)
             for slot in client.mapped():
                 client.return_slot(slot)
             slot = None

@@ -85,7 +85,7 @@ class Trainer:
 
     def reserve(self, count, size=None):
         self.size = size or self.size
-        self.client.reserve(4096, 4096 + self.size, count)
+        self.client.reserve((4096, 4096 + self.size), count)
         deadline = time.monotonic() + TIMEOUT_S
         self.return_others()
         while len(self.fitting()) < count and time.monotonic() < deadline and not self.refused():

@@ -1,0 +1,99 @@
+"""Memory that this process may still take: of the machine, and of every control group around the process."""
+
+import os
+from collections.abc import Iterator
+
+_FILES_V1 = ("memory.usage_in_bytes", "memory.limit_in_bytes")
+_FILES_V2 = ("memory.current", "memory.max", "memory.high")
+"""The usage, then the limits. Above ``memory.high`` the kernel slows a process down until it stands still."""
+
+
+def available_bytes(root: str = "/") -> int:
+    """Return the memory that can be taken without swapping and without the out-of-memory killer.
+
+    The least of what the machine has available and what each control group (version 1 or 2) from the process's own up
+    to the outermost one visible leaves. ``root``: the directory that holds ``proc`` and ``sys``.
+    """
+    available = _machine_bytes(root)
+    for folder, names in _groups(root):
+        try:
+            used = _number(f"{folder}/{names[0]}") - _reclaimable_bytes(f"{folder}/memory.stat")
+        except (OSError, ValueError):
+            continue  # the outermost group of version 2 has no figures
+        for name in names[1:]:
+            try:
+                available = min(available, _number(f"{folder}/{name}") - used)
+            except (OSError, ValueError):
+                continue  # "max": no limit
+    return max(0, available)
+
+
+def _machine_bytes(root: str) -> int:
+    for line in _lines(os.path.join(root, "proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _groups(root: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each control group's folder, the innermost first, and the names of its files."""
+    mounts = _mounts(root)
+    for line in _lines(os.path.join(root, "proc/self/cgroup")):
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            names: tuple[str, ...] = _FILES_V2
+        elif "memory" in controllers.split(","):
+            names = _FILES_V1
+        else:
+            continue
+        if (mount := mounts.get("cgroup2" if names is _FILES_V2 else "cgroup")) is not None:
+            for folder in _chain(root, *mount, path):
+                yield folder, names
+
+
+def _mounts(root: str) -> dict[str, tuple[str, str]]:
+    """Return, by type of file system, which group is mounted where: of version 2, and the memory controller's."""
+    found: dict[str, tuple[str, str]] = {}
+    for line in _lines(os.path.join(root, "proc/self/mountinfo")):
+        place, _, kind = line.partition(" - ")
+        fields, (fs_type, _, options) = place.split(" "), kind.split(" ", 2)
+        if fs_type == "cgroup2" or (fs_type == "cgroup" and "memory" in options.split(",")):
+            found.setdefault(fs_type, (fields[3], fields[4]))
+    return found
+
+
+def _chain(root: str, mounted: str, mount_point: str, path: str) -> Iterator[str]:
+    """Yield the folder of the group ``path``, then of each group around it, up to the ``mounted`` one.
+
+    A container may see a path that is not below what is mounted there: then the mounted group is its own.
+    """
+    top = os.path.join(root, mount_point.lstrip("/"))
+    inside = os.path.relpath(path, mounted)
+    parts = [] if inside.startswith("..") or inside == "." else inside.split("/")
+    for count in range(len(parts), -1, -1):
+        yield os.path.join(top, *parts[:count])
+
+
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file; none where it cannot be read."""
+    try:
+        with open(path) as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: str) -> int:
+    with open(path) as file:
+        return int(file.read())
+
+
+def _reclaimable_bytes(path: str) -> int:
+    """Return the pages of files that the kernel drops when memory is needed, as ``MemAvailable`` counts them.
+
+    Version 1 counts those of inner groups apart, in fields that begin with ``total_``.
+    """
+    with open(path) as file:
+        fields = dict(line.split() for line in file)
+    inactive, active = (fields.get(f"total_{name}", fields.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return int(inactive) + int(active) // 2
