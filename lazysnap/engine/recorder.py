@@ -232,9 +232,11 @@ class Recorder:
         return len(fitting) < least_slots(self._config, self._world.size)
 
     def _ask_again(self) -> None:
-        """Start a keeper where there is none, and ask it for memory once more. Does not block."""
+        """Start a keeper where there is none, and ask it for memory. Does not block."""
         self._client.start()
-        if self._reserved is not None:
+        if self._reserved is None:  # the keeper failed before anything was asked for
+            self.prepare()
+        else:
             self._request(*self._reserved)
 
     def _store(self, step: int, *, force: bool) -> bool:

@@ -104,14 +104,15 @@ class World:
         if self._group is None:
             return [value]
         self.exchanges += 1
-        data = torch.frombuffer(bytearray(json.dumps([what, value], separators=(",", ":")).encode()), dtype=torch.uint8)
-        try:
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-            texts = self._gather(data, [int(size) for size in sizes])
-        except (RuntimeError, ValueError) as error:  # ValueError: the program destroyed all groups
-            raise self._missing(what, error) from error
-        told = [json.loads(text) for text in texts]
+        text = json.dumps([what, value], separators=(",", ":")).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._all_gather(what, sizes, torch.tensor([len(text)]))
+        longest = max(int(size) for size in sizes)
+        # Each tensor is a view of its bytes: no numpy is needed to get at them.
+        texts = [bytearray(longest) for _ in sizes]
+        found = [torch.frombuffer(received, dtype=torch.uint8) for received in texts]
+        self._all_gather(what, found, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
+        told = [json.loads(received[: int(size)]) for received, size in zip(texts, sizes, strict=True)]
         others = {rank: theirs for rank, (theirs, _) in enumerate(told) if theirs != what}
         if others:
             raise WaitTimeout(
@@ -120,13 +121,12 @@ class World:
             )
         return [item for _, item in told]
 
-    def _gather(self, data: torch.Tensor, sizes: list[int]) -> list[bytes]:
-        """Every rank's bytes."""
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = data
-        found = [torch.zeros_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=self._group)
-        return [data[:size].numpy().tobytes() for data, size in zip(found, sizes, strict=True)]
+    def _all_gather(self, what: str, found: list[torch.Tensor], own: torch.Tensor) -> None:
+        """Fill ``found`` with every rank's tensor. Raises: WaitTimeout. An error of any other call is not caught."""
+        try:
+            dist.all_gather(found, own, group=self._group)
+        except (RuntimeError, ValueError) as error:  # ValueError: the program destroyed all groups
+            raise self._missing(what, error) from error
 
     def exchange_after(self, what: str, work: Callable[[], Any]) -> list[Any]:
         """Every rank's result of ``work`` (plain JSON), when all have theirs. Collective. Blocks: as long as they work.

@@ -203,6 +203,22 @@ def test_captures_go_into_memory_again_when_a_keeper_can_be_started(job, tmp_pat
     assert second.facts() == facts
 
 
+def test_memory_is_asked_for_although_no_keeper_could_be_started_before_the_first_boundary(job, tmp_path, monkeypatch):
+    """A plain loop without a ``with`` block: nothing asked for memory before the restart looked for a keeper."""
+    training = Training(job.config(tmp_path / "level", keeper_timeout_s=0.5))
+    job.trainings.append(training)
+    with no_interpreter(tmp_path, monkeypatch):
+        assert training.engine.restore("latest") is None
+        until(lambda: training.engine.statistics().unprotected)
+        training.run(1, 1)
+    be_patient(training, TIMEOUT_S)
+
+    last = train_until(training, lambda statistics: statistics.unprotected is None, 1)
+
+    assert training.engine.wait(last, until="captured", timeout_s=TIMEOUT_S)
+    assert training.engine.statistics().whole > 0
+
+
 def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_a_training_that_is_stored(job, tmp_path, monkeypatch, caplog):
     level = PersistentLevel(str(tmp_path / "level"), every_n_steps=3)
     training = Training(dataclasses.replace(job.config(), levels=(level,)))

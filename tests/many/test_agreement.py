@@ -1,6 +1,11 @@
 """All ranks restore one snapshot or none: damage, deaths and silence of one of them are met by all."""
 
+import pathlib
+import subprocess
+import sys
+
 import pytest
+from jobs import TIMEOUT_S
 from rank_keepers import neighbours
 from support.damage import flip
 from support.listing import files_below
@@ -159,3 +164,16 @@ def test_ranks_with_other_settings_are_all_told_when_they_begin(make_job):
 
     assert 0 not in codes
     assert job.output().count("ConfigError: ranks 0 and 1 have other settings: every_n_steps is 1 and 2") == 2
+
+
+def test_ranks_in_a_python_without_numpy_capture_and_resume(tmp_path):
+    """And a mistake in what one rank says is no silence of the others."""
+    without = "import runpy, sys; sys.modules['numpy'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    script = pathlib.Path(__file__).parent / "without_numpy.py"
+    program = [sys.executable, "-c", without, str(script), str(tmp_path)]
+
+    done = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+    assert done.returncode == 0, done.stderr
+    told = [f"{rank} {word}" for rank in (0, 1) for word in ("mistake TypeError", "resumed 1 8")]
+    assert sorted(done.stdout.splitlines()) == told, done.stderr
