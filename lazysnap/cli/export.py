@@ -3,6 +3,7 @@ directory.
 """
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from lazysnap.export.weights import chosen_tensors, registered_names
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import RestartPlan
 from lazysnap.snapshots.catalogue import Catalogue
-from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot
+from lazysnap.snapshots.reader import OpenSnapshot, look_again, open_snapshot
 
 ACCELERATE = "accelerate"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -36,8 +37,14 @@ def run(args: argparse.Namespace, output: Output) -> int:
         adopt(args.add)  # the training that wrote it may die before the copy is made
     if args.after is not None:
         os.read(args.after, 1)  # nothing is ever written: returns when all holders of the other end have exited
-    catalogue, plan = _found(store, args)
-    notes = _layout(catalogue, plan, args, to) if kind == ACCELERATE else _file(catalogue, plan, args, output)
+    _wait(store, args)
+
+    def written(catalogue: Catalogue) -> tuple[Catalogue, RestartPlan, list[str]]:
+        plan = catalogue.find(args.wanted, args.run)
+        notes = _layout(catalogue, plan, args, to) if kind == ACCELERATE else _file(catalogue, plan, args, output)
+        return catalogue, plan, notes
+
+    catalogue, plan, notes = look_again(store, written)
     size = sum(os.path.getsize(path) for path in _files(to))
     for note in notes:
         output.say(note, "yellow")
@@ -61,21 +68,13 @@ def _check(args: argparse.Namespace, kind: str) -> None:
         raise ConfigError(f"{to} is there already: add --force to replace the checkpoint in it, or choose another name")
 
 
-def _found(store: SnapshotStore, args: argparse.Namespace) -> tuple[Catalogue, RestartPlan]:
-    """The chosen snapshot, as soon as it is complete at the level. Raises: SnapshotNotFound, LevelError."""
+def _wait(store: SnapshotStore, args: argparse.Namespace) -> None:
+    """Wait until the chosen snapshot is complete at the level, at most as long as ``--wait`` says."""
     deadline, pause_s = time.monotonic() + args.wait, _FIRST_PAUSE_S
-    while True:
-        catalogue = Catalogue(store)
-        is_last = time.monotonic() + pause_s > deadline
-        try:
-            if is_last:
-                return catalogue, catalogue.find(args.wanted, args.run)
-            plan = next(catalogue.meant(args.wanted, args.run), None)
-            if plan is not None:
-                return catalogue, plan
-        except (SnapshotNotFound, LevelError):
-            if is_last:
-                raise
+    while time.monotonic() + pause_s <= deadline:
+        with contextlib.suppress(SnapshotNotFound, LevelError):
+            if next(Catalogue(store).meant(args.wanted, args.run), None) is not None:
+                return
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -85,8 +84,9 @@ def _layout(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, t
     from lazysnap.export.accelerate import OF_EVERY_RANK, read_restated, write_stock  # torch: seconds to import
     from lazysnap.snapshots.tensors import SnapshotTensors, parts_of
 
-    with in_place_when_whole(to, {"layout": ACCELERATE, "step": plan.step, "run_id": plan.run_id}) as temp:
-        snapshot = open_snapshot(catalogue, plan)
+    mark = {"layout": ACCELERATE, "step": plan.step, "run_id": plan.run_id}
+    with in_place_when_whole(to, mark) as temp, contextlib.ExitStack() as stack:
+        snapshot = stack.enter_context(contextlib.closing(open_snapshot(catalogue, plan)))
         first = parts_of(None, read_restated(args.add, plan.step) if args.add else {})
         states = [
             SnapshotTensors(snapshot, rank).state(parts_of(OF_EVERY_RANK) if rank else first)
@@ -102,10 +102,10 @@ def _layout(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, t
 
 def _file(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, output: Output) -> list[str]:
     """Write one of the other formats, from one rank; returns notes for the user."""
-    with replaced_when_whole(os.path.abspath(args.to), force=args.force) as temp:
+    with replaced_when_whole(os.path.abspath(args.to), force=args.force) as temp, contextlib.ExitStack() as stack:
         if plan.world_size != 1:
             raise ConfigError(f"step {plan.step} has {plan.world_size} ranks; only snapshots of one are exported")
-        snapshot = open_snapshot(catalogue, plan, verify=True)
+        snapshot = stack.enter_context(contextlib.closing(open_snapshot(catalogue, plan, verify=True)))
         if format_of(args.to, args.format) == "safetensors":
             return _weights(snapshot, args.only, temp, output)
         with output.bar("reading", sum(shard.layout.size_bytes for shard in snapshot.ranks[0])) as advance:

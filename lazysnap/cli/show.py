@@ -1,6 +1,7 @@
 """``lazysnap show``: facts, tensors and small state of one snapshot. Reads manifests and headers, no tensors."""
 
 import argparse
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from lazysnap.resolver import RestartPlan
 from lazysnap.shard.manifest import TAG
 from lazysnap.shard.names import id_time_ns
 from lazysnap.snapshots.catalogue import Catalogue
-from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot
+from lazysnap.snapshots.reader import OpenSnapshot, look_again, open_snapshot
 
 _MOST_CHARACTERS = 60
 """Of a value, without ``--full``."""
@@ -23,9 +24,18 @@ _MOST_LEVELS = 40
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Show. Blocks: reads manifests and the first blocks. Raises: SnapshotNotFound, ShardCorrupt, LevelError."""
-    catalogue = Catalogue(open_existing(args.url, args.storage_option))
-    plan = catalogue.find(args.wanted, args.run)
-    snapshot = open_snapshot(catalogue, plan, verify=True)
+    store = open_existing(args.url, args.storage_option)
+
+    def opened(catalogue: Catalogue) -> tuple[Catalogue, OpenSnapshot]:
+        return catalogue, open_snapshot(catalogue, catalogue.find(args.wanted, args.run), verify=True)
+
+    catalogue, snapshot = look_again(store, opened)
+    with contextlib.closing(snapshot):
+        return _show(catalogue, snapshot, args, output)
+
+
+def _show(catalogue: Catalogue, snapshot: OpenSnapshot, args: argparse.Namespace, output: Output) -> int:
+    plan = snapshot.plan
     facts = _facts(catalogue, plan)
     shown: dict[str, Any] = {}
     everything = args.tensors == args.state

@@ -6,7 +6,7 @@ the level at different times can still agree on one snapshot before they read.
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from lazysnap.dcp.keys import Leaf, StateKeys
 from lazysnap.dcp.planner import load_value
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.levels import open_store
-from lazysnap.resolver import SnapshotKey
+from lazysnap.resolver import RestartPlan, SnapshotKey
 from lazysnap.runs import LATEST
 from lazysnap.shard.names import is_keep_name
 from lazysnap.snapshots.catalogue import Catalogue
@@ -124,6 +124,8 @@ class SnapshotReader(StorageReader):
 
     def reset(self, checkpoint_id: "str | os.PathLike[str] | None" = None) -> None:
         """Begin a new load: ``"latest"`` is searched again. ``checkpoint_id``: another level."""
+        if self._open is not None:
+            self._open.snapshot.close()
         self._open = self._keys = None
         if checkpoint_id is not None:
             self._store = open_store(os.fspath(checkpoint_id), options=self._options)
@@ -175,9 +177,11 @@ class SnapshotReader(StorageReader):
 
     def _find(self, agreed: SnapshotKey | None) -> None:
         """Open the best snapshot that can be opened, or the one that the ranks agreed on."""
-        catalogue = Catalogue(self._store)
-        found = catalogue.meant(self._which) if agreed is None else catalogue.plans(step=agreed.step)
-        plans = (plan for plan in found if agreed in (None, plan.key))
+        self.reset()
+
+        def plans(catalogue: Catalogue) -> Iterator[RestartPlan]:
+            found = catalogue.meant(self._which) if agreed is None else catalogue.plans(step=agreed.step)
+            return (plan for plan in found if agreed in (None, plan.key))
 
         def use(snapshot: OpenSnapshot) -> tuple[SnapshotTensors, KeyMap]:
             opened = SnapshotTensors(snapshot, _own_rank(snapshot.plan.world_size))
@@ -186,7 +190,7 @@ class SnapshotReader(StorageReader):
 
         what = f"step {agreed.step}" if agreed is not None else repr(self._which)
         is_strict = agreed is not None or self._which != LATEST
-        self._open, self._keys = open_best(catalogue, plans, use, what, is_strict=is_strict)
+        self._open, self._keys = open_best(self._store, plans, use, what, is_strict=is_strict)
 
     def _fill(self, snapshot: SnapshotTensors, keys: StateKeys, plan: LoadPlan, planner: LoadPlanner) -> None:
         boxes = Boxes()

@@ -1,5 +1,6 @@
 """``lazysnap.load_weights``: the weights of a model from a snapshot of any number of ranks, without a trainer."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,6 @@ from lazysnap.export.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
 from lazysnap.levels import open_store
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import TAG
-from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_best
 from lazysnap.snapshots.tensors import SnapshotTensors
 from lazysnap.state.source import KEY
@@ -31,19 +31,22 @@ def load_weights(
     object named ``"model"``. The result has no names of wrappers (DDP, ``torch.compile``); sharded tensors are whole,
     tied ones are one tensor.
 
-    Reads only the weights, from files of any number of ranks, and compares checksums. ``"latest"`` skips a damaged
-    snapshot with a warning. No keeper and no process group is needed.
-    Blocks. Raises: SnapshotNotFound; StateMismatch, if the snapshot has no such part; ShardCorrupt, for a step, name or
+    Reads only the weights, from files of any number of ranks, and compares checksums. ``"latest"`` skips a snapshot
+    that is damaged or has no such part, with a warning. No keeper and no process group is needed. If the training that
+    writes there deletes the snapshot meanwhile, the next newest is read.
+    Blocks. Raises: SnapshotNotFound; StateMismatch, if no snapshot has such a part; ShardCorrupt, for a step, name or
     run; UnsupportedState, for a value of a type that is not registered here; LevelError; ConfigError.
     """
-    catalogue = Catalogue(open_store(checked_url("load_weights", url), options=storage_options))
-    plans = catalogue.meant(which)
-    return open_best(catalogue, plans, lambda one: _read(one, part), repr(which), is_strict=which != LATEST)
+    store = open_store(checked_url("load_weights", url), options=storage_options)
+    return open_best(
+        store, lambda seen: seen.meant(which), lambda one: _read(one, part), repr(which), is_strict=which != LATEST
+    )
 
 
 def _read(snapshot: OpenSnapshot, part: str | None) -> dict[str, Any]:
     where = f"{snapshot.plan.level}: step {snapshot.plan.step}"
-    return SnapshotTensors(snapshot, rank=0).state(lambda state: _part(state, part, where))
+    with contextlib.closing(snapshot):
+        return SnapshotTensors(snapshot, rank=0).state(lambda state: _part(state, part, where))
 
 
 def _part(state: Any, part: str | None, where: str) -> Any:

@@ -109,6 +109,12 @@ class FileBlocks:
                 header[max(start - first, 0) :][: len(part)] = part
         return header
 
+    def unverified(self, shard: Shard) -> memoryview:
+        """The header of a shard as it stands there; nothing is compared. Raises: as ``block``."""
+        header = map_anonymous(shard.header_bytes)
+        self._opened().read_into(shard.offset, header)
+        return header
+
     def _opened(self) -> Reader:
         with self._opening:
             if self._reader is None:
@@ -118,7 +124,8 @@ class FileBlocks:
     def close(self) -> None:
         """See ``Blocks``."""
         self._kept.clear()
-        reader, self._reader = self._reader, None
+        with self._opening:
+            reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
 

@@ -3,7 +3,7 @@
 Small enough to be told to all ranks, who then look at the manifests together, each at its share.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ class Directory:
     """Manifests: number of nodes, first and last one."""
     names: tuple[str, ...] = ()
     """That were given to the snapshot."""
+    bare: str = ""
+    """The first file of a node that has no manifest; empty if each has one."""
     mark: Any = None
     """Of a file system: tells directories of the same name on different disks apart."""
 
@@ -52,6 +54,7 @@ class Listing:
                 item["name"],
                 tuple((count, first, last) for count, first, last in item["ranges"]),
                 tuple(item["names"]),
+                item["bare"],
             )
             for item in fields["directories"]
         )
@@ -82,12 +85,21 @@ def list_directory(storage: Storage, name: str, problems: list[str], *, marked: 
         problems.append(str(error))
         return None
     names = tuple(given for given in map(parse_keep_file_name, files) if given is not None)
-    return Directory(name, _ranges(files), names, mark)
-
-
-def _ranges(files: list[str]) -> tuple[tuple[int, int, int], ...]:
     parsed = [found for found in map(parse_file_name, files) if found is not None]
-    stems = [stem for stem, suffix in parsed if suffix == "json"]
+    committed = {stem for stem, suffix in parsed if suffix == "json"}
+    bare = min((stem.file for stem, suffix in parsed if suffix != "json" and stem not in committed), default="")
+    return Directory(name, _ranges(committed), names, bare, mark)
+
+
+def without_manifest(url: str, step: int, directory: Directory) -> str:
+    """Return the message about a snapshot that is not complete because its directory has a bare file."""
+    return (
+        f"step {step} passed over: {url}/{directory.name}/{directory.bare} is there without its manifest, which is "
+        "written last: it was deleted, or its writer died before"
+    )
+
+
+def _ranges(stems: Iterable[NodeName]) -> tuple[tuple[int, int, int], ...]:
     found: list[tuple[int, int, int]] = []
     for stem in sorted(stems, key=lambda stem: (stem.nodes, stem.node)):
         count, first, last = found[-1] if found else (0, 0, 0)

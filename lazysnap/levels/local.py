@@ -189,6 +189,8 @@ class LocalReader:
                         raise
             done += pread_all(self._buffered, offset + done, out[done:])
         except OSError as error:
+            if error.errno == errno.ESTALE and not os.path.lexists(self._name):  # another client of an NFS deleted it
+                raise FileNotFoundError(errno.ENOENT, "deleted while it was read", self._name) from error
             raise local_error(self._root, f"reading {self._name} at {offset}", error) from error
         if done != len(out):
             raise ShardCorrupt(f"{self._name}: ends after {offset + done} bytes, expected {offset + len(out)}")

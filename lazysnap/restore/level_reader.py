@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.blocks import Wanted
+from lazysnap.levels.blocks import FileBlocks, Wanted
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Beat, Watchdog
@@ -80,8 +80,9 @@ class LevelReader:
             with contextlib.ExitStack() as until_read:
                 until_read.enter_context(place.storage.lease(place.file_path))
                 beat()  # nobody may wait any more
-                shard = open_shard(place, manifest, rank, verify=True)
-                until_read.callback(shard.blocks.close)
+                blocks = FileBlocks(place, manifest)
+                until_read.callback(blocks.close)
+                shard = open_shard(manifest, rank, blocks, verify=True)
                 beat()  # as above: nobody would let go of what is open
                 return shard, until_read.pop_all()
 

@@ -35,7 +35,7 @@ from lazysnap.restore.shards import BadFrozen, BadShard, ShardOpener
 from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
 from lazysnap.restore.survey import Survey, check_levels, fields_of, inventory_of
 from lazysnap.runs import Choice, runs_in, short_ids
-from lazysnap.shard.names import id_after, new_id
+from lazysnap.shard.names import SnapshotName, id_after, new_id
 from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.source import StateSource
 
@@ -92,6 +92,7 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
                     unreadable.add(plan.key)
                 break
         if snapshot is not None:
+            search.note_newer(snapshot)
             newest = next(other for other in candidates(inventories) if other.key not in unreadable)
             is_newest = newest.key == plan.key
             return dataclasses.replace(
@@ -204,6 +205,12 @@ class _Search:
         self.problems.clear()
         self._opener.forget()
         self._peers.close()
+
+    def note_newer(self, snapshot: Snapshot) -> None:
+        """Name files of newer snapshots that have no manifest: nothing else would tell why these are not restored."""
+        restored = SnapshotName(snapshot.run_id, snapshot.step, snapshot.start)
+        if self._world.rank == 0:
+            self.problems += [text for name, text in self.survey.bare if name > restored]
 
     def end(self) -> TrainerEnd | None:
         """Of the trainer before, as far as this rank's keeper knows."""

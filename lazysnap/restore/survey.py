@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from lazysnap import faults
 from lazysnap.errors import ConfigError
-from lazysnap.levels.listing import Listing
+from lazysnap.levels.listing import Listing, without_manifest
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
@@ -44,6 +44,8 @@ class Survey:
         """Labels of the places that only some ranks see, this one among them."""
         self.uncommitted: Counter[str] = Counter()
         """By level: directories of snapshots without any manifest. The same on every rank."""
+        self.bare: list[tuple[SnapshotName, str]] = []
+        """Snapshots with files that have no manifest, and the message about each. The same on every rank."""
 
     def look(self, problems: list[str]) -> list[Inventory]:
         """What all ranks found, the same list on each; what this one could not is added to ``problems``. Collective."""
@@ -55,6 +57,12 @@ class Survey:
             for directory in site.listing.directories
             if not directory.ranges and SnapshotName.parse(directory.name) is not None
         )
+        self.bare = [
+            (name, without_manifest(shown(site.url), name.step, directory))
+            for site in sites
+            for directory in site.listing.directories
+            if directory.bare and (name := SnapshotName.parse(directory.name)) is not None
+        ]
         found = self._world.exchange_after("what of it is whole", lambda: self._mine(sites, problems))
         return merged([inventory_of(item) for listed in found for item in listed])
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from lazysnap.config import checked_url
 from lazysnap.errors import FormatError, LevelError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.listing import Directory, list_directory
+from lazysnap.levels.listing import Directory, list_directory, without_manifest
 from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
 from lazysnap.levels.threads import in_threads
 from lazysnap.resolver import (
@@ -177,6 +177,11 @@ class Catalogue:
         self.incomplete: list[str] = []
         """What is missing of the snapshots that ``plans`` skipped."""
 
+    @property
+    def listed(self) -> tuple[list[str], dict[str, Directory | None]]:
+        """What the listings showed so far: equal for two catalogues between which nothing changed."""
+        return self._names, self._directories
+
     @cached_property
     def _names(self) -> list[str]:
         return self.store.storage.list()
@@ -201,6 +206,7 @@ class Catalogue:
             frozen = tuple(one for one, _ in self._frozen({entry.frozen for entry in entries if entry.frozen}))
             found = candidates([Inventory(self.store.url, entries, frozen)], name=name)
             if not found:
+                self.incomplete += [without_manifest(self.store.url, at_step, one) for one in held if one.bare]
                 self._explain(at_step, entries, frozen)
             yield from found
 

@@ -2,15 +2,15 @@
 
 import contextlib
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lazysnap.errors import FormatError, ShardCorrupt, SnapshotNotFound
+from lazysnap.errors import FormatError, ShardCorrupt, SnapshotNotFound, StateError
+from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.source import map_anonymous
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -18,6 +18,11 @@ from lazysnap.shard.pieces import Extent, extent_of
 from lazysnap.snapshots.catalogue import Catalogue, in_parallel
 
 logger = logging.getLogger(__name__)
+
+_LOOKS = 10
+"""How often a level is listed, if a file that was listed is deleted before it is open."""
+_MOST_OPEN = 128
+"""Files of a snapshot that stay open. Each takes two of a process's descriptors, of which 1,024 are usual."""
 
 Result = TypeVar("Result")
 
@@ -121,6 +126,11 @@ class OpenSnapshot:
                 return shard.stored(shard.meta.aliases.get(name, name))
         return None
 
+    def close(self) -> None:
+        """Close its files. A later read opens them again."""
+        for blocks in {shard.blocks for shards in self.ranks for shard in shards}:
+            blocks.close()
+
     @contextlib.contextmanager
     def leased(self) -> Iterator[None]:
         """Hold leases, so that retention does not delete the snapshot."""
@@ -140,55 +150,86 @@ class OpenSnapshot:
             raise ShardCorrupt(f"{self.plan.level}: step {self.plan.step}: {error}") from error
 
 
-def open_shard(place: FilePlace, manifest: Manifest, rank: int, *, verify: bool) -> OpenShard:
+def open_shard(manifest: Manifest, rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
     """Read the header of a rank's shard, and compare it with its checksum: now (``verify``), or in ``read``.
 
+    ``blocks``: of the file with that manifest. It stays open.
     Blocks: reads the header alone, or with ``verify`` its blocks. Raises: ShardCorrupt; FileNotFoundError;
     LevelError.
     """
-    shard, blocks = manifest.of(rank), FileBlocks(place, manifest)
-    try:
-        if verify:
-            header = blocks.header(shard)
-        else:
-            header = map_anonymous(shard.header_bytes)
-            place.storage.read_into(place.file_path, shard.offset, header)
-        layout = shard.layout(header, place.where)
-    except BaseException:
-        blocks.close()
-        raise
+    shard = manifest.of(rank)
+    header = blocks.header(shard) if verify else blocks.unverified(shard)
+    layout = shard.layout(header, blocks.where)
     return OpenShard(rank, shard.meta, layout, blocks, shard.offset, None if verify else header)
 
 
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
     """Read the headers of all shards, and of the frozen tensors that they refer to; ``verify``: as ``open_shard``.
 
-    ``plan``: of this catalogue. Blocks. Raises: ShardCorrupt, naming a shard that is damaged; LevelError;
-    FileNotFoundError.
+    The files are open on return (of very many the first ones): where the place allows, they can be read even if
+    retention deletes them meanwhile. ``plan``: of this catalogue.
+    Blocks. Raises: ShardCorrupt, naming a shard that is damaged; LevelError; FileNotFoundError.
     """
     ranks, found = catalogue.shards(plan), catalogue.frozen(plan)
-    entries = [entry for entry, _ in ranks]
+    wanted: dict[FilePlace, list[int]] = defaultdict(list)
+    files: dict[FilePlace, FileBlocks] = {}
+    manifests: dict[FilePlace, Manifest] = {}
     all_of_them: list[tuple[Entry | FrozenEntry, Manifest]] = [*ranks, *found]
-    places = [catalogue.store.place(entry) for entry, _ in all_of_them]
+    for one, manifest in all_of_them:
+        place = catalogue.store.place(one)
+        wanted[place].append(one.rank if isinstance(one, Entry) else 0)
+        manifests[place] = manifest
+        files.setdefault(place, FileBlocks(place, manifest))
+    staying = set(list(files)[:_MOST_OPEN])
 
-    def opened(one: tuple[Entry | FrozenEntry, Manifest]) -> OpenShard:
-        rank = one[0].rank if isinstance(one[0], Entry) else 0
-        return open_shard(catalogue.store.place(one[0]), one[1], rank, verify=verify)
+    def opened(place: FilePlace) -> dict[int, OpenShard]:
+        """The wanted shards of one file, by rank."""
+        blocks = files[place]
+        shards = {rank: open_shard(manifests[place], rank, blocks, verify=verify) for rank in wanted[place]}
+        if place not in staying:
+            blocks.close()
+        return shards
 
-    shards = in_parallel(opened, all_of_them)
-    frozen = {one.digest: shard for (one, _), shard in zip(found, shards[len(entries) :], strict=True)}
-    opens = [
-        (shard,) if entry.frozen is None else (shard, frozen[entry.frozen])
-        for entry, shard in zip(entries, shards, strict=False)
-    ]
-    for held in opens:
-        _check_apart(held)
-    return OpenSnapshot(plan, opens, places)
+    try:
+        shards = dict(zip(files, in_parallel(opened, list(files)), strict=True))
+        frozen = {one.digest: shards[catalogue.store.place(one)][0] for one, _ in found}
+        opens: list[tuple[OpenShard, ...]] = []
+        for entry, _ in ranks:
+            shard = shards[catalogue.store.place(entry)][entry.rank]
+            opens.append((shard,) if entry.frozen is None else (shard, frozen[entry.frozen]))
+            _check_apart(opens[-1])
+    except BaseException:
+        for blocks in files.values():
+            blocks.close()
+        raise
+    return OpenSnapshot(plan, opens, list(files))
+
+
+def look_again(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> Result:
+    """Return ``attempt(catalogue)``; with a new catalogue, if a file vanished since it was listed.
+
+    Retention of a running training deletes a snapshot only after a newer one is complete: a new listing has that one.
+    Blocks. Raises: SnapshotNotFound, if files vanished in every look; what ``attempt`` raises, a FileNotFoundError
+    after two equal listings.
+    """
+    before = None
+    for _ in range(_LOOKS):
+        catalogue = Catalogue(store)
+        try:
+            return attempt(catalogue)
+        except FileNotFoundError as error:  # SnapshotNotFound is one, too
+            if catalogue.listed == before:
+                raise
+            before, last = catalogue.listed, error
+    raise SnapshotNotFound(
+        f"{store.url}: {_LOOKS} times a snapshot was deleted while it was read; raise keep_last of the training that "
+        "writes there, or give a snapshot a name with engine.keep() and read that"
+    ) from last
 
 
 def open_best(
-    catalogue: Catalogue,
-    plans: Iterable[RestartPlan],
+    store: SnapshotStore,
+    plans: Callable[[Catalogue], Iterable[RestartPlan]],
     use: Callable[[OpenSnapshot], Result],
     what: str,
     *,
@@ -196,24 +237,41 @@ def open_best(
 ) -> Result:
     """Apply ``use`` to the first of these snapshots that can be opened and used; warn of those that cannot.
 
-    ``what``: what was asked for, for the message. Blocks. Raises: SnapshotNotFound, if none can be used; LevelError;
-    with ``is_strict`` also ShardCorrupt, for the first snapshot.
+    ``use`` closes the snapshot, if nothing more is read. ``what``: what was asked for, for the message.
+    Blocks. Raises: SnapshotNotFound, if none can be used; LevelError; StateError, if that is why the first one cannot
+    be used; with ``is_strict`` also ShardCorrupt, for the first one.
     """
+    return look_again(store, lambda catalogue: _open_best(catalogue, plans(catalogue), use, what, is_strict))
+
+
+def _open_best(
+    catalogue: Catalogue,
+    plans: Iterable[RestartPlan],
+    use: Callable[[OpenSnapshot], Result],
+    what: str,
+    is_strict: bool,
+) -> Result:
+    errors: list[FormatError | StateError] = []
     skipped: list[str] = []
     for plan in plans:
         try:
-            result = use(open_snapshot(catalogue, plan))
-        except (FormatError, FileNotFoundError) as error:
-            if not is_strict:
-                skipped.append(str(error))
-            elif isinstance(error, FileNotFoundError):
-                raise SnapshotNotFound(f"{catalogue.store.url}: a file of snapshot {what} is gone: {error}") from error
-            else:
+            snapshot = open_snapshot(catalogue, plan)
+            try:
+                result = use(snapshot)
+            except BaseException:
+                snapshot.close()
                 raise
+        except (FormatError, StateError) as error:
+            if is_strict:
+                raise
+            errors.append(error)
+            skipped.append(f"step {plan.step} passed over: {error}")
         else:
             for problem in [*catalogue.problems, *catalogue.incomplete, *skipped]:
                 logger.warning("%s", problem)
             return result
+    if errors and isinstance(errors[0], StateError):
+        raise errors[0]
     problems = [*catalogue.problems, *catalogue.incomplete, *skipped]
     found = f"; found: {'; '.join(problems[:8])}" if problems else ""
     raise SnapshotNotFound(

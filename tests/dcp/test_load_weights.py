@@ -1,14 +1,20 @@
 """``load_weights`` gives what ``model.state_dict()`` was, whatever wrote the snapshot: bit for bit, and verified."""
 
+from typing import ClassVar
+
+import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 from saving import OTHER, RUN, Snapshot, bits, directory_of, rows, write, write_all
 from support.damage import flip
 from torch import nn
 
 import lazysnap
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.errors import ConfigError, ShardCorrupt, SnapshotNotFound, StateMismatch
+from lazysnap.dcp import SnapshotReader
+from lazysnap.errors import ConfigError, ShardCorrupt, SnapshotNotFound, StateError, StateMismatch
 from lazysnap.state.walk import walk
 
 
@@ -113,6 +119,92 @@ def test_another_name_than_model_is_asked_for_and_what_is_wrong_is_said(tmp_path
         lazysnap.load_weights(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="which"):
         lazysnap.load_weights(level, 1.5)
+
+
+class Busy(MemoryFileSystem):
+    """A store in which a training keeps one snapshot: whenever somebody reads the newest, a newer one takes its place.
+
+    ``waiting``: the later contents of the store. ``suffix``: the objects whose reading brings the next one.
+    """
+
+    protocol = "busy"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    waiting: ClassVar[list[dict]] = []
+    suffix = ""
+
+    def cat_file(self, path, start=None, end=None, **options):
+        if self.waiting and path.endswith(self.suffix):
+            self.store.clear()
+            self.store.update(self.waiting.pop(0))
+        return super().cat_file(path, start, end, **options)
+
+
+@pytest.fixture
+def busy():
+    """Return a function that fills the store with some steps, of which all but the first wait for a read."""
+    fsspec.register_implementation("busy", Busy, clobber=True)
+
+    def fill(steps, suffix):
+        contents = []
+        for step in steps:
+            Busy.store.clear()
+            write_all(Snapshot("busy://level", 2, step=step), {"model": {"w": torch.full((30,), float(step))}}, rows(2))
+            contents.append(dict(Busy.store))
+        Busy.store.clear()
+        Busy.store.update(contents.pop(0))
+        Busy.suffix = suffix
+        Busy.waiting[:] = contents
+
+    yield fill
+    Busy.store.clear()
+    Busy.waiting.clear()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
+@pytest.mark.parametrize("suffix", ["00001-of-00002.json", "00000-of-00002.safetensors"])
+def test_beside_a_training_that_keeps_one_snapshot_the_next_newest_is_read(busy, suffix, caplog):
+    busy([1, 2, 3, 4], suffix)
+
+    assert lazysnap.load_weights("busy://level")["w"].tolist() == [4.0] * 30
+    assert not caplog.text
+
+    busy([1, 2, 3, 4], suffix)
+    target = {"model": {"w": torch.zeros(30)}}
+    dcp.load(target, storage_reader=SnapshotReader("busy://level"))
+    assert target["model"]["w"].tolist() == [4.0] * 30
+
+    busy([1, 2], suffix)
+    with pytest.raises(SnapshotNotFound, match="no complete snapshot 1"):
+        lazysnap.load_weights("busy://level", 1)
+
+    busy(range(1, 99), suffix)
+    with pytest.raises(SnapshotNotFound, match="deleted while it was read; raise keep_last"):
+        lazysnap.load_weights("busy://level")
+
+
+@pytest.mark.parametrize("claim", [{}, {"other": 1}, {"model": {"$": "registered", "n": "x", "v": {}}}, [], 7])
+def test_a_forged_newest_snapshot_is_passed_over_and_named(tmp_path, caplog, claim):
+    url = str(tmp_path)
+    write_all(Snapshot(url, 1, step=5), {"model": {"w": torch.ones(3)}}, rows(1))
+    write(Snapshot(url, 1, step=9), 0, {"model.w": (torch.zeros(3), None)}, claim)
+
+    assert lazysnap.load_weights(url)["w"].tolist() == [1.0] * 3
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("step 9 passed over: ")
+    with pytest.raises((StateError, ShardCorrupt)):
+        lazysnap.load_weights(url, 9)
+
+
+def test_a_deleted_manifest_is_named(tmp_path, caplog):
+    url = str(tmp_path)
+    for step in (5, 9):
+        write_all(Snapshot(url, 2, step=step), {"model": {"w": torch.full((30,), float(step))}}, rows(2))
+    (manifest,) = (tmp_path / directory_of(9)).glob("node-00001-*.json")
+    manifest.unlink()
+
+    assert lazysnap.load_weights(url)["w"].tolist() == [5.0] * 30
+    assert f"{manifest.with_suffix('.safetensors')} is there without its manifest" in caplog.text
 
 
 def test_the_weights_of_a_run_are_those_of_its_newest_snapshot_or_of_one_step_of_it(tmp_path):

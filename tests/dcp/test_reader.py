@@ -3,8 +3,10 @@
 import collections
 import contextlib
 import math
+import os
 import pathlib
 import pickle
+import shutil
 import uuid
 
 import pytest
@@ -562,31 +564,22 @@ def test_a_block_that_many_tensors_share_is_read_once(tmp_path):
     assert_same(target, state)
 
 
-class Watching:
-    """A storage that notes whether what is read from it is protected from retention."""
+def test_a_snapshot_that_is_deleted_after_it_was_opened_is_read_to_its_end(tmp_path):
+    state = {"w": torch.randn(900, 20)}
+    write_all(Snapshot(str(tmp_path), 2, block_bytes=4096), state, rows(2))
+    target, descriptors = blank(state), len(os.listdir("/proc/self/fd"))
 
-    def __init__(self, storage):
-        self._storage = storage
-        self.protected = []
+    class Deleting(DefaultLoadPlanner):
+        """Deletes the snapshot between the plan and the reads."""
 
-    def __getattr__(self, name):
-        return getattr(self._storage, name)
+        def create_local_plan(self):
+            shutil.rmtree(tmp_path / directory_of(10))
+            return super().create_local_plan()
 
-    def reader(self, path):
-        self.protected.append(self._storage.is_leased(path))
-        return self._storage.reader(path)
+    load(tmp_path, target, planner=Deleting())
 
-
-def test_retention_leaves_alone_what_is_read(tmp_path):
-    state = {"w": torch.randn(9, 2)}
-    write_all(Snapshot(str(tmp_path), 1), state, lambda name, tensor, rank: (None, tensor))
-    reader = SnapshotReader(str(tmp_path))
-    storage = reader._store.storage = Watching(reader._store.storage)
-
-    dcp.load(blank(state), storage_reader=reader)
-
-    assert storage.protected == [True]
-    assert not storage.is_leased(f"{directory_of(10)}/node-00000-of-00001.safetensors")
+    assert_same(target, state)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_tensors_of_inference_mode_are_filled(tmp_path):

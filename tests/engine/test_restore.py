@@ -83,13 +83,20 @@ def test_a_flipped_byte_costs_that_snapshot_and_is_named(job, tmp_path, where):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("safetensors", "bytes, the manifest says"), ("json", "the manifest is damaged"), ("gone", "without its file")],
+    [
+        ("safetensors", "bytes, the manifest says"),
+        ("json", "the manifest is damaged"),
+        ("gone", "without its file"),
+        ("bare", "without its manifest"),
+    ],
 )
 def test_one_line_says_which_snapshot_is_passed_over_and_why(job, tmp_path, caplog, kind, reason):
     saved(job, tmp_path)
     path = shard(tmp_path, 3)
     if kind == "gone":
         path.unlink()
+    elif kind == "bare":
+        path.with_suffix(".json").unlink()
     else:
         path = path.with_suffix(f".{kind}")
         os.truncate(path, path.stat().st_size // 2)

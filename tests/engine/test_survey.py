@@ -13,7 +13,7 @@ URL, PATH = "s3://bucket/run", "/scratch/run"
 
 
 def listing(mark):
-    directory = {"name": directory_of(1), "ranges": [[4, 0, 3]], "names": [], "mark": mark}
+    directory = {"name": directory_of(1), "ranges": [[4, 0, 3]], "names": [], "bare": "", "mark": mark}
     return {"directories": [directory], "problems": []}
 
 
