@@ -1,5 +1,6 @@
 """Becoming a job's trainer: hello and the keeper's answer."""
 
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable
+from lazysnap.keeper.heartbeat import LOOK_S, Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import Starting, start_keeper, try_connect
 from lazysnap.keeper.messages import Connection, OtherVersion, Received
@@ -27,14 +29,20 @@ HandOver = Callable[[Connection], None]
 
 
 def attach(
-    identity: JobIdentity, config: SnapshotConfig, team: Team, hand_over: HandOver = lambda _: None
+    identity: JobIdentity,
+    config: SnapshotConfig,
+    team: Team,
+    hand_over: HandOver = lambda _: None,
+    patience: Patience | None = None,
 ) -> tuple[Connection, Received]:
     """A connection as this job's trainer, starting a keeper if there is none, the welcome, and what came with it.
 
     Memory is handed over with the hello, not after the answer: until then it is lost if this process dies.
-    Blocks: at most ``keeper_timeout_s``. Raises: JobBusy, if another trainer is attached; KeeperUnavailable.
+    Blocks: at most ``keeper_timeout_s``, longer for a keeper that runs slowly (``patience``).
+    Raises: JobBusy, if another trainer is attached; KeeperUnavailable.
     """
     deadline = time.monotonic() + config.keeper_timeout_s
+    patience = patience or Patience(config.keeper_timeout_s)
     busy_until = time.monotonic() + _BUSY_GRACE_S
     start_at, pause_s, outcome = float("-inf"), _START_AGAIN_S, ""
     starting: Starting | None = None
@@ -54,7 +62,7 @@ def attach(
         if connection is not None and _say_hello(connection, config, team, hand_over):
             if not was_there:
                 faults.point("client.handed_over")
-            received = _answer(connection, deadline)
+            received = _answer(connection, deadline, patience)
         reply = received[0][0] if received else None
         if isinstance(reply, Welcome):
             assert connection is not None
@@ -69,7 +77,7 @@ def attach(
                 f"job {identity.job_id!r} runs already on this node: process {reply.pid}, since {since}; "
                 "end it, or give this one a directory of its own (without levels: SnapshotConfig(job_id=...))"
             )
-        if time.monotonic() > deadline:
+        if time.monotonic() > patience.extend(deadline):
             silent_pid = connection.peer_pid if was_there and connection is not None and reply is None else None
             raise KeeperUnavailable(_why(identity, config, silent_pid, is_leaving=reply is not None, outcome=outcome))
         time.sleep(_RETRY_UNANSWERED_S if reply is None else _RETRY_S)
@@ -101,9 +109,15 @@ def _say_hello(connection: Connection, config: SnapshotConfig, team: Team, hand_
         return False
 
 
-def _answer(connection: Connection, deadline: float) -> Received:
+def _answer(connection: Connection, deadline: float, patience: Patience) -> Received:
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
     try:
-        connection.set_receive_timeout(max(0.1, deadline - time.monotonic()))
+        patience.look(connection.peer_pid)
+        while not poll.poll(1000 * LOOK_S):
+            patience.look(connection.peer_pid)
+            if time.monotonic() > patience.extend(deadline):
+                return []
         return connection.receive() or []
     except OSError:
         return []

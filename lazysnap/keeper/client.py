@@ -31,7 +31,7 @@ from lazysnap.keeper.events import (
     MemoryInventory,
     News,
 )
-from lazysnap.keeper.heartbeat import Heartbeat
+from lazysnap.keeper.heartbeat import Heartbeat, Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection, Received, Unclaimed
 from lazysnap.keeper.protocol import (
@@ -108,6 +108,8 @@ class KeeperClient:
         self._notes_lock = threading.Lock()
         self._events: deque[KeeperEvent] = deque()
         self._heartbeat = Heartbeat(config.keeper_timeout_s)
+        self._patience = Patience(config.keeper_timeout_s)
+        """With the keeper that is being reached."""
         self._questions = Questions(self._changed, lambda: self._connection)
         self._durable = DurableSteps()
         self._run: Run | None = None
@@ -138,7 +140,7 @@ class KeeperClient:
             self._thread.start()
 
     def connect(self, timeout_s: float) -> None:
-        """Connect, starting a keeper if there is none. Blocks: at most ``timeout_s``.
+        """Connect, starting a keeper if there is none. Blocks: at most ``timeout_s``, longer for one that runs slowly.
 
         Raises: JobBusy, if another trainer of this job is attached; KeeperUnavailable.
         """
@@ -148,7 +150,8 @@ class KeeperClient:
             while self._connection is None:
                 if self._closing or self._fatal is not None:
                     raise self._fatal or KeeperUnavailable("this connection was closed: make another client")
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                remaining = self._patience.extend(deadline) - time.monotonic()
+                if not self._changed.wait(max(0.0, remaining)) and time.monotonic() >= self._patience.extend(deadline):
                     raise KeeperUnavailable(
                         f"the keeper of job {self._identity.job_id!r} did not answer within {timeout_s:g} s"
                     )
@@ -160,7 +163,8 @@ class KeeperClient:
                 if died_early > 1:  # the first successor comes at once, for memory's sake
                     with self._changed:
                         self._changed.wait_for(self._is_closing, min(_REPLACE_S * 2**died_early, _REPLACE_AT_MOST_S))
-                connection, received = attach(self._identity, self._config, self._team, self._hand_over)
+                self._patience = Patience(self._config.keeper_timeout_s)
+                connection, received = attach(self._identity, self._config, self._team, self._hand_over, self._patience)
                 try:
                     self._take_all(received)
                 except BaseException:
@@ -458,9 +462,9 @@ class KeeperClient:
     def inventory(self, timeout_s: float) -> MemoryInventory:
         """Whole captures that the keeper holds, of this or of a dead trainer, and what they refer to. Blocks.
 
-        Raises: KeeperUnavailable, if there is no answer in time.
+        Raises: KeeperUnavailable, if there is no answer in time; a keeper that runs slowly has more of it.
         """
-        reply = self._questions.ask(AskInventory(), timeout_s)
+        reply = self._questions.ask(AskInventory(), timeout_s, patience=Patience(timeout_s))
         if not isinstance(reply, Inventory):
             raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._changed:

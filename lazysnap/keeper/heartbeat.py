@@ -1,4 +1,4 @@
-"""Whether a keeper that is attached answers: a stopped process ends no connection."""
+"""Signs of life of a keeper: a stopped process ends no connection, and a slow one is waited for."""
 
 import contextlib
 import select
@@ -11,8 +11,43 @@ _MOST_S = 1.0
 _LEAST_S = 0.05
 _UNANSWERED = 2
 """A trainer that was itself stopped asks this often before it believes what its clock says."""
+_MOST_TIMEOUTS = 15
+"""A process that runs and does not answer is waited for so many timeouts."""
+LOOK_S = 0.25
+"""A keeper that does nothing looks around ten times a second."""
 _MOST_PINGS = 8
 """Unanswered ones: more would fill the socket."""
+
+
+class Patience:
+    """Moves a deadline on as long as the process that is waited for runs, be it slowly."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._last = time.monotonic() + _MOST_TIMEOUTS * timeout_s
+        self._until = float("-inf")
+        self._seen: tuple[int, str] | None = None
+
+    def look(self, pid: int) -> None:
+        """Look whether that process ran since the last look; call this every ``LOOK_S``."""
+        ran = _times_run(pid)
+        if ran is not None:
+            if self._seen is not None and self._seen != (pid, ran):
+                self._until = min(time.monotonic() + self._timeout_s, self._last)
+            self._seen = pid, ran
+
+    def extend(self, deadline: float) -> float:
+        """Return the deadline, or the later one that the signs of life allow; both by the monotonic clock."""
+        return max(deadline, self._until)
+
+
+def _times_run(pid: int) -> str | None:
+    """Return a count of how often the main thread ran; ``None``, if the process cannot be seen from here."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return "".join(line for line in file if "ctxt_switches" in line)
+    except OSError:
+        return None
 
 
 class Heartbeat:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from lazysnap.keeper.heartbeat import LOOK_S, Patience
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.protocol import Answer, Message, Question
 
 _SEND_S = 5.0
-_LOOK_S = 0.5
 
 
 class Questions:
@@ -24,10 +24,17 @@ class Questions:
         self._open: dict[int, Answer | None] = {}
         """By number; ``None``: not answered yet."""
 
-    def ask(self, question: Question, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> Answer | None:
+    def ask(
+        self,
+        question: Question,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+        patience: Patience | None = None,
+    ) -> Answer | None:
         """Send a question, wait for its answer; ``None`` if none came in time. Blocks.
 
         ``meanwhile`` is called whenever the keeper sent something else; no lock is held then.
+        With ``patience`` a keeper that runs slowly has longer.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -39,7 +46,7 @@ class Questions:
             self._open[number] = None
         try:
             connection.send(msgspec.structs.replace(question, id=number), timeout_s=max(0.05, min(timeout_s, _SEND_S)))
-            return self._answer(number, connection, deadline, meanwhile)
+            return self._answer(number, connection, deadline, meanwhile, patience)
         except OSError:
             return None
         finally:
@@ -47,15 +54,23 @@ class Questions:
                 del self._open[number]
 
     def _answer(
-        self, number: int, connection: Connection, deadline: float, meanwhile: Callable[[], None]
+        self,
+        number: int,
+        connection: Connection,
+        deadline: float,
+        meanwhile: Callable[[], None],
+        patience: Patience | None,
     ) -> Answer | None:
         while True:
+            if patience is not None:
+                patience.look(connection.peer_pid)
+                deadline = patience.extend(deadline)
             with self._lock:
                 if (answer := self._open[number]) is not None:
                     return answer
                 if time.monotonic() >= deadline or self._connection() is not connection:
                     return None
-                self._lock.wait(max(0.0, min(deadline - time.monotonic(), _LOOK_S)))
+                self._lock.wait(max(0.0, min(deadline - time.monotonic(), LOOK_S)))
             meanwhile()
 
     def receive(self, message: Message) -> None:

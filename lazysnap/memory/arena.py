@@ -14,6 +14,7 @@ in stream order on a GPU.
 """
 
 import contextlib
+import ctypes
 import enum
 import mmap
 import os
@@ -32,6 +33,8 @@ SLACK_BYTES = 8 << 20
 _POPULATE_BYTES = 16 << 20
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Word(enum.IntEnum):
@@ -305,7 +308,7 @@ class Slot:
         return meta
 
     def populate(self, *, write: bool = True, progress: Callable[[int], None] = lambda count: None) -> None:
-        """Fault all pages in, so that no copy pays for it. Blocks; releases the interpreter lock in chunks.
+        """Fault all pages in, so that no copy pays for it. Blocks; other threads run meanwhile.
 
         The keeper populates for writing (allocates); a trainer populates its own page tables.
         ``progress``: called after each chunk with its bytes. Raises: OSError(ENOMEM), if the machine has not got the
@@ -315,12 +318,18 @@ class Slot:
         for start in range(0, self.size_bytes, _POPULATE_BYTES):
             count = min(_POPULATE_BYTES, self.size_bytes - start)
             try:
-                self._buffer.madvise(advice, start, count)
+                self._advise(advice, start, count)
             except OSError as error:
                 if error.errno != 22:  # EINVAL: a kernel before 5.14 faults pages in on first use instead
                     raise
                 return
             progress(count)
+
+    def _advise(self, advice: int, start: int, length: int) -> None:
+        """Call madvise. ``mmap.madvise`` would hold the interpreter lock: no thread of the process could run."""
+        first = ctypes.c_char.from_buffer(self._buffer, start)  # keeps the memory mapped during the call
+        if _libc.madvise(ctypes.addressof(first), length, advice):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def close(self) -> None:
         """Unmap and close. Views that others still hold keep the memory alive."""
