@@ -343,6 +343,7 @@ class LocalRank:
                 self._memory_wake.set()
             case Return():
                 self._pool.take_back(message.slot)
+                self._settled = None  # it may be one of those that are wanted
                 self._memory_wake.set()
             case Adopt():
                 (fd,) = fds
@@ -464,15 +465,14 @@ class LocalRank:
             if wanted is None or wanted == self._settled or self.phase is not Phase.ATTACHED:
                 continue
             bound = None if self._max_bytes is None else self._max_bytes - self._frozen.size_bytes(self.team.local_rank)
+            self._settled = wanted  # before: a message that comes meanwhile takes it back
             try:
-                if self._pool.provide(wanted, bound, self._is_reading, self._least):
-                    self._settled = wanted
+                if not self._pool.provide(wanted, bound, self._is_reading, self._least):
+                    self._settled = None
             except LazySnapError as error:
-                self._settled = wanted
                 self.emit(MemoryRefused(str(error)))
             except Exception:  # the rim of the thread
                 logger.exception("memory")
-                self._settled = wanted
         self._free()  # what was made meanwhile
 
     def _is_reading(self, slot: Slot) -> bool:

@@ -104,7 +104,8 @@ def test_slots_of_a_keeper_are_ready_only_when_registered_and_a_new_size_leaves_
         for size in (1 << 20, 64 << 20):
             client.reserve((1 << 16, size), 2)
             for slot in client.mapped():
-                client.return_slot(slot)
+                if slot.image_capacity != size:
+                    client.return_slot(slot)
             slot = None
             until(lambda size=size: sum(slot.image_capacity == size for slot in client.slots()) == 2)
             ready = {torch.frombuffer(slot.buffer, dtype=torch.uint8).data_ptr() for slot in client.slots()}

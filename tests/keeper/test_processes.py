@@ -338,6 +338,13 @@ def test_slots_of_a_size_that_were_there_before_are_made_again(job):
     assert second.reserve(count=2, size=30_000_000) == 2
 
 
+def test_a_slot_that_is_returned_although_it_is_wanted_is_made_again(job):
+    first = job.trainer(reserve=2)
+
+    assert first.return_all() == 0
+    assert until(lambda: first.slots() == 2)
+
+
 def test_what_a_trainer_counts_on_stays_though_captures_have_another_size_now(job):
     """Of several ranks the newest that all have may be an older one."""
     first = job.trainer(reserve=3, kept=2)

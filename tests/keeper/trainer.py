@@ -109,6 +109,12 @@ class Trainer:
                 self.client.return_slot(slot)
         return True
 
+    def return_all(self):
+        """Return every slot, those of the wanted size, too."""
+        for slot in self.client.mapped():
+            self.client.return_slot(slot)
+        return len(self.client.slots())
+
     def refused(self):
         self.events += self.client.poll_events()
         return [event.text for event in self.events if type(event).__name__ == "MemoryRefused"]
