@@ -1,4 +1,4 @@
-"""What does lazysnap cost with many ranks? Counted with real ones, then simulated up to 16,384."""
+"""Count what lazysnap costs with several real ranks: collectives, messages, files, bytes, planning."""
 
 import argparse
 import functools
@@ -8,7 +8,7 @@ import socket
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,54 +17,25 @@ from benchmarks.report import Report
 from benchmarks.workers import DEADLINE_S, Line, call, call_ranks
 
 KINDS = ("ddp", "fsdp")
-MOST = 16_384
 STEPS = 3
 """Snapshots of each real training after the first."""
 STATE_MB = 3.2
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "new_group")
 SOCKET_CALLS = ("send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg")
 STORE_CALLS = ("add", "get", "set", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set")
-SIMULATED = ("plan", "restart", "retention", "coordinator", "protection")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--counted", type=int, nargs="*", default=[2, 4, 8], help="numbers of real ranks")
-    parser.add_argument("--simulated", type=int, nargs="*", default=[8, 64, 512, 4096, MOST], help="multiples of 8")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
     works = [("scale.count", {"kind": kind, "ranks": ranks}) for ranks in args.counted for kind in KINDS]
-    works += [("simulated.run", {"ranks": ranks}) for ranks in args.simulated]
     for function, job in works:
         what = " ".join(map(str, (function, *job.values())))
         report.take(what, functools.partial(call, function, job, OMP_NUM_THREADS="1"))
-    for line in growth(report):
-        report.note(line)
-    for measure in ("plan", "restart"):
-        seconds = [line["cpu_s"] for line in report.of(measure) if line["ranks"] >= MOST]
-        text = f"{measure} at {MOST:,} ranks, CPU of one process"
-        report.target(text, "<= {} s", 10, max(seconds, default=math.nan))
     collectives = [line["collectives_per_snapshot"] for line in report.of("counted")]
     report.target("collectives per snapshot", "<= {}", 0, max(collectives, default=math.nan))
-    asked = [line["operations"] for line in report.of("retention")] or [math.nan]
-    report.target("retention per snapshot and node, most ranks against fewest", "<= {} times", 1, asked[-1] / asked[0])
-
-
-def growth(report: Report) -> Iterator[Line]:
-    """The exponents with which figures grow from the fewest to the most ranks."""
-    for measure in SIMULATED:
-        of_kind = defaultdict(list)
-        for line in report.of(measure):
-            of_kind[line.get("kind", ""), line.get("world", "")].append(line)
-        for (kind, world), lines in of_kind.items():
-            first, last = lines[0], lines[-1]
-            if last["ranks"] > first["ranks"]:
-                scale = math.log(last["ranks"] / first["ranks"])
-                names = [name for name in last if name != "ranks" and not isinstance(last[name], str)]
-                grown = {
-                    name: math.log(last[name] / first[name]) / scale for name in names if first[name] and last[name]
-                }
-                yield {"measure": "exponent of growth", "of": measure, "kind": kind, "world": world, **grown}
 
 
 # ------------------------------------------------------------------------------------------------ counted, in a worker

@@ -176,8 +176,8 @@ def test_stalls_are_measured_here_and_in_another_checkout(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_cost_of_many_ranks_is_counted_and_simulated(tmp_path):
-    run("scale", "--counted", 2, "--simulated", 8, 16, "--out", tmp_path)
+def test_the_cost_of_several_ranks_is_counted(tmp_path):
+    run("scale", "--counted", 2, "--out", tmp_path)
 
     found = lines(tmp_path / "scale.jsonl")
     assert not [line for line in found if line["measure"] == "left out"]
@@ -189,7 +189,6 @@ def test_the_cost_of_many_ranks_is_counted_and_simulated(tmp_path):
         assert line["files_per_snapshot"] == 2
         # Together one copy: each half of it, and what is each rank's own.
         assert max(line["mb_per_rank"]) < 0.51 * line["mb_per_snapshot"]
-    assert {line["ranks"] for line in found if line["measure"] == "restart"} == {8, 16}
 
 
 @pytest.mark.slow
