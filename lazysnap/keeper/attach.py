@@ -79,21 +79,17 @@ def attach(
             )
         if time.monotonic() > patience.extend(deadline):
             silent_pid = connection.peer_pid if was_there and connection is not None and reply is None else None
-            raise KeeperUnavailable(_why(identity, config, silent_pid, is_leaving=reply is not None, outcome=outcome))
+            raise KeeperUnavailable(_why(identity, config, silent_pid, outcome))
         time.sleep(_RETRY_UNANSWERED_S if reply is None else _RETRY_S)
 
 
-def _why(
-    identity: JobIdentity, config: SnapshotConfig, silent_pid: int | None, *, is_leaving: bool, outcome: str
-) -> str:
+def _why(identity: JobIdentity, config: SnapshotConfig, silent_pid: int | None, outcome: str) -> str:
     who = f"the keeper of job {identity.job_id!r}"
     if silent_pid is not None:
         return (
             f"{who} (process {silent_pid}) did not answer within {config.keeper_timeout_s:g} s (keeper_timeout_s): it "
             f"is stopped, or the machine is overloaded; `kill -CONT {silent_pid}` lets a stopped one go on"
         )
-    if is_leaving:
-        return f"{who} is still writing what an earlier run left; it is tried again while training goes on"
     return (
         f"no keeper of job {identity.job_id!r} could be started{outcome}; `{sys.executable} -m lazysnap.keeper "
         f"--foreground --address {identity.address.encode().hex()}` shows why"

@@ -8,6 +8,8 @@
        ▼                 │  ▼                    │ superseded
       GONE             LINGERING ────────────────┘
 
+DRAINING goes back to ATTACHED with a hello, as LINGERING does: what is still there serves the next trainer.
+
 AWAY lies between ATTACHED and LINGERING: the connection ended, but the trainer's process lives. It may reconnect
 (ATTACHED) or die (LINGERING). A trainer that dies without a whole capture in memory leads to DRAINING, as SIGTERM does.
 The time of LINGERING begins anew as long as another rank of the node has a trainer. The process ends when all ranks are
@@ -64,6 +66,7 @@ _NEXT: Mapping[tuple[Phase, Event], Phase] = {
     (Phase.LINGERING, Event.TIME_UP): Phase.DRAINING,
     (Phase.LINGERING, Event.TERMINATE): Phase.DRAINING,
     (Phase.LINGERING, Event.SUPERSEDED): Phase.DRAINING,
+    (Phase.DRAINING, Event.HELLO): Phase.ATTACHED,
     (Phase.DRAINING, Event.DRAINED): Phase.GONE,
     (Phase.DRAINING, Event.TIME_UP): Phase.GONE,
 }

@@ -73,7 +73,7 @@ class Server:
         self._has_served = False
         self._is_terminated = False
         self._is_leaving = False
-        """Whether it was told to: then nobody is served any more."""
+        """True if it was told to leave, and no trainer came since."""
         self._asked_to_stop: Connection | None = None
         self._storage: NodeStorage | None = None
         self._idle_until: float | None = None
@@ -285,9 +285,10 @@ class Server:
         if rank is not None and rank.refuses(connection):
             connection.send(rank.busy())
             return
-        if self._is_leaving or (rank is not None and rank.phase is Phase.DRAINING):
-            connection.send(Leaving(os.getpid()))
-            return
+        self._is_leaving = False  # what it still holds serves a trainer better than no memory for up to an hour
+        if rank is not None and rank.phase is Phase.GONE:
+            rank.close()
+            rank = None
         if rank is None:
             rank = self._ranks[number] = LocalRank(
                 self._selector, self._close, self._last_words, self._frozen, lambda: self._storage
@@ -295,6 +296,10 @@ class Server:
         self._has_served = True
         faults.set_peer(connection.peer_pid)
         rank.attach(connection, hello)
+        if self._asked_to_stop is not None:
+            with contextlib.suppress(OSError):  # nobody waits for it any more
+                self._asked_to_stop.send(rank.busy())
+            self._asked_to_stop = None
 
     def _last_words(self, connection: Connection) -> None:
         """A trainer ended: a goodbye may be among what it said before."""

@@ -49,6 +49,35 @@ def test_a_killed_trainers_newest_capture_waits_in_memory_for_the_next_trainer(j
     assert all(whole for _, _, whole, _ in second.inventory())
 
 
+@pytest.mark.parametrize("ending", ["linger is over", "goodbye", "SIGTERM"])
+def test_a_keeper_that_still_stores_what_it_holds_serves_the_next_trainer(job, tmp_path, ending):
+    """Its level hangs: without the next trainer it would wait for an hour."""
+    passed = tmp_path / "passed"
+    environment = {"LAZYSNAP_FAULT": "level.store.begin:1:hang", "LAZYSNAP_FAULT_LOG": str(passed)}
+    settings = {"levels": [job.level()], "linger_s": 0.01 if ending == "linger is over" else 600.0}
+    first = job.trainer(environment=environment, **settings)
+    for step in (1, 2):
+        first.capture(step=step)
+    keeper = job.keeper_pid()
+    if ending == "goodbye":
+        first.process.stdin.write('["goodbye", {}]\n')
+        first.process.stdin.flush()
+    else:
+        first.kill()
+    if ending == "SIGTERM":
+        os.kill(keeper, signal.SIGTERM)
+    assert until(lambda: "keeper.draining" in passed.read_text())
+    first.kill()
+
+    second = job.trainer(reserve=0, linger_s=600.0)
+
+    assert job.keeper_pid() == keeper
+    assert [step for step, *_ in second.inventory()] == [1, 2]
+    assert second.reserve(count=3) == 3
+    assert second.adopt_run(run_id="ab" * 8)
+    assert second.capture(step=3)
+
+
 def test_who_only_reads_gets_no_pages_for_captures_until_it_asks_for_them(job):
     first = job.trainer()
     first.capture(step=1)
