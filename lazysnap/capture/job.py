@@ -31,7 +31,7 @@ class CaptureJob:
         self.step = step
         self.sequence = 0
         """Number of the capture in its slot."""
-        self.sources = list(map(stored_form, tensors)) if plan.logical else tensors
+        self.sources = list(map(stored_form, tensors)) if plan.is_converting else tensors
         self.versions = [0] * len(tensors)
         """Of the lazy tensors; others need none, and not all have one."""
         for index in plan.lazy:

@@ -19,6 +19,7 @@ from lazysnap.capture.frozen import FrozenSet
 from lazysnap.errors import UnsupportedState
 from lazysnap.memory.arena import Slot
 from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.strides import order_of
 from lazysnap.state.codec import path_text
 from lazysnap.state.modules import is_uninitialised
 from lazysnap.state.sharding import local_of
@@ -75,7 +76,7 @@ class CapturePlan:
     order: list[int]
     layout: Layout
     logical: dict[str, dict[str, Any]]
-    """By name what the manifest has to say of a tensor besides: dtype, scope and place in the whole."""
+    """By name what the manifest has to say of a tensor besides: dtype, memory order, scope and place in the whole."""
     aliases: dict[str, str]
     signature: object
     frozen: FrozenSet | None = None
@@ -135,6 +136,20 @@ class CapturePlan:
         return [self.records[index].device for index in self._loose]
 
     @cached_property
+    def _turnable(self) -> list[int]:
+        """Those whose place may change and whose strides are part of the manifest."""
+        return [index for index in self._loose if len(self.records[index].shape) > 1]
+
+    @cached_property
+    def _strides(self) -> list[tuple[int, ...]]:
+        return [self.records[index].stride for index in self._turnable]
+
+    @cached_property
+    def is_converting(self) -> bool:
+        """True if a tensor is stored as another dtype than its own."""
+        return any(record.stored_dtype is not record.dtype for record in self.records)
+
+    @cached_property
     def _places(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(self.records[index].pointer, self.records[index].stride) for index in self._fixed]
 
@@ -153,6 +168,8 @@ class CapturePlan:
         places = [(tensors[index].data_ptr(), tensors[index].stride()) for index in self._fixed]
         if dtypes != self._dtypes or devices != self._devices or places != self._places:
             return "a tensor changed its dtype, device or place"
+        if [tensors[index].stride() for index in self._turnable] != self._strides:
+            return "a tensor changed its strides"
         for index in self._tied:
             record = self.records[index]
             if tensors[record.primary].data_ptr() != tensors[index].data_ptr():
@@ -298,6 +315,8 @@ def make_plan(
         name, stored = walk.names[index], stored_form(walk.tensors[index])
         if (kept := logical_name(walk.tensors[index].dtype)) is not None:
             logical[name] = {"dtype": kept}
+        if (dims := order_of(walk.tensors[index].shape, walk.tensors[index].stride())) is not None:
+            logical.setdefault(name, {})["order"] = list(dims)
         specs.append(TensorSpec(name, DTYPE_NAMES[stored.dtype], tuple(stored.shape)))
     aliases = {walk.names[i]: walk.names[primary] for i, (_, primary) in enumerate(facts) if primary != i}
     others = {name: primary for name, primary in (tied or {}).items() if primary not in apart}

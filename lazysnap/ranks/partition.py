@@ -16,6 +16,7 @@ import torch
 
 from lazysnap.capture.plan import Key, key_of
 from lazysnap.shard.checksum import digest
+from lazysnap.shard.strides import order_of
 from lazysnap.state.sharding import Held, held_part, local_of
 from lazysnap.state.walk import Walk
 from lazysnap.topology import Rows, share
@@ -70,7 +71,8 @@ class Partition:
         """
         self._of = walk.names
         self.facts: dict[str, dict[str, Any]] = {}
-        """By name: ``scope``, ``global_shape``, ``offsets``, as in the manifest; nothing for what is rank-scoped."""
+        """By name: ``scope``, ``global_shape``, ``offsets``, ``order``, as in the manifest; nothing for what is
+        rank-scoped."""
         self.shared_rows: dict[str, tuple[int, int]] = {}
         """By name: of the captured rows those that this node stores at levels that all nodes see; absent: all."""
         self.nodes: dict[str, int] = {}
@@ -134,6 +136,9 @@ class Partition:
             parts.append(_Part(one.index, None if whole else (rows.start, rows.stop)))
             start = (one.offsets[0] + rows.start, *one.offsets[1:]) if one.offsets else ()
             self.facts[name] = {"scope": one.scope, "global_shape": list(one.global_shape), "offsets": list(start)}
+            # Of the whole tensor: its rows alone do not show it.
+            if (dims := order_of(one.local.shape, one.local.stride())) is not None:
+                self.facts[name]["order"] = list(dims)
             if num_nodes > 1:
                 self.nodes[name] = num_nodes
             both = _both(rows, stored.get(rows.index))

@@ -174,7 +174,7 @@ class Assembly:
         """A view of the image that has all that is wanted, in one piece and as the program knows it; else ``None``."""
         piece = next((one for one in whole.pieces if (one.offsets, one.shape) == (offsets, shape)), None)
         stored = None if piece is None else whole.stored[piece.rank, piece.stored]
-        if stored is None or stored.logical is not None or 0 in shape:
+        if stored is None or stored.logical is not None or stored.order is not None or 0 in shape:
             return None
         image = self._lend(stored.shard)
         return None if image is None else view_of(image, stored.offset, whole.dtype, shape)
@@ -190,8 +190,8 @@ def _room(shape: Extent, whole: Whole, target: "torch.Tensor | None") -> torch.T
     """
     if target is not None and shape and not is_uninitialised(target) and tuple(target.shape) == whole.shape:
         with contextlib.suppress(torch.OutOfMemoryError):
-            return torch.empty(shape, dtype=whole.dtype, device=local_of(target).device)
-    return torch.empty(shape, dtype=whole.dtype)
+            return whole.room(shape, local_of(target).device)
+    return whole.room(shape)
 
 
 def is_part(target: Any, shape: Extent) -> TypeGuard[DTensor]:

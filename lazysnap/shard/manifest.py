@@ -35,7 +35,7 @@ FORMAT_VERSION = 1
 """The version that is written, and the newest one that is read."""
 _OPTIONAL = ("frozen", "parameters", "replicas")
 """Keys that are absent if there is nothing to say."""
-_FACTS = ("dtype", "scope", "global_shape", "offsets", "shared_rows", "nodes")
+_FACTS = ("dtype", "order", "scope", "global_shape", "offsets", "shared_rows", "nodes")
 """The keys of a tensor's entry."""
 _HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
 _MIDDLE = b'","manifest":'
@@ -70,7 +70,7 @@ class CaptureMeta:
     world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     captured_ns: Count
     tensors: dict[str, Any] = field(default_factory=dict)
-    """By name of a tensor, what safetensors cannot express: logical dtype, scope, global shape and offsets."""
+    """By name of a tensor, what safetensors cannot express: logical dtype, memory order, scope, place in the whole."""
     aliases: dict[Text, Text] = field(default_factory=dict)
     """Names of tied tensors, each with the name under which the bytes are stored."""
     state: Any = None

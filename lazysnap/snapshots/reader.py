@@ -15,6 +15,7 @@ from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.pieces import Extent, extent_of
+from lazysnap.shard.strides import Order, is_order
 from lazysnap.snapshots.catalogue import Catalogue, in_parallel
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,13 @@ class OpenShard:
         logical = facts.get("dtype")
         if not isinstance(logical, (str, type(None))):
             raise ShardCorrupt(f"{self.where}: tensor {name}: bad dtype {logical!r:.50}")
-        return Stored(self, name, spec, self.offset + offset, facts)
+        found = Stored(self, name, spec, self.offset + offset, facts)
+        if "order" in facts and not is_order(facts["order"], len(found.shape)):
+            raise ShardCorrupt(
+                f"{self.where}: tensor {name}: order must be the numbers of its {len(found.shape)} dimensions, each "
+                f"once, the manifest says {facts['order']!r:.100}"
+            )
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +91,12 @@ class Stored:
         """Its dtype in the program, if the shard stores another one."""
         logical = self.facts.get("dtype")
         return str(logical) if logical is not None else None
+
+    @property
+    def order(self) -> Order | None:
+        """Memory order of the tensor in the program; ``None``: row-major. Its bytes in the shard are always so."""
+        order = self.facts.get("order")
+        return tuple(order) if isinstance(order, list) else None
 
     @property
     def is_scoped(self) -> bool:

@@ -16,6 +16,7 @@ from lazysnap.levels.blocks import Wanted
 from lazysnap.shard.limits import with_stack
 from lazysnap.shard.manifest import TAG, CaptureMeta
 from lazysnap.shard.pieces import Extent, Piece, overlaps, tiles
+from lazysnap.shard.strides import Order, strides_of
 from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored, read
 from lazysnap.state.codec import decode, tensor_names
 
@@ -41,6 +42,8 @@ class Whole:
 
     dtype: torch.dtype
     shape: Extent
+    order: Order | None = None
+    """See ``Stored``. Ranks may differ in it; that of the part that was found first counts."""
     pieces: list[Piece] = field(default_factory=list)
     stored: dict[tuple[int, str], Stored] = field(default_factory=dict)
     """By rank and name of a piece."""
@@ -61,7 +64,11 @@ class Whole:
     @classmethod
     def of(cls, stored: Stored) -> "Whole":
         """The tensor that ``stored`` is a part of; no part is added yet."""
-        return cls(facts_of(stored)[0], stored.extent()[0])
+        return cls(facts_of(stored)[0], stored.extent()[0], stored.order)
+
+    def room(self, shape: Extent, device: torch.device | None = None) -> torch.Tensor:
+        """Return a new tensor for a box of this one, with its dtype and memory order."""
+        return torch.empty_strided(shape, strides_of(shape, self.order), dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -260,7 +267,7 @@ class SnapshotTensors:
             whole = self.whole(name)
             key = (whole.dtype, whole.shape, *(stored.key for stored in whole.stored.values()))
             if not whole.stored or key not in made:
-                made[key] = torch.empty(whole.shape, dtype=whole.dtype)
+                made[key] = whole.room(whole.shape)
                 boxes.add(whole, whole.pieces, (0,) * len(whole.shape), made[key])
             found[name] = made[key]
         return found

@@ -8,6 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lazysnap.errors import StateMismatch
+from lazysnap.shard.strides import order_of
 
 _COMPILED = "_orig_mod"
 
@@ -52,7 +53,8 @@ def check_loadable(expected: Mapping[str, torch.Tensor], where: str) -> None:
 
 
 def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[str, Any]":
-    """``saved`` in the form that ``module.load_state_dict`` expects. Expanded tensors of the module are filled here.
+    """Return ``saved`` in the form that ``module.load_state_dict`` expects. Expanded tensors of the module are filled
+    here, and its tensors get the memory order of those in ``saved`` that are not row-major.
 
     Raises: StateMismatch, for values that differ where the live tensor has only one; nothing was changed then.
     """
@@ -71,7 +73,39 @@ def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[st
             tensor[once].copy_(state[name][once])
             # load_state_dict copies it onto itself, which torch allows for an expanded tensor.
             state[name] = tensor
+    for name, tensor in live.items():
+        if name in names and name not in expanded:
+            take_order(tensor, state[name])
     return state
+
+
+def take_order(live: Any, saved: Any) -> None:
+    """Give a live tensor the strides of ``saved``, if those are not row-major. Its values are to be loaded afterwards.
+
+    It keeps its memory. A view of larger memory and a part of a sharded tensor keep their strides.
+    """
+    if not _is_plain(live) or not _is_plain(saved) or live.shape != saved.shape or live.stride() == saved.stride():
+        return
+    if order_of(saved.shape, saved.stride()) is not None and live.untyped_storage().nbytes() == live.nbytes:
+        live.data = live.data.as_strided(live.shape, saved.stride())
+
+
+def told_orders(module: torch.nn.Module, saved: Mapping[str, Any]) -> set[int]:
+    """Return the ids of the live tensors of a module that are not row-major in ``saved``."""
+    live = _live(module)
+    return {
+        id(live[name])
+        for name, held in held_names(live, saved).items()
+        if _is_plain(saved[held]) and order_of(saved[held].shape, saved[held].stride()) is not None
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and not is_uninitialised(value)
+        and value.layout is torch.strided
+    )
 
 
 def _live(module: torch.nn.Module) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loa
 from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
-from lazysnap.state.modules import fitted, without_compiled
+from lazysnap.state.modules import fitted, told_orders, without_compiled
 from lazysnap.state.optimizers import check_optimizers, put_back, stepping
 from lazysnap.state.settings import OptimizerSettings, warn
 from lazysnap.state.source import KEY, OPTIMIZERS
@@ -185,6 +185,10 @@ class ObjectState(NamedObjects):
             )
         check_optimizers(self, state, None)
         warn(restored=self._settings.carry_on(state), changed=[])
+        told: set[int] = set()
+        for name, value in self._objects.items():
+            if isinstance(value, torch.nn.Module):
+                told |= told_orders(unwrapped(value), state[name])
         for name, value in self._objects.items():
             if not data and is_data_position(value):
                 continue
@@ -195,7 +199,7 @@ class ObjectState(NamedObjects):
                 module = unwrapped(value)
                 module.load_state_dict(fitted(module, state[name]))
             elif isinstance(value, torch.optim.Optimizer):
-                put_back(stepping(value), state[name])
+                put_back(stepping(value), state[name], told)
             elif is_stateful_loader(value):
                 load_loader(value, state[name])
             else:

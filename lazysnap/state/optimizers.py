@@ -1,13 +1,14 @@
 """Loading the state of an optimizer: compared with its groups first, then in the memory order of its parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lazysnap.errors import StateMismatch
+from lazysnap.shard.strides import Order, order_of
 from lazysnap.state.sharding import like, local_of
 from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
 
@@ -163,32 +164,81 @@ def _groups(sizes: list[int]) -> str:
     return f"{len(sizes)} parameter group{'s' * (len(sizes) != 1)} of {', '.join(map(str, sizes)) or 0} parameters"
 
 
-def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load ``saved``, in place if the optimizer holds tensors of the same kind.
+def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], told: Collection[int] = ()) -> None:
+    """Load ``saved``: every tensor gets the dtype, the values and the strides that it has there.
 
-    A running optimizer then needs no memory for a second state, and captures keep their plan.
+    If the optimizer holds tensors of the same kind, they are filled in place: it then needs no memory for a second
+    state, and captures keep their plan. ``told``: see ``modules.told_orders``.
     """
-    pairs = _pairs(stepping(optimizer), saved)
-    if pairs is None:
+    inner = stepping(optimizer)
+    places = _places(inner, saved)
+    if places is None:
         # An optimizer keeps the tensors that it loads, so they must own their memory.
-        optimizer.load_state_dict(tree_map_only(torch.Tensor, owned, laid_out(optimizer, saved)))
+        owning = tree_map_only(torch.Tensor, owned, laid_out(inner, saved, told))
+        groups = [dict(group) for group in inner.param_groups]
+        optimizer.load_state_dict(owning)
+        _put_exact(inner, owning, groups)
         return
     with torch.no_grad():
-        for held, key, value in pairs:
+        for held, key, value in places:
             if isinstance(value, torch.Tensor):
                 held[key].copy_(value)
             else:
                 held[key] = value
 
 
-def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[tuple[dict[str, Any], str, Any]] | None:
-    """The target of each saved value: dict, key, value; ``None`` if one of them has no target of the same kind."""
+def _put_exact(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> None:
+    """Undo what ``load_state_dict`` does to values: torch's casts floating state to the dtype of its parameter.
+
+    ``before``: the parameter groups until now. Tensors in them stay on their devices.
+    """
+    state, groups = saved.get("state"), saved.get("param_groups")
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return  # in a format of its own
+    parameters = _parameters(optimizer)
+    for number, values in state.items():
+        if type(number) is int and 0 <= number < len(parameters) and parameters[number] in optimizer.state:
+            _exact(optimizer.state[parameters[number]], values)
+    for held, values, former in zip(optimizer.param_groups, groups, before, strict=True):
+        for key, value in former.items():
+            loaded = held.get(key)
+            if key != "params" and isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
+                held[key] = loaded.to(value.device)
+        _exact(held, {key: value for key, value in values.items() if key != "params"})
+
+
+def _exact(loaded: Any, saved: Any) -> Any:
+    """``saved`` on the device of ``loaded``, where loading changed it; containers are changed in place."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        is_same = loaded.dtype == saved.dtype or loaded.shape != saved.shape
+        return loaded if is_same else saved.to(loaded.device)
+    if isinstance(saved, str):
+        return saved  # torch takes a text for a list, and makes another text of it
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        for key in saved.keys() & loaded.keys():
+            loaded[key] = _exact(loaded[key], saved[key])
+    elif isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        items = [_exact(*pair) for pair in zip(loaded, saved, strict=True)]
+        if isinstance(loaded, list):
+            loaded[:] = items
+        else:
+            return tuple(items)
+    return loaded
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer, as its state numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _places(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[tuple[Any, Any, Any]] | None:
+    """The place of each saved value: container, key, value; ``None`` if one of them has no place of the same kind."""
     hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
     state, groups = saved.get("state"), saved.get("param_groups")
     is_plain = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
     if not is_plain or not isinstance(state, dict) or not isinstance(groups, list):
         return None
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters(optimizer)
     if set(state) != {number for number, one in enumerate(parameters) if one in optimizer.state}:
         return None
     pairs = [(optimizer.state[parameters[number]], values) for number, values in state.items()]
@@ -200,8 +250,50 @@ def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[t
         (held, {key: value for key, value in values.items() if key != "params"})
         for held, values in zip(optimizer.param_groups, groups, strict=True)
     ]
-    found = [(held, key, value) for held, values in pairs for key, value in values.items()]
-    return found if all(_is_alike(held.get(key), value) for held, key, value in found) else None
+    found: list[tuple[Any, Any, Any]] = []
+    return found if all(_are_alike(held, values, found) for held, values in pairs) else None
+
+
+def _are_alike(held: Any, values: Any, found: list[tuple[Any, Any, Any]]) -> bool:
+    """True if each of ``values`` has a place of the same kind in ``held``; adds these places to ``found``."""
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        there = held.get(key) if isinstance(held, dict) else held[key]
+        if isinstance(value, torch.Tensor):
+            if not _is_alike(there, value):
+                return False
+            found.append((held, key, value))
+        elif not _holds_tensors(value) and not _holds_tensors(there):
+            found.append((held, key, value))
+        elif not _is_like_container(there, value) or not _are_alike(there, value, found):
+            return False
+    return True
+
+
+def _is_like_container(held: Any, value: Any) -> bool:
+    """True if both are lists of one length, or dicts with the same keys."""
+    if type(held) is not type(value):
+        return False
+    return (
+        held.keys() == value.keys() if isinstance(value, dict) else isinstance(value, list) and len(held) == len(value)
+    )
+
+
+def _is_alike(held: Any, value: torch.Tensor) -> bool:
+    return (
+        type(held) is type(value)
+        and (held.shape, held.dtype) == (value.shape, value.dtype)
+        and _order(held) == _order(value)
+    )
+
+
+def _order(tensor: torch.Tensor) -> Order | None:
+    """Memory order of this rank's part of a tensor."""
+    local = local_of(tensor)
+    return order_of(local.shape, local.stride())
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
 
 
 def owned(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,33 +301,30 @@ def owned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if local_of(tensor).untyped_storage().resizable() else tensor.clone()
 
 
-def _is_alike(held: Any, value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return not isinstance(held, torch.Tensor)
-    kind = (type(value), value.shape, value.dtype)
-    return isinstance(held, torch.Tensor) and (type(held), held.shape, held.dtype) == kind
+def laid_out(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], told: Collection[int] = ()) -> dict[str, Any]:
+    """Return ``saved`` with row-major tensors of a parameter's shape in the memory order of that parameter, where the
+    snapshot does not say that order (``told``).
 
-
-def laid_out(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """``saved`` with every tensor of a parameter's shape in that parameter's memory order.
-
-    A shard is row-major; fused optimizers read parameter and moments side by side in memory, and ignore strides.
+    Fused optimizers read parameter and moments side by side in memory, and ignore strides. The program may have given
+    its parameters another memory order since, and older snapshots say none.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = saved.get("state")
+    parameters, state = [None if id(one) in told else one for one in _parameters(optimizer)], saved.get("state")
     if not isinstance(state, dict):
         return dict(saved)
     return {**saved, "state": {key: _laid_out(parameters, key, values) for key, values in state.items()}}
 
 
-def _laid_out(parameters: list[torch.Tensor], key: Any, values: Any) -> Any:
+def _laid_out(parameters: Sequence[torch.Tensor | None], key: Any, values: Any) -> Any:
     if type(key) is not int or not 0 <= key < len(parameters) or not isinstance(values, dict):
         return values
-    return {name: _as_placed(parameters[key], value) for name, value in values.items()}
+    parameter = parameters[key]
+    if parameter is None:
+        return values
+    return {name: _as_placed(parameter, value) for name, value in values.items()}
 
 
 def _as_placed(parameter: torch.Tensor, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or _order(value) is not None:
         return value
     if isinstance(value, DTensor) != isinstance(parameter, DTensor):
         return value

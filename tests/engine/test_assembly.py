@@ -72,3 +72,16 @@ def test_pieces_that_are_cut_in_both_dimensions_and_a_number_without_any():
 
     assert torch.equal(state["w"], table)
     assert state["n"] == 5
+
+
+def test_a_tensor_whose_rows_several_ranks_stored_gets_its_memory_order_back():
+    table = torch.arange(24.0).reshape(6, 4).T
+    rows = [(0, table[:2]), (1, table[2:])]
+    halves = [shard(rank, {"w": part}, scopes=[("w", [4, 6], [2 * rank, 0])]) for rank, part in rows]
+    for half in halves:
+        half.meta.tensors["w"]["order"] = [1, 0]
+
+    state = state_of(*halves)
+
+    assert torch.equal(state["w"], table)
+    assert state["w"].stride() == table.stride()

@@ -93,3 +93,15 @@ def test_nodes_that_hold_other_tensors_each_store_their_own():
 def told(commons):
     """As it comes over the wire."""
     return [[list(common) for common in one] for one in commons]
+
+
+def test_each_rank_tells_the_memory_order_of_the_whole_tensor_of_which_it_captures_rows():
+    state = {"columns": torch.ones(40, 6).T, "images": torch.ones(8, 3, 4, 4).to(memory_format=torch.channels_last)}
+    ranks = partitions(state | {"rows": torch.ones(6, 40), "own": torch.ones(2)}, "aabb")
+
+    told = [{name: facts.get("order") for name, facts in one.facts.items()} for one in ranks]
+    assert {name: order for one in told for name, order in one.items()} == {
+        "columns": [1, 0],
+        "images": [0, 2, 3, 1],
+        "rows": None,
+    }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from support.snapshots import lone_manifest
 
+from lazysnap.capture.dtypes import stored_form
 from lazysnap.capture.frozen import FrozenSet, digest_of, frozen_parameters
 from lazysnap.capture.plan import make_plan, view_of
 from lazysnap.config import PersistentLevel
@@ -50,19 +51,25 @@ def state() -> dict:
 
 def make() -> tuple[bytes, bytes]:
     """Shard and manifest as this version writes them."""
-    walked = walk(state())
+    return made(state(), 1000)
+
+
+def made(values: dict, step: int) -> tuple[bytes, bytes]:
+    """Shard and manifest of these values."""
+    walked = walk(values)
     plan = make_plan(walked, ObjectState({}))
     image = bytearray(-(-plan.layout.size_bytes // PAGE) * PAGE)
     image[: len(plan.layout.header)] = plan.layout.header
     for index in plan.order:
         record, tensor = plan.records[index], walked.tensors[index]
         if record.nbytes:
-            view_of(memoryview(image), record.offset, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
+            place = (record.offset, record.stored_dtype, record.stored_shape)
+            view_of(memoryview(image), *place).copy_(stored_form(tensor))
     del image[plan.layout.size_bytes :]
     meta = CaptureMeta(
         run_id="0123456789abcdef",
         start=START,
-        step=1000,
+        step=step,
         rank=0,
         world_size=1,
         captured_ns=1_700_000_001_000_000_000,
@@ -82,6 +89,21 @@ def file_path() -> pathlib.Path:
 
 def manifest_path() -> pathlib.Path:
     return FOLDER / directory_name(1000) / NodeName(0, 1).manifest
+
+
+# ---------------------------------------------------------------- tensors that are not row-major
+
+ORDER_FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "v1-order"
+
+
+def ordered_state() -> dict:
+    picture = torch.arange(36.0).reshape(2, 3, 3, 2)
+    return {
+        "model": {"kernel": picture.to(memory_format=torch.channels_last), "rows": torch.arange(6.0).reshape(2, 3)},
+        "bases": [torch.arange(6.0).reshape(2, 3).T, torch.arange(4.0).reshape(2, 2).T.to(torch.complex128)],
+        "every second": torch.arange(8.0).reshape(2, 4)[:, ::2],
+        "narrow": torch.arange(4.0).reshape(4, 1, 1).permute(2, 0, 1),
+    }
 
 
 # ---------------------------------------------------------------- frozen tensors in a file of their own

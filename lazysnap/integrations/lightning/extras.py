@@ -9,6 +9,7 @@ import torch
 from torchmetrics import Metric
 
 from lazysnap.integrations.lightning.framework import neighbour
+from lazysnap.state.modules import take_order
 from lazysnap.state.scalars import pack, unpack
 
 _CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
@@ -141,6 +142,7 @@ class ModuleExtras:
                 if saved is None:
                     continue
                 if saved.shape == buffer.shape and saved.dtype == buffer.dtype:
+                    take_order(buffer, saved)
                     buffer.copy_(saved)
                 else:
                     owner, _, leaf = name.rpartition(".")

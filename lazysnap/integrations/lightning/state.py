@@ -32,7 +32,7 @@ from lazysnap.integrations.lightning.loaders import LoaderPositions
 from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
 from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import own_state
-from lazysnap.state.modules import fitted
+from lazysnap.state.modules import fitted, told_orders
 from lazysnap.state.objects import NamedObjects
 from lazysnap.state.optimizers import owned, put_back
 from lazysnap.state.scalars import pack, unpack
@@ -172,8 +172,9 @@ class LightningState(NamedObjects):
     def _load_training(self, state: Mapping[str, Any]) -> None:
         self._connector.restore_precision_plugin_state()
         self._connector.restore_loops()
+        told = told_orders(self._trainer.lightning_module, state["state_dict"])
         for optimizer, saved in zip(self.optimizers(), state["optimizer_states"], strict=False):
-            put_back(optimizer, saved)
+            put_back(optimizer, saved, told)
         self._connector.restore_lr_schedulers()
 
     def check_repeatable(self, own: dict[str, Any] | None = None) -> None:
