@@ -145,6 +145,8 @@ class Coordinator:
     """By node: the newest that was sent in this epoch."""
     is_open: bool = False
     """Whether every node answered. Before that nothing is decided."""
+    is_parted: bool = False
+    """See ``Order``. Set by whoever has the links."""
     outbids: int = 0
     heard: Epoch = field(default_factory=Epoch)
     _told: object = None
@@ -162,7 +164,7 @@ class Coordinator:
         """The present state, for every node."""
         levels = enumerate(self.levels)
         told = tuple(x.order(self.start, self.wishes, is_ready=self._is_ready(index)) for index, x in levels)
-        return Order(self.epoch, not self.is_open, told)
+        return Order(self.epoch, not self.is_open, told, self.is_parted)
 
     def _is_ready(self, index: int) -> bool:
         return all(report.levels[index].is_ready for report in self.reports.values())

@@ -120,6 +120,8 @@ class Order(Struct, frozen=True, tag="order", forbid_unknown_fields=True):
     is_hello: bool
     """A new coordinator asks for reports; the order grants and cancels nothing yet."""
     levels: Annotated[tuple[LevelOrder, ...], Meta(max_length=MAX_LEVELS)]
+    is_parted: bool = False
+    """True if the coordinator has no link to some node. Nodes without trainers then store what they hold."""
 
 
 def newest(steps: Collection[int]) -> tuple[int, ...]:

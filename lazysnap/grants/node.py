@@ -51,13 +51,14 @@ def common_whole(ranks: Sequence[RankView]) -> set[int]:
     return set.intersection(*({slot.step for slot in rank.slots if slot.is_whole} for rank in ranks))
 
 
-def to_store_alone(ranks: Sequence[RankView], num_kept: int) -> list[int]:
-    """All trainers are dead and no coordinator comes: what goes to the first level, newest first.
+def whole_before_newest(ranks: Sequence[RankView]) -> list[int]:
+    """Return the steps that all ranks of the node hold whole, the newest first, without the newest that one began.
 
-    ``num_kept``: K, the whole slots that no rank writes over. The newest step that all nodes have is among them, but
-    without the others nobody can tell which one it is.
+    Among the first K of them, once there are so many, is one that all ranks of all nodes hold whole: see
+    docs/architecture.md, *How many slots*.
     """
-    return sorted(common_whole(ranks), reverse=True)[:num_kept]
+    newest = max((rank.begun for rank in ranks), default=-1)
+    return sorted((step for step in common_whole(ranks) if step < newest), reverse=True)
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Write:
     source: int | None
     """The level whose file is copied; ``None``: the slots."""
     attempt: int
+    is_alone: bool = False
+    """True if no coordinator granted it: see ``grants.alone``."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,8 @@ class NodeGrants:
     wishes: set[int] = field(default_factory=set)
     urgent: set[int] = field(default_factory=set)
     """Wishes for steps that trainers keep in their slots meanwhile: what is being written gives way to them."""
+    is_parted: bool = False
+    """True if the coordinator has no link to some node."""
 
     @property
     def word(self) -> int | None:
@@ -176,7 +181,7 @@ class NodeGrants:
         if order.epoch < self.epoch:
             return True  # that coordinator must hear of the newer one
         is_news = order.is_hello or order.epoch != self.epoch
-        self.epoch = order.epoch
+        self.epoch, self.is_parted = order.epoch, order.is_parted
         for level, said in zip(self.levels, order.levels, strict=True):
             level.learn(said)
             if order.is_hello:
@@ -281,8 +286,8 @@ class NodeGrants:
         return True
 
     def _is_granted(self, write: Write) -> bool:
-        """Whether the write is for the present grant: what a node stores alone says nothing of that."""
-        return self.levels[write.level].grant == write.step
+        """True if the write is for the present grant. What a node stores alone says nothing of that."""
+        return not write.is_alone and self.levels[write.level].grant == write.step
 
     def probed(self, level: int) -> bool:
         """A small write to the level worked; whether to report."""

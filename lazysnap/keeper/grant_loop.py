@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, Own
 from lazysnap.grants.messages import Order, Report
-from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, to_store_alone
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write
 from lazysnap.links.mesh import Links, Message
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,6 @@ _IDLE_S = 1.0
 class GrantActions(Protocol):
     """What the keeper does for the grants. Called on the grants' thread: nothing here may take long."""
 
-    num_kept: int
-    """K, the whole slots that no rank writes over."""
-
     def views(self) -> Sequence[RankView]:
         """The words of the slots of all ranks of the node."""
 
@@ -51,18 +49,19 @@ class GrantActions(Protocol):
     def learned(self, levels: Sequence[NodeLevel]) -> None:
         """An order was obeyed: tell trainers what is complete or lost, and delete what expired, on other threads."""
 
-    def store_alone(self, steps: Sequence[int]) -> None:
-        """All trainers are dead and no coordinator answers: store these steps at the first level."""
-
 
 class GrantLoop:
     """The thread. Its methods may be called from any thread, and never block, but for ``close``."""
 
     def __init__(
-        self, node: NodeGrants, actions: GrantActions, coordinator: Coordinator | None, *, alone_s: float
+        self,
+        node: NodeGrants,
+        actions: GrantActions,
+        coordinator: Coordinator | None,
+        alone: StoringAlone | None = None,
     ) -> None:
-        """``coordinator``: on node 0. ``alone_s``: nodes whose trainers are dead wait so long for node 0."""
-        self._node, self._actions, self._coordinator, self._alone_s = node, actions, coordinator, alone_s
+        """``coordinator``: on node 0. ``alone``: decides what is stored when not all nodes answer; default: nothing."""
+        self._node, self._actions, self._coordinator, self._alone = node, actions, coordinator, alone
         self._links: Links | None = None
         self._events: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, Callable[[], bool]]] = []
@@ -71,7 +70,6 @@ class GrantLoop:
         self._is_left = self._is_closed = False
         self._unreached: frozenset[int] = frozenset()
         self._changed_at = time.monotonic()
-        self._alone_since: float | None = None
         self._poll_s = _POLL_S
         self._begun = (-1, time.monotonic())
         """The newest step that a rank began, and when that was seen."""
@@ -83,6 +81,7 @@ class GrantLoop:
             self._unreached = frozenset({COORDINATOR_NODE})
         else:
             self._unreached = frozenset(range(self._coordinator.num_nodes)) - {COORDINATOR_NODE}
+            self._coordinator.is_parted = bool(self._unreached)
         with self._lock:
             self._links = links
             if not self._is_closed:
@@ -106,6 +105,11 @@ class GrantLoop:
     def unreached(self) -> tuple[frozenset[int], float]:
         """Nodes without which nothing is stored and to which there is no link, and for how many seconds that is so."""
         return self._unreached, time.monotonic() - self._changed_at
+
+    @property
+    def has_stored_alone(self) -> bool:
+        """True if not all nodes answer, all trainers of this node are dead, and it stored alone what it could."""
+        return self._alone is not None and self._alone.is_over
 
     # What the links tell
 
@@ -148,15 +152,15 @@ class GrantLoop:
 
     def verified(self, write: Write) -> None:
         """The file was read back."""
-        self._events.put(lambda: self._node.verified(write))
+        self._events.put(lambda: self._end(write, self._node.verified))
 
     def missed(self, write: Write) -> None:
         """What was to be written is not held any more."""
-        self._events.put(lambda: self._node.missed(write))
+        self._events.put(lambda: self._end(write, self._node.missed))
 
     def failed(self, write: Write) -> None:
         """The level failed; ``probed`` follows once a small write works."""
-        self._events.put(lambda: self._node.failed(write))
+        self._events.put(lambda: self._end(write, self._node.failed))
 
     def probed(self, level: int) -> None:
         """A small write to the level worked."""
@@ -216,7 +220,7 @@ class GrantLoop:
                 self._is_left = report.left is not None
                 self._send(report, is_news=is_news)
                 if not self._decide(views):
-                    self._act_alone(views)
+                    self._store_alone(views)
                     return
                 is_news = False
 
@@ -259,9 +263,9 @@ class GrantLoop:
         return is_news
 
     def _greet(self, node: int) -> bool:
+        self._reach(self._unreached - {node})
         if self._coordinator is not None and self._links is not None:
             self._links.send(node, self._coordinator.order())
-        self._reach(self._unreached - {node})
         return node == COORDINATOR_NODE
 
     def _lose(self, node: int) -> bool:
@@ -272,9 +276,12 @@ class GrantLoop:
         return False
 
     def _reach(self, unreached: frozenset[int]) -> None:
-        if bool(unreached) != bool(self._unreached):
+        is_changed, self._unreached = bool(unreached) != bool(self._unreached), unreached
+        if is_changed:
             self._changed_at = time.monotonic()
-        self._unreached = unreached
+        if is_changed and self._coordinator is not None:
+            self._coordinator.is_parted = bool(unreached)
+            self._order()
 
     def _hear(self, report: Report) -> None:
         assert self._coordinator is not None
@@ -310,21 +317,19 @@ class GrantLoop:
                     self._links.send(node, order)
         self._obey(order)
 
-    def _act_alone(self, views: Sequence[RankView]) -> None:
-        """All trainers of the node are dead, and node 0 is not reached: once, after ``alone_s``."""
-        if COORDINATOR_NODE not in self._unreached or not self._is_left:
-            self._alone_since = None
-        elif self._alone_since is None:
-            self._alone_since = time.monotonic()
-        elif time.monotonic() - self._alone_since >= self._alone_s:
-            self._alone_since = float("inf")
-            steps = [step for step in to_store_alone(views, self._actions.num_kept) if self._is_unknown(step)]
-            if steps:
-                logger.warning(
-                    "node 0 is not reached for %.1f s: this node stores steps %s alone", self._alone_s, steps
-                )
-                self._actions.store_alone(steps)
+    def _end(self, write: Write, event: Callable[[Write], bool]) -> bool:
+        is_news = event(write)
+        if self._alone is not None:
+            self._alone.ended(write)
+        return is_news
 
-    def _is_unknown(self, step: int) -> bool:
-        """Whether the first level lacks the step, as far as this node knows."""
-        return bool(self._node.levels) and step not in self._node.levels[0].stored
+    def _store_alone(self, views: Sequence[RankView]) -> None:
+        if self._alone is None:
+            return
+        is_parted = bool(self._unreached) or self._node.is_parted
+        writes = self._alone.decide(views, time.monotonic(), is_parted=is_parted)
+        if writes:
+            steps = [write.step for write in writes]
+            logger.warning("all trainers here are dead and not all nodes answer: this node stores steps %s", steps)
+        for write in writes:
+            self._actions.begin(write)

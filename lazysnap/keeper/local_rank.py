@@ -207,8 +207,9 @@ class LocalRank:
     # ---------------------------------------------------------------- what a person who stops the keeper wants to know
 
     def is_drained(self) -> bool:
-        """Whether the newest step that the node held was brought, or tried, to every level."""
-        if self._is_superseded:
+        """True if every level has the newest step that the node held, or was tried."""
+        storage = self._storage()
+        if self._is_superseded or (storage is not None and storage.has_stored_alone):
             return True
         if self._last is None:
             self.await_newest()

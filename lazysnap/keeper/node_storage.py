@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
+from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
 from lazysnap.grants.messages import StepKey
-from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, common_whole
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.level_writer import LevelWriter
 from lazysnap.keeper.node_files import NodeFiles
@@ -39,7 +40,7 @@ _MOVING_S = 5.0
 _REST_S = 0.25
 """How often a thread that has nothing to do looks again."""
 _ALONE_S = 20.0
-"""Nodes whose trainers are dead wait so long for node 0."""
+"""How long other nodes may be silent before a node without trainers stores what it holds."""
 _UNREACHED_S, _REMINDER_S = 10.0, 600.0
 """When trainers are told that a node is not reached, and how often again."""
 _NAMES_S = 300.0
@@ -70,7 +71,6 @@ class NodeStorage:
         """``before``: of an earlier start, which gives its names first, and is closed then."""
         self.run = run
         self._before = before
-        self.num_kept = run.num_kept
         self.levels = tuple(replace(level, shared=level.url in run.shared) for level in levels)
         self._from_slots = [
             index
@@ -97,7 +97,8 @@ class NodeStorage:
         """When trainers are told again, by the time that it lasts; ``None``: they were not told, or that it is over."""
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
         self._node = NodeGrants(team.node, run.start, tuple(map(self._known, self.levels)))
-        self._loop = GrantLoop(self._node, self, self._coordinator(), alone_s=_ALONE_S)
+        alone = StoringAlone(self._node, run.num_kept, _ALONE_S)
+        self._loop = GrantLoop(self._node, self, self._coordinator(), alone)
         for writer in self._writers:
             writer.start(self._loop, self._writers)
         self._protection = self._protecting()
@@ -290,11 +291,6 @@ class NodeStorage:
                     text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
                     self.emit(NameFailed(self.levels[index].url, name, text, is_lost=True))
 
-    def store_alone(self, steps: Sequence[int]) -> None:
-        """See ``GrantActions.store_alone``."""
-        for step in steps:
-            self._writers[0].begin(Write(0, step, None, self._node.levels[0].attempt))
-
     # --------------------------------------------------------------- the writers' side (``level_writer.WriterContext``)
 
     def slots_of(self, step: int) -> list[Slot | None]:
@@ -392,6 +388,11 @@ class NodeStorage:
         ranks = self._slots.ranks()
         return bool(ranks) and all(rank.is_gone for rank in ranks) and self.common_step() is None
 
+    @property
+    def has_stored_alone(self) -> bool:
+        """See ``GrantLoop.has_stored_alone``."""
+        return self._loop.has_stored_alone
+
     def _size_of(self, step: int) -> int:
         return sum(0 if slot is None else slot.status().image_bytes for slot in self.slots_of(step))
 
@@ -408,9 +409,9 @@ class NodeStorage:
         return any(writer.is_at_work for writer in self._writers)
 
     def has_names(self) -> bool:
-        """Whether snapshots are still to be named, as far as levels work."""
+        """True if snapshots are still to be named, as far as levels work and nodes answer."""
         with self._lock:
-            works = [since is None for since in self._stopped]
+            works = [since is None and not self.has_stored_alone for since in self._stopped]
         return any(works[level] for level, _, _ in self._unnamed()) or any(writer.has_names for writer in self._writers)
 
     def _unnamed(self) -> list[tuple[int, int, str]]:
@@ -462,7 +463,7 @@ class NodeStorage:
         while not self._is_closed:
             self._tell_unreached()
             # Without protection, one of as many newer captures is whole on all ranks (docs/architecture.md).
-            if self._protection is None and len(common_whole(self._slots.views())) >= max(1, self.run.num_kept):
+            if self._protection is None and len(whole_before_newest(self._slots.views())) >= self.run.num_kept:
                 self._context.parity.clear()
             ranks, bare = self._slots.ranks(), None
             if ranks and all(rank.is_gone for rank in ranks) and not self.is_at_work():

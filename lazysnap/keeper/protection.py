@@ -18,7 +18,7 @@ from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, MemoryBoundExceeded, PeerRefused
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
-from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, common_whole
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.encoding import Encoding
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.node_slots import NodeSlots
@@ -37,8 +37,6 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _LATE_S, _REMINDER_S = 60.0, 600.0
 """When trainers are told that nothing was protected since, and how often again."""
 _LOOK_S = 1.0
-_ALONE_S = 1e9
-"""Without node 0 nothing is protected."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class HeldSteps:
 
     def do_without(self, ranks: Sequence[RankView], num_kept: int) -> None:
         """There are too few slots to protect anything: held ones must not hold up captures, once there are enough."""
-        self.is_earlier_over = len(common_whole(ranks)) >= num_kept
+        self.is_earlier_over = len(whole_before_newest(ranks)) >= num_kept
 
     def end(self) -> None:
         """This start is over. A step of which this node has its parity may be protected, as others know."""
@@ -114,8 +112,6 @@ class HeldSteps:
 
 class NodeProtection:
     """Of one node, for one start. Methods may be called from any thread, and do not block but for ``close``."""
-
-    num_kept = 0
 
     def __init__(self, run: Run, team: Team, slots: NodeSlots, store: ParityStore, context: ProtectionContext) -> None:
         """``run.peers`` and ``run.parity`` are there."""
@@ -138,7 +134,7 @@ class NodeProtection:
         self._news = _News()
         self._work: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         self._node = NodeGrants(team.node, run.start, (level,))
-        self._loop = GrantLoop(self._node, self, self._coordinator(team), alone_s=_ALONE_S)
+        self._loop = GrantLoop(self._node, self, self._coordinator(team))
         for work, name in ((self._encode_all, "lazysnap-parity"), (self._watch, "lazysnap-protected")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -216,9 +212,6 @@ class NodeProtection:
         """See ``GrantActions.learned``."""
         if self._held.learn():
             self._context.emit(Protected(self._held.protected, self._run.start))
-
-    def store_alone(self, steps: Sequence[int]) -> None:
-        """See ``GrantActions.store_alone``: parity needs the others."""
 
     # ---------------------------------------------------------------- parity
 

@@ -4,6 +4,7 @@ grant_node.py <node> <nodes> <port of node 0> <directory> <length of the certifi
 capture 10      all ranks begin a step, and hold it whole
 wish 10         it must be stored
 die             the trainers are dead, memory stays
+part            no link to other nodes any more
 """
 
 import os
@@ -15,6 +16,7 @@ import threading
 from support.listing import files_below
 
 from lazysnap.config import PersistentLevel
+from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
@@ -35,8 +37,6 @@ def say(*words):
 
 class Node:
     """What a keeper is to ``GrantLoop``."""
-
-    num_kept = 1
 
     def __init__(self, node, num_nodes, directory):
         self.node, self.num_nodes, self.directory = node, num_nodes, pathlib.Path(directory)
@@ -91,7 +91,7 @@ class Node:
 
     def _write(self, write):
         slots = [rank.holding(write.step) for rank in self.views()]
-        if any(slot is None or slot.pin != write.step for slot in slots):
+        if any(slot is None or (slot.pin != write.step and not write.is_alone) for slot in slots):
             self.loop.missed(write)
         elif self.loop.is_wanted(write):
             self.path(write.step).parent.mkdir(parents=True, exist_ok=True)
@@ -106,12 +106,6 @@ class Node:
             if self.retention.is_over(StepKey(step, "s1"), levels[0]) and self.loop.give_up(0, step):
                 self.path(step).unlink()
 
-    def store_alone(self, steps):
-        for step in steps:
-            self.path(step).parent.mkdir(parents=True, exist_ok=True)
-            self.path(step).write_text(f"step {step} of node {self.node}")
-        say("alone", *steps)
-
 
 def main():
     number, num_nodes, port, directory, length = (*map(int, sys.argv[1:4]), sys.argv[4], int(sys.argv[5]))
@@ -122,7 +116,7 @@ def main():
         levels = (LevelGrants(node.retention.settings),)
         coordinator = Coordinator(random.getrandbits(60), "s1", num_nodes, levels)
     grants = NodeGrants(number, "s1", (NodeLevel(node.stored()),))
-    node.loop = GrantLoop(grants, node, coordinator, alone_s=0.5)
+    node.loop = GrantLoop(grants, node, coordinator, StoringAlone(grants, 1, 0.5))
     links = Links(Certificate(cert.decode(), key.decode()), Hello("job", "s1", number), node.loop, QUICK)
     node.loop.start(links)
     if number == 0:
@@ -139,6 +133,8 @@ def main():
             node.loop.wish(int(rest[0]))
         elif command == "die":
             node.is_gone = True
+        elif command == "part":
+            links.close()
         node.loop.slots_changed()
     node.loop.close()
     links.close()

@@ -27,7 +27,7 @@ class Process:
         self.popen = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False)
         # The length first: what follows the certificate is the key, then commands.
         self.write(cert + str(len(key)).encode() + b"\n" + key)
-        self.complete, self.alone = set(), None
+        self.complete = set()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -36,8 +36,6 @@ class Process:
             kind, *rest = line.decode().split()
             if kind == "complete":
                 self.complete |= set(map(int, rest))
-            elif kind == "alone":
-                self.alone = list(map(int, rest))
             else:
                 self.lines.put((kind, *map(int, rest)))
 
@@ -150,13 +148,30 @@ def test_when_all_trainers_die_the_newest_step_becomes_complete(job):
     job.check()
 
 
-def test_without_node_0_the_others_store_what_they_hold(job):
+@pytest.mark.parametrize("lost", [0, 2])
+def test_when_all_trainers_die_and_a_node_is_lost_the_others_store_what_they_hold(job, lost):
+    """Also node 0, and a node that has a link to node 0."""
     job.train_until(lambda: job.newest() >= 10)
-    job.train_until(lambda: job.step % 10 == 5)  # not due: nobody stores it otherwise
-    job.nodes[0].kill()
-    for node in job.nodes[1:]:
+    job.train_until(lambda: job.step % 10 == 5)  # not due: no grant stores it
+    job.nodes[lost].kill()
+    left = [node for node in job.nodes if node.number != lost]
+    for node in left:
         node.tell("die")
 
-    until(lambda: all(node.alone for node in job.nodes[1:]))
-    for node in (1, 2):
-        assert (job.directory / f"step-{job.step}" / f"node-{node}").exists()
+    for node in left:
+        path = job.directory / f"step-{job.step}" / f"node-{node.number}"
+        assert until(path.exists, node)
+
+
+def test_when_all_trainers_die_and_links_are_down_the_newest_step_is_stored_by_each_node(job):
+    """Node 0 keeps its memory, but nobody reaches it."""
+    job.train_until(lambda: job.newest() >= 10)
+    job.train_until(lambda: job.step % 10 == 5)
+    for node in job.nodes[1:]:
+        node.tell("part")
+    for node in job.nodes:
+        node.tell("die")
+
+    for node in job.nodes:
+        path = job.directory / f"step-{job.step}" / f"node-{node.number}"
+        assert until(path.exists, node)

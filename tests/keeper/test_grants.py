@@ -7,9 +7,10 @@ import pytest
 from support import grant_simulation as simulation
 
 from lazysnap.config import PersistentLevel
+from lazysnap.grants.alone import StoringAlone, to_store_alone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
 from lazysnap.grants.messages import Epoch, Progress, StepKey
-from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, Write, to_store_alone
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, Write
 from lazysnap.grants.retention import Retention, still_to_copy
 
 
@@ -48,7 +49,7 @@ def test_nearly_every_granted_step_becomes_complete(scenario):
     [
         ("epoch", "two", simulation.NOT_STORED, [11, 45]),
         ("all", "coordinator", simulation.NOT_COMPLETE, range(3)),
-        ("clean", "node", simulation.LEFT_BEHIND, range(2, 5)),
+        ("clean", "node", simulation.LEFT_BEHIND, [6, 30]),
         ("list", "node", simulation.LEFT_BEHIND, range(3)),
     ],
 )
@@ -130,7 +131,7 @@ def test_what_a_node_stores_alone_is_not_counted_for_the_step_that_was_granted()
     cluster.finish(nodes=[0])
     node = cluster.nodes[1]
     node.missed(cluster.writes.pop((1, 0)))  # and its link is down: nobody hears it
-    alone = Write(0, 5, None, node.levels[0].attempt)
+    alone = Write(0, 5, None, node.levels[0].attempt, is_alone=True)
 
     node.committed(alone)
     node.verified(alone)
@@ -457,6 +458,67 @@ def test_without_a_coordinator_a_node_stores_what_all_its_ranks_hold_whole():
 
     assert to_store_alone(ranks, num_kept=2) == [20, 10]
     assert to_store_alone(ranks, num_kept=1) == [20]
+
+
+def test_a_node_that_is_ahead_of_the_others_stores_the_step_that_they_hold_too():
+    """It holds step 30 whole. The others may still copy step 20, so step 10 may be the newest that all hold."""
+    ranks = [RankView(30, True, (SlotView(30, True), SlotView(20, True), SlotView(10, True), SlotView(0, True)))]
+
+    assert to_store_alone(ranks, num_kept=2) == [30, 20, 10]
+
+
+def parted_node(*levels):
+    """A node whose trainers are dead and hold steps 30 and 20."""
+    node = NodeGrants(1, START, levels or (NodeLevel(), NodeLevel()))
+    ranks = [RankView(30, True, (SlotView(30, True), SlotView(20, True), SlotView(10, True)))]
+    return node, ranks, StoringAlone(node, num_kept=1, wait_s=20)
+
+
+def test_a_node_waits_for_the_others_before_it_stores_alone_and_stops_when_they_are_back():
+    _, ranks, alone = parted_node()
+    assert alone.decide(ranks, 0, is_parted=True) == []
+    assert alone.decide(ranks, 19, is_parted=False) == []
+    assert alone.decide(ranks, 30, is_parted=True) == []
+    assert alone.decide(ranks, 49, is_parted=True) == []
+
+    assert [write.step for write in alone.decide(ranks, 50, is_parted=True)] == [30, 20]
+
+    assert alone.decide(ranks, 90, is_parted=True) == []  # they are being written
+    assert not alone.is_over
+    living = [RankView(30, False, ranks[0].slots)]
+    assert alone.decide(living, 100, is_parted=True) == []
+
+
+def test_what_a_fast_level_does_not_take_a_node_that_stores_alone_gives_to_the_next():
+    node, ranks, alone = parted_node()
+    alone.decide(ranks, 0, is_parted=True)
+    first, second = alone.decide(ranks, 20, is_parted=True)
+    node.verified(first)
+    alone.ended(first)
+    node.failed(second)
+    alone.ended(second)
+
+    writes = alone.decide(ranks, 21, is_parted=True)
+    for write in writes:
+        node.verified(write)
+        alone.ended(write)
+
+    assert [(write.level, write.step) for write in writes] == [(1, 30), (1, 20)]
+    assert alone.decide(ranks, 22, is_parted=True) == []
+    assert alone.is_over
+
+
+def test_a_node_stores_nothing_alone_that_is_older_than_a_complete_snapshot():
+    node, ranks, alone = parted_node(NodeLevel(complete={StepKey(20, START)}), NodeLevel())
+    alone.decide(ranks, 0, is_parted=True)
+
+    [write] = alone.decide(ranks, 20, is_parted=True)
+
+    assert write.step == 30
+    node.verified(write)
+    alone.ended(write)
+    assert alone.decide(ranks, 21, is_parted=True) == []
+    assert alone.is_over
 
 
 def test_a_new_coordinator_takes_up_what_is_under_way_and_counts_what_all_nodes_have():

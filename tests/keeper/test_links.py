@@ -302,7 +302,7 @@ def test_links_that_are_closed_while_others_connect_leave_nothing(certificate):
 
 
 def test_links_of_grants_that_are_closed_before_they_begin_are_closed(certificate):
-    loop = GrantLoop(NodeGrants(0, "s1", ()), None, None, alone_s=1.0)
+    loop = GrantLoop(NodeGrants(0, "s1", ()), None, None)
     links = Links(certificate, Hello("job", "s1", 0), loop, QUICK)
     loop.close()
     loop.start(links)

@@ -1,6 +1,7 @@
 """Each node has a disk that no other one sees: what all of them have stays, whatever becomes of a disk or a keeper."""
 
 import pytest
+from rank_keepers import processes
 from support.waiting import until
 
 from lazysnap.levels import open_store
@@ -86,6 +87,21 @@ def test_a_disk_that_is_away_for_long_costs_the_others_nothing_that_all_had(job,
     assert job.resumed() == had[0]
     assert disks.hold_the_same()
     assert disks.complete()[0] == 40
+
+
+@pytest.mark.slow
+def test_a_lost_node_and_no_trainer_left_the_other_node_stores_its_newest_steps_and_ends(job, disks):
+    """Rank 0's node is left. No level was due since the first step."""
+    for settings in disks.by_rank.values():
+        settings["levels"][0]["every_n_steps"] = 1000
+
+    codes = job.run("ddp", 2, by_rank=disks.by_rank, steps=60, faults={1: "engine.begun:20:kill-both"}, linger_s=1)
+
+    assert codes[1] == -9, job.output()
+    # The captures of two steps more, or one, may have been whole on node 0 when it was killed.
+    until(lambda: max(disks.held(0), default=0) >= 17, job.output)
+    until(lambda: not processes(job), job.output)
+    assert max(job.begun(0)) - 1 in disks.held(0)
 
 
 AT = [

@@ -10,9 +10,10 @@ from collections import Counter
 from typing import NamedTuple
 
 from lazysnap.config import PersistentLevel
+from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
 from lazysnap.grants.messages import StepKey
-from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, to_store_alone
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.grants.retention import Retention, still_to_copy
 
 WAITED = "1: a trainer waited for a slot"
@@ -20,6 +21,7 @@ LOST_FILE = "2: the newest complete snapshot lost a file"
 NOT_COMPLETE = "2: published as complete, but a file is missing"
 NOT_COMMON = "5: no common whole step in memory"
 NOT_STORED = "5: the newest common step was never stored"
+NOT_STORED_ALONE = "5: without the others a node did not store what it holds"
 LEFT_BEHIND = "3: files left behind"
 KEPT_LOST = "2: files of a kept snapshot are missing"
 UNANSWERED = "a wish was never answered"
@@ -137,6 +139,10 @@ class Training:
 
     # Links and deaths
 
+    def away(self):
+        """Nodes that no other one reaches; all, if that is true of the coordinator's."""
+        return self.down
+
     def send(self, coordinator, node, call, *args):
         """Links keep the order, and lose what is on the way when they break."""
         r, key, cut = self.world.random, (node, call), self.cut[node]
@@ -146,7 +152,7 @@ class Training:
         if self.world.now < self.out[node]:
             return
         target = coordinator.receive if call == "report" else lambda *args: self.keepers[node].receive(*args)
-        is_up = lambda: cut == self.cut[node] and node not in self.down  # noqa: E731
+        is_up = lambda: cut == self.cut[node] and node not in self.away()  # noqa: E731
         self.world.at(due - self.world.now, lambda: target(*args) if is_up() else None)
 
     def break_link(self, node):
@@ -188,11 +194,15 @@ class Job(Training):
         ranks = [Rank(node, self.num_kept + 2) for node in range(num_nodes) for _ in range(num_ranks)]
         slow = [10 if "slow" in faults and node == num_nodes - 1 else 1 for node in range(num_nodes)]
         self.speed = [speed * r.uniform(1, 2) * factor for factor in slow]
+        self.parted = set()
         self.deadline, self.hung, self.common = 8 * max(self.speed), [0.0] * num_nodes, None
         self.begin(ranks)
 
     def new_keeper(self, node):
         return SimKeeper(self, node)
+
+    def away(self):
+        return self.down | (set(range(1, self.num_nodes)) if 0 in self.parted else self.parted)
 
     def new_coordinator(self):
         return SimCoordinator(self)
@@ -243,11 +253,26 @@ class Job(Training):
                 self._link_is_back(node)
 
     def lose_node(self, node):
-        """Its memory is gone. The others linger; without a coordinator they store what they hold."""
+        """Its memory is gone. The others linger, and store what they hold."""
         self.down.add(node)
         self.world.at(3, self.kill)
-        for keeper in self.keepers[1:] if node == 0 else ():
-            self.world.at(20 + self.world.random.uniform(0, 10), keeper.store_alone)
+        self._part(node)
+
+    def part(self, node):
+        """All trainers die. The node keeps its memory, but no other node reaches it any more."""
+        self.parted.add(node)
+        self.kill()
+        self._part(node)
+
+    def _part(self, node):
+        """The keepers notice, and look at the time now and then."""
+        for coordinator in self.coordinators:
+            coordinator.coordinator.is_parted = True
+            coordinator.tell_all()
+        for keeper in self.keepers:
+            keeper.is_parted = node in (0, keeper.node)
+            for _ in range(8):
+                self.world.at(self.world.random.uniform(20, 200), keeper.look)
 
 
 class SimKeeper:
@@ -258,6 +283,7 @@ class SimKeeper:
         self.mine = [set() for _ in job.settings]
         levels = [NodeLevel({f.step for f in files if self._is_own(f)}) for files in self.world.files]
         self.grants = NodeGrants(node, job.start, tuple(levels))
+        self.alone, self.is_parted = StoringAlone(self.grants, job.num_kept, 20), False
         self.retention = [Retention(settings, job.start) for settings in job.settings]
 
     def _file(self, step):
@@ -314,8 +340,14 @@ class SimKeeper:
         for write in decision.writes:
             self._write(write)
         self._settle()
+        self._store_alone()
         if decision.is_news:
             self.say()
+
+    def _store_alone(self):
+        is_parted = self.is_parted or self.grants.is_parted
+        for write in self.alone.decide(self.views(), self.world.now, is_parted=is_parted):
+            self._write(write)
 
     def _pin(self, rank, step):
         for slot in rank.slots:
@@ -332,24 +364,29 @@ class SimKeeper:
         is_broken = is_broken or ("fails" in job.faults and r.random() < 0.1)
         self.world.at(job.deadline if is_broken else took, self._written, write, is_broken)
 
-    def _is_whole(self, step):
+    def _is_whole(self, write):
         """Whether the slots hold all of the step, as a writer sees it before its commit; ``None``: not any more."""
+        step = write.step
         views = self.views()
         slots = [rank.holding(step) for rank in views]
         for rank, slot in zip(views, slots, strict=True):
-            if slot is None or slot.pin != step or (rank.is_gone and not slot.is_whole):
+            if slot is None or (slot.pin != step and not write.is_alone) or (rank.is_gone and not slot.is_whole):
                 return None
         return all(slot.is_whole for slot in slots)
 
     def _written(self, write, is_broken):
-        if self.is_dead or self.node in self.job.down or not self.grants.is_wanted(write):
+        if self.is_dead or self.node in self.job.down:
+            return
+        if not self.grants.is_wanted(write):
+            self._end(write)
             return
         if write.source is None:
-            is_whole = self._is_whole(write.step)
+            is_whole = self._is_whole(write)
         else:
             is_whole = True if self._file(write.step) in self.world.files[write.source] else None
         if is_broken:
             self.grants.failed(write)
+            self._end(write)
             pause = 0 if "probe" in self.world.without else max(self.job.hung[self.node] - self.world.now, 1)
             self.world.at(pause, self._probed, write.level) if pause else self.grants.probed(write.level)
         elif is_whole is False:
@@ -357,6 +394,7 @@ class SimKeeper:
             return
         elif is_whole is None:
             self.grants.missed(write)
+            self._end(write)
         else:
             self.grants.committed(write)
             for files in (self.world.files[write.level], self.mine[write.level]):
@@ -367,16 +405,20 @@ class SimKeeper:
             self.say()
 
     def _verified(self, write):
-        if not self.is_dead and self.grants.verified(write):
-            self.say()
+        if not self.is_dead:
+            is_news = self.grants.verified(write)
+            self._end(write)
+            if is_news:
+                self.say()
 
     def _probed(self, level):
         if self.grants.probed(level):
             self.say()
 
-    def store_alone(self):
-        steps = to_store_alone(self.views(), self.job.num_kept)
-        self.world.files[0] |= {self._file(step) for step in steps}
+    def _end(self, write):
+        self.alone.ended(write)
+        if write.is_alone:
+            self.world.at(0, self.look)
 
     def retain(self):
         for number, (retention, level) in enumerate(zip(self.retention, self.grants.levels, strict=True)):
@@ -447,6 +489,7 @@ SCENARIOS = {
     "two": {"two", "fails", "hangs"},
     "killed": {"killed"},
     "node": {"node"},
+    "parted": {"parted"},
     "all": {*FAULTS, "killed"},
 }
 
@@ -472,6 +515,13 @@ def play(scenario, seed, *, num_levels=1, without=()):
             world.at(r.uniform(0, time), lambda node: job.keepers[node].wish(), node)
     if "killed" in faults:
         world.at(r.uniform(0, time), job.kill)
+    if "parted" in faults:
+        world.run(r.uniform(0.1, 1) * time)
+        job.part(r.randrange(job.num_nodes))
+        world.run(world.now + 1000)
+        files = [NodeFile(job.common, job.start, node, job.num_nodes) for node in range(job.num_nodes)]
+        world.broken[NOT_STORED_ALONE] += job.common is not None and not set(files) <= set().union(*world.files)
+        last = Job(world, "2", job.num_nodes, (job.common or 0, job.last + 60), {"fails"})
     if "node" in faults:  # the job starts again on other nodes, maybe while keepers of the first start still write
         world.run(r.uniform(0.1, 1) * time)
         job.lose_node(r.randrange(job.num_nodes))

@@ -10,7 +10,7 @@ from functools import cache
 
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
-from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, common_whole
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, whole_before_newest
 from lazysnap.keeper.parity_store import ParitySet, ParityStore
 from lazysnap.keeper.protection import HeldSteps
 from lazysnap.keeper.protocol import HeldMember, HeldParity
@@ -311,11 +311,17 @@ class ProtectingKeeper(SimKeeper):
         if is_news:
             self.say()
 
+    def _store_alone(self):
+        """Parity needs the others."""
+
+    def _end(self, write):
+        """Nothing was stored alone."""
+
     def _settle(self):
         held, start, has_let_go = self.held, self.job.start, False
         if held.kept is None and not self.job.has_room:
             held.do_without(self.views(), self.job.num_kept)
-            if len(common_whole(self.views())) >= self.job.num_kept:
+            if len(whole_before_newest(self.views())) >= self.job.num_kept:
                 self.world.promised = None
         for slot in (slot for rank in self.ranks for slot in rank.slots if slot.pin is not None):
             if slot.step < 0 or not held.stays(slot.step, is_own=slot.start == start):
