@@ -7,18 +7,15 @@ this process gave to ``register_type``. The table of tags is in docs/format.md.
 
 import argparse
 import base64
-import dataclasses
 import datetime
 import decimal
-import enum
-import logging
 import math
 import pathlib
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,15 +23,12 @@ from lazysnap.errors import ShardCorrupt, UnsupportedState
 from lazysnap.shard.limits import MAX_STATE_DEPTH, with_stack
 from lazysnap.shard.manifest import TAG
 
-logger = logging.getLogger(__name__)
-
 TensorSink = Callable[[torch.Tensor, tuple[Any, ...]], str]
 TensorSource = Callable[[str], torch.Tensor]
 
 _EXACT_INT = 1 << 53
 _FACTORIES: dict[str, Any] = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
-_LENIENT_TEXT = 200
 _PATH_SHOWN = 6
 """Keys of a path in an error."""
 _KEY_SHOWN = 60
@@ -68,28 +62,35 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _KEY_SHOWN else f"{text[:_KEY_SHOWN]}…"
 
 
-def encode(value: Any, *, tensor: TensorSink, lenient: Collection[str] = (), depth: int = 0) -> Any:
+def encode(value: Any, *, tensor: TensorSink, depth: int = 0) -> Any:
     """``value`` as plain JSON values; ``tensor(tensor, path)`` receives each tensor and returns its name.
 
-    Below the top-level keys in ``lenient``, values of unknown types become plain values or text, with one warning.
     ``depth``: the number of containers around ``value``.
     Raises: UnsupportedState, naming the path of the first value of an unknown type, or that is nested more than
     ``MAX_STATE_DEPTH`` deep; RecursionError, if the stack is too small for that (``with_stack``).
     """
-    encoder = _Encoder(tensor, lenient, depth)
-    result = encoder.any(value)
-    if encoder.degraded:
-        logger.warning("types unknown, kept as plain values or text: %s", ", ".join(encoder.degraded[:8]))
-    return result
+    return _Encoder(tensor, depth).any(value)
+
+
+def is_known(value: Any) -> bool:
+    """True if ``encode`` knows the type of ``value``, and the types of all that it contains."""
+    if type(value) in _PLAIN or isinstance(value, (torch.Tensor, pathlib.PurePath)):
+        return True
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return not (value.dtype.hasobject or value.dtype.names)
+    try:
+        encode(value, tensor=lambda tensor, path: "")
+    except UnsupportedState:
+        return False
+    return True
 
 
 class _Encoder:
-    def __init__(self, tensor: TensorSink, lenient: Collection[str], depth: int) -> None:
+    def __init__(self, tensor: TensorSink, depth: int) -> None:
         self.tensor = tensor
         self.depth = depth
-        self.lenient = frozenset(lenient)
         self.path: list[Any] = []
-        self.degraded: list[str] = []
         self.table: dict[type, Callable[[Any], Any]] = {
             type(None): _same,
             bool: _same,
@@ -178,7 +179,7 @@ class _Encoder:
     def defaultdict_(self, value: "defaultdict[Any, Any]") -> Any:
         factory = value.default_factory
         if factory is not None and factory not in _FACTORY_NAMES:
-            return self.unknown(value, f"defaultdict with the factory {factory!r}")
+            return self.unknown(f"defaultdict with the factory {factory!r}")
         name = _FACTORY_NAMES[factory] if factory is not None else None
         return {TAG: "defaultdict", "v": self.pairs(value), "factory": name}
 
@@ -199,29 +200,13 @@ class _Encoder:
                 return encoded
         if isinstance(value, pathlib.PurePath):
             return {TAG: "Path", "v": str(value)}
-        return self.unknown(value, f"{kind.__module__}.{kind.__qualname__}")
+        return self.unknown(f"{kind.__module__}.{kind.__qualname__}")
 
-    def unknown(self, value: Any, what: str) -> Any:
-        where = path_text(self.path)
-        if not self.path or self.path[0] not in self.lenient:
-            raise UnsupportedState(
-                f"{where}: {what}: the safe encoding does not know this type, and a resume needs the value; "
-                "add it with lazysnap.register_type(cls, name=..., encode=..., decode=...), or keep it out of the "
-                "state"
-            )
-        self.degraded.append(f"{where} ({what})")
-        if isinstance(value, enum.Enum):
-            return self.any(value.value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self.dict_({item.name: getattr(value, item.name) for item in dataclasses.fields(value)})
-        if isinstance(value, Mapping):
-            return self.dict_(dict(value))
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return self.list_(value)
-        for plain in (bool, int, float, str):
-            if isinstance(value, plain):
-                return self.any(plain(value))
-        return repr(value)[:_LENIENT_TEXT]
+    def unknown(self, what: str) -> NoReturn:
+        raise UnsupportedState(
+            f"{path_text(self.path)}: {what}: the safe encoding does not know this type, and a resume needs the value; "
+            "add it with lazysnap.register_type(cls, name=..., encode=..., decode=...), or keep it out of the state"
+        )
 
 
 def _same(value: Any) -> Any:
@@ -264,6 +249,10 @@ _LEAF_ENCODERS: dict[type, Callable[[Any], Any]] = {
     torch.layout: lambda value: {TAG: "torch.layout", "v": str(value).removeprefix("torch.")},
     torch.memory_format: lambda value: {TAG: "torch.memory_format", "v": str(value).removeprefix("torch.")},
 }
+
+
+_PLAIN = {type(None), bool, str, int, float, *_LEAF_ENCODERS}
+"""Types of values that contain no others."""
 
 
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:

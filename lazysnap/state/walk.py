@@ -19,9 +19,6 @@ from lazysnap.shard.limits import with_stack
 from lazysnap.shard.manifest import TAG
 from lazysnap.state.codec import encode
 
-LENIENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_name", "datamodule_hparams_name")
-"""Top-level keys whose values no resume needs: unknown types there become plain values or text."""
-
 
 @dataclass(frozen=True)
 class Walk:
@@ -52,7 +49,7 @@ def walk(state: Any) -> Walk:
 
 def _walk(state: Any) -> Walk:
     walker = _Walker()
-    skeleton = encode(state, tensor=walker.add, lenient=LENIENT_KEYS)
+    skeleton = encode(state, tensor=walker.add)
     return Walk(walker.tensors, walker.paths, walker.names, skeleton, _dump(skeleton))
 
 
@@ -189,12 +186,8 @@ class StateWalker:
             return
         openings, closing = _frame(value, kind)
         self._nodes.append(_Node(kind, keys, None, openings, closing, _are_tensors(children)))
-        for key, child in zip(value if is_dict else range(len(value)), children, strict=True):
-            if depth == 0 and key in LENIENT_KEYS:
-                # No resume needs it, and unknown types in it were warned of once: its text is kept.
-                self._nodes.append(_Node(type(child), None, _dump(walked.skeleton[key]), None, ""))
-            else:
-                self._learn(child, walked, depth + 1)
+        for child in children:
+            self._learn(child, walked, depth + 1)
         if len(self._tensors) == before and depth > 0:
             self._nodes[place:] = [_Node(kind, keys, None, None, "")]
 
@@ -243,14 +236,9 @@ class StateWalker:
             return
         if node.are_tensors != _are_tensors(children):
             raise _Changed
-        keys = value if is_dict else range(len(value))
-        for key, opening, child in zip(keys, node.openings or (), children, strict=True):
+        for opening, child in zip(node.openings or (), children, strict=True):
             self._parts.append(opening)
-            if depth == 0 and key in LENIENT_KEYS:
-                self._parts.append(self._nodes[self._at].text or "null")
-                self._at += 1
-            else:
-                self._write(child, names, depth + 1)
+            self._write(child, names, depth + 1)
         self._parts.append(node.closing)
 
     def _sink(self, names: list[str]) -> Callable[[torch.Tensor, tuple[Any, ...]], str]:

@@ -81,10 +81,16 @@ def _make_result(trainer: Any, results: Any, state: dict[str, Any], metrics: dic
     return item
 
 
+def key_of(callback: Any) -> Any:
+    """Return the ``state_key`` of a callback; of a class, its name, since a snapshot holds no classes."""
+    key = callback.state_key
+    return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else key
+
+
 def collect_callbacks(trainer: Any) -> dict[str, Any]:
     """Those of ``_FIELDS`` that callbacks have."""
     found = {
-        callback.state_key: {name: pack(vars(callback)[name]) for name in _FIELDS if name in vars(callback)}
+        key_of(callback): {name: pack(vars(callback)[name]) for name in _FIELDS if name in vars(callback)}
         for callback in trainer.callbacks
     }
     return {key: values for key, values in found.items() if values}
@@ -93,7 +99,7 @@ def collect_callbacks(trainer: Any) -> dict[str, Any]:
 def restore_callbacks(trainer: Any, state: dict[str, Any]) -> None:
     """Put back what ``collect_callbacks`` found."""
     for callback in trainer.callbacks:
-        values = unpack(state.get(callback.state_key, {}), trainer.strategy.root_device)
+        values = unpack(state.get(key_of(callback), {}), trainer.strategy.root_device)
         for name in values.keys() & set(_FIELDS):
             # A file means nothing to a callback that writes to another directory now.
             if name != _LAST_FILE or str(values[name]).startswith(str(callback.dirpath)):

@@ -37,7 +37,7 @@ def with_present_data(trainer: Any, optimizers: list[torch.optim.Optimizer], sta
     schedules, by_epoch = _schedules(trainer, state["lr_schedulers"])
     return {
         **state,
-        "callbacks": {key: one for key, one in state["callbacks"].items() if not key.startswith(_TIMERS)},
+        "callbacks": {key: one for key, one in state["callbacks"].items() if not str(key).startswith(_TIMERS)},
         "loops": {**state["loops"], "fit_loop": {**now, **{name: then[name] for name in _OF_STEPS}}},
         "lr_schedulers": schedules,
         "optimizer_states": [

@@ -24,6 +24,7 @@ from lazysnap.integrations.lightning.extras import (
     ModuleExtras,
     collect_callbacks,
     collect_metrics,
+    key_of,
     restore_callbacks,
     restore_metrics,
 )
@@ -32,6 +33,8 @@ from lazysnap.integrations.lightning.loaders import LoaderPositions
 from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
 from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import own_state
+from lazysnap.state.codec import path_text
+from lazysnap.state.left_out import LeftOut, Path, with_values_of
 from lazysnap.state.modules import fitted, told_orders
 from lazysnap.state.objects import NamedObjects
 from lazysnap.state.optimizers import owned, put_back
@@ -40,6 +43,20 @@ from lazysnap.state.settings import OptimizerSettings, differences, numbers, siz
 from lazysnap.state.source import KEY, OPTIMIZERS
 
 logger = logging.getLogger(__name__)
+
+_OWN = (
+    "epoch",
+    "global_step",
+    "pytorch-lightning_version",
+    "state_dict",
+    "loops",
+    "optimizer_states",
+    "lr_schedulers",
+)
+"""What Lightning itself writes into a checkpoint; all else is from the program, or from its callbacks."""
+_HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
+_LEFT_OUT = "left_out"
+"""Below ``KEY``: paths of the program's values that the snapshot does not hold."""
 
 
 class _Ours(dict[str, Any]):
@@ -60,6 +77,8 @@ class LightningState(NamedObjects):
         self._restored: list[str] = []
         """Settings of optimizers that are not as the program has them, because they were restored."""
         self._landing: dict[str, Any] | None = None
+        self._told_left_out: set[Path] = set()
+        """Paths that a warning has named."""
 
     # ---------------------------------------------------------------- StateSource
 
@@ -71,7 +90,8 @@ class LightningState(NamedObjects):
         for name, value in state.items():
             if isinstance(value, dict) and name.endswith(("state_dict", "model_state")):
                 state[name] = dict(value)
-        state["callbacks"] = pack(state.get("callbacks", {}))
+        state["callbacks"] = pack(self._by_name(state.get("callbacks", {})))
+        left_out = self._leave_out(state)
         loops = collect_loops(trainer)
         position = None
         if not loops["between_epochs"]:
@@ -89,7 +109,57 @@ class LightningState(NamedObjects):
             OPTIMIZERS: self._optimizer_settings.fields,
             "settings": self._settings,
         }
+        if left_out:
+            state[KEY][_LEFT_OUT] = left_out
         return state
+
+    def _by_name(self, callbacks: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return the states of callbacks by ``key_of`` instead of ``state_key``."""
+        names = {callback.state_key: key_of(callback) for callback in self._trainer.callbacks}
+        return {names.get(key, key): state for key, state in callbacks.items()}
+
+    def _leave_out(self, state: dict[str, Any]) -> list[list[Any]]:
+        """Remove values of unknown types from what the program added to ``state``, and return their paths.
+
+        A warning names each path once. Hyperparameters become plain values where they can.
+        """
+        own = {*_OWN, type(self._trainer.precision_plugin).__qualname__}
+        program = {name: value for name, value in state.items() if name not in own}
+        left_out = LeftOut(plain_below=_HPARAMS)
+        kept = left_out.without(program)
+        for name in program:
+            state.pop(name)
+        state |= kept
+        new = {path: kind for path, kind in left_out.kinds.items() if path not in self._told_left_out}
+        self._told_left_out |= new.keys()
+        if new and self._trainer.is_global_zero:
+            logger.warning(
+                "values of types that a snapshot cannot hold are left out of every snapshot (hyperparameters: stored "
+                "as plain values, where they have such): %s. A restart takes what the program has there at that time, "
+                "which is exact for values that training does not change; for others call "
+                "lazysnap.register_type(cls, name=..., encode=..., decode=...) before the training",
+                ", ".join(f"{path_text(path)} ({kind})" for path, kind in new.items()),
+            )
+        return [list(path) for path in left_out.kinds]
+
+    def _with_live_values(self, checkpoint: dict[str, Any], paths: list[list[Any]]) -> dict[str, Any]:
+        """Return ``checkpoint`` with what the program's hooks give now at ``paths``, where it was left out."""
+        live: dict[str, Any] = {}
+        why = "its hooks give no value there now"
+        try:
+            with own_state(self._trainer):
+                live = dict(self._connector.dump_checkpoint(False))
+            live["callbacks"] = self._by_name(live.get("callbacks", {}))
+        except Exception as error:  # noqa: BLE001  hooks of the program, which may need a training that runs
+            why = f"its hooks for checkpoints raised {type(error).__name__}: {error}"
+        checkpoint, missing = with_values_of(live, checkpoint, paths)
+        if missing and self._trainer.is_global_zero:
+            logger.warning(
+                "values that were left out of the snapshot could not be taken from the program, since %s: %s",
+                why,
+                ", ".join(map(path_text, missing)),
+            )
+        return checkpoint
 
     def named(self) -> Mapping[str, Any]:
         """See ``NamedObjects.named``: the model as its strategy wrapped it, not averages of it; its optimizers."""
@@ -153,6 +223,10 @@ class LightningState(NamedObjects):
         """Give the connector its part of a collected state."""
         checkpoint = {name: value for name, value in state.items() if name != KEY}
         checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
+        if left_out := state[KEY].get(_LEFT_OUT):
+            checkpoint = self._with_live_values(checkpoint, left_out)
+        keys = {key_of(callback): callback.state_key for callback in self._trainer.callbacks}
+        checkpoint["callbacks"] = {keys.get(name, name): value for name, value in checkpoint["callbacks"].items()}
         migrate = neighbour(self._connector, "_pl_migrate_checkpoint")
         self._connector._loaded_checkpoint = _Ours(migrate(checkpoint, "latest"))
 
@@ -295,7 +369,7 @@ class LightningState(NamedObjects):
 
     def _averages(self) -> dict[str, torch.nn.Module]:
         """The averaged models of the WeightAveraging callbacks."""
-        found = {item.state_key: getattr(item, "_average_model", None) for item in self._trainer.callbacks}
+        found = {key_of(item): getattr(item, "_average_model", None) for item in self._trainer.callbacks}
         return {key: average for key, average in found.items() if isinstance(average, torch.nn.Module)}
 
     def start(self, *, repeats: bool) -> None:
