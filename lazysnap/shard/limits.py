@@ -19,7 +19,11 @@ MAX_TENSORS = 1 << 20
 MAX_DIMS = 64
 MAX_BLOCK_BYTES = 256 << 20
 """Of one checksum; a block is read as a whole before a byte of it is used."""
-MAX_MANIFEST_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 64 << 20
+"""About 250 bytes for each tensor of a sharded state: enough for 250,000 tensors in one file."""
+MAX_VALUES = 1 << 22
+"""Commas and opening brackets of a JSON text, also inside strings, so at most one more values: each takes up to 150
+bytes when it is parsed. A tensor of a sharded state has about 16 in a manifest, and 9 in a header."""
 MAX_NAME = 4096
 """Characters of the name of a tensor, and of names and versions of packages."""
 MAX_NESTING = 312
@@ -36,9 +40,14 @@ Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 
 
 def load_json(data: "bytes | memoryview", nesting: int, pairs: Pairs | None = None) -> Any:
-    """Parse untrusted JSON. Raises: ValueError, if it is no JSON, or nested more than ``nesting`` deep."""
+    """Parse untrusted JSON.
+
+    Raises: ValueError, if it is no JSON, is nested more than ``nesting`` deep, or has more than ``MAX_VALUES`` values.
+    """
+    raw = bytes(data)
+    check_values(raw)
     try:
-        text = bytes(data).decode("utf-8", "surrogatepass")
+        text = raw.decode("utf-8", "surrogatepass")
         value = with_stack(lambda: json.loads(text, object_pairs_hook=pairs, parse_constant=_refuse))
     except RecursionError as error:
         raise ValueError(f"nested more than {nesting} deep") from error
@@ -48,6 +57,13 @@ def load_json(data: "bytes | memoryview", nesting: int, pairs: Pairs | None = No
         if not inner:
             return value
     raise ValueError(f"nested more than {nesting} deep")
+
+
+def check_values(text: bytes) -> None:
+    """Raises: ValueError, if a JSON text may have more than ``MAX_VALUES`` values. Nothing is parsed."""
+    count = sum(map(text.count, (b",", b"[", b"{")))
+    if count > MAX_VALUES:
+        raise ValueError(f"{count} values, the limit is {MAX_VALUES}")
 
 
 def _refuse(name: str) -> None:

@@ -24,6 +24,7 @@ from lazysnap.shard.limits import (
     MAX_NESTING,
     MAX_RANKS,
     MAX_TENSORS,
+    check_values,
     load_json,
 )
 from lazysnap.shard.names import NodeName, SnapshotName
@@ -209,11 +210,13 @@ class Manifest:
                 ],
             }
         )
+        advice = "keep large plain values (lists, NumPy arrays) out of the state, or store them as tensors"
         if len(body) > MAX_MANIFEST_BYTES - _BODY_START - len(_TAIL):
-            raise FormatError(
-                f"a manifest of {len(body)} bytes; the limit is {MAX_MANIFEST_BYTES}: keep large plain values (lists, "
-                "NumPy arrays) out of the state, or store them as tensors"
-            )
+            raise FormatError(f"a manifest of {len(body)} bytes; the limit is {MAX_MANIFEST_BYTES}: {advice}")
+        try:
+            check_values(body)
+        except ValueError as error:
+            raise FormatError(f"a manifest of {error}: {advice}") from error
         return _HEAD + digest(body).encode() + _MIDDLE + body + _TAIL
 
     @classmethod

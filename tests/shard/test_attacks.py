@@ -1,6 +1,7 @@
 """Headers and manifests made to mislead a reader."""
 
 import json
+import tracemalloc
 
 import pytest
 from support.names import START
@@ -9,6 +10,7 @@ from support.snapshots import lone_manifest
 from lazysnap.errors import FormatError, FormatTooNew, ShardCorrupt
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
 from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.limits import MAX_VALUES
 from lazysnap.shard.manifest import FORMAT_VERSION, CaptureMeta, Manifest
 from lazysnap.shard.names import SnapshotName, parse_file_name
 
@@ -152,6 +154,51 @@ def test_a_manifest_with_a_right_digest_and_wrong_content_is_refused(changes):
     Manifest.decode(manifest_bytes(), "place")
     with pytest.raises(ShardCorrupt, match="place"):
         Manifest.decode(manifest_bytes(**changes), "place")
+
+
+def with_state(text: bytes) -> bytes:
+    """A manifest with a right digest whose small state is this text."""
+    body = manifest_bytes(shards__0__state="@here@")
+    start, stop = body.index(b'"manifest":') + len(b'"manifest":'), -2
+    body = body[start:stop].replace(b'"@here@"', text)
+    return b'{"digest":"%s:%s","manifest":%s}\n' % (ALGORITHM.encode(), digest(body).encode(), body)
+
+
+BOMBS = {
+    "lists": lambda count: b"[" + b"[]," * (count // 2) + b"0]",
+    "objects": lambda count: b"[" + b"{}," * (count // 2) + b"0]",
+    "numbers": lambda count: b"[" + b"0," * count + b"0]",
+    "nested": lambda count: b"[" + (b"[" * 300 + b"]" * 300 + b",") * (count // 301) + b"0]",
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_more_values_than_any_real_state_has_are_refused_before_they_are_parsed(kind):
+    refused = with_state(BOMBS[kind](MAX_VALUES + 1000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ShardCorrupt, match=f"place: no JSON: .* values, the limit is {MAX_VALUES}"):
+            Manifest.decode(refused, "place")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 5 * len(refused)
+    Manifest.decode(with_state(BOMBS[kind](10_000)), "place")
+
+
+def test_a_state_with_too_many_values_is_not_written_and_the_error_says_what_to_do():
+    meta = CaptureMeta("0" * 16, START, 2, 0, 1, 3, state=[0] * (MAX_VALUES + 1))
+
+    with pytest.raises(FormatError, match="store them as tensors"):
+        lone_manifest(meta, 8, Checksums.of(memoryview(b"12345678")), 9).encode()
+
+
+def test_a_header_with_too_many_values_is_refused_before_it_is_parsed():
+    image = shard(b"[" + b"[]," * (MAX_VALUES // 2) + b"0]")
+
+    with pytest.raises(ShardCorrupt, match=r"place: .* values, the limit is"):
+        Layout.parse(image, len(image), "place")
 
 
 def test_a_newer_version_says_what_to_do():
