@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lazysnap.grants.messages import StepKey
 from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.redaction import shown
 from lazysnap.levels.storage import Storage
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import Manifest
@@ -46,7 +47,7 @@ class NodeFiles:
         manifests = [FilePlace(storage, directory, name).read_manifest() for name in names]
         held = {shard.meta.rank for manifest in manifests for shard in manifest.shards}
         if missing := set(self.team.node_ranks) - held:
-            raise FileNotFoundError(f"{storage.url}/{directory}: nothing of rank {min(missing)}")
+            raise FileNotFoundError(f"{shown(storage.url)}/{directory}: nothing of rank {min(missing)}")
         return manifests
 
     def place(self, storage: Storage, step: int, name: NodeName) -> FilePlace:

@@ -97,11 +97,13 @@ class FsspecStorage(Storage):
         return self.call(what, getattr(self._filesystem(), method), *arguments, **options)
 
     def call(self, what: str, method: Any, *arguments: Any, **options: Any) -> Any:
-        """Call the driver. Raises: LevelError; FileNotFoundError and FileExistsError as they are."""
+        """Call the driver. Raises: LevelError; FileNotFoundError and FileExistsError, without secrets."""
         try:
             return method(*arguments, **options)
-        except (FileNotFoundError, FileExistsError):
-            raise
+        except (FileNotFoundError, FileExistsError) as error:
+            if not self._redaction.hides(str(error)):
+                raise
+            raise type(error)(self._redaction.clean(error)) from self._redaction.cause(error)
         except Exception as error:  # noqa: BLE001  drivers raise their own types
             if isinstance(error, PermissionError):
                 self._opened = None  # credentials may be renewed: the next operation reads them again

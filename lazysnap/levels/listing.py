@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lazysnap.errors import LevelError
+from lazysnap.levels.redaction import shown
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.names import NodeName, is_directory_of_ours, parse_file_name, parse_keep_file_name
@@ -94,8 +95,8 @@ def list_directory(storage: Storage, name: str, problems: list[str], *, marked: 
 def without_manifest(url: str, step: int, directory: Directory) -> str:
     """Return the message about a snapshot that is not complete because its directory has a bare file."""
     return (
-        f"step {step} passed over: {url}/{directory.name}/{directory.bare} is there without its manifest, which is "
-        "written last: it was deleted, or its writer died before"
+        f"step {step} passed over: {shown(url)}/{directory.name}/{directory.bare} is there without its manifest, "
+        "which is written last: it was deleted, or its writer died before"
     )
 
 

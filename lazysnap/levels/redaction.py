@@ -1,12 +1,11 @@
 """Keeps secrets out of messages: drivers quote their options and URLs in what they raise."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-_SECRET_NAME = re.compile(r"secret|token|passw|key|sas|credential|connection|auth", re.IGNORECASE)
-_PASSWORD = re.compile(r"(://[^/@:]*):[^@/]*@")
+from lazysnap.errors import SECRET_NAME, without_passwords
+
 _MIN_LENGTH = 4
 """Shorter values are no secrets, and replacing them would garble words."""
 
@@ -28,15 +27,15 @@ def _secrets(value: object) -> Iterator[str]:
     """Values whose names suggest a secret, however deep."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _texts(inner) if _SECRET_NAME.search(str(name)) else _secrets(inner)
+            yield from _texts(inner) if SECRET_NAME.search(str(name)) else _secrets(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _secrets(inner)
 
 
 def shown(url: str) -> str:
-    """A URL without its password."""
-    return _PASSWORD.sub(r"\1:***@", url)
+    """Return a URL without passwords and tokens."""
+    return without_passwords(url)
 
 
 class Redaction:
@@ -44,10 +43,11 @@ class Redaction:
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         try:
-            password = urlsplit(url).password or ""
+            parts = urlsplit(url)
+            password, parameters = parts.password or "", dict(parse_qsl(parts.query))
         except ValueError:
-            password = ""  # opening the URL reports what is wrong with it
-        found = {*_secrets(options), password, unquote(password)}
+            password, parameters = "", {}  # opening the URL reports what is wrong with it
+        found = {*_secrets(options), *_secrets(parameters), password, unquote(password)}
         # The longest first: one may be part of another.
         self._values = sorted((value for value in found if len(value) >= _MIN_LENGTH), key=len, reverse=True)
 
@@ -57,7 +57,7 @@ class Redaction:
 
     def clean(self, text: object) -> str:
         """``text`` without secrets."""
-        cleaned = str(text)
+        cleaned = without_passwords(str(text))
         for value in self._values:
             cleaned = cleaned.replace(value, "***")
         return cleaned

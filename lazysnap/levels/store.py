@@ -40,6 +40,7 @@ from lazysnap.levels.node_file import (
     read_committed,
     write_node_file,
 )
+from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import BlockSource, shard_of
 from lazysnap.levels.storage import Storage, level_error
 from lazysnap.levels.watchdog import Beat
@@ -207,7 +208,8 @@ class SnapshotStore:
                     found = self._look_at(place)
                 except FileNotFoundError as error:
                     lost = error.filename or error
-                    problems.append(f"{passed_over}{self.url}/{directory.name}: a manifest without its file: {lost}")
+                    where = f"{shown(self.url)}/{directory.name}"
+                    problems.append(f"{passed_over}{where}: a manifest without its file: {lost}")
                 except (FormatError, LevelError) as error:
                     # One file that cannot be read says nothing about the others.
                     problems.append(f"{passed_over}{error}")
@@ -290,7 +292,7 @@ class SnapshotStore:
                 self.storage.delete(f"{directory.name}/{file}")
                 freed.append(directory.name)
             elif self._is_of_others(directory.name, file):
-                logger.warning("%s/%s/%s: not deleted, no run wrote it", self.url, directory.name, file)
+                logger.warning("%s/%s/%s: not deleted, no run wrote it", shown(self.url), directory.name, file)
         return freed
 
     def _is_of_others(self, directory: str, file: str) -> bool:

@@ -58,7 +58,7 @@ class Survey:
             if not directory.ranges and SnapshotName.parse(directory.name) is not None
         )
         self.bare = [
-            (name, without_manifest(shown(site.url), name.step, directory))
+            (name, without_manifest(site.url, name.step, directory))
             for site in sites
             for directory in site.listing.directories
             if directory.bare and (name := SnapshotName.parse(directory.name)) is not None

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from lazysnap.config import checked_url
-from lazysnap.errors import FormatError, LevelError, SnapshotNotFound
+from lazysnap.errors import FormatError, LevelError, SnapshotNotFound, without_passwords
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.listing import Directory, list_directory, without_manifest
 from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
@@ -357,16 +357,16 @@ class Catalogue:
         for entry in entries:
             if entry.frozen is not None and entry.frozen not in held:
                 self.incomplete.append(
-                    f"{entry.level}/{entry.location}: rank {entry.rank} needs the frozen tensors {entry.frozen}, "
-                    "which are not there"
+                    f"{without_passwords(entry.level)}/{entry.location}: rank {entry.rank} needs the frozen "
+                    f"tensors {entry.frozen}, which are not there"
                 )
         for key, held_entries in sorted(snapshots(entries).items()):
             missing = sorted(set(range(key.world_size)) - {entry.rank for entry in held_entries})
             if missing:
                 shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
                 self.incomplete.append(
-                    f"{self.store.url}: step {step} is not complete: no valid manifest there has rank {shown}; "
-                    f"{len(missing)} of {key.world_size} ranks are missing"
+                    f"{without_passwords(self.store.url)}: step {step} is not complete: no valid manifest there "
+                    f"has rank {shown}; {len(missing)} of {key.world_size} ranks are missing"
                 )
 
 

@@ -12,11 +12,18 @@ import pytest
 from drivers import DRIVERS, ObjectStore, Talkative
 from s3_work import SHARD, SIZE, abandoned_after, blocks, download, pattern, upload
 from support.names import directory_of
+from support.snapshots import Snapshot as Stored
+from support.snapshots import directory
 
-from lazysnap.errors import LevelUnavailable, ShardCorrupt
+from lazysnap import load_weights
+from lazysnap.errors import LazySnapError, LevelUnavailable, ShardCorrupt
 from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.leftovers import sweep
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.redaction import Redaction
+from lazysnap.levels.store import open_store
+from lazysnap.shard.names import NodeName
+from lazysnap.snapshots.catalogue import Catalogue
 
 NAME = SHARD.split("/")[1]
 
@@ -165,6 +172,73 @@ def test_a_secret_that_a_driver_quotes_is_in_no_message(place, caplog, monkeypat
     assert of_url not in everything
     assert "password *** is not accepted" in str(first.value)
     assert "unknown options" in str(third.value)
+
+
+def every_error(kind=LazySnapError):
+    yield kind
+    for other in kind.__subclasses__():
+        yield from every_error(other)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("sftp://me:hidden@host/run", "sftp://me:***@host/run"),
+        ("sftp://me:hid@hidden@host/run", "sftp://me:***@host/run"),
+        ("https://host/run?sv=1&sig=hidden%3D&passphrase=hidden&pwd=hidden", "https://host/run?sv=1&sig=***&passphrase=***&pwd=***"),
+        ("https://host/run?X-Amz-Signature=hidden&access_token=hidden#x", "https://host/run?X-Amz-Signature=***&access_token=***#x"),
+    ],
+)  # fmt: skip
+def test_a_password_or_token_in_a_url_is_in_no_error(url, expected):
+    kinds = [kind for kind in every_error() if kind.__module__ == "lazysnap.errors"]
+    assert len(kinds) > 20
+    for kind in kinds:
+        error = kind(f"{url}: step 1 ({url})")
+        assert str(error) == f"{expected}: step 1 ({expected})"
+        assert "hidden" not in repr(error) + str(error.args)
+
+
+def test_whatever_is_wrong_at_a_level_its_password_is_in_no_message(place, caplog):
+    caplog.set_level(logging.DEBUG)
+    url = f"objects://me:{uuid.uuid4().hex}@{place}/run"
+    password = url.split(":")[2].split("@")[0]
+    store, said = open_store(url), []
+    for step in range(1, 7):
+        store.write(Stored(step).meta, Stored(step).source())
+    root, stem = url.removeprefix("objects://"), "node-00000-of-00001"
+
+    def shard(step):
+        return f"{root}/{directory(step)}/{stem}.safetensors"
+
+    def manifest(step):
+        return f"{root}/{directory(step)}/{stem}.json"
+
+    now = next(iter(ObjectStore.objects.values()))[1]
+    ObjectStore.objects[shard(2)] = (b"cut", now)
+    ObjectStore.objects[manifest(3)] = (b"{}", now)
+    del ObjectStore.objects[shard(4)]
+    del ObjectStore.objects[manifest(5)]
+    ObjectStore.objects[f"{root}/{directory(6)}/keep-x"] = (b"not of a run", now)
+
+    said += store.inventory().problems
+    said += Catalogue(store).contents().inventory.problems
+    store.release(None, "x")
+    for step in range(2, 6):
+        with pytest.raises((LazySnapError, FileNotFoundError)) as caught:
+            store.verify(FilePlace(store.storage, directory(step), NodeName(0, 1)))
+        said.append(shown(caught.value))
+        with pytest.raises(LazySnapError) as caught:
+            load_weights(url, step)
+        said.append(shown(caught.value))
+    with pytest.raises(ShardCorrupt) as caught:
+        store.storage.read_into(f"{directory(6)}/{stem}.safetensors", 0, memoryview(bytearray(1 << 20)))
+    said.append(shown(caught.value))
+    with pytest.raises(FileNotFoundError) as caught:
+        store.storage.get(f"{directory(6)}/none")
+    said.append(shown(caught.value))
+
+    assert len(said) >= 10
+    assert password not in caplog.text + "".join(said)
 
 
 def test_secrets_are_found_however_deep_and_short_words_are_left_alone():
