@@ -23,6 +23,7 @@ _RETRY_UNANSWERED_S = 0.002
 _START_AGAIN_S = 0.2
 """A keeper that was started and ended at once is followed by the next; each time after twice as long."""
 _START_AGAIN_AT_MOST_S = 2.0
+_REAP_S = 1.0
 
 HandOver = Callable[[Connection], None]
 """Gives the keeper what an earlier one held."""
@@ -67,6 +68,8 @@ def attach(
         if isinstance(reply, Welcome):
             assert connection is not None
             connection.peer_pid = reply.pid
+            if starting is not None:
+                starting.reaper.join(_REAP_S)  # what answers is detached already
             faults.set_peer(connection.peer_pid)
             return connection, received
         if connection is not None:

@@ -80,6 +80,8 @@ _MOST_ASKED = 3
 """Keepers that may die over one question."""
 _SEND_AGAIN_S = 0.002
 _LAST_WORD_S = 0.5
+_JOIN_S = 5.0
+"""Wait so long at most for threads of this process that end."""
 _live_clients: "weakref.WeakSet[KeeperClient]" = weakref.WeakSet()
 
 
@@ -552,10 +554,10 @@ class KeeperClient:
                 connection.send(Goodbye(), timeout_s=max(0.05, min(timeout_s, 5.0)))
             except OSError as error:
                 logger.debug("no goodbye: %s", error)
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._join(timeout_s)
         if connection is not None:
             self._cut(connection)
+            self._join(_LAST_WORD_S)
         self._release()
 
     def abandon(self) -> None:
@@ -566,9 +568,12 @@ class KeeperClient:
                 # A process that lives and only lost its connection would be expected back.
                 connection.send(Abandon(), timeout_s=_LAST_WORD_S)
             self._cut(connection)
-            if self._thread is not None:
-                self._thread.join(5.0)
+        self._join(_JOIN_S)  # of a keeper that is just being started it takes leave, too
         self._release()
+
+    def _join(self, timeout_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def _stop(self) -> Connection | None:
         with self._changed:
@@ -581,6 +586,7 @@ class KeeperClient:
             slots = [*self._slots.take_all(), *self._frozen.take_all()]
         for slot in slots:
             slot.close()
+        self._slots.join(_JOIN_S)
 
     def forget_in_child(self) -> None:
         """In a forked child: the connection and the slots are the parent's."""

@@ -4,6 +4,7 @@ import enum
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -35,6 +36,7 @@ class MappedSlots:
         self._orphans: list[Slot] = []
         self._waiting: list[Slot] = []
         self._is_wanted = False
+        self._populating: list[threading.Thread] = []
         self.make_ready: Callable[[Slot], None] = lambda slot: None
         """Called in the background for a slot with its pages in place, before it counts as ready."""
 
@@ -98,7 +100,15 @@ class MappedSlots:
             self._waiting.append(slot)
 
     def _begin_populating(self, slot: Slot) -> None:
-        threading.Thread(target=self._populate, args=(slot,), name="lazysnap-populate", daemon=True).start()
+        thread = threading.Thread(target=self._populate, args=(slot,), name="lazysnap-populate", daemon=True)
+        self._populating = [other for other in self._populating if other.is_alive()] + [thread]
+        thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Block until no thread populates a slot any more, at most ``timeout_s``. Call it without ``lock``."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._populating:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _populate(self, slot: Slot) -> None:
         try:

@@ -38,6 +38,8 @@ class Starting:
     connection: Connection
     process: "subprocess.Popen[bytes]"
     """Ends at once, when the keeper is detached from it."""
+    reaper: threading.Thread
+    """Ends with ``process``."""
 
     def failure(self) -> str:
         """How the process that starts it failed; empty, if it did not, or has not ended yet."""
@@ -72,7 +74,8 @@ def start_keeper(identity: JobIdentity) -> Starting:
         except BaseException:
             ours.close()
             raise
-    threading.Thread(target=process.wait, name="lazysnap-reap", daemon=True).start()
+    reaper = threading.Thread(target=process.wait, name="lazysnap-reap", daemon=True)
+    reaper.start()
     connection = Connection(ours)
     connection.peer_pid = 0
-    return Starting(connection, process)
+    return Starting(connection, process, reaper)

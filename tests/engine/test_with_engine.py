@@ -1,5 +1,8 @@
 """The plain loop: an engine over a path, steps that it counts itself, and a block that ends it well or as a crash."""
 
+import contextlib
+import threading
+
 import pytest
 from small_training import TIMEOUT_S, Training
 
@@ -130,3 +133,20 @@ def test_a_path_is_a_config_with_one_level(job, tmp_path, kind):
 def test_what_is_neither_config_nor_path_is_refused(wrong):
     with pytest.raises(ConfigError, match="path or URL"):
         Training(wrong)
+
+
+@pytest.mark.parametrize("boundaries", [0, 1], ids=["while the keeper starts", "while memory is made ready"])
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["at a good end", "after Ctrl-C"])
+def test_no_thread_outlives_the_block(job, boundaries, error):
+    before = set(threading.enumerate())
+    training = Training(job.config(), width=1 << 20)
+    training.engine.prepare()
+
+    with contextlib.suppress(KeyboardInterrupt), training.engine:
+        for _ in range(boundaries):
+            training.train()
+            training.engine.boundary()
+        if error is not None:
+            raise error
+
+    assert [thread.name for thread in set(threading.enumerate()) - before] == []

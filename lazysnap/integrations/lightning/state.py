@@ -54,6 +54,8 @@ _OWN = (
     "lr_schedulers",
 )
 """What Lightning itself writes into a checkpoint; all else is from the program, or from its callbacks."""
+_MOST_NAMED = 8
+"""Paths in one warning."""
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _LEFT_OUT = "left_out"
 """Below ``KEY``: paths of the program's values that the snapshot does not hold."""
@@ -133,12 +135,15 @@ class LightningState(NamedObjects):
         new = {path: kind for path, kind in left_out.kinds.items() if path not in self._told_left_out}
         self._told_left_out |= new.keys()
         if new and self._trainer.is_global_zero:
+            named = [f"{path_text(path)} ({kind})" for path, kind in new.items()]
+            if len(named) > _MOST_NAMED:
+                named[_MOST_NAMED:] = [f"and {len(named) - _MOST_NAMED} more"]
             logger.warning(
                 "values of types that a snapshot cannot hold are left out of every snapshot (hyperparameters: stored "
                 "as plain values, where they have such): %s. A restart takes what the program has there at that time, "
                 "which is exact for values that training does not change; for others call "
                 "lazysnap.register_type(cls, name=..., encode=..., decode=...) before the training",
-                ", ".join(f"{path_text(path)} ({kind})" for path, kind in new.items()),
+                ", ".join(named),
             )
         return [list(path) for path in left_out.kinds]
 
