@@ -137,7 +137,7 @@ class SnapshotEngine:
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.close(drain=True)
         else:
-            self.abandon()
+            self.abandon(error)
 
     def _check_open(self, call: str) -> None:
         """Raises: ConfigError, after the end."""
@@ -423,7 +423,9 @@ class SnapshotEngine:
             refusal = self._client.refusal()
             if refusal is not None:
                 raise refusal
-            if step < (self._recorder.seen_step or 0):  # a loop that begins again: these are other snapshots
+            if step < self.step:  # a loop that begins again: these are other snapshots
+                if self._world.rank == 0:
+                    logger.warning("%s", report.begins_again(step, self.step))
                 self._recorder.meta.follow(None)
                 self._from_step, self._stored = max(0, step - 1), {}
                 self._events.begin(self._from_step)
@@ -777,7 +779,7 @@ class SnapshotEngine:
         """Whether anything is captured since this start, or since the last restore."""
         return self._outcomes.newest_whole() is not None or self._direct.has_newest
 
-    def _tell_end(self, ending: report.Ending) -> None:
+    def _tell_end(self, ending: report.Ending, error: BaseException | None = None) -> None:
         self._drain_events()
         urls = [level.url for level in self.config.levels]
         config = self.config
@@ -791,11 +793,18 @@ class SnapshotEngine:
             config.drain_timeout_s,
             ranks=self._world.size,
             untrained=resumed if resumed is not None and resumed.step == self._recorder.seen_step else None,
+            failure=report.Failure(error, self.step + 1, self._newest_durable()) if error and self._is_begun else None,
         )
         for line in report.summary(self._statistics, end):
             say(line)
         if warning := report.not_durable(self._statistics, end):
             logger.warning("%s", warning)
+
+    def _newest_durable(self) -> int | None:
+        """Return the newest step of this training that a level has, as far as this process knows."""
+        stored, resumed = self._statistics.last_durable_step.values(), self._resumed
+        of_before = [resumed.step] if resumed is not None and resumed.is_durable else []
+        return max([*stored, *of_before], default=None)
 
     def _has_captured_last(self) -> bool:
         last, newest = self._last_due, self._outcomes.newest_whole()
@@ -829,14 +838,17 @@ class SnapshotEngine:
             logger.warning("the last snapshot is not durable at every level. %s", self._reason())
         return durable
 
-    def abandon(self) -> None:
-        """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart.
+
+        ``error``: the exception that ends the training, for the line that the user sees.
+        """
         if not self._closed:
             self._events.is_training = False
             self.gate()
             self._leave()
             self._client.abandon()
-            self._tell_end(report.Ending.ABANDONED)
+            self._tell_end(report.Ending.ABANDONED, error)
 
     def _leave(self) -> None:
         self.statistics()  # as they are while the keeper is there

@@ -18,6 +18,10 @@ from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
 RUN_DIGITS = 8
 """How much of a run's id is shown; commands take the first digits of an id."""
 _MOST_STEPS = 5
+_LONGEST_TEXT = 200
+"""Characters of an exception's message that are shown."""
+_INTERRUPTIONS = ("KeyboardInterrupt", "SystemExit", "SIGTERMException")
+"""Exceptions that end a training from outside, or by its own decision."""
 
 
 class Ending(enum.Enum):
@@ -43,6 +47,18 @@ class End:
     ranks: int = 1
     untrained: "Resumed | None" = None
     """What was resumed, if no step came after it."""
+    failure: "Failure | None" = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The exception that ended a training."""
+
+    error: BaseException
+    step: int
+    """The step that was in progress."""
+    durable: int | None
+    """The newest step of this training that a level has."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,8 @@ class Resumed:
     """Whether this rank's part came from memory, of this node or others."""
     only_in_memory: bool
     """Whether no level had it then, though there are some. Of an older one that was chosen it is not asked."""
+    is_durable: bool = False
+    """True if a level had it then."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, has_levels: bool) -> "Resumed":
@@ -61,7 +79,8 @@ class Resumed:
         key = (snapshot.start, snapshot.step)
         is_stored = any(key in stored for stored in snapshot.stored.values())
         only_in_memory = has_levels and not is_stored and snapshot.new_run is None
-        return cls(snapshot.step, snapshot.level in (MEMORY, PARITY), only_in_memory)
+        in_memory = snapshot.level in (MEMORY, PARITY)
+        return cls(snapshot.step, in_memory, only_in_memory, is_stored or not in_memory)
 
 
 # ---------------------------------------------------------------- the start
@@ -117,6 +136,16 @@ def new_run(snapshot: Snapshot, new: NewRun) -> str:
         f"snapshot is step {new.left.step} of run {new.left_name}: it stays where it is stored (in memory it is "
         f'overwritten in the next steps), and "latest" means it until run {new.name} has a complete snapshot. To go '
         f'back to it, restore("run:{new.left_name}") or ckpt_path="run:{new.left_name}"'
+    )
+
+
+def begins_again(step: int, last: int) -> str:
+    """Return the warning about a boundary whose step is lower than that of the last one."""
+    return (
+        f"boundary({step}) after boundary({last}): from here on snapshots are of a new start of this run. Stored "
+        f'snapshots of steps above {step} stay, and "latest" finds them until this start has stored a greater step. To '
+        "train something else make another SnapshotEngine with a directory of its own; to go back call "
+        "engine.rollback()"
     )
 
 
@@ -240,11 +269,14 @@ def _free_bytes(url: str) -> int | None:
 
 def summary(statistics: Statistics, end: End) -> list[str]:
     """What was captured and stored, if a step was due. Of what is not durable see ``not_durable``."""
+    lines = [] if end.failure is None else [failed(end.failure)]
     left_out = statistics.skipped.total()
     if not statistics.began and not left_out and not statistics.direct.count:
         resumed = end.untrained
         if resumed is None:
-            return []
+            return lines
+        if end.failure is not None:
+            return [*lines, *([f"step {resumed.step}: {_fate(end)}"] if resumed.in_memory else [])]
         keeps = resumed.in_memory and not resumed.only_in_memory and end.ending is Ending.LINGERING
         fate = _fate(end) if keeps else "if training was over there, that is as it should be"
         return [f"no step was trained after step {resumed.step}, which was resumed; {fate}"]
@@ -255,13 +287,22 @@ def summary(statistics: Statistics, end: End) -> list[str]:
     if not end.urls:
         parts.append("stored nowhere: no storage level is set")
     parts.append(f"training waited {duration(statistics.waited_s)} in all")
-    lines = ["; ".join(parts)]
+    lines.append("; ".join(parts))
     newest = statistics.last_whole_step
     if newest is None and not any(url in statistics.last_durable_step for url in end.urls):
         lines.append("NOTHING OF THIS TRAINING IS CAPTURED: a restart would not find any of its steps")
     elif newest is not None and end.ending is not Ending.CLOSED and not not_durable(statistics, end):
         lines.append(f"step {newest}: {_fate(end)}")
     return lines
+
+
+def failed(failure: Failure) -> str:
+    """Return the line that names the exception which ended a training."""
+    kind, text = type(failure.error).__name__, " ".join(str(failure.error).split())
+    what = "was interrupted" if kind in _INTERRUPTIONS else "failed"
+    why = f"{kind}: {text[:_LONGEST_TEXT]}{'…' * (len(text) > _LONGEST_TEXT)}" if text else kind
+    durable = "no step of it is durable" if failure.durable is None else f"step {failure.durable} is durable"
+    return f"training {what} in step {failure.step} ({why}); {durable}"
 
 
 def not_durable(statistics: Statistics, end: End) -> str:

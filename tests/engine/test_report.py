@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 
 import pytest
+from small_training import TIMEOUT_S
 from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
@@ -135,3 +136,42 @@ def test_a_rank_that_outlives_another_says_that_memory_has_it_and_warns_of_nothi
     assert report.not_durable(statistics, lingering).startswith(
         "NOT DURABLE: step 33, the newest capture, is not at /a after 60 s (drain_timeout_s); it stays in memory"
     )
+
+
+def test_an_exception_in_the_first_step_of_a_restart_is_named_and_so_is_what_is_durable(job, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lazysnap")
+    first = job.start(tmp_path)
+    first.run(1, 2)
+    assert first.engine.close()
+    again = job.start(tmp_path, ready=False)
+    again.engine.restore("latest")
+    with pytest.raises(RuntimeError), again.engine:
+        raise RuntimeError("CUDA error:\n an illegal memory access")
+
+    assert (
+        "training failed in step 3 (RuntimeError: CUDA error: an illegal memory access); step 2 is durable"
+    ) in caplog.text
+    assert "as it should be" not in caplog.text
+
+
+def test_an_exception_before_anything_is_stored_says_that_nothing_is_durable(job, caplog):
+    caplog.set_level(logging.INFO, logger="lazysnap")
+    training = job.start()
+    training.run(1, 1)
+    with pytest.raises(KeyboardInterrupt), training.engine:
+        raise KeyboardInterrupt
+
+    assert "training was interrupted in step 2 (KeyboardInterrupt); no step of it is durable" in caplog.text
+    assert "step 1: it stays in memory" in caplog.text
+
+
+def test_a_boundary_with_a_lower_step_than_the_last_says_once_what_latest_finds_from_then_on(job, tmp_path, caplog):
+    training = job.start(tmp_path)
+    training.run(1, 3)
+    assert training.engine.flush(TIMEOUT_S)
+    training.run(1, 2)
+    assert training.engine.close()
+
+    [line] = [record.getMessage() for record in caplog.records if "new start of this run" in record.getMessage()]
+    assert line.startswith("boundary(1) after boundary(3): ")
+    assert job.start(tmp_path, ready=False).engine.restore("latest").step == 3

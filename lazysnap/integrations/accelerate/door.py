@@ -226,10 +226,10 @@ class Door(WithEngine):
         self.boundaries.close()
         self._left_at, self._has_asked = 0, False
 
-    def abandon(self) -> None:
-        """Leave as after a crash: memory stays for a restart."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Leave as after a crash: memory stays for a restart. ``error``: what ended the training."""
         if self.session is not None:
-            self.session.engine.abandon()
+            self.session.engine.abandon(error)
             self._end_at(self.session, 0.0)
 
     def _end_at(self, session: Session, timeout_s: float) -> None:
@@ -239,8 +239,8 @@ class Door(WithEngine):
 
     def _finish(self) -> None:
         """The training is over without ``end_training``: well, or by an error that nobody caught."""
-        if getattr(sys, "last_value", None) is not None:
-            self.abandon()
+        if (error := getattr(sys, "last_value", None)) is not None:
+            self.abandon(error)
             return
         try:
             self.close()

@@ -120,7 +120,7 @@ class LazySnapshotCallback(WithEngine, Callback):
                     # after the restart.
                     is_boundary = not trainer.validating and self.session.has_passed(step)
                     self.session.save_before_exit(step, is_boundary=is_boundary)
-                self.session.engine.abandon()
+                self.session.engine.abandon(exception)
         finally:
             self.leave()
 

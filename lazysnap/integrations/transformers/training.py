@@ -94,7 +94,7 @@ class Training:
             return result
         finally:
             if self._callback.engine is not None:
-                self._callback.engine.abandon()  # nothing after close
+                self._callback.engine.abandon(sys.exc_info()[1])  # nothing after close
             self._callback.leave()
             self._patches.undo()
             self._reset()
