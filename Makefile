@@ -99,7 +99,7 @@ pythons: $(VENV)/.dev
 	    "$$python" -c '' 2>/dev/null || continue; \
 	    found="$$found $$version"; \
 	    $(BIN)/uv venv --quiet --clear --python "$$(command -v "$$python")" $(VENV)-other; \
-	    $(BIN)/uv pip install --quiet --python $(VENV)-other/bin/python fsspec xxhash rich msgspec cryptography numpy pyeclib hypothesis psutil \
+	    $(BIN)/uv pip install --quiet --python $(VENV)-other/bin/python fsspec xxhash rich msgspec numpy pyeclib hypothesis psutil \
 	      'pytest<9.2' pytest-timeout pytest-xdist; \
 	    PYTHONPATH=. $(VENV)-other/bin/python -m pytest --quiet --tier quick --numprocesses 2 --dist loadgroup $(WITHOUT_TORCH); \
 	    break; \

@@ -8,7 +8,6 @@ import functools
 import math
 import os
 import socket
-import ssl
 import statistics
 import sys
 import threading
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     local = min((line["gb_per_s"] for line in report.of("limit")), default=math.nan)
     for what in ("encode", "rebuild"):
         for line in report.of(what):
-            lowest = [min(rate, local) for rate in line["tls_gb_per_s"]]  # of the same round
+            lowest = [min(rate, local) for rate in line["tcp_gb_per_s"]]  # of the same round
             parts = [rate / limit for rate, limit in zip(line["gb_per_s"], lowest, strict=True)]
             text = f"{what}, {line['nodes']} nodes"
             report.target(text, ">= {} of the lowest limit", ASKED, statistics.median(parts))
@@ -142,7 +141,7 @@ def figures(nodes: list[list[Line]], readers: range) -> Line:
     found: dict[str, list[float]] = {}
     for each in zip(*nodes, strict=True):
         size = sum(each[reader]["bytes"] for reader in readers)
-        for name in ("", "tls_", "plain_"):
+        for name in ("", "tcp_"):
             seconds = max(each[reader][f"{name}s"] for reader in readers)
             found.setdefault(f"{name}gb_per_s", []).append(size / seconds / 1e9)
             cpu_s = sum(one[f"{name}cpu_s"] for one in each)
@@ -377,44 +376,31 @@ def bare(size: int, readers: range) -> Line:
     """Each of these nodes reads so many bytes from each other node, over a connection of each: no messages, nothing is
     compared or computed. Seconds until this node is through, and its processor time. Collective.
     """
-    return {**_bare("plain", size, readers), **_bare("tls", size, readers)}
-
-
-def _bare(how: str, size: int, readers: range) -> Line:
     import torch.distributed as dist
-
-    from lazysnap.links.certificate import make_certificate
 
     rank, nodes = dist.get_rank(), dist.get_world_size()
     told: list[Any] = [None] * nodes
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        dist.all_gather_object(told, (listener.getsockname()[1], make_certificate()))
-        certificate = told[0][1]
+        dist.all_gather_object(told, listener.getsockname()[1])
         sources = [other for other in range(nodes) if other != rank] if rank in readers else []
-        clients = [socket.create_connection(("127.0.0.1", told[source][0])) for source in sources]
+        clients = [socket.create_connection(("127.0.0.1", told[source])) for source in sources]
         servers = [listener.accept()[0] for reader in readers if reader != rank]
 
-    def secured(connection: socket.socket, is_server: bool) -> socket.socket:
-        if how == "plain":
-            return connection
-        context = certificate.context(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-        return context.wrap_socket(connection, server_side=is_server)
-
     def send(connection: socket.socket) -> None:
-        with secured(connection, True) as secure:
+        with connection:
             ready.wait()
             for at in range(0, size, BLOCK):
-                secure.sendall(source[: min(BLOCK, size - at)])
-            secure.recv(1)
+                connection.sendall(source[: min(BLOCK, size - at)])
+            connection.recv(1)
 
     def receive(connection: socket.socket) -> None:
         buffer = memoryview(bytearray(BLOCK))
-        with secured(connection, False) as secure:
+        with connection:
             ready.wait()
             left = size
             while left:
-                left -= secure.recv_into(buffer[: min(BLOCK, left)])
-            secure.sendall(b"!")
+                left -= connection.recv_into(buffer[: min(BLOCK, left)])
+            connection.sendall(b"!")
 
     source, ready = warm(BLOCK), threading.Barrier(len(clients) + len(servers) + 1)
     with ThreadPoolExecutor(len(clients) + len(servers)) as pool:
@@ -424,7 +410,7 @@ def _bare(how: str, size: int, readers: range) -> Line:
         cpu_s, started = time.process_time(), time.perf_counter()
         for one in work:
             one.result()
-        found = {f"{how}_s": time.perf_counter() - started, f"{how}_cpu_s": time.process_time() - cpu_s}
+        found = {"tcp_s": time.perf_counter() - started, "tcp_cpu_s": time.process_time() - cpu_s}
     dist.barrier()
     return found
 

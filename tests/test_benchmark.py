@@ -234,7 +234,7 @@ def test_protection_between_nodes_is_measured_and_a_lost_node_is_computed(tmp_pa
     assert "left out" not in found
     for what in ("encode", "rebuild"):
         assert (found[what]["nodes"], found[what]["may_be_lost"]) == (3, 1)
-        assert [len(found[what][name]) for name in ("gb_per_s", "tls_gb_per_s", "plain_gb_per_s")] == [1, 1, 1]
+        assert [len(found[what][name]) for name in ("gb_per_s", "tcp_gb_per_s")] == [1, 1]
     lost = found["lost node"]
     phases = ("imported_s", "built_s", "met_s", "fetched_s", "loaded_s", "step_s")
     assert lost["total_s"][0] == pytest.approx(sum(lost[name][0] for name in phases))

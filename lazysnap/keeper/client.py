@@ -63,7 +63,7 @@ from lazysnap.keeper.protocol import (
     Welcome,
 )
 from lazysnap.keeper.questions import Questions
-from lazysnap.links.certificate import Certificate
+from lazysnap.links.secret import Secret
 from lazysnap.memory.arena import Slot, Word
 from lazysnap.topology import Team
 
@@ -488,11 +488,11 @@ class KeeperClient:
             raise MemoryBoundExceeded(reply.text)
         return (self.frozen_slot(digest), reply.fills) if isinstance(reply, FrozenSlot) else (None, False)
 
-    def serve_peers(self, host: str, certificate: Certificate, timeout_s: float) -> list[int]:
-        """Have the keeper let those with that certificate read at this address of the machine. The port, and
+    def serve_peers(self, host: str, secret: Secret, timeout_s: float) -> list[int]:
+        """Have the keeper let those with that secret read at this address of the machine. The port, and
         two for links of keepers; empty, if there are none. Blocks.
         """
-        reply = self._questions.ask(ServePeers(host=host, certificate=certificate), timeout_s)
+        reply = self._questions.ask(ServePeers(host=host, secret=secret), timeout_s)
         return reply.ports if isinstance(reply, PeerPorts) else []
 
     def is_durable(self, step: int) -> bool:

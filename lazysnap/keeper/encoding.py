@@ -20,9 +20,9 @@ from lazysnap.keeper.protocol import HeldMember, HeldParity, Parity, Run
 from lazysnap.levels.source import RateLimiter, map_anonymous
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watchdog import Beat
-from lazysnap.links.certificate import Certificate
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import PartOf
+from lazysnap.links.secret import Secret
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
@@ -36,8 +36,8 @@ _FRESH_S = 60.0
 class Encoding:
     """Of one node. Not thread-safe."""
 
-    def __init__(self, parity: Parity, run: Run, team: Team, certificate: Certificate, pace: RateLimiter) -> None:
-        self._parity, self._run, self._certificate, self._pace = parity, run, certificate, pace
+    def __init__(self, parity: Parity, run: Run, team: Team, secret: Secret, pace: RateLimiter) -> None:
+        self._parity, self._run, self._secret, self._pace = parity, run, secret, pace
         self._world_size = team.world_size
         self._group = Group(tuple(number for number, _, _ in parity.members), parity.parity)
         self._position = self._group.members.index(team.node)
@@ -61,7 +61,7 @@ class Encoding:
             return
         node, host, port = self._parity.members[position]
         try:
-            self._readers[position] = PeerReader(self._certificate, (host, port))
+            self._readers[position] = PeerReader(self._secret, (host, port))
         except LazySnapError as error:
             raise type(error)(f"node {node}: {error}") from error
 

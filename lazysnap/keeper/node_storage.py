@@ -192,7 +192,7 @@ class NodeStorage:
         if self._team.nodes == 1 or peers is None:
             return None
         port = peers.port if port is None else port
-        links = Links(peers.certificate, LinkHello(peers.job, self.run.start, self._team.node), loop)
+        links = Links(peers.secret, LinkHello(peers.job, self.run.start, self._team.node), loop)
         if self._team.node == 0:
             trouble = "keepers of other nodes cannot reach this one"
             listen_when_free(links.listen, (peers.host, port), lambda: not self._is_closed, trouble)

@@ -10,8 +10,8 @@ from lazysnap.keeper.node_part import open_part
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.levels.source import BlockSource, MemorySource
-from lazysnap.links.certificate import Certificate
 from lazysnap.links.messages import FrozenOf, ParityOf, PartOf, What
+from lazysnap.links.secret import Secret
 from lazysnap.links.server import PeerServer
 from lazysnap.links.strangers import listen_when_free
 from lazysnap.memory.arena import Slot, SlotPhase, Word
@@ -19,7 +19,7 @@ from lazysnap.shard.checksum import Checksums
 
 
 class PeerReads:
-    """One server at a time: that of the newest start. Who has the certificate of an earlier one is refused."""
+    """One server at a time: that of the newest start. Who has the secret of an earlier one is refused."""
 
     def __init__(
         self, ranks: Callable[[], Sequence[LocalRank | None]], parity: ParityStore, frozen: FrozenPool
@@ -30,21 +30,21 @@ class PeerReads:
         """Digests of frozen tensors whose memory has it."""
         self._lock = threading.Lock()
         self._server: PeerServer | None = None
-        self._serves: tuple[Certificate, int] | None = None
-        """Certificate and port."""
+        self._serves: tuple[Secret, int] | None = None
+        """Secret and port."""
 
-    def serve(self, address: tuple[str, int], certificate: Certificate) -> int:
+    def serve(self, address: tuple[str, int], secret: Secret) -> int:
         """Serve there, if this is not done already; the port. Blocks: until it is bound. Raises: OSError; ConfigError.
 
         A port that a keeper before this one used is waited for, on a thread.
         """
         host, port = address
         with self._lock:
-            if self._serves is not None and self._serves[0] == certificate:
+            if self._serves is not None and self._serves[0] == secret:
                 return self._serves[1]
             self._end()
-            self._serves = certificate, port
-            server = self._server = PeerServer(certificate, self._open)
+            self._serves = secret, port
+            server = self._server = PeerServer(secret, self._open)
         if port:
             trouble = "other nodes cannot read from this keeper"
             listen = server.listen, address, lambda: server is self._server, trouble
@@ -55,7 +55,7 @@ class PeerReads:
         except BaseException:
             self.close()
             raise
-        self._serves = certificate, port
+        self._serves = secret, port
         return port
 
     def close(self) -> None:

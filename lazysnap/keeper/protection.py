@@ -122,7 +122,7 @@ class NodeProtection:
         self._parity: Parity = run.parity
         self._every = interval_of(run.parity, run)
         pace = RateLimiter(run.parity.max_bytes_per_s)
-        self._encoding = Encoding(run.parity, run, team, run.peers.certificate, pace)
+        self._encoding = Encoding(run.parity, run, team, run.peers.secret, pace)
         level = NodeLevel(is_memory=True)
         self._held = HeldSteps(run.start, level)
         if not run.is_new:

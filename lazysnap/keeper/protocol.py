@@ -9,10 +9,10 @@ import msgspec
 
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable
-from lazysnap.links.certificate import Certificate
+from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 LENT = 2
@@ -64,7 +64,7 @@ class Peers(msgspec.Struct, frozen=True):
     host: str
     port: int
     """Where the keeper of node 0 listens for grants of storage."""
-    certificate: Certificate
+    secret: Secret
     parity_port: int = 0
     """Where the keeper of node 0 listens for grants of protection."""
     own: tuple[str, int] = ("", 0)
@@ -191,7 +191,7 @@ class ServePeers(Question, frozen=True, kw_only=True):
     """
 
     host: str
-    certificate: Certificate
+    secret: Secret
 
 
 class Superseded(Message, frozen=True):

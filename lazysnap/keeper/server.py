@@ -152,7 +152,7 @@ class Server:
         """From now on captures of this start are stored, and of no other."""
         self._num_ranks = len(team.node_ranks)
         if run.peers is not None and run.peers.own[1]:  # a keeper before this one may have served them
-            self._reads.serve(run.peers.own, run.peers.certificate)
+            self._reads.serve(run.peers.own, run.peers.secret)
         context = StorageContext(self._ranks_here, self._frozen.get, self._emit, self._parity)
         self._storage = NodeStorage(rank.levels, run, team, context, self._storage)
 
@@ -181,7 +181,7 @@ class Server:
 
     def _reserve(self, question: ServePeers) -> PeerPorts:
         try:
-            own = self._reads.serve((question.host, 0), question.certificate)
+            own = self._reads.serve((question.host, 0), question.secret)
             while len(self._reserved) < _LINKS:
                 self._reserved.append(_bound(question.host))
         except (OSError, ValueError, LazySnapError) as error:  # ValueError: it is no address

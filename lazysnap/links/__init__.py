@@ -1,1 +1,1 @@
-"""What keepers of different nodes tell each other and read from each other, over mutual TLS 1.3."""
+"""Links between keepers of different nodes: orders, reports and reads of memory, over TCP behind a handshake."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 
@@ -10,8 +9,7 @@ import xxhash
 from msgspec import Struct, msgpack
 
 from lazysnap.errors import ConfigError, PeerRefused, PeerUnreachable, ShardCorrupt
-from lazysnap.links.certificate import Certificate
-from lazysnap.links.channel import Channel, Identity, shut
+from lazysnap.links.channel import Channel, keep_alive, shut
 from lazysnap.links.messages import (
     MAX_READ_BYTES,
     Alive,
@@ -25,6 +23,7 @@ from lazysnap.links.messages import (
     Refusal,
     What,
 )
+from lazysnap.links.secret import Secret
 from lazysnap.links.strangers import Violation, reason
 from lazysnap.memory.slot_source import STALL_S
 
@@ -40,8 +39,8 @@ class PeerReader:
     and every later call raises it as well).
     """
 
-    def __init__(self, certificate: Certificate, address: tuple[str, int], *, timeout_s: float = 10.0) -> None:
-        """Connect. Blocks: at most ``timeout_s`` for each of connection, handshake and first bytes.
+    def __init__(self, secret: Secret, address: tuple[str, int], *, timeout_s: float = 10.0) -> None:
+        """Connect. Blocks: at most ``timeout_s`` for each of connection and handshake.
 
         ``timeout_s``: a peer that is silent for so long counts as gone, at any time; one that says only that it is
         alive, for ``ANSWER_S``. Raises: PeerUnreachable.
@@ -53,12 +52,10 @@ class PeerReader:
         self.size_bytes = 0
         self._socket: socket.socket | None = None
         with self._or_unreachable():
-            identity = Identity(certificate, ssl.PROTOCOL_TLS_CLIENT)
             self._socket = socket.create_connection(address, timeout_s)
-            self._socket = secure = identity.wrap(self._socket)
-            identity.handshake(secure, timeout_s)
-            self._channel = Channel(secure, _decoder, timeout_s)
-            self._channel.greet(timeout_s)
+            keep_alive(self._socket)
+            self._channel = Channel(self._socket, _decoder, timeout_s)
+            self._channel.authenticate(secret, timeout_s, is_server=False)
 
     def open(self, what: What) -> int:
         """Read this from now on; its size in bytes. Blocks: until the peer has it."""
@@ -91,7 +88,7 @@ class PeerReader:
         if (got := xxhash.xxh3_64_intdigest(out)) != answer.checksum:
             raise ShardCorrupt(
                 f"{self._peer}: bytes [{offset}, {offset + len(out)}) of {self.what}: xxh3_64 is {got:016x}, "
-                f"the peer says {answer.checksum:016x}: they changed while they were read"
+                f"the peer says {answer.checksum:016x}: they changed while they were read, or on their way"
             )
         return got
 
@@ -107,8 +104,8 @@ class PeerReader:
 
     def interrupt(self) -> None:
         """A call in progress fails at once, and so does every later one. From any thread."""
-        if isinstance(connection := self._socket, ssl.SSLSocket):
-            shut(connection)
+        if self._socket is not None:
+            shut(self._socket)
 
     def close(self) -> None:
         """End the connection."""

@@ -1,18 +1,19 @@
-"""How messages are framed between keepers, behind the TLS handshake.
+"""Messages as frames on the wire, behind the handshake of ``links.secret``.
 
-Both sides send the eight letters and the number of their protocol, then frames: a length (4 bytes, big-endian, bounded)
-and that many bytes of MessagePack. Nothing is allocated for a frame that is too long.
+A frame is a length (4 bytes, big-endian, bounded), a checksum (8 bytes, xxh3_64) and that many bytes of MessagePack, of
+which the checksum is. Nothing is allocated for a frame that is too long.
 """
 
 import struct
 from typing import Generic, TypeVar
 
+import xxhash
 from msgspec import DecodeError, Struct, msgpack
 
 from lazysnap.links.strangers import Violation
 
-_PREAMBLE, _LENGTH = struct.Struct("!8sH"), struct.Struct("!I")
-PREAMBLE_BYTES, LENGTH_BYTES = _PREAMBLE.size, _LENGTH.size
+_HEAD = struct.Struct("!IQ")
+HEAD_BYTES = _HEAD.size
 
 M = TypeVar("M", bound=Struct)
 
@@ -22,32 +23,26 @@ class Framing(Generic[M]):
 
     def __init__(self, protocol: tuple[bytes, int], max_bytes: int, decoder: "msgpack.Decoder[M]") -> None:
         """``protocol``: letters and number. ``max_bytes``: of a frame."""
-        self._protocol, self._max_bytes, self._decoder = protocol, max_bytes, decoder
-        self.preamble = _PREAMBLE.pack(*protocol)
-
-    def check_preamble(self, preamble: bytes | bytearray) -> None:
-        """Raises: Violation, if the other end speaks another protocol."""
-        magic, number = _PREAMBLE.unpack(preamble)
-        wanted, expected = self._protocol
-        if (magic, number) != self._protocol:
-            raise Violation(f"protocol {magic!r} {number}, expected {wanted!r} {expected}: same lazysnap on all nodes?")
+        self.protocol, self._max_bytes, self._decoder = protocol, max_bytes, decoder
 
     def frame(self, message: Struct) -> bytes:
-        """Raises: Violation, if it is too long for the other end."""
+        """Return the message as it is sent. Raises: Violation, if it is too long for the other end."""
         data = msgpack.encode(message)
         if len(data) > self._max_bytes:
             raise Violation(f"a message of {len(data)} bytes, at most {self._max_bytes} can be sent")
-        return _LENGTH.pack(len(data)) + data
+        return _HEAD.pack(len(data), xxhash.xxh3_64_intdigest(data)) + data
 
-    def length(self, head: bytes | bytearray) -> int:
-        """The bytes that follow. Raises: Violation, if these are too many."""
-        (length,) = _LENGTH.unpack(head)
+    def head(self, head: bytes | bytearray) -> tuple[int, int]:
+        """Return the number of bytes that follow, and their checksum. Raises: Violation, if these are too many."""
+        length, checksum = _HEAD.unpack(head)
         if length > self._max_bytes:
             raise Violation(f"a frame of {length} bytes, expected at most {self._max_bytes}")
-        return int(length)
+        return length, checksum
 
-    def decode(self, data: bytes | bytearray) -> M:
-        """Raises: Violation, if it is none of the messages."""
+    def decode(self, data: bytes | bytearray, checksum: int) -> M:
+        """Return the message. Raises: Violation, if it was damaged on its way, or is none of the messages."""
+        if (got := xxhash.xxh3_64_intdigest(data)) != checksum:
+            raise Violation(f"a damaged message: xxh3_64 of {len(data)} bytes is {got:016x}, expected {checksum:016x}")
         try:
             return self._decoder.decode(data)
         except (DecodeError, RecursionError) as error:

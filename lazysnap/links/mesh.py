@@ -1,10 +1,10 @@
-"""Links between the keepers of a job: typed messages over mutual TLS 1.3, on one thread per keeper.
+"""Links between the keepers of a job: typed messages over TCP, on one thread per keeper.
 
-One self-signed certificate per job is the only one that either side presents and the only one it accepts. Each message
-carries the whole state of its sender (``grants``), so of each kind only the newest one waits to be sent: a peer that
-reads slowly costs no memory. Every wait has a deadline.
+Each message carries the whole state of its sender (``grants``), so of each kind only the newest one waits to be sent: a
+peer that reads slowly costs no memory. Every wait has a deadline.
 
-On the wire: ``links.framing`` with the letters ``lazysnap``. The first message is a ``Hello``.
+On the wire: the handshake of ``links.secret`` with the letters ``lazysnap``, then ``links.framing``. The first message
+is a ``Hello``.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import contextlib
 import logging
 import random
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -22,8 +21,8 @@ from msgspec import Meta, Struct, msgpack
 
 from lazysnap.errors import ConfigError
 from lazysnap.grants.messages import MAX_NODES, Order, Report, StartId
-from lazysnap.links.certificate import Certificate
-from lazysnap.links.framing import LENGTH_BYTES, PREAMBLE_BYTES, Framing
+from lazysnap.links.framing import HEAD_BYTES, Framing
+from lazysnap.links.secret import Secret, handshake
 from lazysnap.links.strangers import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
 
 logger = logging.getLogger(__name__)
@@ -81,20 +80,19 @@ class _Peer:
         self.waiting[type(message)] = message
         self.is_waiting.set()
 
-    async def write(self, message: Struct, timeout_s: float, *, preamble: bytes = b"") -> None:
-        self.writer.write(preamble + _framing.frame(message))
+    async def write(self, message: Struct, timeout_s: float) -> None:
+        self.writer.write(_framing.frame(message))
         await asyncio.wait_for(self.writer.drain(), timeout_s)
 
     async def read(self, timeout_s: float) -> Hello | Alive | Report | Order:
         """The next message."""
-        head = await asyncio.wait_for(self.reader.readexactly(LENGTH_BYTES), timeout_s)
-        data = await asyncio.wait_for(self.reader.readexactly(_framing.length(head)), timeout_s)
-        return _framing.decode(data)
+        length, checksum = _framing.head(await asyncio.wait_for(self.reader.readexactly(HEAD_BYTES), timeout_s))
+        data = await asyncio.wait_for(self.reader.readexactly(length), timeout_s)
+        return _framing.decode(data, checksum)
 
     async def greet(self, me: Hello, timeout_s: float) -> Hello:
         """Exchange hellos; who is at the other end."""
-        await self.write(me, timeout_s, preamble=_framing.preamble)
-        _framing.check_preamble(await asyncio.wait_for(self.reader.readexactly(PREAMBLE_BYTES), timeout_s))
+        await self.write(me, timeout_s)
         hello = await self.read(timeout_s)
         if not isinstance(hello, Hello):
             raise Violation("a message before the hello")
@@ -144,20 +142,14 @@ class Links:
     one stays: after a restart of the node the earlier one may look alive for a while.
     """
 
-    def __init__(
-        self, certificate: Certificate, me: Hello, handler: Handler, deadlines: Deadlines | None = None
-    ) -> None:
+    def __init__(self, secret: Secret, me: Hello, handler: Handler, deadlines: Deadlines | None = None) -> None:
         self._me, self._handler, self._deadlines = me, handler, deadlines or Deadlines()
-        self._server_context = certificate.context(ssl.PROTOCOL_TLS_SERVER)
-        self._client_context = certificate.context(ssl.PROTOCOL_TLS_CLIENT)
-        self._der = ssl.PEM_cert_to_DER_cert(certificate.cert_pem)
+        self._secret = secret
         self._peers: dict[int, _Peer] = {}
         self._down: set[int] = set()
         self._refusals = Refusals("links")
         self._num_unknown = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._opening: dict[asyncio.Task[Any] | None, socket.socket] = {}
-        """Connections that are in their TLS handshake, by task."""
         self._closing, self._is_over = threading.Lock(), False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="lazysnap-links", daemon=True)
@@ -194,12 +186,7 @@ class Links:
         async def end() -> None:
             while self._tasks:  # before Python 3.12 ``wait_for`` may lose a cancellation
                 for task in self._tasks:
-                    connection = self._opening.get(task)
-                    if connection is None:
-                        task.cancel()
-                    else:  # cancelled just when its transport was made, asyncio would not close it
-                        with contextlib.suppress(OSError):
-                            connection.shutdown(socket.SHUT_RDWR)
+                    task.cancel()
                 await asyncio.wait(self._tasks, timeout=_AGAIN_S)
 
         with self._closing:  # who began them may find out late that they are over
@@ -250,7 +237,7 @@ class Links:
     async def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
         peer = node = None
         try:
-            peer = await self._open(connection, f"{address[0]}:{address[1]}", self._server_context)
+            peer = await self._open(connection, f"{address[0]}:{address[1]}", is_server=True)
             node = (await peer.greet(self._me, self._deadlines.connect_s)).node
         except (OSError, EOFError, asyncio.TimeoutError, Violation) as error:
             self._refusals.warn(address, error)
@@ -261,28 +248,29 @@ class Links:
         if peer is not None and node is not None:
             await self._use(node, peer)
 
-    async def _open(self, connection: socket.socket, address: str, context: ssl.SSLContext) -> _Peer:
+    async def _open(self, connection: socket.socket, address: str, *, is_server: bool) -> _Peer:
+        """The peer at the other end, which has proven itself. Until it has, nothing that it sends is buffered."""
         connection.setblocking(False)
+        await asyncio.wait_for(self._authenticate(connection, is_server=is_server), self._deadlines.connect_s)
         reader = asyncio.StreamReader(limit=1 << 16, loop=self._loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=self._loop)
-        timeout_s, task = self._deadlines.connect_s, asyncio.current_task()
-        self._opening[task] = connection
-        try:
-            if context is self._server_context:
-                transport, _ = await self._loop.connect_accepted_socket(
-                    lambda: protocol, connection, ssl=context, ssl_handshake_timeout=timeout_s
-                )
-            else:
-                transport, _ = await self._loop.create_connection(
-                    lambda: protocol, sock=connection, ssl=context, server_hostname="", ssl_handshake_timeout=timeout_s
-                )
-        finally:
-            del self._opening[task]
-        peer = _Peer(reader, asyncio.StreamWriter(transport, protocol, reader, self._loop), address)
-        if transport.get_extra_info("ssl_object").getpeercert(binary_form=True) != self._der:
-            peer.close()
-            raise Violation("another certificate than this job's")
-        return peer
+        transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, connection)
+        return _Peer(reader, asyncio.StreamWriter(transport, protocol, reader, self._loop), address)
+
+    async def _authenticate(self, connection: socket.socket, *, is_server: bool) -> None:
+        steps = handshake(self._secret, _framing.protocol, is_server=is_server)
+        outgoing, expected = next(steps)
+        while True:
+            await self._loop.sock_sendall(connection, outgoing)
+            received = b""
+            while len(received) < expected:
+                if not (data := await self._loop.sock_recv(connection, expected - len(received))):
+                    raise EOFError
+                received += data
+            try:
+                outgoing, expected = steps.send(received)
+            except StopIteration:
+                return
 
     async def _keep_up(self, node: int, host: str, port: int) -> None:
         pause_s = 0.0
@@ -303,7 +291,7 @@ class Links:
         try:
             connection.setblocking(False)
             await asyncio.wait_for(self._loop.sock_connect(connection, (host, port)), timeout_s)
-            peer = await self._open(connection, f"{host}:{port}", self._client_context)
+            peer = await self._open(connection, f"{host}:{port}", is_server=False)
         except BaseException:
             connection.close()
             raise

@@ -6,7 +6,6 @@ Each connection has a thread. It answers one request at a time, out of a ``Block
 import contextlib
 import logging
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +15,7 @@ from msgspec import Struct, msgpack
 
 from lazysnap.errors import LazySnapError, PeerRefused
 from lazysnap.levels.source import BlockSource
-from lazysnap.links.certificate import Certificate
-from lazysnap.links.channel import Channel, Identity, shut
+from lazysnap.links.channel import Channel, keep_alive, shut
 from lazysnap.links.messages import (
     MAX_TEXT,
     Alive,
@@ -30,6 +28,7 @@ from lazysnap.links.messages import (
     Request,
     What,
 )
+from lazysnap.links.secret import Secret
 from lazysnap.links.strangers import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
 
 logger = logging.getLogger(__name__)
@@ -46,19 +45,16 @@ _decoder: msgpack.Decoder[Request] = msgpack.Decoder(Request)
 class PeerServer:
     """All reads that other processes do here."""
 
-    def __init__(
-        self, certificate: Certificate, open: Callable[[What], BlockSource], deadlines: Deadlines = _DEADLINES
-    ) -> None:
+    def __init__(self, secret: Secret, open: Callable[[What], BlockSource], deadlines: Deadlines = _DEADLINES) -> None:
         """``open`` finds what is read, on the thread of the connection.
 
         It may raise LazySnapError or OSError, and so may the source: the client is sent its text.
         """
-        self._identity = Identity(certificate, ssl.PROTOCOL_TLS_SERVER)
-        self._open, self._deadlines = open, deadlines
+        self._secret, self._open, self._deadlines = secret, open, deadlines
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
-        self._connections: dict[ssl.SSLSocket, Channel[Request] | None] = {}
-        """``None``: it has not shown the certificate yet."""
+        self._connections: dict[socket.socket, Channel[Request] | None] = {}
+        """``None``: it has not proven that it has the secret yet."""
         self._threads: set[threading.Thread] = set()
         self._refusals = Refusals("reads by peers")
         self._is_closed = threading.Event()
@@ -87,8 +83,8 @@ class PeerServer:
         for listener in listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes ``accept``; its thread closes it
-        for secure in connections:
-            shut(secure)
+        for connection in connections:
+            shut(connection)
         deadline = time.monotonic() + _CLOSE_S
         while (thread := self._any_thread()) and (left_s := deadline - time.monotonic()) > 0:
             thread.join(left_s)
@@ -127,43 +123,41 @@ class PeerServer:
                         logger.warning("reads by peers: a connection cannot be accepted: %s", error)
                         self._is_closed.wait(1.0)
                     continue
-                with connection:  # detached, if it is taken over
-                    try:
-                        self._take(connection, address)
-                    except (OSError, RuntimeError, Violation) as error:  # RuntimeError: no thread to be had
-                        self._refusals.warn(address, error)
+                try:
+                    self._take(connection, address)
+                except (OSError, RuntimeError, Violation) as error:  # RuntimeError: no thread to be had
+                    connection.close()
+                    self._refusals.warn(address, error)
 
     def _take(self, connection: socket.socket, address: tuple[str, int]) -> None:
         """Serve this connection on a thread of its own."""
-        connection.settimeout(self._deadlines.connect_s)
+        keep_alive(connection)
         with self._lock:
             num_unknown = sum(channel is None for channel in self._connections.values())
             if num_unknown >= MAX_UNKNOWN or len(self._connections) >= MAX_CONNECTIONS:
                 raise Violation(f"{len(self._connections)} connections, {num_unknown} of them unknown: too many")
-            secure = self._identity.wrap(connection)
-            self._connections[secure] = None
+            self._connections[connection] = None
         if self._is_closed.is_set():  # ``close`` may not have seen it
-            shut(secure)
+            shut(connection)
         try:
-            self._start(lambda: self._serve(secure, address), "connection")
+            self._start(lambda: self._serve(connection, address), "connection")
         except RuntimeError:
-            self._forget(secure)
+            self._forget(connection)
             raise
 
-    def _forget(self, secure: ssl.SSLSocket) -> None:
+    def _forget(self, connection: socket.socket) -> None:
         with self._lock:
-            del self._connections[secure]
-        secure.close()
+            del self._connections[connection]
+        connection.close()
 
-    def _serve(self, secure: ssl.SSLSocket, address: tuple[str, int]) -> None:
+    def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
         is_known = False
         try:
-            self._identity.handshake(secure, self._deadlines.connect_s)
-            channel = Channel(secure, _decoder, self._deadlines.send_s)
-            channel.greet(self._deadlines.connect_s)
+            channel = Channel(connection, _decoder, self._deadlines.send_s)
+            channel.authenticate(self._secret, self._deadlines.connect_s, is_server=True)
             is_known = True
             with self._lock:
-                self._connections[secure] = channel
+                self._connections[connection] = channel
             reads = _Reads(channel, self._open)
             while True:
                 request = channel.receive(self._deadlines.silence_s)
@@ -184,7 +178,7 @@ class PeerServer:
             else:
                 self._refusals.warn(address, error)
         finally:
-            self._forget(secure)
+            self._forget(connection)
 
 
 class _Reads:

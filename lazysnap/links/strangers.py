@@ -30,7 +30,7 @@ class Deadlines:
     """Seconds."""
 
     connect_s: float = 10.0
-    """For a connection, the TLS handshake and what follows it, each."""
+    """For a connection, for the handshake and for the first message, each."""
     send_s: float = 10.0
     """A peer that takes nothing for so long is dropped."""
     alive_s: float = 5.0

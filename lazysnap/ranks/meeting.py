@@ -14,7 +14,7 @@ from lazysnap.console import say
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import Parity, Peers
-from lazysnap.links.certificate import Certificate, make_certificate
+from lazysnap.links.secret import Secret, draw_secret
 from lazysnap.parity.codes import library
 from lazysnap.parity.groups import exposed, groups_of
 from lazysnap.ranks.slots import slots_needed
@@ -39,10 +39,10 @@ class Meeting:
         return (1, 0) if self.parity is None else (len(self.parity.members), self.parity.parity)
 
     @property
-    def certificate(self) -> Certificate:
+    def secret(self) -> Secret:
         """Of the job; there are ``peers``."""
         assert self.peers is not None
-        return self.peers.certificate
+        return self.peers.secret
 
 
 NOBODY = Meeting()
@@ -77,9 +77,9 @@ def meet_keepers(
     # Only other nodes know where they reach that of rank 0: to itself its name may mean 127.0.1.1.
     seen: Any = None if world.place.node == nodes[0] else address_of(os.environ.get("MASTER_ADDR"))
     if world.rank == 0:
-        seen = vars(make_certificate())
+        seen = vars(draw_secret())
     made, *of_first = world.exchange("linking keepers", seen)
-    certificate = Certificate(**made)
+    secret = Secret(**made)
     mine = None
     if world.place.local_rank == 0:
         targets = [address for address in of_first if address is not None]
@@ -88,7 +88,7 @@ def meet_keepers(
         targets = list(dict.fromkeys(targets)) if len(nodes) > 1 else ["127.0.0.1"]
         host = targets[0] if config.link_address and world.rank == 0 else own_address(targets)
         domain = config.failure_domain or world.place.node
-        mine = vars(_serve_peers(client, host, domain, certificate, config.keeper_timeout_s))
+        mine = vars(_serve_peers(client, host, domain, secret, config.keeper_timeout_s))
     told = world.exchange("where keepers are", mine)
     endpoints = {place.node: _Endpoint(**told[place.rank]) for place in places if place.local_rank == 0}
     first, own = endpoints[nodes[0]], endpoints[world.place.node]
@@ -104,7 +104,7 @@ def meet_keepers(
         job_id,
         first.host,
         first.ports[1],
-        certificate,
+        secret,
         parity_port=first.ports[2],
         own=(own.host, own.ports[0] if own.ports else 0),
     )
@@ -158,10 +158,10 @@ def _warn(redundancy: Redundancy, domains: Sequence[str], lost: Mapping[str, obj
         )
 
 
-def _serve_peers(client: KeeperClient, host: str, domain: str, certificate: Certificate, timeout_s: float) -> _Endpoint:
+def _serve_peers(client: KeeperClient, host: str, domain: str, secret: Secret, timeout_s: float) -> _Endpoint:
     try:
         client.connect(timeout_s)
-        ports = client.serve_peers(host, certificate, timeout_s)
+        ports = client.serve_peers(host, secret, timeout_s)
     except Exception as error:  # noqa: BLE001  the others wait for an answer; whoever needs the keeper hears of it again
         return _Endpoint(f"{type(error).__name__}: {error}", [], domain)
     if not ports:

@@ -45,7 +45,7 @@ class Connections:
     @contextlib.contextmanager
     def reader(self, node: str, what: What) -> Iterator[PeerReader]:
         """A connection by which this is read, for one thread. Blocks. Raises: PeerUnreachable; PeerRefused."""
-        reader = self._taken(node, what) or PeerReader(self.meeting.certificate, self.meeting.reads[node])
+        reader = self._taken(node, what) or PeerReader(self.meeting.secret, self.meeting.reads[node])
         try:
             reader.read_from(what)
             yield reader

@@ -1,6 +1,6 @@
 """One node as a process: slots in its memory, node files in a directory, grants over links; driven by lines on stdin.
 
-grant_node.py <node> <nodes> <port of node 0> <directory> <length of the certificate>   (then: certificate and key)
+grant_node.py <node> <nodes> <port of node 0> <directory>   (then a line with the secret)
 capture 10      all ranks begin a step, and hold it whole
 wish 10         it must be stored
 die             the trainers are dead, memory stays
@@ -22,8 +22,8 @@ from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.grants.retention import Retention
 from lazysnap.keeper.grant_loop import GrantLoop
-from lazysnap.links.certificate import Certificate
 from lazysnap.links.mesh import Hello, Links
+from lazysnap.links.secret import Secret
 from lazysnap.links.strangers import Deadlines
 
 NUM_RANKS = 2
@@ -108,8 +108,8 @@ class Node:
 
 
 def main():
-    number, num_nodes, port, directory, length = (*map(int, sys.argv[1:4]), sys.argv[4], int(sys.argv[5]))
-    cert, key = sys.stdin.buffer.read(length), sys.stdin.buffer.read(int(sys.stdin.buffer.readline()))
+    number, num_nodes, port, directory = (*map(int, sys.argv[1:4]), sys.argv[4])
+    secret = Secret(sys.stdin.buffer.readline().decode().strip())
     node = Node(number, num_nodes, directory)
     coordinator = None
     if number == 0:
@@ -117,7 +117,7 @@ def main():
         coordinator = Coordinator(random.getrandbits(60), "s1", num_nodes, levels)
     grants = NodeGrants(number, "s1", (NodeLevel(node.stored()),))
     node.loop = GrantLoop(grants, node, coordinator, StoringAlone(grants, 1, 0.5))
-    links = Links(Certificate(cert.decode(), key.decode()), Hello("job", "s1", number), node.loop, QUICK)
+    links = Links(secret, Hello("job", "s1", number), node.loop, QUICK)
     node.loop.start(links)
     if number == 0:
         say("port", links.listen("127.0.0.1", port)[1])

@@ -4,8 +4,8 @@ import sys
 import threading
 
 from lazysnap.grants.messages import Epoch, Report
-from lazysnap.links.certificate import Certificate
 from lazysnap.links.mesh import Hello, Links
+from lazysnap.links.secret import Secret
 
 
 class Answering:
@@ -20,10 +20,9 @@ class Answering:
 
 
 def main():
-    cert_length, port = int(sys.argv[1]), int(sys.argv[2])
-    pems = sys.stdin.read()
+    port, secret = int(sys.argv[1]), Secret(sys.stdin.read())
     handler = Answering()
-    handler.links = Links(Certificate(pems[:cert_length], pems[cert_length:]), Hello("job", "s1", 1), handler)
+    handler.links = Links(secret, Hello("job", "s1", 1), handler)
     handler.links.connect(0, "127.0.0.1", port)
     threading.Event().wait()
 

@@ -1,25 +1,63 @@
 """One end of a connection to a keeper, by hand."""
 
+import hashlib
+import hmac
+import os
 import pathlib
 import socket
-import ssl
 import struct
 
 import msgspec
+import xxhash
 
 WAIT_S = 30.0
 """For the other end to close: less than the deadlines by which it closes what it could not refuse."""
 
 
-def tls(address, certificate):
-    """A raw connection of one who has the certificate."""
+def preamble(letters, protocol=2):
+    return struct.pack("!8sH", letters, protocol)
+
+
+def exactly(connection, length):
+    received = b""
+    while len(received) < length and (data := connection.recv(length - len(received))):
+        received += data
+    return received
+
+
+def prove(connection, secret, letters, *, is_server=False, nonce=None):
+    """The handshake, as ``links.secret`` describes it; True if the other end has the secret."""
+    opening, nonce = preamble(letters), nonce or os.urandom(32)
+    connection.sendall(opening + nonce)
+    theirs = exactly(connection, 42)
+    assert theirs[:10] == opening
+    nonces = theirs[10:] + nonce if is_server else nonce + theirs[10:]
+
+    def proof(role):
+        return hmac.new(bytes.fromhex(secret.hex), role + opening + nonces, hashlib.sha256).digest()
+
+    connection.sendall(proof(b"server" if is_server else b"client"))
+    return exactly(connection, 32) == proof(b"client" if is_server else b"server")
+
+
+def authenticated(address, secret, letters):
+    """A raw connection of one who has the secret."""
     connection = socket.create_connection(address, timeout=WAIT_S)
-    return certificate.context(ssl.PROTOCOL_TLS_CLIENT).wrap_socket(connection)
+    assert prove(connection, secret, letters)
+    return connection
+
+
+def raw_frame(data):
+    return struct.pack("!IQ", len(data), xxhash.xxh3_64_intdigest(data)) + data
 
 
 def frame(message):
-    data = msgspec.msgpack.encode(message)
-    return struct.pack("!I", len(data)) + data
+    return raw_frame(msgspec.msgpack.encode(message))
+
+
+def announced(length):
+    """The head of a frame that does not follow."""
+    return struct.pack("!IQ", length, 0)
 
 
 def is_closed(connection):

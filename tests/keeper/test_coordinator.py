@@ -11,7 +11,7 @@ import pytest
 from support.listing import files_below
 from support.waiting import TIMEOUT_S, until
 
-from lazysnap.links.certificate import make_certificate
+from lazysnap.links.secret import draw_secret
 
 NUM_NODES = 3
 
@@ -19,14 +19,12 @@ NUM_NODES = 3
 class Process:
     """A node, see ``grant_node``."""
 
-    def __init__(self, number, port, directory, pems):
+    def __init__(self, number, port, directory, secret):
         self.number, self.directory, self.lines = number, directory, queue.Queue()
-        cert, key = pems.cert_pem.encode(), pems.key_pem.encode()
         script = str(pathlib.Path(__file__).parent / "grant_node.py")
-        arguments = [sys.executable, script, *map(str, (number, NUM_NODES, port, directory, len(cert)))]
+        arguments = [sys.executable, script, *map(str, (number, NUM_NODES, port, directory))]
         self.popen = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False)
-        # The length first: what follows the certificate is the key, then commands.
-        self.write(cert + str(len(key)).encode() + b"\n" + key)
+        self.write(secret.hex.encode() + b"\n")
         self.complete = set()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -57,15 +55,15 @@ class Process:
 
 class Job:
     def __init__(self, directory):
-        self.directory, self.pems, self.step = directory, make_certificate(), -5
-        first = Process(0, 0, directory, self.pems)
+        self.directory, self.secret, self.step = directory, draw_secret(), -5
+        first = Process(0, 0, directory, self.secret)
         self.port = first.lines.get(timeout=TIMEOUT_S)[1]
-        self.nodes = [first] + [Process(number, self.port, directory, self.pems) for number in (1, 2)]
+        self.nodes = [first] + [Process(number, self.port, directory, self.secret) for number in (1, 2)]
 
     def replace(self, number):
         """Its keeper is killed and another takes its place; memory is lost, files stay."""
         self.nodes[number].kill()
-        self.nodes[number] = Process(number, self.port, self.directory, self.pems)
+        self.nodes[number] = Process(number, self.port, self.directory, self.secret)
 
     def train(self):
         """All ranks capture the next step."""

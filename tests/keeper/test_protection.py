@@ -173,9 +173,9 @@ def stands_in(rig):
     @contextlib.contextmanager
     def stand_in(node, open):
         run, (host, port) = run_of(rig), rig.addresses[node]
-        certificate = run.peers.certificate
+        secret = run.peers.secret
         rig.reads[node].close()
-        with contextlib.closing(PeerServer(certificate, open, Deadlines(alive_s=0.1))) as server:
+        with contextlib.closing(PeerServer(secret, open, Deadlines(alive_s=0.1))) as server:
             server.listen(host, port)
             yield
         rig._serve(node, port)
@@ -214,13 +214,13 @@ def test_a_peer_that_stands_still_is_reported_once_and_taken_back(rig, stands_in
 
 def test_a_peer_that_stands_still_does_not_delay_the_report_of_another_one(rig):
     run = run_of(rig.begin())
-    certificate = run.peers.certificate
+    secret = run.peers.secret
     goes_on, errors = threading.Event(), []
     opens = [refuse, refuse, lambda what: goes_on.wait() and refuse(what)]
-    servers = [PeerServer(certificate, open, Deadlines(alive_s=0.1)) for open in opens]
+    servers = [PeerServer(secret, open, Deadlines(alive_s=0.1)) for open in opens]
     members = [(node, *server.listen("127.0.0.1")) for node, server in enumerate(servers)]
     parity = msgspec.structs.replace(run.parity, members=members)
-    encoding = Encoding(parity, run, Team(), certificate, RateLimiter(None))
+    encoding = Encoding(parity, run, Team(), secret, RateLimiter(None))
 
     def encode():
         try:
@@ -240,7 +240,7 @@ def test_a_peer_that_stands_still_does_not_delay_the_report_of_another_one(rig):
 
 def test_reads_that_wait_for_a_capture_end_with_their_server(rig):
     run = run_of(rig.begin())
-    reader = PeerReader(run.peers.certificate, rig.addresses[0])
+    reader = PeerReader(run.peers.secret, rig.addresses[0])
     errors = []
 
     def read():
@@ -287,8 +287,8 @@ def test_a_node_whose_own_captures_are_the_last_to_be_whole_waits_for_them(rig):
             rank.finish(slot)
 
     run = run_of(rig)
-    certificate = run.peers.certificate
-    encoding = Encoding(run.parity, run, Team(world_size=9), certificate, RateLimiter(None))
+    secret = run.peers.secret
+    encoding = Encoding(run.parity, run, Team(world_size=9), secret, RateLimiter(None))
     done = encoding.encode(2, ParityStore(), NodeSlots(lambda: rig.nodes[0], STARTS[0]), beat)
     encoding.close()
     assert done.held.world_size == 9, "of all groups"
@@ -308,8 +308,8 @@ class Counting(RateLimiter):
 def test_all_that_is_read_of_others_waits_for_the_rate_that_parity_is_given(rig):
     run = run_of(rig.begin())
     rig.capture(2)
-    certificate, pace = run.peers.certificate, Counting()
-    encoding = Encoding(run.parity, run, Team(), certificate, pace)
+    secret, pace = run.peers.secret, Counting()
+    encoding = Encoding(run.parity, run, Team(), secret, pace)
     done = encoding.encode(2, ParityStore(), NodeSlots(lambda: rig.nodes[0], STARTS[0]), lambda: None)
     encoding.close()
     sizes = tuple(member.size_bytes for member in done.held.members)

@@ -12,9 +12,9 @@ from support.waiting import until
 
 from lazysnap.keeper.node_part import read_index
 from lazysnap.levels import open_store
-from lazysnap.links.certificate import make_certificate
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import PartOf, SlotOf
+from lazysnap.links.secret import draw_secret
 from lazysnap.shard.names import new_id
 
 RANKS, START = 3, new_id()
@@ -197,10 +197,10 @@ def test_other_nodes_read_what_an_earlier_start_left_as_of_the_ranks_that_it_had
     for trainer in later:
         trainer.adopt_run(run_id="ab" * 8)
         assert 3 in steps(trainer) or before == 1  # its keeper heard of the later start by now
-    certificate = make_certificate()
-    port = later[0].serve_peers(certificate=vars(certificate))
+    secret = draw_secret()
+    port = later[0].serve_peers(secret=vars(secret))
 
-    with contextlib.closing(PeerReader(certificate, ("127.0.0.1", port))) as reader:
+    with contextlib.closing(PeerReader(secret, ("127.0.0.1", port))) as reader:
         part = memoryview(bytearray(reader.open(PartOf(START, 3, 1))))
         reader.read_into(0, part)
         found = [rank for rank, *_ in read_index(lambda at, length: part[at : at + length], len(part))]

@@ -1,26 +1,22 @@
-"""Whoever has not the job's certificate gets nowhere, at every port of a keeper, and costs nothing."""
+"""Whoever does not have the secret of a start gets nowhere, at every port of a keeper, and costs nothing."""
 
 import contextlib
-import datetime
 import os
 import queue
+import select
 import socket
-import ssl
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from raw_peer import WAIT_S, frame, is_closed, peak_kib, refusals, tls
+from raw_peer import WAIT_S, announced, authenticated, exactly, frame, is_closed, peak_kib, preamble, prove, refusals
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import CaptureAborted, ConfigError, PeerRefused, PeerUnreachable
-from lazysnap.links.certificate import make_certificate
 from lazysnap.links.client import PeerReader
 from lazysnap.links.mesh import Hello, Links
 from lazysnap.links.messages import Open, SlotOf
+from lazysnap.links.secret import draw_secret
 from lazysnap.links.server import PeerServer
 from lazysnap.links.strangers import MAX_UNKNOWN, Deadlines
 
@@ -32,8 +28,8 @@ class Port:
     """One that listens."""
 
     address: tuple[str, int]
-    opening: bytes
-    """Its preamble."""
+    letters: bytes
+    """Of its protocol."""
     request: bytes
     """What a peer asks first."""
     reached: queue.Queue
@@ -58,28 +54,27 @@ class Inbox:
 
 
 @pytest.fixture(scope="module")
-def certificate():
-    return make_certificate()
+def secret():
+    return draw_secret()
 
 
 @pytest.fixture(params=["links", "reads"])
-def open_port(request, certificate):
+def open_port(request, secret):
     """Makes a port with some deadlines."""
     with contextlib.ExitStack() as stack:
 
         def links(deadlines=PATIENT):
             inbox = Inbox()
-            one = Links(certificate, Hello("job", "s1", 0), inbox, deadlines)
+            one = Links(secret, Hello("job", "s1", 0), inbox, deadlines)
             stack.callback(one.close)
             address = one.listen("127.0.0.1")
 
             def visit():
-                other = Links(certificate, Hello("job", "s1", 1), Inbox(), PATIENT)
+                other = Links(secret, Hello("job", "s1", 1), Inbox(), PATIENT)
                 stack.callback(other.close)
                 other.connect(0, *address)
 
-            opening = struct.pack("!8sH", b"lazysnap", 1)
-            return Port(address, opening, frame(Hello("job", "s1", 1)), inbox.up, visit, one.listen)
+            return Port(address, b"lazysnap", frame(Hello("job", "s1", 1)), inbox.up, visit, one.listen)
 
         def reads(deadlines=PATIENT):
             reached = queue.Queue()
@@ -88,19 +83,18 @@ def open_port(request, certificate):
                 reached.put(what)
                 raise CaptureAborted("nothing is here")
 
-            one = PeerServer(certificate, find, deadlines)
+            one = PeerServer(secret, find, deadlines)
             stack.callback(one.close)
             address, slot = one.listen("127.0.0.1"), SlotOf(0, 7, "image")
 
             def ask():
                 with contextlib.suppress(PeerUnreachable):  # strangers may just be leaving
-                    reader = PeerReader(certificate, address, timeout_s=TIMEOUT_S)
+                    reader = PeerReader(secret, address, timeout_s=TIMEOUT_S)
                     with contextlib.closing(reader), contextlib.suppress(PeerRefused):
                         reader.open(slot)
                     return True
 
-            opening = struct.pack("!8sH", b"lazyread", 1)
-            return Port(address, opening, frame(Open(slot)), reached, lambda: until(ask), one.listen)
+            return Port(address, b"lazyread", frame(Open(slot)), reached, lambda: until(ask), one.listen)
 
         yield {"links": links, "reads": reads}[request.param]
 
@@ -123,70 +117,54 @@ def check_refused(port, caplog):
     check_serves(port)
 
 
-def check_no_entry(port, context, caplog):
-    with (
-        socket.create_connection(port.address, timeout=WAIT_S) as connection,
-        context.wrap_socket(connection) as secure,
-    ):
+def test_a_guess_is_no_proof(port, caplog):
+    with socket.create_connection(port.address, timeout=WAIT_S) as stranger:
+        stranger.sendall(preamble(port.letters) + os.urandom(64) + port.request)
+        assert is_closed(stranger)
+    check_refused(port, caplog)
+
+
+def test_the_secret_of_another_start_is_refused(port, caplog):
+    with socket.create_connection(port.address, timeout=WAIT_S) as stranger:
+        assert not prove(stranger, draw_secret(), port.letters)
         with contextlib.suppress(OSError):
-            secure.sendall(port.opening + port.request)
-        assert is_closed(secure)
+            stranger.sendall(port.request)
+        assert is_closed(stranger)
     check_refused(port, caplog)
 
 
-def test_a_plain_connection_is_refused(port, caplog):
-    with socket.create_connection(port.address, timeout=WAIT_S) as plain:
-        plain.sendall(port.opening + port.request)
-        assert is_closed(plain)
+def test_a_proof_that_is_sent_back_proves_nothing(port, caplog):
+    """A stranger repeats whatever the keeper says, its nonce and its proof."""
+    with socket.create_connection(port.address, timeout=WAIT_S) as stranger:
+        stranger.sendall(exactly(stranger, 42))
+        with contextlib.suppress(OSError):
+            stranger.sendall(exactly(stranger, 32) + port.request)
+        assert is_closed(stranger)
     check_refused(port, caplog)
 
 
-def test_nobody_without_the_certificate_is_let_in(port, caplog):
-    naked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    naked.check_hostname, naked.verify_mode = False, ssl.CERT_NONE
-    check_no_entry(port, naked, caplog)
+def test_what_strangers_send_takes_no_memory(port, caplog):
+    """As much as they like, on many connections, before a proof that is none."""
+    before, flood = peak_kib(since_now=True), bytes(1 << 20)
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_UNKNOWN):
+            stranger = stack.enter_context(socket.create_connection(port.address, timeout=WAIT_S))
+            stranger.setblocking(False)
+            stranger.send(preamble(port.letters) + bytes(31))  # a byte of the nonce is missing
+            for _ in range(16):
+                with contextlib.suppress(OSError):
+                    stranger.send(flood)
+    assert peak_kib() - before < 16 << 10
+    check_refused(port, caplog)
 
 
-def test_another_jobs_certificate_is_refused(port, caplog):
-    blind = make_certificate().context(ssl.PROTOCOL_TLS_CLIENT)
-    blind.verify_mode = ssl.CERT_NONE
-    check_no_entry(port, blind, caplog)
-
-
-def test_a_certificate_that_the_job_key_signed_is_not_the_jobs(port, certificate, caplog):
-    """Nothing is delegated: there is one certificate."""
-    ours = x509.load_pem_x509_certificate(certificate.cert_pem.encode())
-    key = serialization.load_pem_private_key(certificate.key_pem.encode(), None)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    signed = (
-        x509.CertificateBuilder(ours.subject, x509.Name([]), key.public_key(), 7)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .sign(key, hashes.SHA256())
-    )
-    context = certificate.context(ssl.PROTOCOL_TLS_CLIENT)
-    with open(os.memfd_create("chain"), "wb") as chain:
-        chain.write(signed.public_bytes(serialization.Encoding.PEM) + certificate.key_pem.encode())
-        chain.flush()
-        context.load_cert_chain(f"/proc/self/fd/{chain.fileno()}")
-    check_no_entry(port, context, caplog)
-
-
-def test_older_tls_is_refused(port, certificate):
-    context = certificate.context(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with socket.create_connection(port.address, timeout=WAIT_S) as connection, pytest.raises(ssl.SSLError):
-        context.wrap_socket(connection)
-
-
-def test_a_frame_that_is_announced_as_long_takes_no_memory(port, certificate, caplog):
+def test_a_frame_that_is_announced_as_long_takes_no_memory(port, secret, caplog):
     """The process's peak stays: four gigabytes are announced, on many connections."""
     before = peak_kib(since_now=True)
     for _ in range(20):
-        with tls(port.address, certificate) as secure:
-            secure.sendall(port.opening + struct.pack("!I", 0xFFFFFFF0))
-            assert is_closed(secure)
+        with authenticated(port.address, secret, port.letters) as peer:
+            peer.sendall(announced(0xFFFFFFF0))
+            assert is_closed(peer)
 
     assert peak_kib() - before < 64 << 10
     assert "a frame of 4294967280 bytes" in refusals(caplog)[0]
@@ -201,11 +179,30 @@ def test_many_connections_of_strangers_are_bounded(port):
     check_serves(port)
 
 
-def test_connections_that_say_nothing_are_closed_in_time(open_port, certificate):
+def test_connections_that_say_nothing_are_closed_in_time(open_port, secret):
     port = open_port(Deadlines(connect_s=2.0, silence_s=2.0))
-    with socket.create_connection(port.address, timeout=WAIT_S) as plain, tls(port.address, certificate) as secure:
-        assert is_closed(plain)
-        assert is_closed(secure)
+    with (
+        socket.create_connection(port.address, timeout=WAIT_S) as silent,
+        socket.create_connection(port.address, timeout=WAIT_S) as half,
+        authenticated(port.address, secret, port.letters) as peer,
+    ):
+        half.sendall(preamble(port.letters) + bytes(32))
+        for connection in (silent, half, peer):
+            assert is_closed(connection)
+    assert port.reached.empty()
+
+
+def test_a_handshake_that_trickles_is_ended_in_time(open_port):
+    """Each byte comes soon after the one before; together they would take forever."""
+    port, is_open = open_port(Deadlines(connect_s=1.0)), True
+    with socket.create_connection(port.address, timeout=WAIT_S) as stranger:
+        assert exactly(stranger, 42)
+        trickle = iter(preamble(port.letters) + bytes(64))
+        while is_open:
+            with contextlib.suppress(OSError):
+                stranger.send(bytes([next(trickle)]))  # there are more bytes than the deadline allows
+            is_open = not select.select([stranger], [], [], 0.1)[0]
+        assert is_closed(stranger)
     assert port.reached.empty()
 
 

@@ -19,7 +19,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import Run, SlotsChanged, Wish
 from lazysnap.levels.blocks import MemoryBlocks
-from lazysnap.links.certificate import Certificate
+from lazysnap.links.secret import Secret
 from lazysnap.memory.arena import SlotPhase, Word
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
@@ -194,9 +194,9 @@ class Trainer:
         )
         return True
 
-    def serve_peers(self, certificate):
+    def serve_peers(self, secret):
         """The port at which the keeper lets others read."""
-        return self.client.serve_peers("127.0.0.1", Certificate(**certificate), TIMEOUT_S)[0]
+        return self.client.serve_peers("127.0.0.1", Secret(**secret), TIMEOUT_S)[0]
 
     def wait_durable(self, step, timeout_s):
         deadline = time.monotonic() + timeout_s

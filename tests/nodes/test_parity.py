@@ -158,7 +158,7 @@ def test_a_node_behind_a_partition_is_not_asked_cannot_serve_and_is_not_believed
     assert_exact(training, [line for line in undisturbed("fsdp") if int(line[1]) <= 10])
 
     training.launchers[other] = left
-    other.plug()  # its keeper tries to reach the others, with the certificate of the start before
+    other.plug()  # its keeper tries to reach the others, with the secret of the start before
     until(lambda: connections(other, "01") == [], lambda: "it is listened to")
     training.lose(cluster.nodes[2])
     training.end()

@@ -11,7 +11,7 @@ from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, Message, NameFailed, Peers, Run
 from lazysnap.levels import open_store
 from lazysnap.levels.source import map_anonymous
-from lazysnap.links.certificate import make_certificate
+from lazysnap.links.secret import draw_secret
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import Checksums
@@ -140,7 +140,7 @@ class Rig:
         """What the trainers of each node hear."""
         self._peers: Peers | None = None
         if nodes > 1:
-            self._peers = Peers("job", "127.0.0.1", free_port(), make_certificate())
+            self._peers = Peers("job", "127.0.0.1", free_port(), draw_secret())
         self.start = ""
 
     @property

@@ -43,7 +43,7 @@ class ParityRig(Rig):
 
     def _serve(self, node: int, port: int = 0) -> tuple[str, int]:
         assert self._peers is not None
-        port = self.reads[node].serve(("127.0.0.1", port), self._peers.certificate)
+        port = self.reads[node].serve(("127.0.0.1", port), self._peers.secret)
         return "127.0.0.1", port
 
     def _parity_of(self, node: int) -> ParityStore:
