@@ -178,7 +178,8 @@ class Links:
 
     def send(self, node: int, message: Message) -> None:
         """Send soon, if the link is up; else it is dropped, ``link_is_up`` asks for the state. Never blocks."""
-        self._loop.call_soon_threadsafe(self._send, node, message)
+        with contextlib.suppress(RuntimeError):  # all links were closed meanwhile
+            self._loop.call_soon_threadsafe(self._send, node, message)
 
     def close(self) -> None:
         """End all links. Blocks: for a moment."""

@@ -135,6 +135,7 @@ def main():
             node.is_gone = True
         elif command == "part":
             links.close()
+            node.loop.link_is_down(0)  # of links that it closes itself nobody is told
         node.loop.slots_changed()
     node.loop.close()
     links.close()
