@@ -22,6 +22,7 @@ from lazysnap.keeper.events import (
 from lazysnap.keeper.protocol import (
     Complete,
     Durable,
+    KeeperFailed,
     LevelFailed,
     MemoryRefused,
     NameFailed,
@@ -107,6 +108,8 @@ class EventLog:
                 self.statistics.level_failures[event.level] += 1
                 what_next = ", training goes on and the next snapshot is tried again" if self.is_training else ""
                 self._note_of_node(event.level, f"step %d is not persisted{what_next}: %s", event.step, event.text)
+            elif isinstance(event, KeeperFailed):
+                self._warn_of_node("%s", event.text)
             elif isinstance(event, Unlinked) and event.text:
                 self._noted.add("links")
                 self._warn_of_node("nothing new is stored, or protected on other nodes: %s", event.text)

@@ -6,6 +6,10 @@ import logging
 import os
 import signal
 import socket
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lazysnap.keeper.trouble import Trouble
 
 
 def main() -> None:
@@ -32,18 +36,30 @@ def main() -> None:
         os._exit(1)
     listener.listen(64)
     # Only now: a launcher that ends may kill all of its children's children, and importing takes a while.
-    from lazysnap.keeper.server import run_keeper
+    from lazysnap.keeper.trouble import Trouble
 
-    _name_process()
     log = os.environ.get("LAZYSNAP_KEEPER_LOG")
     if log:
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
-    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(ignored, signal.SIG_IGN)
-    run_keeper(listener, trainer)
+    trouble = Trouble(bytes.fromhex(arguments.address).decode())
+    trouble.watch()
+    try:
+        _keep(listener, trainer, trouble)
+    except Exception:
+        logging.getLogger("lazysnap.keeper").exception("the keeper ends")
+        os._exit(1)
     logging.shutdown()
     # Not sys.exit(): it would wait for a thread that hangs in a dead file system.
     os._exit(0)
+
+
+def _keep(listener: socket.socket, trainer: socket.socket | None, trouble: "Trouble") -> None:
+    from lazysnap.keeper.server import run_keeper
+
+    _name_process()
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(ignored, signal.SIG_IGN)
+    run_keeper(listener, trainer, trouble)
 
 
 def _name_process() -> None:

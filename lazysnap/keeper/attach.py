@@ -1,5 +1,6 @@
 """Becoming a job's trainer: hello and the keeper's answer."""
 
+import contextlib
 import select
 import sys
 import time
@@ -13,6 +14,7 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import Starting, start_keeper, try_connect
 from lazysnap.keeper.messages import Connection, OtherVersion, Received
 from lazysnap.keeper.protocol import Busy, Hello, Welcome
+from lazysnap.keeper.trouble import log_path
 from lazysnap.topology import Team
 
 _BUSY_GRACE_S = 3.0
@@ -93,10 +95,21 @@ def _why(identity: JobIdentity, config: SnapshotConfig, silent_pid: int | None, 
             f"{who} (process {silent_pid}) did not answer within {config.keeper_timeout_s:g} s (keeper_timeout_s): it "
             f"is stopped, or the machine is overloaded; `kill -CONT {silent_pid}` lets a stopped one go on"
         )
+    log = _log_of(identity)
+    if log:
+        return f"no keeper of job {identity.job_id!r} could be started{outcome}; its log {log} shows why"
     return (
         f"no keeper of job {identity.job_id!r} could be started{outcome}; `{sys.executable} -m lazysnap.keeper "
         f"--foreground --address {identity.address.encode().hex()}` shows why"
     )
+
+
+def _log_of(identity: JobIdentity) -> str:
+    """Return the path of the log of this job's keepers; empty, if none of them wrote any."""
+    with contextlib.suppress(OSError):
+        path = log_path(identity.address)
+        return str(path) if path.exists() else ""
+    return ""
 
 
 def _say_hello(connection: Connection, config: SnapshotConfig, team: Team, hand_over: HandOver) -> bool:

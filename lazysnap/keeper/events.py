@@ -9,6 +9,7 @@ from lazysnap.keeper.protocol import (
     Held,
     HeldParity,
     Inventory,
+    KeeperFailed,
     LevelFailed,
     MemoryRefused,
     NameFailed,
@@ -112,7 +113,18 @@ class KeeperAnswers:
     pid: int
 
 
-News = Durable | Complete | Protected | Unprotected | LevelFailed | NameFailed | MemoryRefused | OtherRun | Unlinked
+News = (
+    Durable
+    | Complete
+    | Protected
+    | Unprotected
+    | LevelFailed
+    | KeeperFailed
+    | NameFailed
+    | MemoryRefused
+    | OtherRun
+    | Unlinked
+)
 """Messages of the keeper that the trainer's training thread wants to know of."""
 
 KeeperEvent = News | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent | KeeperAnswers

@@ -156,6 +156,8 @@ class LocalRank:
         self._memory_wake.set()
         if self._drain is not None:
             self._look_at_drain(*self._drain)
+        if self.phase is Phase.ATTACHED and self.trainer is None:  # an error came in between when it died
+            self._trainer_died()
         if self.phase is Phase.DRAINING and self.is_drained():
             self.go(Event.DRAINED)
         if self.phase is not Phase.ATTACHED and time.monotonic() > self._deadline:

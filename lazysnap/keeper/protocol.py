@@ -426,6 +426,12 @@ class Unlinked(Message, frozen=True):
     text: str
 
 
+class KeeperFailed(Message, frozen=True):
+    """An error in the keeper that nothing else tells of."""
+
+    text: str
+
+
 class NameFailed(Message, frozen=True):
     """A level could not write, or take away, the name of a snapshot."""
 

@@ -7,6 +7,8 @@ import selectors
 import signal
 import socket
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -26,6 +28,7 @@ from lazysnap.keeper.protocol import (
     FrozenDropped,
     Hello,
     Inventory,
+    KeeperFailed,
     Leaving,
     Message,
     NotDurable,
@@ -36,6 +39,7 @@ from lazysnap.keeper.protocol import (
     Stop,
     Superseded,
 )
+from lazysnap.keeper.trouble import Trouble
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
@@ -43,16 +47,21 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 _LINKS = 2
 """Of storage, and of protection."""
+_FAILING_S = 60.0
+"""A main loop that fails for so long ends: its trainers start another keeper and hand their memory over."""
+_TROUBLES = 8
+"""What trainers are told of errors that happened while there was none."""
 IDLE_LIMIT_S = 300.0
 """How long the keeper of a job that is over gives names and deletes old snapshots."""
 
 
-def run_keeper(listener: socket.socket, trainer: socket.socket | None = None) -> None:
+def run_keeper(listener: socket.socket, trainer: socket.socket | None = None, trouble: Trouble | None = None) -> None:
     """Serve one job on this node until it is over.
 
     ``listener`` has the job's address; ``trainer`` is a connection to the trainer that started this process.
+    ``trouble`` has the errors that trainers are to be told.
     """
-    server = Server(listener)
+    server = Server(listener, trouble)
     if trainer is not None:
         server.serve(trainer)
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
@@ -62,10 +71,13 @@ def run_keeper(listener: socket.socket, trainer: socket.socket | None = None) ->
 class Server:
     """One job's keeper. ``run`` returns when the job is over and nothing is left to do."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, trouble: Trouble | None = None) -> None:
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._trouble = trouble
+        self._untold: deque[str] = deque(maxlen=_TROUBLES)
+        self._failing_since: float | None = None
         self._ranks: dict[int, LocalRank] = {}
         self._frozen = FrozenPool(lambda digest: self._emit(FrozenDropped(digest)))
         self._first_until = time.monotonic() + START_GRACE_S
@@ -89,10 +101,13 @@ class Server:
 
     def run(self) -> None:
         """Block until the job is over."""
-        while not self._is_over():
-            for key, _ in self._selector.select(_TICK_S):
-                key.data()
-            self._tick()
+        try:
+            while not self._is_over():
+                works = [key.data for key, _ in self._selector.select(_TICK_S)]
+                self._do([*works, self._tick])
+                self._tell_trouble()
+        finally:
+            self._tell_trouble()
         if self._storage is not None:
             self._storage.close()
         for rank in self._ranks.values():
@@ -100,6 +115,32 @@ class Server:
         self._reads.close()
         self._frozen.close()
         self._listener.close()
+
+    def _do(self, works: Sequence[Callable[[], None]]) -> None:
+        """Do each of them. Raises: what one raised, if some failed for ``_FAILING_S``."""
+        has_failed = False
+        for work in works:
+            try:
+                work()
+            except Exception:
+                has_failed = True
+                self._failing_since = self._failing_since or time.monotonic()
+                if time.monotonic() - self._failing_since > _FAILING_S:
+                    raise
+                logger.exception("main loop")
+        if has_failed:
+            time.sleep(_TICK_S)  # what failed may be there again at once
+        else:
+            self._failing_since = None
+
+    def _tell_trouble(self) -> None:
+        """Tell trainers of errors; without any, the next one is told."""
+        if self._trouble is not None:
+            while not self._trouble.texts.empty():
+                self._untold.append(self._trouble.texts.get())
+        if any(rank.trainer is not None for rank in self._ranks.values()):
+            while self._untold:
+                self._emit(KeeperFailed(self._untold.popleft()))
 
     def _is_over(self) -> bool:
         if self._has_served or self._is_leaving:
@@ -236,6 +277,8 @@ class Server:
                 self._handle(connection, message, fds)
             except (KeyError, TypeError, ValueError, OSError, LazySnapError) as error:
                 logger.warning("%s: %s", type(message).__name__, error)
+            except Exception:
+                logger.exception("%s", type(message).__name__)
             finally:
                 for fd in () if is_taken else fds:  # nothing else comes with descriptors
                     os.close(fd)

@@ -1,7 +1,10 @@
 """Whatever fails beside training, training goes on: logged once, counted, tried again."""
 
 import dataclasses
+import itertools
 import os
+import pathlib
+import re
 import signal
 import sys
 import time
@@ -42,6 +45,30 @@ def test_a_keeper_that_cannot_start_does_not_stop_a_restart_from_storage(job, mo
     snapshot = job.start(tmp_path, ready=False, keeper_timeout_s=1).engine.restore("latest")
 
     assert snapshot.step == 2
+
+
+def test_an_error_in_the_keeper_reaches_the_console_of_the_training_with_the_log_that_has_its_traceback(
+    job, monkeypatch, caplog
+):
+    """In the thread that makes memory ready: nothing else tells of it."""
+    monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:raise")
+    training = job.start(ready=False)
+    training.engine.prepare()
+    steps = itertools.count(1)
+
+    def told():
+        step = next(steps)
+        training.run(step, step)
+        return warnings(caplog, "an error in the keeper")
+
+    [warning] = until(told)
+
+    text = warning.getMessage()
+    log = pathlib.Path(re.search(r"its log is (\S+)", text)[1])
+    assert "memory: OSError" in text
+    assert "Traceback" in log.read_text()
+    assert (log.stat().st_mode & 0o777, log.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    log.unlink()
 
 
 def test_a_killed_keeper_is_replaced_and_the_captures_go_on(job):
