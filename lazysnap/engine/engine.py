@@ -101,7 +101,9 @@ class SnapshotEngine:
         """What is captured from now on is of later steps."""
         self._stored: dict[str, list[tuple[str, int]]] = {}
         """By level: start and step of the complete snapshots that training goes on from."""
-        self._restart = Restart(config, self._source, self._client, identity, world, self._meeting)
+        self._restart = Restart(
+            config, self._source, self._client, identity, world, self._meeting, start=self._recorder.meta.start
+        )
         self._rollbacks = Rollbacks(self._restart, self._recorder)
         self._is_past_first = False
         """Whether the first boundary is over."""
@@ -164,7 +166,8 @@ class SnapshotEngine:
         state. ``which``: see ``restore``.
 
         Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot. A level that does not
-        answer within its ``timeout_s`` is passed over. With several ranks collective: all get the same one, or none.
+        answer within its ``timeout_s`` is passed over; where ``"latest"`` is in memory whole, within 3 s, and a warning
+        follows if it has a newer one. With several ranks collective: all get the same one, or none.
         Raises: JobBusy, if this job runs already; StateMismatch, if the snapshot is of another model;
         SnapshotNotFound, if a step, name or run was asked for that is not there; ConfigError, for a bad name;
         WaitTimeout, if another rank is missing.

@@ -3,6 +3,7 @@
 Small enough to be told to all ranks, who then look at the manifests together, each at its share.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +28,14 @@ class Directory:
     """The first file of a node that has no manifest; empty if each has one."""
     mark: Any = None
     """Of a file system: tells directories of the same name on different disks apart."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the manifests of all nodes are there, by their names."""
+        found = Counter[int]()
+        for count, first, last in self.ranges:
+            found[count] += last + 1 - first
+        return any(held == count for count, held in found.items())
 
     def nodes(self, share: tuple[int, int] | None = None) -> Iterator[NodeName]:
         """Nodes with a manifest; with ``share`` (number, of how many) every n-th of them."""

@@ -61,6 +61,10 @@ class Watchdog(Generic[Result]):
         """Whether the thread still works, whether or not anybody waits."""
         return not self._done.is_set()
 
+    def wait(self, timeout_s: float) -> bool:
+        """True if the work ends within ``timeout_s``. Blocks. Nothing is given up."""
+        return self._done.wait(timeout_s)
+
     def result(self, timeout_s: float) -> Result:
         """What ``work`` returned or raised. Blocks: while there is progress, and up to ``timeout_s`` without.
 

@@ -2,9 +2,9 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import SnapshotStore, open_store
@@ -17,6 +17,22 @@ from lazysnap.shard.manifest import Manifest
 from lazysnap.snapshots.reader import OpenShard, open_shard, read
 
 _Result = TypeVar("_Result")
+
+
+class Answer(Generic[_Result]):
+    """The answer of a level to a question that was begun."""
+
+    def __init__(self, work: "Watchdog[_Result]", timeout_s: float) -> None:
+        self._work = work
+        self._timeout_s = timeout_s
+
+    def comes(self, until: float | None) -> bool:
+        """True if the answer, or an error, is there by the monotonic time ``until``; ``None``: always. Blocks."""
+        return until is None or self._work.wait(max(0.0, until - time.monotonic()))
+
+    def __call__(self) -> _Result:
+        """Return the answer. Blocks. Raises: LevelHangs; whatever the storage's package raises."""
+        return self._work.result(self._timeout_s)
 
 
 class LevelReader:
@@ -44,14 +60,11 @@ class LevelReader:
         """Start to open the level: packages are imported, sessions made. Does not block."""
         Watchdog(lambda beat: self._open(), f"opening {shown(self.url)}")
 
-    def begin_names(self, *, marked: bool) -> Callable[[], Listing]:
-        """Start to list what the level has by its name alone. Does not block; what is returned waits for it.
-
-        It raises: LevelHangs; whatever the storage's package raises.
-        """
+    def begin_names(self, *, marked: bool) -> Answer[Listing]:
+        """Start to list what the level has by its name alone. Does not block."""
         return self._begin(f"listing {shown(self.url)}", lambda beat: self._open().listing(marked=marked))
 
-    def begin_look(self, listing: Listing, share: tuple[int, int]) -> Callable[[], Inventory]:
+    def begin_look(self, listing: Listing, share: tuple[int, int]) -> Answer[Inventory]:
         """Start to find out what a share of that offers; as ``begin_names``."""
 
         def work(beat: Beat) -> Inventory:
@@ -66,7 +79,7 @@ class LevelReader:
     def open(self, entry: Entry | FrozenEntry, where: str, stack: contextlib.ExitStack) -> OpenShard:
         """A shard or a file of frozen tensors, its header verified, leased until ``stack`` ends.
 
-        Raises: as ``begin_names``; ShardCorrupt; FileNotFoundError.
+        Raises: as ``Answer``; ShardCorrupt; FileNotFoundError.
         """
 
         def work(beat: Beat) -> tuple[OpenShard, contextlib.ExitStack]:
@@ -94,8 +107,8 @@ class LevelReader:
         """Read what is wanted of a shard, verified. Blocks. Raises: as ``open``."""
         self._attempt(f"reading {shown(shard.where)}", lambda beat: read({shard: wanted}, beat=lambda count: beat()))
 
-    def _begin(self, what: str, work: Callable[[Beat], _Result]) -> Callable[[], _Result]:
-        return partial(Watchdog(work, what).result, self._level.timeout_s)
+    def _begin(self, what: str, work: Callable[[Beat], _Result]) -> Answer[_Result]:
+        return Answer(Watchdog(work, what), self._level.timeout_s)
 
     def _attempt(self, what: str, work: Callable[[Beat], _Result]) -> _Result:
         return self._begin(what, work)()

@@ -26,6 +26,7 @@ from lazysnap.levels.redaction import shown
 from lazysnap.ranks.meeting import NOBODY, Meeting, meet_keepers
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, candidates, newest_start
+from lazysnap.restore.late_levels import follow
 from lazysnap.restore.level_reader import LevelReader
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 from lazysnap.restore.node_memory import NodeMemory
@@ -43,6 +44,8 @@ logger = logging.getLogger("lazysnap.engine")
 
 _FIRST_LEVEL = 2
 """Speed of the first level: behind memory, and what is computed from parity."""
+_PATIENCE_S = 3.0
+"""How long levels are waited for if memory has a whole snapshot."""
 _LISTINGS = 3
 """How often levels are listed until nothing vanishes between listing and reading."""
 
@@ -64,6 +67,8 @@ class Restart:
     """How other nodes are reached."""
     has_storage: bool = True
     """Whether levels are looked at; otherwise memory alone."""
+    start: str = ""
+    """The id of this start: no earlier one has a greater id."""
     lends: bool = False
     """Whether tensors of a snapshot may be views of memory, to be copied before the next boundary."""
 
@@ -79,10 +84,13 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
         search = _Search(restart, stack)
         snapshot = None
         unreadable: set[SnapshotKey] = set()
+        is_patient = False
         for tries_left in reversed(range(_LISTINGS)):
             search.forget()
             unreadable.clear()
-            inventories = search.inventories()
+            # Another choice than the newest may begin a new run, which has to be later than all others.
+            inventories = search.inventories(is_patient=is_patient or not choice.is_latest)
+            is_patient = True
             plans = choice.plans(inventories)
             with contextlib.suppress(Vanished):  # on all ranks
                 for plan in plans:
@@ -90,7 +98,10 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
                     if snapshot is not None:
                         break
                     unreadable.add(plan.key)
-                break
+                    if search.survey.late:
+                        break
+                if snapshot is not None or not search.survey.late:
+                    break
         if snapshot is not None:
             search.note_newer(snapshot)
             newest = next(other for other in candidates(inventories) if other.key not in unreadable)
@@ -134,7 +145,7 @@ def fetch_back(
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:
         search = _Search(restart, stack)
-        inventories = search.inventories()
+        inventories = search.inventories(is_patient=True)
         for plan in filter(is_wanted, candidates(inventories)):
             snapshot = search.attempt(plan, is_last_try=True)
             if snapshot is None:
@@ -207,10 +218,12 @@ class _Search:
         self._peers.close()
 
     def note_newer(self, snapshot: Snapshot) -> None:
-        """Name files of newer snapshots that have no manifest: nothing else would tell why these are not restored."""
+        """Name newer snapshots that a listing shows, now and when a late level answers, and that were not read."""
         restored = SnapshotName(snapshot.run_id, snapshot.step, snapshot.start)
         if self._world.rank == 0:
-            self.problems += [text for name, text in self.survey.bare if name > restored]
+            self.problems += [text for name, text in self.survey.unread if name > restored]
+        for url, listing in self.survey.unanswered.items():
+            follow(url, listing, restored, before=self._restart.start)
 
     def end(self) -> TrainerEnd | None:
         """Of the trainer before, as far as this rank's keeper knows."""
@@ -218,8 +231,12 @@ class _Search:
 
     # ---------------------------------------------------------------- what there is
 
-    def inventories(self) -> list[Inventory]:
-        """What all ranks found, the same list on every rank. Collective."""
+    def inventories(self, *, is_patient: bool) -> list[Inventory]:
+        """What all ranks found, the same list on every rank. Collective.
+
+        Levels are waited for as long as their settings say if ``is_patient``, or if memory has no whole snapshot; else
+        for a few seconds in all.
+        """
         faults.point("restore.ask")
 
         def remember() -> list[Any]:
@@ -240,7 +257,7 @@ class _Search:
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
         memories = [inventory_of(item) for _, listed, _, _ in told for item in listed]
         memories.append(self._computed(memories, [parity for *_, parity in told]))
-        stored = self.survey.look(self.problems)
+        stored = self.survey.look(self.problems, None if is_patient or not candidates(memories) else _PATIENCE_S)
         found = [*memories, *stored]
         self.problems += [problem for inventory in found for problem in inventory.problems]
         return found

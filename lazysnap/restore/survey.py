@@ -6,6 +6,7 @@ inode and times included, are at one place and share the work; a disk that only 
 
 import dataclasses
 import json
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from urllib.parse import urlsplit
 
 from lazysnap import faults
 from lazysnap.errors import ConfigError
-from lazysnap.levels.listing import Listing, without_manifest
+from lazysnap.levels.listing import Directory, Listing, without_manifest
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
-from lazysnap.restore.level_reader import LevelReader
+from lazysnap.restore.level_reader import Answer, LevelReader
 from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Place
 
@@ -44,29 +45,43 @@ class Survey:
         """Labels of the places that only some ranks see, this one among them."""
         self.uncommitted: Counter[str] = Counter()
         """By level: directories of snapshots without any manifest. The same on every rank."""
-        self.bare: list[tuple[SnapshotName, str]] = []
-        """Snapshots with files that have no manifest, and the message about each. The same on every rank."""
+        self.unread: list[tuple[SnapshotName, str]] = []
+        """Snapshots that a listing shows and that cannot be restored: a file has no manifest, or the manifests were
+        not read in time. With the message about each. The same on every rank."""
+        self.late: set[str] = set()
+        """Levels that did not answer in time. The same on every rank."""
+        self.unanswered: dict[str, Answer[Listing]] = {}
+        """Listings of late levels that this rank began."""
 
-    def look(self, problems: list[str]) -> list[Inventory]:
-        """What all ranks found, the same list on each; what this one could not is added to ``problems``. Collective."""
-        told = self._world.exchange_after("what is on storage", lambda: self._names(problems))
-        sites = sites_of(told, self._world.places)
+    def look(self, problems: list[str], patience_s: float | None = None) -> list[Inventory]:
+        """What all ranks found, the same list on each; what this one could not is added to ``problems``. Collective.
+
+        ``patience_s``: how long levels are waited for in all; ``None``: as long as their settings say.
+        """
+        until = None if patience_s is None else time.monotonic() + patience_s
+        self.unanswered.clear()
+        names = self._world.exchange_after("what is on storage", lambda: self._names(problems, until))
+        sites = sites_of([listed for listed, _ in names], self._world.places)
         self.uncommitted = Counter(
             site.url
             for site in sites
             for directory in site.listing.directories
             if not directory.ranges and SnapshotName.parse(directory.name) is not None
         )
-        self.bare = [
-            (name, without_manifest(site.url, name.step, directory))
+        looked = self._world.exchange_after("what of it is whole", lambda: self._mine(sites, problems, until))
+        late = {url for _, urls in looked for url in urls}
+        self.late = late | {url for _, urls in names for url in urls}
+        self.unread = [
+            (name, text)
             for site in sites
             for directory in site.listing.directories
-            if directory.bare and (name := SnapshotName.parse(directory.name)) is not None
+            if (name := SnapshotName.parse(directory.name)) is not None
+            if (text := _why_unread(site.url, name, directory, is_late=site.url in late))
         ]
-        found = self._world.exchange_after("what of it is whole", lambda: self._mine(sites, problems))
-        return merged([inventory_of(item) for listed in found for item in listed])
+        return merged([inventory_of(item) for listed, _ in looked for item in listed])
 
-    def _names(self, problems: list[str]) -> list[Any]:
+    def _names(self, problems: list[str], until: float | None) -> list[Any]:
+        """The listings of this rank, each with its URL, and the URLs of levels that did not answer in time."""
         place = self._world.place
         mine = []
         begun = [
@@ -75,15 +90,23 @@ class Survey:
             if place.rank == 0 or (place.local_rank == 0 and is_path(url))
         ]
         for url, listing in begun:
+            if not listing.comes(until):
+                self.unanswered[url] = listing
+                problems.append(
+                    f"{shown(url)} is not waited for: memory has a whole snapshot. What is newer there is told when it "
+                    "answers"
+                )
+                continue
             try:
                 mine.append([url, listing().to_fields()])
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
                 problems.append(f"{shown(url)} passed over: {error}")
-        return mine
+        return [mine, list(self.unanswered)]
 
-    def _mine(self, sites: list[Site], problems: list[str]) -> list[Any]:
+    def _mine(self, sites: list[Site], problems: list[str], until: float | None) -> list[Any]:
+        """The inventories of this rank's shares, and the URLs of levels that did not answer in time."""
         rank = self._world.rank
-        begun, found = [], []
+        begun, found, late = [], [], []
         for site in sites:
             if rank not in site.members:
                 continue
@@ -94,6 +117,9 @@ class Survey:
             listing = site.listing if share[0] == 0 else dataclasses.replace(site.listing, problems=())
             begun.append((site, self._levels[site.url].begin_look(listing, share)))
         for site, looked in begun:
+            if not looked.comes(until):
+                late.append(site.url)
+                continue
             try:
                 inventory = looked()
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
@@ -102,7 +128,19 @@ class Survey:
             entries = tuple(dataclasses.replace(entry, node=site.label) for entry in inventory.entries)
             found.append(fields_of(dataclasses.replace(inventory, entries=entries)))
         faults.point("restore.surveyed")
-        return found
+        return [found, late]
+
+
+def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: bool) -> str:
+    """Why a snapshot that a listing shows cannot be restored; empty, if nothing is known against it."""
+    if directory.bare:
+        return without_manifest(url, name.step, directory)
+    if is_late and directory.is_whole:
+        return (
+            f"step {name.step} passed over: {shown(url)}/{directory.name}: its manifests were not read in time; to go "
+            "on from there, stop this training and start it again when that level is faster"
+        )
+    return ""
 
 
 def check_levels(urls: Sequence[Sequence[str]], places: Sequence[Place]) -> None:

@@ -5,6 +5,13 @@ from small_training import Starter
 
 
 @pytest.fixture
+def other_job():
+    starter = Starter()
+    yield starter
+    starter.clean_up()
+
+
+@pytest.fixture
 def job():
     starter = Starter()
     yield starter

@@ -6,8 +6,10 @@ import signal
 import uuid
 
 import torch
+from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 
@@ -86,3 +88,20 @@ class Starter:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(connection.peer_pid, signal.SIGKILL)
             connection.close()
+
+
+def damage_newest_at_rest(job, where):
+    """Change a byte of the newest capture once its keeper, which waits for a restart, knows the checksums."""
+
+    def is_done():
+        client = KeeperClient(JobIdentity.from_config(job.config()), job.config())
+        client.connect(TIMEOUT_S)
+        try:
+            newest = max(client.inventory(TIMEOUT_S).entries, key=lambda entry: entry.step)
+            if newest.checksums is not None:
+                newest.slot.image[where % newest.slot.status().image_bytes] ^= 2
+            return newest.checksums is not None
+        finally:
+            client.abandon()
+
+    until(is_done)

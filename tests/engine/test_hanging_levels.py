@@ -4,11 +4,16 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
+from typing import ClassVar
 
+import fsspec
 import pytest
-from small_training import TIMEOUT_S, Training
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from small_training import TIMEOUT_S, Training, damage_newest_at_rest
+from support.waiting import until
 
-from lazysnap import PersistentLevel, SnapshotConfig
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 
 
 @pytest.fixture
@@ -36,6 +41,94 @@ def test_a_level_that_does_not_answer_is_passed_over_and_named(job, tmp_path, de
 
     assert (snapshot.step, snapshot.level) == (2, str(good))
     assert any(dead in problem and "did not move" in problem for problem in snapshot.skipped)
+
+
+class Late(MemoryFileSystem):
+    """A level that lists nothing until it is let go. The keeper, another process, has the real driver."""
+
+    protocol = "webhdfs"  # a name that every process knows
+
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    answers: ClassVar[threading.Event] = threading.Event()
+    asked: ClassVar[list[str]] = []
+
+    def ls(self, path, detail=True, **options):
+        self.asked.append(path)
+        self.answers.wait()
+        if "down" in path:
+            raise ConnectionError("the server is down")
+        return super().ls(path, detail, **options)
+
+
+@pytest.fixture
+def late():
+    fsspec.register_implementation("webhdfs", Late, clobber=True)
+    Late.answers.clear()
+    Late.asked.clear()
+    yield Late
+    Late.answers.set()
+    Late.store.clear()
+    fsspec.register_implementation("webhdfs", "fsspec.implementations.webhdfs.WebHDFS", clobber=True)
+
+
+def upload(directory, place):
+    """Copy a level into the late one."""
+    for path in directory.rglob("*.*"):
+        Late.store[f"webhdfs://{place}/{path.relative_to(directory)}"] = MemoryFile(Late, "", path.read_bytes())
+
+
+def trained(job, directory, steps):
+    training = job.start(directory, memory=MemoryLevel(linger_s=TIMEOUT_S))
+    training.run(1, steps)
+    assert training.engine.wait(steps, until="captured", timeout_s=TIMEOUT_S)
+    return training
+
+
+def test_what_memory_has_is_restored_before_a_level_answers_and_what_is_newer_there_is_said_then(
+    job, other_job, tmp_path, late, caplog
+):
+    caplog.set_level("INFO", "lazysnap")
+    trained(job, tmp_path / "old", 3).engine.abandon()
+    assert trained(other_job, tmp_path / "new", 2).engine.close()
+    upload(tmp_path / "new", "run")
+    levels = [PersistentLevel(f"webhdfs://{place}", timeout_s=600) for place in ("run", "nothing", "down")]
+
+    second = Training(config(job, *levels))
+    job.trainings.append(second)
+    snapshot = second.engine.restore("latest")
+
+    assert late.asked
+    assert (snapshot.step, snapshot.level) == (3, "memory")
+    for level in levels:
+        [problem] = [text for text in snapshot.skipped if text.startswith(level.url)]
+        assert "is not waited for: memory has a whole snapshot" in problem
+    late.answers.set()
+    until(lambda: "webhdfs://run answered late and has step 2 (step-00000002-" in caplog.text)
+    until(lambda: "webhdfs://nothing answered: it has nothing newer than step 3" in caplog.text)
+    until(lambda: "webhdfs://down: whether it has a snapshot newer than step 3" in caplog.text)
+
+
+def test_a_late_level_is_waited_for_if_what_memory_has_is_damaged(job, tmp_path, late):
+    training = trained(job, tmp_path, 2)
+    assert training.engine.wait(2, until="durable", timeout_s=TIMEOUT_S)
+    upload(tmp_path, "run")
+    training.engine.abandon()
+    damage_newest_at_rest(job, -1)
+    second = Training(config(job, PersistentLevel("webhdfs://run", timeout_s=600)))
+    job.trainings.append(second)
+
+    def answer_the_second_question():
+        until(lambda: len(late.asked) == 2)
+        late.answers.set()
+
+    answering = threading.Thread(target=answer_the_second_question)
+    answering.start()
+    snapshot = second.engine.fetch("latest")
+    answering.join()
+
+    assert (snapshot.step, snapshot.level) == (2, "webhdfs://run")
+    assert any(text.startswith("step 2") and "at memory" in text and "xxh3" in text for text in snapshot.skipped)
 
 
 SCRIPT = """

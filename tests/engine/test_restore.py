@@ -10,14 +10,11 @@ from functools import partial
 
 import pytest
 import torch
-from small_training import TIMEOUT_S, Training
+from small_training import TIMEOUT_S, Training, damage_newest_at_rest
 from support.damage import flip
-from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, latest_path, load_weights
 from lazysnap.errors import ConfigError, LevelUnavailable, SnapshotNotFound, StateMismatch
-from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.identity import JobIdentity
 
 MEMORY = MemoryLevel(linger_s=60)
 
@@ -184,23 +181,6 @@ def test_a_directory_that_vanished_does_not_stop_a_restart_from_memory(job, tmp_
     snapshot = job.start(directory, ready=False).engine.fetch("latest")
 
     assert (snapshot.step, snapshot.level) == (3, "memory")
-
-
-def damage_newest_at_rest(job, where):
-    """Change a byte of the newest capture once its keeper, which waits for a restart, knows the checksums."""
-
-    def is_done():
-        client = KeeperClient(JobIdentity.from_config(job.config()), job.config(memory=MEMORY))
-        client.connect(TIMEOUT_S)
-        try:
-            newest = max(client.inventory(TIMEOUT_S).entries, key=lambda entry: entry.step)
-            if newest.checksums is not None:
-                newest.slot.image[where % newest.slot.status().image_bytes] ^= 2
-            return newest.checksums is not None
-        finally:
-            client.abandon()
-
-    until(is_done)
 
 
 @pytest.mark.parametrize("where", [30, -1], ids=["a name in the header", "the last byte"])

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 
 import pytest
 from jobs import until
@@ -77,6 +78,21 @@ def test_memory_goes_on_beside_a_frozen_keeper_and_a_restart_finds_the_newest_st
 
     assert job.resumed() >= 148
     assert {level for _, level, _ in job.origins()} == {"memory"}
+
+
+def test_all_ranks_resume_from_memory_before_a_level_answers(make_job):
+    job = make_job(levels=[])
+    assert set(job.run("ddp", 2, stop_at=4)) == {9}, job.output()
+    [stopped] = job.stopped()
+    with socket.socket() as server:  # takes connections and says nothing
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        job.levels[:] = [{"url": f"ftp://127.0.0.1:{server.getsockname()[1]}/run", "timeout_s": 600}]
+
+        assert set(job.run("ddp", 2, look=True)) == {0}, job.output()
+
+    assert job.origins() == [["4", "memory", stopped]] * 2, job.output()
+    assert job.output().count("is not waited for: memory has a whole snapshot") == 1, job.output()
 
 
 def test_a_write_that_hangs_costs_snapshots_and_no_step_and_the_level_comes_back(job):
