@@ -406,6 +406,9 @@ class SnapshotEngine:
     def boundary(self, step: int | None = None, *, force: bool = False) -> bool:
         """Optimizer step ``step`` and all that follows it is over: capture it. ``True`` if a capture began.
 
+        Large tensors are copied after the call, until the next optimizer step. Whatever changes them before that must
+        call ``gate`` first. A write through ``.data`` or NumPy, such as averaged weights that are swapped in for an
+        evaluation, goes unseen: without ``gate`` it would be captured as if it were the state of this step.
         ``step``: one more than ``engine.step`` if not given. ``force``: capture it also between the steps that
         ``every_n_steps`` names (the last one, or before an exit), but never between two averagings of local SGD.
         Blocks: the first capture, and the first after ``restore``, waits until there is memory for one snapshot, at

@@ -1,6 +1,7 @@
 """Promises of ``lazysnap export`` about plain states: others read back what was captured, bit for bit."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -257,6 +258,25 @@ def test_a_dcp_directory_is_read_by_stock_dcp_bit_for_bit(url, tmp_path, capsys)
     for name in found:
         assert equal(dict(found[name]), state[name]), name
     optimizer.load_state_dict(found["optimizer"])
+
+
+def test_the_lines_of_the_documentation_load_a_dcp_directory_into_a_fresh_optimizer(url, tmp_path, monkeypatch):
+    model = plain_model()
+    state = trained(model)
+    put(url, 10, state)
+    monkeypatch.chdir(tmp_path)
+    assert run("export", url, "10", "--to", "DIRECTORY/") == 0
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    [lines] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if '"DIRECTORY"' in block]
+
+    torch.manual_seed(1)
+    fresh = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
+        exec(lines, {"torch": torch, "model": fresh, "optimizer": optimizer})
+
+    assert equal(dict(fresh.state_dict()), state["model"])
+    assert equal(optimizer.state_dict(), state["optimizer"])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from hf_training import Recorded, Recorder, digest, gpt2, make_trainer
+import torch
+from hf_training import BATCH_SIZE, Recorded, Recorder, Texts, collate, digest, gpt2, make_trainer
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 import lazysnap
@@ -185,3 +186,81 @@ def test_attach_finds_a_trainer_by_its_class(new_trainer):
     trainer = new_trainer()
     assert lazysnap.attach(trainer) is trainer
     assert any(isinstance(item, lazysnap.LazyTrainerCallback) for item in trainer.callback_handler.callbacks)
+
+
+class Batches:
+    """Gives batches in a new order at each iteration, without a ``DataLoader``."""
+
+    def __init__(self):
+        self.texts = Texts()
+
+    def __len__(self):
+        return -(-len(self.texts) // BATCH_SIZE)
+
+    def __iter__(self):
+        order = torch.randperm(len(self.texts)).split(BATCH_SIZE)
+        return (collate([self.texts[index] for index in part]) for part in order)
+
+
+def test_training_data_from_no_data_loader_are_trained_with_one_warning_and_resumed(new_trainer, caplog):
+    def make(*callbacks):
+        trainer = new_trainer(*callbacks)
+        trainer.get_train_dataloader = Batches
+        return trainer
+
+    whole = make()
+    whole.train()
+    lazy = lazysnap.LazyTrainerCallback()
+    with pytest.raises(ZeroDivisionError):
+        make(lazy, Fail(lazy, 8)).train()
+    said = [record.getMessage() for record in caplog.records if "Batches, which is no" in record.getMessage()]
+    again = make(lazysnap.LazyTrainerCallback())
+    set_seed(1000)
+    again.train(resume_from_checkpoint="latest")
+    assert len(said) == 1
+    assert "a restart iterates it anew" in said[0]
+    assert "use a DataLoader" in said[0]
+    assert final(again) == final(whole)
+
+
+class EvaluateAtOnce(TrainerCallback):
+    """Evaluates behind the boundary of ``step``, while that is copied."""
+
+    def __init__(self, trainer, step):
+        self.trainer, self.step = trainer, step
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.trainer.evaluate()
+
+
+def test_averages_that_are_swapped_in_for_an_evaluation_are_never_captured(new_trainer):
+    def make(*callbacks):
+        trainer = new_trainer(*callbacks)
+        # Copied last; that takes longer than to get to the evaluation.
+        trainer.model.large = torch.nn.Parameter(torch.zeros(1 << 11, 1 << 12).t())
+        evaluate = trainer.evaluate
+
+        def with_averages(*args, **kwargs):
+            parameters = list(trainer.model.parameters())
+            trained = [one.data.clone() for one in parameters]
+            for one in parameters:
+                one.data.fill_(0.5)
+            result = evaluate(*args, **kwargs)
+            assert not callbacks or callbacks[0].engine.wait(until="captured", timeout_s=60)
+            for one, value in zip(parameters, trained, strict=True):
+                one.data.copy_(value)
+            return result
+
+        trainer.evaluate = with_averages
+        trainer.add_callback(EvaluateAtOnce(trainer, 7))
+        return trainer
+
+    whole = make()
+    whole.train()
+    lazy = lazysnap.LazyTrainerCallback()
+    with pytest.raises(ZeroDivisionError):
+        make(lazy, Fail(lazy, 7)).train()
+    again = make(lazysnap.LazyTrainerCallback())
+    again.train(resume_from_checkpoint="latest")
+    assert final(again) == final(whole)

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
-from lazysnap.data import make_resumable
+from lazysnap.data import with_position
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.progress_bar import Bar, DrainBar, RichBar, TqdmBar
@@ -103,6 +103,8 @@ class Training:
         trainer = self.trainer
         for name in _HOOKS:
             self._patches.replace(trainer, name, getattr(self, f"_{name.removeprefix('_')}"))
+        for name in ("evaluate", "predict"):  # they may swap averages of the weights in
+            self._patches.replace(trainer, name, self._gated)
         for item in trainer.callback_handler.callbacks:
             if not isinstance(item, (PrinterCallback, ProgressCallback)):  # lines on the console stay as they were
                 self._patches.replace(item, "on_log", self._on_log)
@@ -111,9 +113,8 @@ class Training:
     # ---------------------------------------------------------------- in place of the trainer's methods
 
     def _get_train_dataloader(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loader = original(*args, **kwargs)
-        self._loader, self._state.position = loader, make_resumable(loader)
-        return loader
+        self._loader, self._state.position = with_position(original(*args, **kwargs))
+        return self._loader
 
     def _init_training_state(
         self, original: Callable[..., Any], max_steps: int, steps_in_epoch: int, num_epochs: int, *rest: Any
@@ -180,6 +181,11 @@ class Training:
         # The evaluation of args.eval_on_start was before the first step of the run that goes on.
         if self._state.landing is not None:
             return {}
+        return original(*args, **kwargs)
+
+    def _gated(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._callback.engine is not None:
+            self._callback.engine.gate()
         return original(*args, **kwargs)
 
     def _get_batch_samples(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
