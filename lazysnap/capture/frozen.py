@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from lazysnap.capture.devices import has_copier
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
 from lazysnap.capture.reader import SLICE_BYTES, pieces_of
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
@@ -72,7 +73,7 @@ def _is_eligible(parameter: torch.nn.Parameter) -> bool:
     return (
         not _is_odd(parameter)
         and not (isinstance(parameter, DTensor) and any(kind.is_partial() for kind in parameter.placements))
-        and local.device.type in ("cpu", "cuda")
+        and has_copier(local.device)
         and not local.is_inference()
         and is_storable(local.dtype)
         and not is_converted(local)
@@ -115,7 +116,7 @@ class FrozenSet:
     """The live parameters, each with the index of its tensor."""
     _places: tuple[Memory, ...] = field(repr=False)
     _facts: list[tuple[int, int]] = field(repr=False)
-    _ready: tuple[torch.cuda.Event, ...] = field(repr=False)
+    _ready: tuple[torch.Event, ...] = field(repr=False)
 
     @classmethod
     def of(
@@ -150,7 +151,7 @@ class FrozenSet:
         layout = Layout.plan(specs, aliases | ({PIECES: pieces} if pieces != "{}" else {}))
         names = [spec.name for spec in layout.specs]
         live = tuple((index, one) for index, name in enumerate(names) for one in parameters[name])
-        devices = {tensor.device for tensor in stored.values() if tensor.device.type == "cuda"}
+        devices = {tensor.device for tensor in stored.values() if tensor.device.type != "cpu"}
         return cls(
             aliases=aliases,
             layout=layout,
@@ -160,7 +161,9 @@ class FrozenSet:
             _places=tuple(_memory(found[name]) for name in names),
             _facts=_facts_of(live),
             # What wrote them runs before this on the compute stream.
-            _ready=tuple(torch.cuda.current_stream(device).record_event() for device in sorted(devices, key=str)),
+            _ready=tuple(
+                torch.accelerator.current_stream(device).record_event() for device in sorted(devices, key=str)
+            ),
         )
 
     @cached_property

@@ -39,11 +39,16 @@ class CaptureJob:
         self.phase = CapturePhase.COPYING
         self.reason = ""
         self.copy_s = 0.0
-        self.wait_for_devices: list[torch.cuda.Event] = []
-        """Device copies that must be done before the copy thread may commit."""
+        self.arrivals: list[tuple[int, torch.Event]] = []
+        """Where each queued copy of a device begins in the image, and the event behind it."""
+        self.device_copies: list[tuple[torch.Event, torch.Event]] = []
+        """For each device the events before and behind all of its copies, the failed ones too."""
+        self.cpu_sources_read = threading.Event()
+        """Set when no tensor in CPU memory is read any more: these may change again."""
         self.released = threading.Event()
         """Set when nothing writes into the slot any more."""
         self._lock = threading.Lock()
+        self._is_behind_gate = False
 
     @property
     def is_given_up(self) -> bool:
@@ -62,9 +67,23 @@ class CaptureJob:
             if sources[index]._version != versions[index] or sources[index].data_ptr() != records[index].pointer
         ]
 
-    def commit(self) -> bool:
-        """Mark the slot whole, unless the capture was given up. The last act of a capture."""
+    def pass_gate(self) -> None:
+        """Compare the sources for the last time: what is queued from now on is ordered behind the copies, and may
+        change them. A capture whose sources changed is given up.
+        """
         with self._lock:
+            if self.phase is CapturePhase.COPYING:
+                self._compare()
+                self._is_behind_gate = True
+
+    def commit(self) -> bool:
+        """Mark the slot whole, unless the capture was given up or its sources changed before the gate. Every byte of
+        every source was read. The last act of a capture, on the copy thread.
+        """
+        with self._lock:
+            if self.phase is CapturePhase.COPYING and not self._is_behind_gate:
+                # What changes from now on does not matter; what changed before may be torn.
+                self._compare()
             if self.phase is not CapturePhase.COPYING:
                 return False
             faults.point("capture.commit")
@@ -73,18 +92,20 @@ class CaptureJob:
         faults.point("capture.committed")
         return True
 
-    def committed_by_device(self) -> None:
-        """The device wrote the end word in stream order; only the phase is left to set."""
-        with self._lock:
-            if self.phase is CapturePhase.COPYING:
-                self.phase = CapturePhase.WHOLE
-
     def give_up(self, phase: CapturePhase, reason: str) -> bool:
         """Discard the capture, unless it is whole already."""
         with self._lock:
-            if self.phase is not CapturePhase.COPYING:
-                return False
-            self.slot.discard()
-            self.phase = phase
-            self.reason = reason
-            return True
+            return self._drop(phase, reason)
+
+    def _compare(self) -> None:
+        changed = self.changed_sources()
+        if changed:
+            self._drop(CapturePhase.TORN, f"{len(changed)} tensors changed while they were copied: {changed[0]}, …")
+
+    def _drop(self, phase: CapturePhase, reason: str) -> bool:
+        if self.phase is not CapturePhase.COPYING:
+            return False
+        self.slot.discard()
+        self.phase = phase
+        self.reason = reason
+        return True

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lazysnap.capture.devices import has_copier
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
 from lazysnap.capture.frozen import FrozenSet
 from lazysnap.errors import UnsupportedState
@@ -105,9 +106,9 @@ class CapturePlan:
         return [i for i, record in chosen if record.lazy is is_lazy and record.nbytes and record.device.type == "cpu"]
 
     @cached_property
-    def gpus(self) -> list[torch.device]:
+    def devices(self) -> list[torch.device]:
         """Devices whose memory is copied by streams of their own."""
-        found = {record.device for record in self.records if not record.frozen and record.device.type == "cuda"}
+        found = {record.device for record in self.records if not record.frozen and record.device.type != "cpu"}
         return sorted(found, key=str)
 
     @cached_property
@@ -239,6 +240,8 @@ def _problem(tensor: torch.Tensor) -> str | None:
         return f"a tensor of dtype {tensor.dtype}"
     if isinstance(tensor, DTensor) or is_uninitialised(tensor) or tensor.device.type == "meta":
         return None
+    if not has_copier(tensor.device):
+        return f"a tensor on the device {tensor.device}, whose copies cannot be ordered by streams and events,"
     if _is_wrapper(tensor) or not _has_memory(tensor):
         # What it shows is worked out of tensors inside it.
         return f"a tensor of the subclass {type(tensor).__qualname__}, which has no memory of its own,"

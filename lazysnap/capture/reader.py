@@ -12,7 +12,7 @@ CHUNK_BYTES = 16 << 20
 """A piece of device memory: what is brought to the host at once."""
 
 
-def pieces_of(tensor: torch.Tensor, ready: Sequence[torch.cuda.Event] = ()) -> Iterator[memoryview]:
+def pieces_of(tensor: torch.Tensor, ready: Sequence[torch.Event] = ()) -> Iterator[memoryview]:
     """Views of ``tensor``'s bytes, each good until the next is asked for. The tensor is dense and stays alive.
 
     Blocks: on a device, until everything before ``ready`` and each copy to the host is done; on a stream of its own,
@@ -27,7 +27,7 @@ def pieces_of(tensor: torch.Tensor, ready: Sequence[torch.cuda.Event] = ()) -> I
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     for start in range(0, tensor.nbytes, CHUNK_BYTES):
         part = flat[start : start + CHUNK_BYTES]
-        with torch.cuda.stream(side):
+        with side:
             for event in ready:
                 side.wait_event(event)
             staging[: part.nbytes].copy_(part, non_blocking=True)
@@ -38,15 +38,15 @@ def pieces_of(tensor: torch.Tensor, ready: Sequence[torch.cuda.Event] = ()) -> I
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.sides: dict[torch.device, tuple[torch.cuda.Stream, torch.Tensor]] = {}
+        self.sides: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
 
 
 _local = _Local()
 
 
-def _side_stream(device: torch.device) -> tuple[torch.cuda.Stream, torch.Tensor]:
+def _side_stream(device: torch.device) -> tuple[torch.Stream, torch.Tensor]:
     """A stream and page-locked host memory of this thread's own."""
     if device not in _local.sides:
         staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
-        _local.sides[device] = torch.cuda.Stream(device), staging  # type: ignore[no-untyped-call]
+        _local.sides[device] = torch.Stream(device), staging
     return _local.sides[device]

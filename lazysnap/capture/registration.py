@@ -1,4 +1,4 @@
-"""Slots registered with CUDA (page-locked), so that a device writes into them by DMA.
+"""Slots registered with CUDA or ROCm (page-locked), so that a device writes into them by DMA.
 
 Registering 20 GB takes seconds. It is done in the background, before a slot counts as ready, and never at a capture.
 It ends before the memory is unmapped: CUDA would otherwise keep the pages for as long as the process lives.
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lazysnap.capture.devices import page_locker
 from lazysnap.memory.arena import Slot
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,8 @@ _tried: "weakref.WeakSet[Slot]" = weakref.WeakSet()
 
 
 def registrar(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], None]:
-    """What makes a slot ready for captures of ``tensors``: registers it if one of them is on a CUDA device."""
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    """What makes a slot ready for captures of ``tensors``: registers it if one of them is on a device."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
     return _leave if device is None else partial(register, device=device)
 
 
@@ -41,8 +42,11 @@ def register(slot: Slot, device: torch.device | None, runtime: Any = None) -> No
         return
     _tried.add(slot)
     # A thread starts on device 0. Calling the runtime there would make a context of 0.5 GB on another rank's device.
-    with torch.cuda.device(-1 if device is None else device):
-        cuda = torch.cuda.cudart() if runtime is None else runtime  # type: ignore[no-untyped-call]
+    with torch.accelerator.device_index(None if device is None else device.index):
+        cuda = page_locker(device) if runtime is None and device is not None else runtime
+        if cuda is None:
+            logger.warning("%s cannot page-lock memory: captures block training while they copy", device)
+            return
         view = torch.frombuffer(slot.buffer, dtype=torch.uint8)  # keeps the memory mapped if the slot is closed now
         pointer = view.data_ptr()
         result = int(cuda.cudaHostRegister(pointer, slot.size_bytes, _PORTABLE))

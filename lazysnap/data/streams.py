@@ -10,6 +10,19 @@ import torch
 
 _DEPTH = 4
 _MOST_OBJECTS = 300
+_OF_HOST = {"python", "numpy", "torch"}
+"""Global generators of the host; others stand by the type of their device."""
+
+
+def _accelerator() -> tuple[str, Any]:
+    """The type of device that this process computes on, and torch's module for it; empty and ``None`` without one that
+    is initialised.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None:
+        return "", None
+    module: Any = torch.get_device_module(found)
+    return (found.type, module) if module.is_initialized() else ("", None)
 
 
 def collect_rng() -> dict[str, Any]:
@@ -18,8 +31,9 @@ def collect_rng() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    kind, module = _accelerator()
+    if module is not None:
+        state[kind] = [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
     return state
 
 
@@ -31,9 +45,11 @@ def restore_rng(state: dict[str, Any]) -> None:
         import numpy  # the snapshot's program used it, this one will
 
         numpy.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        for index, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(device_state, index)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is not None and found.type in state:
+        module = torch.get_device_module(found)
+        for index, device_state in enumerate(state[found.type][: torch.accelerator.device_count()]):
+            module.set_rng_state(device_state, index)
 
 
 def has_drawn(before: dict[str, Any]) -> bool:
@@ -61,8 +77,8 @@ class RandomStreams:
         state = collect_rng()
         state["python"] = _pack_python(state["python"])
         state["torch"] = _pack_torch(state["torch"])
-        if "cuda" in state:
-            state["cuda"] = [_pack_torch(item) for item in state["cuda"]]
+        for kind in state.keys() - _OF_HOST:
+            state[kind] = [_pack_torch(item) for item in state[kind]]
         return {**state, **self.collect_owned()}
 
     def collect_owned(self) -> dict[str, Any]:
@@ -74,8 +90,8 @@ class RandomStreams:
         plain = {key: value for key, value in state.items() if key != "owned"}
         plain["python"] = _unpack_python(plain["python"])
         plain["torch"] = _unpack_torch(plain["torch"])
-        if "cuda" in plain:
-            plain["cuda"] = [_unpack_torch(item) for item in plain["cuda"]]
+        for kind in plain.keys() - _OF_HOST:
+            plain[kind] = [_unpack_torch(item) for item in plain[kind]]
         restore_rng(plain)
         self.restore_owned(state)
 

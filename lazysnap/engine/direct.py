@@ -107,8 +107,8 @@ class DirectStorage:
         job = CaptureJob(plan, slot, step, tensors)
         job.sequence = sequence
         started = time.perf_counter()
-        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
+        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
         is_stored = False
         slot.hold(job)
         self._newest_step, self.has_newest = step, True

@@ -10,7 +10,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from lazysnap import faults
+from lazysnap.capture.devices import is_capturing_graph
 from lazysnap.capture.gate import OptimizerGates
+from lazysnap.capture.job import CapturePhase
 from lazysnap.capture.plan import check_kinds
 from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.console import say
@@ -82,6 +84,7 @@ class SnapshotEngine:
         self._source = _source_of(state)
         self._identity = identity = JobIdentity.from_config(config, default_url)
         self._world = world = World(config.collective_timeout_s)
+        world.compare_devices(self._source.optimizers())
         team = Team.of(world.places, world.rank)
         self._client = KeeperClient(identity, config, team)
         self._lock = threading.RLock()
@@ -311,7 +314,10 @@ class SnapshotEngine:
     def _begin_run(self, *, is_fresh: bool = False) -> None:
         """From now on captures are of this run. ``is_fresh``: a warning names other runs at the levels, once."""
         self._is_begun = True
-        meta, num_kept = self._recorder.meta, kept_whole(self.config, self._world.size)
+        meta, num_kept = (
+            self._recorder.meta,
+            kept_whole(self.config, self._world.size, runs_ahead=self._world.runs_ahead),
+        )
         self._client.adopt_run(
             Run(
                 meta.run_id,
@@ -416,12 +422,19 @@ class SnapshotEngine:
         after ``keeper_timeout_s``. Later ones do not block on copies, storage or the keeper. With several ranks the
         first is collective, the others not; where storage holds all slots, it waits for one, at most ``gate_timeout_s``
         altogether: then storage gets fewer snapshots.
+        On a device, a boundary waits until the capture before it is whole.
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
-        runs already on this node; ConfigError after the end; at the first boundary also what ``check_required`` raises.
+        runs already on this node; ConfigError after the end, or while a graph is being captured; at the first boundary
+        also what ``check_required`` raises.
         Nothing else.
         """
         with self._lock:
             self._check_open("boundary")
+            if is_capturing_graph():
+                raise ConfigError(
+                    "engine.boundary() is being captured into a graph, where it would run once and never again: call "
+                    "it behind replay(), and engine.gate() before it"
+                )
             step = self.step + 1 if step is None else step
             self.gate()
             started = time.perf_counter()
@@ -481,7 +494,7 @@ class SnapshotEngine:
             time.sleep(0.005)
         # Where there turned out to be no memory it is written to storage now; else this does nothing.
         self.boundary(step, force=True)
-        self.gate()
+        self._finish_copies()
         return self._recorder.last_step == step
 
     def _say_sizes(self) -> None:
@@ -526,19 +539,47 @@ class SnapshotEngine:
     def gate(self) -> None:
         """Return when parameters and optimizer state may change again: the last capture's copies are done.
 
-        Blocks: on the copy thread, at most ``gate_timeout_s``; then that snapshot is dropped and training goes on.
-        Called by hooks on every optimizer; call it yourself before anything else that changes weights.
+        Blocks: on the copy thread, at most ``gate_timeout_s``; then that snapshot is dropped and training goes on. What
+        a device copies is waited for by the device; the next gate behind that blocks until it is done.
+        Called by hooks on every optimizer; call it yourself before anything else that changes weights: always before
+        ``replay()`` of a graph that holds an optimizer step, for hooks do not run then.
+        Raises: ConfigError, while a graph is being captured, if a copy is in flight that the graph could not wait for.
         """
-        started = time.perf_counter()
         with self._lock:
-            job = self._captures.finish(self.config.gate_timeout_s)
-            if job is None:
+            if is_capturing_graph():
+                self._check_graph()
+            if not self._captures.is_copying:
                 return
-            faults.point("engine.gated")
-            self._recorder.account(job)
+            started = time.perf_counter()
+            is_due = self._captures.job is not None
+            job = self._captures.finish(self.config.gate_timeout_s)
+            if is_due:
+                faults.point("engine.gated")
+            if job is not None and job.phase is not CapturePhase.COPYING:
+                self._recorder.account(job)
+            self._recorder.settle()
             seconds = time.perf_counter() - started
-            self._statistics.gate.add(seconds)
             self._statistics.waited_s += seconds
+            if is_due:
+                self._statistics.gate.add(seconds)
+
+    def _check_graph(self) -> None:
+        if self._captures.is_copying:
+            raise ConfigError(
+                "an optimizer step is being captured into a graph while lazysnap copies the weights: the graph cannot "
+                'wait for that. Call engine.wait(until="captured", timeout_s=60) right before the capture, and '
+                "engine.gate() before every replay()"
+            )
+        self._events.note_once(
+            "graph",
+            "an optimizer step is being captured into a graph: hooks do not run when it is replayed, so snapshots are "
+            "torn, and nobody notices, unless you call engine.gate() before every replay()",
+        )
+
+    def _finish_copies(self) -> None:
+        """``gate``, then wait for what devices still copy. Blocks: at most twice ``gate_timeout_s``."""
+        self.gate()
+        self.gate()  # behind the gate only a device can still be copying
 
     def rollback(self, *, steps: int = 1, data: Data = "skip", reason: str = "") -> Rollback:
         """Go back in place to the newest snapshot at least ``steps`` older than the step in progress, the one after
@@ -678,7 +719,7 @@ class SnapshotEngine:
             raise ConfigError("wait: nodes do not protect each other: there is only one, or redundancy is None")
         if until == "durable" and not self.config.levels:
             raise ConfigError("wait: there is no persistent level that could make a snapshot durable")
-        self.gate()
+        self._finish_copies()
         step = self._recorder.last_step if step is None else step
         if step is None:
             return False
@@ -692,7 +733,7 @@ class SnapshotEngine:
         if self._direct.has_step(step):
             return True  # not in memory, and at a level already
         deadline = time.monotonic() + timeout_s
-        # Behind the gate only a device can still be copying. A keeper that was lost is being replaced.
+        # A copy that hangs may still end. A keeper that was lost is being replaced.
         while (state := self._outcomes.state_of(step)) in (CaptureState.COPYING, CaptureState.ALONE):
             if time.monotonic() > deadline:
                 return False
@@ -721,7 +762,7 @@ class SnapshotEngine:
         ``progress`` is called with bytes that levels have, and bytes that all of them together are to have.
         """
         self._check_open("flush")
-        self.gate()
+        self._finish_copies()
         done = self._durability.flush(timeout_s, progress)
         self._drain_events()
         is_captured = self._last_due is None or self._statistics.last_whole_step is not None
@@ -731,6 +772,8 @@ class SnapshotEngine:
         """Counters and timings so far; updated in place."""
         self._drain_events()
         if not self._closed:
+            with self._lock:
+                self._recorder.settle()
             self._statistics.last_whole_step = self._outcomes.last_held_step()
         return self._statistics
 
@@ -750,7 +793,7 @@ class SnapshotEngine:
         durable, over, captured, has_own, unstored = False, False, True, False, list[str]()
         self._events.is_training = False
         try:
-            self.gate()
+            self._finish_copies()
             over = self._world.ends()
             has_own = self._has_own()
             durable = not drain or self._end(progress, is_common=over)
@@ -851,7 +894,7 @@ class SnapshotEngine:
         """
         if not self._closed:
             self._events.is_training = False
-            self.gate()
+            self._finish_copies()
             self._leave()
             self._client.abandon()
             self._tell_end(report.Ending.ABANDONED, error)

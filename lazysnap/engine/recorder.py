@@ -126,7 +126,8 @@ class Recorder:
         return len(self._client.slots()) >= self._slots_needed() and not self.frozen.is_awaited()
 
     def _slots_needed(self) -> int:
-        return slots_needed(self._config, self._world.size, is_redundant=self.group[1] > 0)
+        world = self._world
+        return slots_needed(self._config, world.size, runs_ahead=world.runs_ahead, is_redundant=self.group[1] > 0)
 
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
@@ -177,8 +178,9 @@ class Recorder:
             self.waits_for_memory = False  # a capture that waited in vain is the last one that waits
 
     def _begin(self, step: int, *, force: bool) -> bool:
-        if self.captures.is_stuck():
+        if not self.captures.wait_released(self._config.gate_timeout_s):
             return self.skip("an earlier copy hangs")
+        self.settle()
         if self.is_unprotected():
             return self._store(step, force=force)
         if self.waits_for_memory:
@@ -229,7 +231,7 @@ class Recorder:
         if self.frozen.refusal or self._reserved is None:
             return True
         fitting = [slot for slot in self._client.slots() if capacity_fits(slot.image_capacity, self._reserved[1])]
-        return len(fitting) < least_slots(self._config, self._world.size)
+        return len(fitting) < self._least_slots()
 
     def _ask_again(self) -> None:
         """Start a keeper where there is none, and ask it for memory. Does not block."""
@@ -355,10 +357,13 @@ class Recorder:
             self._client.return_slot(mapped[index])
 
     def _kept(self) -> int:
-        return kept_whole(self._config, self._world.size)
+        return kept_whole(self._config, self._world.size, runs_ahead=self._world.runs_ahead)
+
+    def _least_slots(self) -> int:
+        return least_slots(self._config, self._world.size, runs_ahead=self._world.runs_ahead)
 
     def _idle(self, slots: Sequence[Slot]) -> list[bool]:
-        # A device that still writes its last capture would write into the next one's bytes and watermark.
+        # A copy that still writes its last capture would write into the next one's bytes.
         return [not self.captures.is_writing(slot) for slot in slots]
 
     def _reserve(self, image_bytes: int) -> None:
@@ -370,7 +375,7 @@ class Recorder:
 
     def _request(self, meta_capacity: int, image_bytes: int) -> None:
         needed = self._slots_needed()
-        least = least_slots(self._config, self._world.size) if self._world.is_alone else needed
+        least = self._least_slots() if self._world.is_alone else needed
         self._expects_first_step = self.planner.plan is None
         growth = growth_bytes(self._source, is_first=self._expects_first_step)
         self._client.reserve((meta_capacity, image_bytes), needed, least, growth)
@@ -418,6 +423,12 @@ class Recorder:
         index = choose_slot(statuses, self._idle(slots), self._kept())
         # Held in this moment: the next look sees that.
         return slots[index] if index is not None and slots[index].take() else None
+
+    def settle(self) -> None:
+        """Count captures that devices have finished since the gate, and how long devices waited at gates."""
+        for job in self.captures.take_settled():
+            self.account(job)
+        self._log.statistics.device_wait_s += self.captures.take_device_wait_s()
 
     def account(self, job: CaptureJob) -> None:
         """A capture into memory is over: count it."""

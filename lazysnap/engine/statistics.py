@@ -70,7 +70,9 @@ class Statistics:
     unprotected_steps: int = 0
     """Boundaries that were due while captures could not go into such memory."""
     waited_s: float = 0.0
-    """Seconds that training waited in all: at gates, and at boundaries that were due, captured or not."""
+    """Seconds that the training thread waited in all: at gates, and at boundaries that were due, captured or not."""
+    device_wait_s: float = 0.0
+    """Seconds that devices stood still at gates until the copies from them were done, as far as they have come."""
     last_whole_step: int | None = None
     """Newest capture of this start that is whole in the memory of a keeper that lives."""
     protected: int = 0

@@ -318,8 +318,6 @@ class LocalRank:
             if slot.status().phase is SlotPhase.CAPTURING:
                 slot.discard()
                 slot.unpin()
-            # No optimizer passed the gate that would have compared the sources: they were as at the boundary.
-            slot.set_word(Word.UNCHECKED, 0)
         faults.point("keeper.trainer_died")
         # An evaluation, or a trainer that fell before its first capture, left nothing that a restart could want.
         has_whole = any(slot.status().phase is SlotPhase.WHOLE for slot in self._pool.all())

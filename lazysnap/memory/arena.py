@@ -9,8 +9,7 @@ it. A slot describes itself: its words show which snapshot it holds, and whether
     PAGE + meta_capacity    image: the bytes of the shard file, page aligned
 
 One writer (the trainer, between ``begin`` and ``commit``) and any number of readers. A writer that is killed between
-any two stores leaves a slot that is empty or torn, never whole. ``END`` is written last: by the copy thread on a CPU,
-in stream order on a GPU.
+any two stores leaves a slot that is empty or torn, never whole. ``END`` is written last, by the copy thread.
 """
 
 import contextlib
@@ -55,7 +54,6 @@ class Word(enum.IntEnum):
     HOLD = 16  # step + 1 of the capture that parity on other nodes counts on; 0: none. The keeper's own, see ``take``
     VOID = 11  # the capture was, or may have been, torn
     READY = 12  # pages are populated
-    UNCHECKED = 14  # copied by a device, sources not compared since: not to be stored yet
     PLAN = 13  # checksum of the header in the image, 0: none
     REACHED = 20  # step + 1 of the last boundary, in the slot of the newest capture
 
@@ -235,7 +233,6 @@ class Slot:
         words[Word.META_CHECKSUM] = 0  # until all below is there, no metadata can be read: not that of before either
         words[Word.BEGIN] = step + 1
         words[Word.VOID] = 0
-        words[Word.UNCHECKED] = 0
         words[Word.WATERMARK] = 0
         words[Word.REACHED] = 0
         words[Word.SEQUENCE] = sequence

@@ -68,10 +68,9 @@ class SlotSource:
         """Every byte was read: the capture must still be the same one, and whole."""
         self._wait(self.size_bytes)
         deadline = time.monotonic() + STALL_S
-        # Whole before and after: a capture that begins in between clears the word, and may be whole itself by then.
-        while not (self._is_whole() and not self._slot.word(Word.UNCHECKED) and self._is_whole()):
+        while not self._is_whole():
             if time.monotonic() > deadline:
-                raise CaptureAborted(f"the capture of step {self._step} was not checked by its trainer")
+                raise CaptureAborted(f"the capture of step {self._step} was not committed by its trainer")
             self._beat()
             time.sleep(_POLL_S)
 

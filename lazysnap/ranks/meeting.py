@@ -140,7 +140,7 @@ def _parity(world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint]
         [(number, endpoints[number].host, endpoints[number].ports[0]) for number in group.members],
         group.parity,
         group.parity * len(groups),
-        slots_needed(config, world.size, is_redundant=True),
+        slots_needed(config, world.size, runs_ahead=world.runs_ahead, is_redundant=True),
         every_n_steps=redundancy.every_n_steps,
         max_bytes_per_s=redundancy.max_bytes_per_s,
         block_bytes=redundancy.block_bytes,

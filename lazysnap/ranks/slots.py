@@ -10,26 +10,33 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.memory.arena import SlotPhase, SlotStatus
 
 
-def slots_needed(config: SnapshotConfig, world_size: int = 1, *, is_redundant: bool = False) -> int:
+def slots_needed(
+    config: SnapshotConfig, world_size: int = 1, *, runs_ahead: bool = False, is_redundant: bool = False
+) -> int:
     """Slots for one rank: those that are kept, the one being written, one that persistence reads, and where other
     nodes protect it the one that is protected and the one that is about to be.
     """
-    needed = least_slots(config, world_size) + bool(config.levels) + 2 * is_redundant
+    needed = least_slots(config, world_size, runs_ahead=runs_ahead) + bool(config.levels) + 2 * is_redundant
     if world_size > 1:
         # Fewer would leave no capture that all ranks have, or none at all.
         return max(needed, config.memory.slots or 0)
     return config.memory.slots or needed
 
 
-def least_slots(config: SnapshotConfig, world_size: int = 1) -> int:
+def least_slots(config: SnapshotConfig, world_size: int = 1, *, runs_ahead: bool = False) -> int:
     """With fewer slots there are no captures: those that are kept, and the one being written."""
-    return kept_whole(config, world_size) + 1
+    return kept_whole(config, world_size, runs_ahead=runs_ahead) + 1
 
 
-def kept_whole(config: SnapshotConfig, world_size: int = 1) -> int:
-    """How many of the newest whole captures are never written over: one of them is whole on every rank."""
-    # At every step the newest that is whole everywhere may be the one before the last.
-    return 2 if world_size > 1 and config.every_n_steps == 1 else 1
+def kept_whole(config: SnapshotConfig, world_size: int = 1, *, runs_ahead: bool = False) -> int:
+    """How many of the newest whole captures are never written over: one of them is whole on every rank.
+
+    ``runs_ahead``: some rank trains on a device, whose copies the host does not wait for at the gate.
+    """
+    if world_size == 1:
+        return 1
+    # At every step the newest that is whole everywhere may be the one before the last; on devices one before that.
+    return 1 + (config.every_n_steps == 1) + runs_ahead
 
 
 def newest_whole(statuses: Sequence[SlotStatus], count: int) -> list[int]:

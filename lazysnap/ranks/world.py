@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +60,8 @@ class World:
         self._shares: tuple[bool, bool] | None = None
         self._untrained: frozenset[str] | None = None
         self._lost: WaitTimeout | None = None
+        self.runs_ahead = False
+        """True if some rank trains on a device, whose host runs ahead of it. See ``compare_devices``."""
         self.exchanges = 0
         """Collectives so far; a test sees to it that snapshots need none."""
 
@@ -75,6 +77,12 @@ class World:
             f"{self._timeout.total_seconds():g} s: {error}; is a rank dead, or do not all of them call this? "
             "Snapshots are as they were; start all ranks again"
         )
+
+    def compare_devices(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Learn whether any rank, this one with ``optimizers``, trains parameters on a device. Collective."""
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        is_on_device = any(one.device.type not in ("cpu", "meta") for group in groups for one in group["params"])
+        self.runs_ahead = any(self.exchange("making the engine", is_on_device))
 
     @property
     def is_alone(self) -> bool:

@@ -11,6 +11,7 @@ from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.state.modules import fitted, told_orders, without_compiled
 from lazysnap.state.optimizers import check_optimizers, put_back, stepping
+from lazysnap.state.scaler import load_scaler, state_of_scaler
 from lazysnap.state.settings import OptimizerSettings, warn
 from lazysnap.state.source import KEY, OPTIMIZERS
 from lazysnap.state.unsupported import check_supported
@@ -61,6 +62,8 @@ def _state_of(value: Any) -> Any:
         return dict(value)
     if isinstance(value, torch.optim.Optimizer):
         return stepping(value).state_dict()
+    if isinstance(value, torch.amp.GradScaler):
+        return state_of_scaler(value)
     return state_of_loader(value) if is_stateful_loader(value) else unwrapped(value).state_dict()
 
 
@@ -200,6 +203,8 @@ class ObjectState(NamedObjects):
                 module.load_state_dict(fitted(module, state[name]))
             elif isinstance(value, torch.optim.Optimizer):
                 put_back(stepping(value), state[name], told)
+            elif isinstance(value, torch.amp.GradScaler):
+                load_scaler(value, state[name])
             elif is_stateful_loader(value):
                 load_loader(value, state[name])
             else:

@@ -210,10 +210,10 @@ def test_a_copy_that_hangs_is_given_up_and_never_becomes_whole(bench):
     assert it.captures.finish(0.01) is job
 
     assert job.phase is CapturePhase.FAILED
-    assert it.captures.is_stuck()
+    assert not it.captures.wait_released(0.0)
     held.go_on.set()
     assert job.released.wait(TIMEOUT_S)
-    assert not it.captures.is_stuck()
+    assert it.captures.wait_released(0.0)
     assert it.slot.status().phase is SlotPhase.VOID
 
 

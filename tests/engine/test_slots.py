@@ -48,6 +48,9 @@ def test_several_ranks_keep_the_one_that_all_have():
     assert slots_needed(SnapshotConfig(levels=stored), 8) == 4
     assert slots_needed(SnapshotConfig(every_n_steps=2, levels=stored), 8) == 3
     assert slots_needed(SnapshotConfig(averaging_period=5, every_n_steps=5, levels=stored), 8) == 3
+    assert slots_needed(SnapshotConfig(levels=stored), 8, runs_ahead=True) == 5
+    assert slots_needed(SnapshotConfig(every_n_steps=2, levels=stored), 8, runs_ahead=True) == 4
+    assert slots_needed(SnapshotConfig(levels=stored), 1, runs_ahead=True) == 3
     assert slots_needed(SnapshotConfig(memory=MemoryLevel(slots=2)), 8) == 3
     assert slots_needed(SnapshotConfig(memory=MemoryLevel(slots=6)), 8) == 6
 
@@ -58,6 +61,43 @@ def test_as_many_of_the_newest_whole_ones_as_are_to_be_kept_are_left_alone():
     assert choose_slot(slots, [True] * 3, kept=2) == 2
     assert choose_slot(slots, [True] * 3, kept=3) is None
     assert choose_slot([*slots[:2], status(SlotPhase.VOID, 9)], [True] * 3, kept=2) == 2
+
+
+@pytest.mark.parametrize(("every", "ranks"), [(1, 2), (1, 5), (2, 3), (3, 3)])
+@pytest.mark.parametrize("seed", range(5))
+def test_at_every_moment_some_step_is_whole_on_all_ranks_though_hosts_run_ahead_of_devices(every, ranks, seed):
+    config = SnapshotConfig(every_n_steps=every, levels=(PersistentLevel("/x"),))
+
+    machines, gap = walked(OnDevice, config, ranks, seed, moments=12_000)
+
+    assert gap is None
+    assert min(machine.step for machine in machines) > 10
+
+
+def test_on_devices_one_capture_less_would_leave_moments_without_a_common_step():
+    """So the model does let devices lag behind their hosts, and copy threads behind devices."""
+    gaps = [walked(Forgetful, SnapshotConfig(), 3, seed, moments=12_000)[1] for seed in range(10)]
+
+    assert any(gap is not None for gap in gaps)
+
+
+def walked(kind, config, ranks, seed, moments):
+    """The machines after so many acts, or at the first moment without a common step, and that moment."""
+    chance = random.Random(seed)
+    machines = [kind(config, ranks, chance) for _ in range(ranks)]
+    runs = [machine.run(machines) for machine in machines]
+    weights = [chance.random() + 0.05 for _ in runs]
+    last = None
+    for moment in range(moments):
+        next(chance.choices(runs, weights)[0])
+        common = max(set.intersection(*(machine.whole() for machine in machines)), default=None)
+        if last is not None:
+            if common is None or common < last:
+                return machines, moment
+            # The interval, the capture in flight, and those that other ranks may lack.
+            assert max(machine.step for machine in machines) - common <= (machines[0].kept + 1) * config.every_n_steps
+        last = common
+    return machines, None
 
 
 WAYS = [(1, None, 2), (1, None, 5), (3, None, 3), (1, 1, 3), (6, 3, 2), (4, 4, 4)]
@@ -138,6 +178,92 @@ class Machine:
         if self.writing is not None:
             self.slots[self.writing] = replace(self.slots[self.writing], phase=SlotPhase.WHOLE)
             self.writing = None
+
+
+class OnDevice(Machine):
+    """One rank on a device. Host, compute stream, copies and copy thread each act at times of their own: the host
+    queues work and goes on, and only the gate behind the next one makes it wait for a capture.
+    """
+
+    def __init__(self, config, ranks, chance):
+        self.config, self.chance = config, chance
+        self.kept = kept_whole(config, ranks, runs_ahead=True)
+        count = slots_needed(config, ranks, runs_ahead=True)
+        self.slots = [status(SlotPhase.EMPTY, 0) for _ in range(count)]
+        self.step = 0
+        self.queue = []
+        self.reduced = self.stepped = 0
+        """Steps whose gradients this device has waited for, and given; steps that it has made."""
+        self.copied = set()
+        self.writing = None
+
+    def run(self, all_ranks):
+        host = self.host(all_ranks)
+        while True:
+            actor = self.chance.randrange(4)
+            if actor == 0:
+                next(host)
+            elif actor == 1:
+                self.compute(all_ranks)
+            elif actor == 2:
+                self.copy()
+            else:
+                self.beside()
+            yield
+
+    def host(self, all_ranks):
+        every = self.config.every_n_steps
+        while True:
+            self.queue.append(("reduce", self.step + 1))
+            yield
+            if self.writing is not None and self.slots[self.writing].step == self.step:
+                self.queue.append(("await", self.step))  # its gate
+            else:
+                while self.writing is not None:  # the gate behind that
+                    yield
+            self.step += 1
+            self.queue.append(("step", self.step))
+            yield
+            while self.writing is not None:  # the boundary begins with that gate, too
+                yield
+            while self.step % every == 0 and (index := self.choose()) is None:
+                yield
+            if self.step % every == 0:
+                self.slots[index] = status(SlotPhase.CAPTURING, self.step, self.is_pinned(index))
+                self.writing = index
+            yield
+
+    def compute(self, all_ranks):
+        if not self.queue:
+            return
+        what, step = self.queue[0]
+        if what == "reduce":
+            self.reduced = step  # it has come so far
+            if min(rank.reduced for rank in all_ranks) < step:
+                return
+        elif what == "await":
+            if step not in self.copied:
+                return
+        else:
+            self.stepped = step
+        del self.queue[0]
+
+    def copy(self):
+        if self.writing is not None and self.slots[self.writing].step <= self.stepped:
+            self.copied.add(self.slots[self.writing].step)
+
+    def finish(self):
+        if self.writing is not None and self.slots[self.writing].step in self.copied:
+            super().finish()
+
+
+class Forgetful(OnDevice):
+    """Keeps as many captures as without a device."""
+
+    def __init__(self, config, ranks, chance):
+        super().__init__(config, ranks, chance)
+        self.kept -= 1
+        del self.slots[0]
 
 
 class Swelling(Machine):

@@ -1,9 +1,11 @@
-"""Restores onto a CUDA device: what was read goes there block by block, beside reading and comparing."""
+"""Restores onto a device: what was read goes there block by block, beside reading and comparing."""
 
+import contextlib
 import unittest
 import uuid
 
 import torch
+from support import accelerator
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
 
@@ -12,12 +14,12 @@ WIDTH = 1024
 
 
 def make():
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)).cuda()
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)).to(accelerator.TYPE)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def train(model, optimizer):
-    model(torch.randn(16, WIDTH, device="cuda")).square().mean().backward()
+    model(torch.randn(16, WIDTH, device=accelerator.TYPE)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -27,7 +29,7 @@ def values(model, optimizer):
     return [tensor.detach().cpu().clone() for tensor in (*model.parameters(), *held)]
 
 
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@unittest.skipUnless(accelerator.IS_THERE, accelerator.WHY_NOT)
 class RestoreOntoDevice(unittest.TestCase):
     def setUp(self):
         """Something is captured by an engine that leaves as a crash would."""
@@ -48,8 +50,8 @@ class RestoreOntoDevice(unittest.TestCase):
         snapshot = engine.fetch()
 
         state = snapshot.state["optimizer"]["state"]
-        assert {tensor.device.type for tensor in snapshot.state["model"].values()} == {"cuda"}
-        assert {one["exp_avg"].device.type for one in state.values()} == {"cuda"}
+        assert {tensor.device.type for tensor in snapshot.state["model"].values()} == {accelerator.TYPE}
+        assert {one["exp_avg"].device.type for one in state.values()} == {accelerator.TYPE}
         assert {one["step"].device.type for one in state.values()} == {"cpu"}
         engine.close()
 
@@ -62,18 +64,11 @@ class RestoreOntoDevice(unittest.TestCase):
     def check_restore(self, *, has_room):
         model, optimizer = make()
         engine = SnapshotEngine(self.config, {"model": model, "optimizer": optimizer})
-        torch.cuda.empty_cache()
-        in_use, whole = torch.cuda.memory_reserved(), torch.cuda.get_device_properties(0).total_memory
-        try:
-            if not has_room:
-                torch.cuda.set_per_process_memory_fraction((in_use + (1 << 20)) / whole)
+        with accelerator.little_memory() if not has_room else contextlib.nullcontext():
             snapshot = engine.fetch()
-            torch.cuda.set_per_process_memory_fraction(1.0)
-            assert snapshot.state["model"]["0.weight"].is_cuda == has_room
-            model.load_state_dict(snapshot.state["model"])
-            optimizer.load_state_dict(snapshot.state["optimizer"])
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert (snapshot.state["model"]["0.weight"].device.type == accelerator.TYPE) == has_room
+        model.load_state_dict(snapshot.state["model"])
+        optimizer.load_state_dict(snapshot.state["optimizer"])
 
         assert all(map(torch.equal, values(model, optimizer), self.saved))
         engine.close()

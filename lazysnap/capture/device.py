@@ -1,16 +1,15 @@
-"""Copies CUDA tensors into a slot on a side stream, ordered by events in both directions.
+"""Queues copies from one device into a slot, on a side stream, ordered by events in both directions.
 
-The slot is registered with CUDA, so that the device's DMA engine writes directly into memory that survives the
-trainer; no second host copy. Sequence at a boundary (DESIGN, section 4):
+The slot is page-locked where the device knows that, so that its DMA engine writes directly into memory that survives
+the trainer; no second host copy. Sequence at a boundary:
 
 1. on the compute stream: eager tensors are copied into a staging buffer on the device (they may change in forward);
 2. the side stream waits for an event recorded behind that; so it also waits for the optimizer's kernels;
 3. on the side stream: small lazy tensors into the staging buffer, then runs of the staging buffer and each big tensor
-   to the host, watermarks in between, and the end word last. Stream order makes the end word true: it says N only when
-   every byte before it has landed, and no thread has to be alive for that;
-4. the gate makes the compute stream wait for an event behind all that: no host thread blocks.
+   to the host, in file order, events in between. The copy thread waits for these events;
+4. the gate makes the compute stream wait for the event behind all that: no host thread blocks.
 
-Never run on a GPU so far: no device was at hand. tests/gpu holds the tests.
+The device writes no control words, and no call here waits for it.
 """
 
 from collections.abc import Iterator
@@ -21,11 +20,11 @@ import torch
 from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import CapturePlan, view_of
 from lazysnap.capture.registration import register
-from lazysnap.memory.arena import Slot, Word
 
 SMALL_BYTES = 256 << 10
 """Lazy tensors up to this size travel through the staging buffer, coalesced with their neighbours in the file."""
-WATERMARK_BYTES = 64 << 20
+EVENT_BYTES = 64 << 20
+"""So many bytes are copied between two events that move the watermark."""
 
 
 @dataclass(frozen=True)
@@ -37,49 +36,58 @@ class _Run:
     members: tuple[int, ...]
 
 
-class CudaCopier:
+class DeviceCopier:
     """Copies for one device. Methods are called on the training thread and do not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side = torch.Stream(device)
         self._plan: CapturePlan | None = None
         self._runs: list[_Run] = []
         self._big: list[int] = []
         self._staging: dict[int, torch.Tensor] = {}
         self._run_buffers: list[torch.Tensor] = []
-        self._word = torch.zeros(1, dtype=torch.int64, device=device)
+        self._done: torch.Event | None = None
 
-    def begin(self, job: CaptureJob, *, last: bool) -> torch.cuda.Event:
-        """Queue all copies of this device; with ``last`` the end word, too. Returns the event behind them."""
+    def begin(self, job: CaptureJob) -> None:
+        """Queue all copies of this device. What was queued stands in ``job.arrivals`` and ``job.device_copies``, also
+        where this raises: out of memory, for example.
+        """
         register(job.slot, self._device)  # usually done before, in the background
-        if job.plan is not self._plan:
-            self._prepare(job.plan)
-        with torch.cuda.device(self._device), torch.no_grad():
-            compute = torch.cuda.current_stream(self._device)
+        before, behind = (torch.Event(self._device, enable_timing=True, blocking=True) for _ in range(2))
+        with torch.accelerator.device_index(self._device.index), torch.no_grad():
+            if job.plan is not self._plan:
+                self._prepare(job.plan)
+            compute = torch.accelerator.current_stream(self._device)
             self._stage(job, lazy=False)
             self._side.wait_event(compute.record_event())
-            with torch.cuda.stream(self._side):
-                self._stage(job, lazy=True)
-                # With tensors on other devices, only the thread that waits for all of them knows what has landed.
-                self._send(job, watermarks=last)
-                if last:
-                    self._write_word(job.slot, Word.WATERMARK, job.plan.layout.size_bytes)
-                    self._write_word(job.slot, Word.END, job.step + 1)
-                for index in (*self._big, *self._staging):
-                    # The allocator must not hand the memory out again before the side stream has read it.
-                    job.sources[index].record_stream(self._side)
-                done: torch.cuda.Event = self._side.record_event()
-                return done
+            for index in (*self._big, *self._staging):
+                # The allocator must not hand the memory out again before the side stream has read it.
+                job.sources[index].record_stream(self._side)
+            before.record(self._side)
+            try:
+                with self._side:
+                    self._stage(job, lazy=True)
+                    self._send(job)
+            finally:
+                behind.record(self._side)
+                self._done = behind
+                job.device_copies.append((before, behind))
 
-    def gate(self, done: torch.cuda.Event) -> None:
-        """The compute stream goes no further than here before the copies are done."""
-        torch.cuda.current_stream(self._device).wait_event(done)
+    def gate(self) -> tuple[torch.Event, torch.Event]:
+        """The compute stream goes no further than here before the copies are done. The events round its wait."""
+        compute = torch.accelerator.current_stream(self._device)
+        before, behind = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        before.record(compute)
+        if self._done is not None:
+            compute.wait_event(self._done)
+        behind.record(compute)
+        return before, behind
 
     def _prepare(self, plan: CapturePlan) -> None:
         """Find the runs of neighbours to coalesce and make their staging buffers, once per plan."""
-        torch.cuda.synchronize(self._device)
-        self._plan, self._big, self._runs, self._staging, self._run_buffers = plan, [], [], {}, []
+        # Those of the last plan go back to the compute stream, which passed the gate behind the copies from them.
+        self._plan, self._big, self._runs, self._staging, self._run_buffers = None, [], [], {}, []
         members: list[int] = []
         for index in plan.order:
             record = plan.records[index]
@@ -94,6 +102,7 @@ class CudaCopier:
             members.append(index)
         if members:
             self._close_run(plan, members)
+        self._plan = plan  # only now: memory for the buffers may be short
 
     def _close_run(self, plan: CapturePlan, members: list[int]) -> None:
         first, last = plan.records[members[0]], plan.records[members[-1]]
@@ -115,29 +124,31 @@ class CudaCopier:
         if chosen:
             torch._foreach_copy_([self._staging[i] for i in chosen], [job.sources[i].detach() for i in chosen])
 
-    def _send(self, job: CaptureJob, *, watermarks: bool) -> None:
+    def _send(self, job: CaptureJob) -> None:
+        starts: list[int] = []
         sent = 0
         for start, host, source in self._transfers(job):
             host.copy_(source, non_blocking=True)
+            starts.append(start)
             sent += host.nbytes
-            if watermarks and sent >= WATERMARK_BYTES:
-                self._write_word(job.slot, Word.WATERMARK, start)
-                sent = 0
+            if sent >= EVENT_BYTES:
+                self._mark(job, starts)
+                starts, sent = [], 0
+        self._mark(job, starts)
+
+    def _mark(self, job: CaptureJob, starts: list[int]) -> None:
+        landed = torch.Event(self._device, blocking=True)
+        landed.record(self._side)
+        job.arrivals += [(start, landed) for start in starts]
 
     def _transfers(self, job: CaptureJob) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Copies in file order, as watermarks demand: end in the image, host view, device source."""
+        """Copies in file order: start in the image, host view, device source."""
         big = [(job.plan.records[index].offset, index) for index in self._big]
         runs = [(run.start, -1 - number) for number, run in enumerate(self._runs)]
-        for _, which in sorted(big + runs):
+        for start, which in sorted(big + runs):
             if which >= 0:
-                record = job.plan.records[which]
-                host, source = job.plan.view(job.slot, which), job.sources[which].detach().contiguous()
-                yield record.offset + record.nbytes, host, source
+                yield start, job.plan.view(job.slot, which), job.sources[which].detach().contiguous()
             else:
                 run = self._runs[-1 - which]
                 host = view_of(job.slot.buffer, job.slot.image_offset + run.start, torch.uint8, (run.end - run.start,))
-                yield run.end, host, self._run_buffers[-1 - which]
-
-    def _write_word(self, slot: Slot, word: Word, value: int) -> None:
-        self._word.fill_(value)
-        view_of(slot.buffer, 8 * int(word), torch.int64, (1,)).copy_(self._word, non_blocking=True)
+                yield start, host, self._run_buffers[-1 - which]

@@ -1,9 +1,10 @@
-"""Frozen tensors on a CUDA device: the same bytes as from a CPU, and a change is noticed."""
+"""Frozen tensors on a device: the same bytes as from a CPU, and a change is noticed."""
 
 import unittest
 import uuid
 
 import torch
+from support import accelerator
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.capture.frozen import FrozenSet, digest_of, frozen_parameters
@@ -34,11 +35,11 @@ def digest(pieces):
     return digest_of(pieces, lambda: None)
 
 
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@unittest.skipUnless(accelerator.IS_THERE, accelerator.WHY_NOT)
 class FrozenTensorsOnDevice(unittest.TestCase):
     def test_the_bytes_of_a_device_are_those_of_a_cpu(self):
         _, on_cpu = chosen("cpu")
-        _, on_device = chosen("cuda")
+        _, on_device = chosen(accelerator.TYPE)
         room = memoryview(bytearray(on_device.size_bytes))
 
         copied = digest(on_device.copied_into(room))
@@ -47,7 +48,7 @@ class FrozenTensorsOnDevice(unittest.TestCase):
         assert Checksums.of(room).whole == copied
 
     def test_a_change_in_place_is_noticed(self):
-        model, frozen = chosen("cuda")
+        model, frozen = chosen(accelerator.TYPE)
         assert frozen.changed() == []
         with torch.no_grad():
             model[0].weight.mul_(0.5)
@@ -56,11 +57,11 @@ class FrozenTensorsOnDevice(unittest.TestCase):
 
     def test_a_fine_tuning_on_a_device_is_captured_without_its_base_and_restored(self):
         config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=5))
-        model, optimizer = make("cuda")
+        model, optimizer = make(accelerator.TYPE)
         engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
         assert engine.wait_ready(TIMEOUT_S)
         for step in range(1, 200):
-            model(torch.randn(4, WIDTH, device="cuda")).square().mean().backward()
+            model(torch.randn(4, WIDTH, device=accelerator.TYPE)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if engine.boundary(step) and step > 5:

@@ -1,0 +1,43 @@
+"""Accelerators as captures see them: which ones can be copied from, and the few calls that torch has no name for."""
+
+import functools
+from typing import Any
+
+import torch
+
+_WITHOUT_STREAMS = ("mps",)
+"""Device types whose copies cannot be ordered by streams and events."""
+
+
+@functools.cache
+def has_copier(device: torch.device) -> bool:
+    """True if lazy and eager tensors on ``device`` can be captured: on a CPU, or on an accelerator with streams."""
+    if device.type == "cpu":
+        return True
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or device.type != accelerator.type or device.type in _WITHOUT_STREAMS:
+        return False
+    try:
+        torch.Stream(device)
+        torch.Event(device)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def page_locker(device: torch.device) -> Any:
+    """The runtime that page-locks host memory for ``device`` (CUDA and ROCm); ``None`` where there is none."""
+    cudart = getattr(torch.get_device_module(device), "cudart", None)
+    return None if cudart is None else cudart()
+
+
+def is_capturing_graph() -> bool:
+    """True while what this thread queues on the accelerator is recorded into a graph instead of being run. Hot."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return False
+    module = torch.get_device_module(accelerator)
+    if not module.is_initialized():
+        return False
+    asks = getattr(module, "is_current_stream_capturing", None)
+    return asks is not None and bool(asks())

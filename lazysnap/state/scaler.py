@@ -1,0 +1,26 @@
+"""The state of a ``GradScaler`` without waiting for the device: its ``state_dict()`` reads two numbers from there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def state_of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """As ``scaler.state_dict()``, but what lies on a device stays a tensor there. Does not block."""
+    scale, growth = scaler._scale, scaler._growth_tracker
+    if not scaler.is_enabled() or scale is None or growth is None or scale.device.type == "cpu":
+        return scaler.state_dict()
+    return {
+        "scale": scale,
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": growth,
+    }
+
+
+def load_scaler(scaler: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
+    """Load such a state, or one of ``state_dict()``. Blocks, where it holds tensors on a device."""
+    numbers = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    scaler.load_state_dict(numbers)

@@ -1,0 +1,670 @@
+#include "runtime.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+namespace software {
+namespace {
+
+constexpr int kPool = 32;
+constexpr int kPerDevice = kPool + 1;
+constexpr size_t kArena = size_t{16} << 30;  // address space only
+constexpr size_t kGrain = 512;
+
+using Steady = std::chrono::steady_clock;
+
+struct Stream {
+  int number;
+  std::mutex mutex;
+  std::condition_variable change;
+  std::deque<Task> tasks;
+  Pacer pacer;
+  uint64_t seeded = ~uint64_t{0};
+  Clock clock;
+  bool started = false;
+};
+
+struct Epoch {
+  int stream = -1;
+  uint64_t tick = 0;
+  std::string what;
+};
+
+struct Segment {
+  uintptr_t end;
+  Epoch writer;
+  std::vector<Epoch> readers;
+};
+
+struct Block {
+  void* pointer;
+  size_t bytes;
+  int device;
+  int64_t stream;
+  std::vector<std::pair<int, int64_t>> uses;
+};
+
+struct Waiting {
+  Block block;
+  std::vector<RecordingP> until;
+};
+
+struct State {
+  std::recursive_mutex mutex;  // enqueueing, memory and clocks; threads of streams never take it
+  int devices = 1;
+  std::map<int, std::unique_ptr<Stream>> streams;
+  std::vector<int64_t> next_stream = std::vector<int64_t>(8, 0);
+  std::map<int, Clock> hosts;  // by thread
+  int threads = 0;
+  std::map<uintptr_t, Segment> history;
+  std::vector<std::string> races;
+  std::map<std::string, uint64_t> counters;
+  Options options;
+  std::vector<std::pair<char*, char*>> arenas = std::vector<std::pair<char*, char*>>(8);  // guarded, shadow
+  std::vector<size_t> used = std::vector<size_t>(8, 0);
+  std::map<void*, Block> live;
+  std::map<std::pair<int, int64_t>, std::multimap<size_t, void*>> free;
+  std::deque<Waiting> waiting;
+  std::map<uintptr_t, size_t> pinned;
+  std::map<void*, std::pair<size_t, std::vector<RecordingP>>> pin_blocks;
+  std::deque<std::pair<void*, std::pair<size_t, std::vector<RecordingP>>>> pin_waiting;
+  std::mutex error_mutex;
+  std::string error;
+};
+
+State& state() {
+  static State* made = new State;  // leaked: threads may still run at exit
+  return *made;
+}
+
+using Guard = std::lock_guard<std::recursive_mutex>;
+std::atomic<bool> is_forked{false};
+thread_local uint64_t waits_of_this_thread = 0;
+std::atomic<uint64_t> epoch_of_seed{0};
+std::atomic<int> max_pause_us{0};  // as in the options, for threads of streams
+
+struct AtFork {
+  AtFork() { pthread_atfork(nullptr, nullptr, [] { is_forked = true; }); }
+} at_fork;
+
+// What a thread of the host knows to be done. Another thread that waited does not order what this one enqueues.
+Clock& host() {
+  thread_local const int mine = ++state().threads;
+  return state().hosts[mine];
+}
+
+void join(Clock& into, const Clock& from) {
+  if (into.size() < from.size()) into.resize(from.size());
+  for (size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
+}
+
+uint64_t at(const Clock& clock, int index) { return size_t(index) < clock.size() ? clock[index] : 0; }
+
+int number_of(int device, int64_t stream) { return device * kPerDevice + int(stream); }
+
+void run(Stream* stream) {
+  init_worker();
+  while (true) {
+    Task task;
+    {
+      std::unique_lock<std::mutex> lock(stream->mutex);
+      stream->change.wait(lock, [&] { return !stream->tasks.empty(); });
+      task = std::move(stream->tasks.front());
+      stream->tasks.pop_front();
+    }
+    try {
+      task(stream->pacer);
+    } catch (const std::exception& error) {
+      std::lock_guard<std::mutex> lock(state().error_mutex);
+      if (state().error.empty()) state().error = error.what();
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(state().error_mutex);
+      if (state().error.empty()) state().error = "an unknown error";
+    }
+  }
+}
+
+Stream& stream_of(int device, int64_t id) {
+  if (is_forked) throw std::runtime_error("software device: a forked process cannot use the device");
+  State& s = state();
+  if (device < 0 || device >= s.devices || id < 0 || id > kPool) throw std::runtime_error("software device: no such stream");
+  auto& found = s.streams[number_of(device, id)];
+  if (!found) {
+    found = std::make_unique<Stream>();
+    found->number = number_of(device, id);
+  }
+  return *found;
+}
+
+void push(Stream& stream, Task task) {
+  if (!stream.started) {
+    stream.started = true;
+    std::thread(run, &stream).detach();
+  }
+  if (stream.seeded != epoch_of_seed) {
+    stream.seeded = epoch_of_seed;
+    const uint64_t seed = state().options.seed;
+    const int number = stream.number;
+    std::lock_guard<std::mutex> lock(stream.mutex);
+    stream.tasks.push_back([seed, number](Pacer& pacer) { pacer.reseed(seed, number); });
+  }
+  {
+    std::lock_guard<std::mutex> lock(stream.mutex);
+    stream.tasks.push_back(std::move(task));
+  }
+  stream.change.notify_one();
+}
+
+// ------------------------------------------------------------------ the detector
+
+std::string name_of(int number) {
+  if (number < 0) return "host";
+  return "stream " + std::to_string(number / kPerDevice) + "/" + std::to_string(number % kPerDevice);
+}
+
+void report(const char* kind, const Epoch& before, int stream, const char* what, uintptr_t begin, uintptr_t end) {
+  State& s = state();
+  std::string text = std::string(kind) + ": " + what + " on " + name_of(stream) + " is not ordered behind " +
+                     before.what + " on " + name_of(before.stream) + " (" + std::to_string(end - begin) + " bytes)";
+  s.counters["races"]++;
+  if (s.races.size() < 1000) s.races.push_back(text);
+}
+
+void split(uintptr_t where) {
+  auto& history = state().history;
+  auto it = history.upper_bound(where);
+  if (it == history.begin()) return;
+  --it;
+  if (it->first == where || it->second.end <= where) return;
+  Segment rest = it->second;
+  it->second.end = where;
+  history.emplace(where, std::move(rest));
+}
+
+void forget(uintptr_t begin, uintptr_t end) {
+  split(begin);
+  split(end);
+  auto& history = state().history;
+  history.erase(history.lower_bound(begin), history.lower_bound(end));
+}
+
+bool is_tracked(uintptr_t begin, uintptr_t end) {
+  return device_of(reinterpret_cast<void*>(begin)) >= 0 || is_pinned(reinterpret_cast<void*>(begin), end - begin);
+}
+
+void look(const Access& access, int stream, const Clock& clock, uint64_t tick, const char* what) {
+  if (access.begin >= access.end || !is_tracked(access.begin, access.end)) return;
+  auto& history = state().history;
+  split(access.begin);
+  split(access.end);
+  Epoch mine{stream, tick, what};
+  bool is_reported = false;
+  auto complain = [&](const char* kind, const Epoch& other, uintptr_t begin, uintptr_t end) {
+    if (!is_reported) report(kind, other, stream, what, begin, end);
+    is_reported = true;
+  };
+  uintptr_t place = access.begin;
+  auto it = history.lower_bound(access.begin);
+  while (place < access.end) {
+    if (it == history.end() || it->first > place) {  // never touched
+      const uintptr_t end = it == history.end() ? access.end : std::min(access.end, it->first);
+      Segment fresh{end, {}, {}};
+      it = history.emplace_hint(it, place, std::move(fresh));
+    }
+    Segment& segment = it->second;
+    if (segment.writer.stream >= 0 && segment.writer.tick > at(clock, segment.writer.stream))
+      complain(access.write ? "write after write" : "read after write", segment.writer, it->first, segment.end);
+    if (access.write) {
+      for (const Epoch& reader : segment.readers)
+        if (reader.tick > at(clock, reader.stream)) complain("write after read", reader, it->first, segment.end);
+      segment.writer = mine;
+      segment.readers.clear();
+    } else if (stream >= 0) {
+      auto same = std::find_if(segment.readers.begin(), segment.readers.end(),
+                               [&](const Epoch& reader) { return reader.stream == stream; });
+      if (same == segment.readers.end()) segment.readers.push_back(mine);
+      else *same = mine;
+    }
+    place = segment.end;
+    ++it;
+  }
+}
+
+bool is_done(const std::vector<RecordingP>& all);
+
+}  // namespace
+
+// ------------------------------------------------------------------ delays
+
+uint64_t Pacer::next() {
+  uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+
+void Pacer::reseed(uint64_t seed, int stream) {
+  state_ = seed * 1000003 + uint64_t(stream) * 7919 + 1;
+  next();
+  speed_ = int(next() % 4);  // streams of very different speed in one schedule
+}
+
+void nap(uint64_t us) {
+  timespec time{time_t(us / 1000000), long(us % 1000000) * 1000};
+  nanosleep(&time, nullptr);
+}
+
+void Pacer::pause() {
+  const uint64_t most = uint64_t(max_pause_us.load());
+  if (!most) return;
+  const uint64_t dice = next();
+  static const uint64_t chance[] = {0, 4, 16, 64};  // of 128
+  if (dice % 128 < chance[speed_]) nap((dice >> 8) % (most * (speed_ == 3 ? 2 : 1)));
+}
+
+void Pacer::small_pause() {
+  const uint64_t most = uint64_t(max_pause_us.load());
+  if (!most) return;
+  const uint64_t dice = next();
+  if (dice % 4 < uint64_t(speed_)) nap((dice >> 8) % (most / 2 + 1));
+}
+
+size_t Pacer::piece() {
+  if (!max_pause_us) return size_t{1} << 30;
+  return size_t{1024} << (next() % 7);
+}
+
+// ------------------------------------------------------------------ streams and events
+
+struct Recording {
+  std::mutex mutex;
+  std::condition_variable change;
+  bool done = false;
+  Steady::time_point time;
+  Clock clock;
+};
+
+int device_count() { return state().devices; }
+void set_device_count(int count) { state().devices = std::min(std::max(count, 0), 8); }
+bool forked() { return is_forked; }
+
+int64_t new_stream(int device) {
+  Guard guard(state().mutex);
+  return 1 + state().next_stream[device]++ % kPool;
+}
+
+void enqueue(int device, int64_t id, const char* what, const std::vector<Access>& accesses, Task task) {
+  Guard guard(state().mutex);
+  Stream& stream = stream_of(device, id);
+  {
+    join(stream.clock, host());
+    if (stream.clock.size() <= size_t(stream.number)) stream.clock.resize(stream.number + 1);
+    const uint64_t tick = ++stream.clock[stream.number];
+    for (const Access& access : accesses)
+      if (!access.write) look(access, stream.number, stream.clock, tick, what);
+    for (const Access& access : accesses)
+      if (access.write) look(access, stream.number, stream.clock, tick, what);
+  }
+  push(stream, [task = std::move(task)](Pacer& pacer) {
+    pacer.pause();
+    task(pacer);
+  });
+}
+
+RecordingP record(int device, int64_t id) {
+  Guard guard(state().mutex);
+  Stream& stream = stream_of(device, id);
+  auto made = std::make_shared<Recording>();
+  join(stream.clock, host());
+  made->clock = stream.clock;
+  push(stream, [made](Pacer&) {
+    std::lock_guard<std::mutex> lock(made->mutex);
+    made->time = Steady::now();
+    made->done = true;
+    made->change.notify_all();
+  });
+  return made;
+}
+
+void wait(int device, int64_t id, const RecordingP& recording) {
+  if (!recording) return;
+  Guard guard(state().mutex);
+  Stream& stream = stream_of(device, id);
+  join(stream.clock, recording->clock);
+  push(stream, [recording](Pacer&) {
+    std::unique_lock<std::mutex> lock(recording->mutex);
+    recording->change.wait(lock, [&] { return recording->done; });
+  });
+}
+
+void throw_pending() {
+  std::lock_guard<std::mutex> lock(state().error_mutex);
+  if (state().error.empty()) return;
+  std::string text = "software device: a task failed: " + state().error;
+  state().error.clear();
+  throw std::runtime_error(text);
+}
+
+static bool peek(const RecordingP& recording) {
+  std::lock_guard<std::mutex> lock(recording->mutex);
+  return recording->done;
+}
+
+bool query(const RecordingP& recording) {
+  if (!recording) return true;
+  return peek(recording);
+}
+
+void synchronize(const RecordingP& recording) {
+  if (!recording) return;
+  ++waits_of_this_thread;
+  {
+    std::unique_lock<std::mutex> lock(recording->mutex);
+    recording->change.wait(lock, [&] { return recording->done; });
+  }
+  {
+    Guard guard(state().mutex);
+    join(host(), recording->clock);
+  }
+  throw_pending();
+}
+
+double milliseconds(const RecordingP& from, const RecordingP& to) {
+  if (!from || !to || !peek(from) || !peek(to)) throw std::runtime_error("software device: an event is not done");
+  return std::chrono::duration<double, std::milli>(to->time - from->time).count();
+}
+
+void synchronize_stream(int device, int64_t id) {
+  count("stream synchronisations");
+  synchronize(record(device, id));
+}
+
+bool query_stream(int device, int64_t id) {
+  auto made = record(device, id);
+  return query(made);
+}
+
+void synchronize_device(int device) {
+  std::vector<RecordingP> all;
+  {
+    Guard guard(state().mutex);
+    for (auto& [number, stream] : state().streams)
+      if (number / kPerDevice == device) all.push_back(record(device, number % kPerDevice));
+  }
+  for (auto& one : all) synchronize(one);
+}
+
+// ------------------------------------------------------------------ device memory
+
+namespace {
+bool is_done(const std::vector<RecordingP>& all) {
+  return std::all_of(all.begin(), all.end(), [](const RecordingP& one) { return peek(one); });
+}
+
+void reuse(const Block& block) {
+  State& s = state();
+  {
+    void* where = shadow(block.pointer);
+    const size_t bytes = block.bytes;
+    const auto begin = reinterpret_cast<uintptr_t>(block.pointer);
+    enqueue(block.device, block.stream, "poison of freed memory", {{begin, begin + bytes, true}},
+            [where, bytes](Pacer&) { memset(where, 0xDB, bytes); });
+  }
+  s.free[{block.device, block.stream}].emplace(block.bytes, block.pointer);
+}
+
+void collect() {
+  State& s = state();
+  for (size_t left = s.waiting.size(); left > 0; --left) {
+    Waiting one = std::move(s.waiting.front());
+    s.waiting.pop_front();
+    if (is_done(one.until)) {
+      // The allocator saw that the other streams are done: nothing that comes can meet what they did.
+      const auto begin = reinterpret_cast<uintptr_t>(one.block.pointer);
+      forget(begin, begin + one.block.bytes);
+      reuse(one.block);
+    } else {
+      s.waiting.push_back(std::move(one));
+    }
+  }
+}
+}  // namespace
+
+void* allocate(int device, int64_t stream, size_t bytes) {
+  if (!bytes) return nullptr;
+  Guard guard(state().mutex);
+  State& s = state();
+  if (is_forked) throw std::runtime_error("software device: a forked process cannot use the device");
+  collect();
+  if (s.options.failing_allocation && --s.options.failing_allocation == 0)
+    return nullptr;
+  bytes = (bytes + kGrain - 1) / kGrain * kGrain;
+  auto& shelf = s.free[{device, stream}];
+  auto found = shelf.lower_bound(bytes);
+  void* pointer;
+  if (found != shelf.end() && found->first <= 2 * bytes) {
+    bytes = found->first;
+    pointer = found->second;
+    shelf.erase(found);
+    s.counters["blocks reused"]++;
+  } else {
+    auto& [guarded, shown] = s.arenas[device];
+    if (!guarded) {
+      // Device addresses are reserved and never mapped: a host that follows one dies of SIGSEGV there.
+      auto map = [](int protection) {
+        void* at = mmap(nullptr, kArena, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (at == MAP_FAILED) throw std::runtime_error("software device: no address space");
+        return static_cast<char*>(at);
+      };
+      guarded = map(PROT_NONE);
+      shown = map(PROT_READ | PROT_WRITE);
+    }
+    if (s.used[device] + bytes > kArena) return nullptr;
+    pointer = guarded + s.used[device];
+    s.used[device] += bytes;
+  }
+  s.live[pointer] = Block{pointer, bytes, device, stream, {}};
+  return pointer;
+}
+
+void release(void* pointer) {
+  if (!pointer || is_forked) return;
+  Guard guard(state().mutex);
+  State& s = state();
+  auto found = s.live.find(pointer);
+  if (found == s.live.end()) return;
+  Block block = std::move(found->second);
+  s.live.erase(found);
+  {
+    const auto begin = reinterpret_cast<uintptr_t>(pointer);
+    Clock clock = stream_of(block.device, block.stream).clock;
+    join(clock, host());
+    for (auto it = s.history.lower_bound(begin); it != s.history.end() && it->first < begin + block.bytes; ++it) {
+      auto check = [&](const Epoch& epoch) {
+        const bool is_recorded = std::any_of(block.uses.begin(), block.uses.end(), [&](const auto& use) {
+          return number_of(use.first, use.second) == epoch.stream;
+        });
+        if (epoch.stream >= 0 && !is_recorded && epoch.tick > at(clock, epoch.stream))
+          report("freed without record_stream", epoch, number_of(block.device, block.stream), "the end of memory",
+                 it->first, it->second.end);
+      };
+      check(it->second.writer);
+      for (const Epoch& reader : it->second.readers) check(reader);
+    }
+  }
+  std::vector<RecordingP> until;
+  for (auto& use : block.uses) until.push_back(record(use.first, use.second));
+  if (until.empty()) reuse(block);
+  else s.waiting.push_back({std::move(block), std::move(until)});
+}
+
+void record_use(void* pointer, int device, int64_t stream) {
+  Guard guard(state().mutex);
+  auto& live = state().live;
+  auto found = live.upper_bound(pointer);
+  if (found == live.begin()) return;
+  Block& block = std::prev(found)->second;
+  const std::pair<int, int64_t> use{device, stream};
+  if (use == std::make_pair(block.device, block.stream)) return;
+  if (std::find(block.uses.begin(), block.uses.end(), use) == block.uses.end()) block.uses.push_back(use);
+}
+
+int device_of(const void* pointer) {
+  State& s = state();
+  for (int device = 0; device < s.devices; ++device) {
+    const char* base = s.arenas[device].first;
+    if (base && pointer >= base && pointer < base + kArena) return device;
+  }
+  return -1;
+}
+
+void* shadow(const void* pointer) {
+  const int device = device_of(pointer);
+  if (device < 0) return const_cast<void*>(pointer);
+  auto& [guarded, shown] = state().arenas[device];
+  return shown + (static_cast<const char*>(pointer) - guarded);
+}
+
+// ------------------------------------------------------------------ host memory
+
+void* pin_allocate(size_t bytes) {
+  Guard guard(state().mutex);
+  State& s = state();
+  for (size_t left = s.pin_waiting.size(); left > 0; --left) {
+    auto one = std::move(s.pin_waiting.front());
+    s.pin_waiting.pop_front();
+    if (is_done(one.second.second)) free(one.first);
+    else s.pin_waiting.push_back(std::move(one));
+  }
+  void* pointer = nullptr;
+  if (posix_memalign(&pointer, 4096, std::max<size_t>(bytes, 1))) throw std::bad_alloc();
+  s.pinned[reinterpret_cast<uintptr_t>(pointer)] = bytes;
+  s.pin_blocks[pointer] = {bytes, {}};
+  return pointer;
+}
+
+void pin_release(void* pointer) {
+  if (!pointer) return;
+  if (is_forked) return free(pointer);
+  Guard guard(state().mutex);
+  State& s = state();
+  auto found = s.pin_blocks.find(pointer);
+  if (found == s.pin_blocks.end()) return;
+  auto block = std::move(found->second);
+  s.pin_blocks.erase(found);
+  const auto begin = reinterpret_cast<uintptr_t>(pointer);
+  s.pinned.erase(begin);
+  forget(begin, begin + block.first);
+  if (is_done(block.second)) free(pointer);
+  else s.pin_waiting.emplace_back(pointer, std::move(block));
+}
+
+void pin_record_use(void* pointer, int device, int64_t stream) {
+  Guard guard(state().mutex);
+  auto& blocks = state().pin_blocks;
+  auto found = blocks.upper_bound(pointer);
+  if (found == blocks.begin()) return;
+  --found;
+  if (static_cast<char*>(found->first) + found->second.first <= pointer) return;  // registered, not allocated here
+  found->second.second.push_back(record(device, stream));
+}
+
+int host_register(uintptr_t pointer, size_t bytes) {
+  Guard guard(state().mutex);
+  auto& pinned = state().pinned;
+  auto next = pinned.lower_bound(pointer);
+  if (next != pinned.end() && next->first < pointer + bytes) return 712;
+  if (next != pinned.begin() && std::prev(next)->first + std::prev(next)->second > pointer) return 712;
+  pinned[pointer] = bytes;
+  state().counters["registrations"]++;
+  return 0;
+}
+
+int host_unregister(uintptr_t pointer) {
+  Guard guard(state().mutex);
+  auto& pinned = state().pinned;
+  auto found = pinned.find(pointer);
+  if (found == pinned.end()) return 713;
+  // As with CUDA, nobody waits here; memory that a stream still writes is a race of the host.
+  const size_t bytes = found->second;
+  host_access(pointer, bytes, true, "unregistration");
+  forget(pointer, pointer + bytes);
+  pinned.erase(found);
+  return 0;
+}
+
+bool is_pinned(const void* pointer, size_t bytes) {
+  Guard guard(state().mutex);
+  auto& pinned = state().pinned;
+  const auto begin = reinterpret_cast<uintptr_t>(pointer);
+  auto next = pinned.upper_bound(begin);
+  if (next == pinned.begin()) return false;
+  --next;
+  return begin + std::max<size_t>(bytes, 1) <= next->first + next->second;
+}
+
+void host_access(uintptr_t pointer, size_t bytes, bool write, const char* what) {
+  Guard guard(state().mutex);
+  State& s = state();
+  // The host has no tick of its own: what it enqueues later is behind what it did.
+  Access access{pointer, pointer + bytes, write};
+  if (!is_tracked(access.begin, access.end)) return;
+  split(access.begin);
+  split(access.end);
+  for (auto it = s.history.lower_bound(access.begin); it != s.history.end() && it->first < access.end; ++it) {
+    Segment& segment = it->second;
+    if (segment.writer.stream >= 0 && segment.writer.tick > at(host(), segment.writer.stream))
+      return report(write ? "write after write" : "read after write", segment.writer, -1, what, it->first, segment.end);
+    for (const Epoch& reader : segment.readers)
+      if (write && reader.tick > at(host(), reader.stream))
+        return report("write after read", reader, -1, what, it->first, segment.end);
+  }
+}
+
+void host_join() {
+  Guard guard(state().mutex);
+  for (auto& [thread, clock] : state().hosts) join(host(), clock);
+}
+
+// ------------------------------------------------------------------ the rest
+
+void configure(const Options& options) {
+  Guard guard(state().mutex);
+  max_pause_us = options.max_pause_us;
+  epoch_of_seed++;
+  state().options = options;
+}
+Options options() {
+  Guard guard(state().mutex);
+  return state().options;
+}
+
+std::vector<std::string> take_races() {
+  Guard guard(state().mutex);
+  return std::exchange(state().races, {});
+}
+
+void count(const char* what) {
+  Guard guard(state().mutex);
+  state().counters[what]++;
+}
+
+uint64_t synchronisations() { return waits_of_this_thread; }
+
+std::vector<std::pair<std::string, uint64_t>> counters() {
+  Guard guard(state().mutex);
+  return {state().counters.begin(), state().counters.end()};
+}
+}  // namespace software

@@ -1,0 +1,92 @@
+// Runtime of the asynchronous software device: streams, events, memory, seeded delays and the happens-before checker.
+//
+// A stream is a thread and a queue. Work is put into the queue by the host, runs later, and is delayed at random (seeded).
+// The checker works when work is *enqueued*: every stream and every host thread has a vector clock, every piece of
+// memory remembers its last writer and its readers since. A read or write that no event orders behind them is reported,
+// however lucky the timing was. Delays, copies that land in pieces and poison in freed memory are the second net: they
+// make a missing wait visible in the bytes.
+//
+// No torch here; backend.cpp ties this to PyTorch.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace software {
+
+using Clock = std::vector<uint64_t>;  // by global number of a stream: how many of its tasks happened before
+
+struct Access {
+  uintptr_t begin, end;
+  bool write;
+};
+
+// A stream's own dice and speed. Only its thread uses it.
+class Pacer {
+ public:
+  void reseed(uint64_t seed, int stream);
+  void pause();        // before a task
+  void small_pause();  // between two pieces of a copy
+  size_t piece();      // bytes of the next piece
+ private:
+  uint64_t next();
+  uint64_t state_ = 1;
+  int speed_ = 1;
+};
+
+struct Recording;  // one recording of an event
+using RecordingP = std::shared_ptr<Recording>;
+using Task = std::function<void(Pacer&)>;
+
+int device_count();
+void set_device_count(int count);
+int64_t new_stream(int device);  // from a pool of 32, round robin, as CUDA; 0 is the default stream
+
+// Puts a task at the end of a stream; the detector compares its accesses at once, in program order.
+void enqueue(int device, int64_t stream, const char* what, const std::vector<Access>& accesses, Task task);
+RecordingP record(int device, int64_t stream);
+void wait(int device, int64_t stream, const RecordingP& recording);
+bool query(const RecordingP& recording);  // orders nothing for the checker: code that polls must not rely on luck
+void synchronize(const RecordingP& recording);
+double milliseconds(const RecordingP& from, const RecordingP& to);  // throws if one is not done, as CUDA does
+void synchronize_stream(int device, int64_t stream);
+bool query_stream(int device, int64_t stream);
+void synchronize_device(int device);
+void throw_pending();  // an error that a task met is thrown at the next synchronisation
+
+void* allocate(int device, int64_t stream, size_t bytes);  // null: out of memory
+void release(void* pointer);
+void record_use(void* pointer, int device, int64_t stream);
+void* shadow(const void* device_pointer);  // where threads of streams find what stands at a device address
+int device_of(const void* pointer);        // -1: host memory
+
+void* pin_allocate(size_t bytes);
+void pin_release(void* pointer);
+void pin_record_use(void* pointer, int device, int64_t stream);
+int host_register(uintptr_t pointer, size_t bytes);  // 0; 712 if a part of it is registered already
+int host_unregister(uintptr_t pointer);              // 0; 713 if it is not registered
+bool is_pinned(const void* pointer, size_t bytes);
+
+void host_access(uintptr_t pointer, size_t bytes, bool write, const char* what);  // a test says what the host does
+
+void host_join();  // a test says: this thread waited for what all other threads of the host did
+
+struct Options {
+  uint64_t seed = 0;
+  int max_pause_us = 0;        // 0: no delays
+  int failing_allocation = 0;  // the n-th allocation from now on finds no memory; 0: none
+  bool has_streams = true;     // false: as a device without streams, of which torch.Stream cannot be made
+};
+void configure(const Options& options);
+Options options();
+std::vector<std::string> take_races();
+std::vector<std::pair<std::string, uint64_t>> counters();
+void count(const char* what);
+uint64_t synchronisations();  // how often this thread waited for the device so far
+bool forked();
+void init_worker();  // defined beside torch: what each thread of a stream does first
+}  // namespace software

@@ -1,0 +1,491 @@
+"""Captures from a device: true to the boundary while the next step runs, whole only when every byte has landed."""
+
+import uuid
+
+import pytest
+import torch
+from support import accelerator
+
+from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.capture import devices
+from lazysnap.capture.job import CaptureJob, CapturePhase
+from lazysnap.capture.plan import make_plan
+from lazysnap.engine.captures import Captures
+from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.memory.arena import Slot, SlotPhase
+from lazysnap.state.objects import ObjectState
+from lazysnap.state.walk import walk
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not accelerator.IS_THERE, reason=accelerator.WHY_NOT)]
+on_software = pytest.mark.skipif(accelerator.SOFTWARE is None, reason="only the software device can do that")
+TIMEOUT_S = 30
+DEVICE = accelerator.TYPE
+
+
+def make(width=256, device=DEVICE):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, width, dtype=torch.float32)
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return model, optimizer
+
+
+def train(model, optimizer):
+    width, device = model[0].in_features, model[0].weight.device
+    model(torch.randn(16, width, device=device)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class ReadSlot(Slot):
+    """A slot that is read as a keeper reads it: whatever the watermark covers, as soon as it does."""
+
+    expected = None
+    read = 0
+
+    def begin(self, *args, **options):
+        self.read = 0
+        super().begin(*args, **options)
+
+    def advance(self, watermark):
+        super().advance(watermark)
+        if self.expected is not None:
+            self.expected.check(self.read, watermark)
+        self.read = watermark
+
+    def commit(self):
+        self.advance(self.word(8))  # the bytes of the image
+        super().commit()
+
+
+class Expected:
+    """The state at a boundary, copied aside, and where it is to be found in the slot."""
+
+    def __init__(self, walked, plan, slot):
+        torch.accelerator.synchronize()
+        self.plan, self.slot, self.wrong = plan, slot, []
+        self.values = [tensor.cpu().clone() for tensor in walked.tensors]
+
+    def check(self, begin, end):
+        for index, record in enumerate(self.plan.records):
+            if begin < record.offset + record.nbytes <= end:
+                view = self.plan.view(self.slot, index)
+                accelerator.host_reads(view, "a read below the watermark")
+                stored = self.values[index].resolve_conj()
+                if not torch.equal(view, stored):
+                    self.wrong.append(record.name)
+
+
+class Bench:
+    def __init__(self, extra=None, others=()):
+        self.parts = make()
+        train(*self.parts)
+        self.source = ObjectState(
+            {"model": self.parts[0], "optimizer": self.parts[1], "extra": extra or {}, **dict(others)}
+        )
+        self.captures = Captures()
+        self.slot = None
+
+    def prepared(self, step=1):
+        walked = walk(self.source.collect())
+        plan = make_plan(walked, self.source)
+        if self.slot is None:
+            self.slot = ReadSlot.create(1 << 16, plan.layout.size_bytes)
+            self.slot.populate()
+        self.slot.expected = Expected(walked, plan, self.slot)
+        self.slot.begin(step, sequence=step, image_bytes=plan.layout.size_bytes, meta=b"{}", pin=False)
+        return CaptureJob(plan, self.slot, step, walked.tensors)
+
+    def begin(self, step=1):
+        job = self.prepared(step)
+        self.captures.begin(job)
+        return job
+
+    def check(self, job):
+        assert self.captures.wait_released(TIMEOUT_S)
+        status = self.slot.status()
+        assert status.phase is SlotPhase.WHOLE, job.reason
+        assert status.watermark == job.plan.layout.size_bytes
+        assert self.slot.expected.wrong == []
+
+
+@pytest.fixture
+def bench():
+    made = []
+
+    def make_bench(*args, **options):
+        made.append(Bench(*args, **options))
+        return made[-1]
+
+    yield make_bench
+    for item in made:
+        item.captures.close(TIMEOUT_S)
+
+
+def engine_of(model, optimizer, **others):
+    config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=5))
+    return SnapshotEngine(config, {"model": model, "optimizer": optimizer, **others})
+
+
+def test_the_capture_is_of_the_boundary_though_the_next_step_is_queued_at_once(bench):
+    it = bench()
+    for step in range(1, 6):
+        job = it.begin(step)
+        it.captures.finish(TIMEOUT_S)
+        train(*it.parts)
+        it.check(job)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_in_any_schedule_what_stands_below_the_watermark_is_the_state_of_the_boundary(bench, seed):
+    """The software device draws the delays of streams and pieces anew for each seed."""
+    if accelerator.SOFTWARE is not None:
+        accelerator.SOFTWARE.configure(seed=seed, max_pause_us=500)
+    slow = torch.nn.Linear(64, 64)
+    it = bench(extra={"counts": torch.arange(100)}, others={"cpu": slow, "sgd": torch.optim.SGD(slow.parameters())})
+    for step in range(1, 4):
+        job = it.begin(step)
+        it.captures.finish(TIMEOUT_S)
+        train(*it.parts)
+        with torch.no_grad():
+            slow.weight.add_(1)
+        it.check(job)
+
+
+def test_buffers_that_change_in_the_next_forward_are_captured_as_they_were(bench):
+    it = bench()
+    job = it.begin()
+    with torch.no_grad():
+        it.parts[0](torch.randn(64, 256, device=DEVICE))  # forward before the gate: running statistics change
+    it.captures.finish(TIMEOUT_S)
+
+    it.check(job)
+
+
+def test_the_watermark_covers_no_byte_of_a_device_that_has_not_landed(bench):
+    """A state on a CPU and on a device: bytes of both lie one behind the other in the file."""
+    slow = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4)))
+    it = bench(others={"cpu": slow, "sgd": torch.optim.SGD(slow.parameters(), lr=1.0)})
+    job = it.prepared()
+    of_device = min(record.offset for record in job.plan.records if record.device.type == DEVICE and record.nbytes)
+
+    with accelerator.busy_stream():
+        it.captures.begin(job)
+        assert job.cpu_sources_read.wait(TIMEOUT_S)
+        assert it.slot.status().watermark <= of_device
+        it.captures.finish(TIMEOUT_S)
+
+    it.check(job)
+
+
+def test_the_gate_of_a_state_on_both_waits_for_what_is_read_from_the_cpu_alone(bench):
+    slow = torch.nn.Linear(300, 300)
+    it = bench(others={"cpu": slow, "sgd": torch.optim.SGD(slow.parameters(), lr=1.0)})
+    job = it.prepared()
+
+    with accelerator.busy_stream():
+        it.captures.begin(job)
+        it.captures.finish(TIMEOUT_S)
+        with torch.no_grad():
+            slow.weight.add_(1)  # as an optimizer behind the gate does
+        assert job.phase is CapturePhase.COPYING
+
+    it.check(job)
+
+
+def test_two_devices_in_one_state(bench):
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    other, optimizer = make(device=f"{DEVICE}:1")
+    train(other, optimizer)
+    it = bench(others={"other": other, "adam": optimizer})
+    for step in range(1, 4):
+        job = it.begin(step)
+        it.captures.finish(TIMEOUT_S)
+        train(*it.parts)
+        train(other, optimizer)
+        it.check(job)
+
+
+def test_a_tensor_that_changes_before_the_gate_makes_the_capture_void(bench):
+    it = bench()
+    job = it.prepared()
+    with accelerator.busy_stream():
+        it.captures.begin(job)
+        torch._C._autograd._unsafe_set_version_counter((it.parts[0][0].weight,), (99,))  # without a write that races
+        it.captures.finish(TIMEOUT_S)
+
+    assert job.phase is CapturePhase.TORN
+    assert it.captures.wait_released(TIMEOUT_S)
+    assert it.slot.status().phase is SlotPhase.VOID
+
+
+def test_a_change_behind_the_gate_does_not_matter_though_the_device_still_copies(bench):
+    it = bench()
+    job = it.prepared()
+    with accelerator.busy_stream():
+        it.captures.begin(job)
+        it.captures.finish(TIMEOUT_S)
+        with torch.no_grad():
+            it.parts[0][0].weight.add_(1)
+        assert job.phase is CapturePhase.COPYING
+
+    it.check(job)
+    assert it.captures.take_settled() == [job]
+
+
+def test_strided_complex_and_odd_tensors_on_the_device(bench):
+    base = torch.randn(64, 48, device=DEVICE)
+    extra = {
+        "turned": base.t(),
+        "strided": base[::2, ::3],
+        "half": base.bfloat16(),
+        "complex": torch.complex(base, base),
+        "bool": base > 0,
+        "empty": base[:0],
+        "f8": base.to(torch.float8_e4m3fn),
+        "one": torch.ones((), device=DEVICE),
+    }
+    if accelerator.SOFTWARE is None:  # which cannot conjugate
+        extra["conjugate"] = torch.complex(base, base).conj()
+    it = bench(extra=extra)
+    job = it.begin()
+    it.captures.finish(TIMEOUT_S)
+
+    it.check(job)
+
+
+def test_neither_boundary_nor_gate_waits_for_the_device(bench):
+    it = bench()
+    it.begin()
+    it.captures.finish(TIMEOUT_S)
+    assert it.captures.wait_released(TIMEOUT_S)  # the slot is registered, the staging buffers are there
+    stream = torch.accelerator.current_stream()
+    job = it.prepared(2)
+
+    with accelerator.busy_stream():
+        it.captures.begin(job)
+        it.captures.finish(TIMEOUT_S)
+
+        assert not stream.query(), "the host waited until the device was done"
+        assert it.slot.status().phase is SlotPhase.CAPTURING
+        assert it.captures.is_writing(it.slot)
+
+    it.check(job)
+    assert not it.captures.is_writing(it.slot)
+
+
+def test_a_gate_behind_the_next_one_waits_until_the_capture_is_whole(bench):
+    """So when a rank begins a capture, its last one is whole: the number of slots counts on that."""
+    it = bench()
+    job = it.prepared()
+    with accelerator.busy_stream():
+        it.captures.begin(job)
+        assert it.captures.finish(TIMEOUT_S) is job
+        assert job.phase is CapturePhase.COPYING
+
+    assert it.captures.finish(TIMEOUT_S) is None
+
+    assert job.phase is CapturePhase.WHOLE
+
+
+def test_a_device_that_does_not_finish_costs_the_snapshot_and_no_more_than_one_wait(bench):
+    it = bench()
+    job = it.prepared()
+    with accelerator.busy_stream():
+        it.captures.begin(job)
+        it.captures.finish(TIMEOUT_S)
+
+        assert not it.captures.wait_released(0.01)
+
+        assert job.phase is CapturePhase.FAILED
+        assert it.slot.status().phase is SlotPhase.VOID
+        assert it.captures.is_writing(it.slot)
+    assert job.released.wait(TIMEOUT_S)
+    assert it.captures.wait_released(0.0)
+    assert it.slot.status().phase is SlotPhase.VOID
+
+
+@on_software
+def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench):
+    """At each allocation of a capture in turn. Nothing of it is published, and its slot is not used too early."""
+    it, failed = bench(), 0
+    turned = torch.nn.Parameter(torch.randn(600, 300, device=DEVICE).t())
+    it.source = ObjectState(
+        {**it.source.named(), "sgd": torch.optim.SGD([turned]), "held": {"turned": turned.detach()}}
+    )
+    for number in range(1, 50):
+        job = it.prepared(number)
+        accelerator.SOFTWARE.configure(seed=number, max_pause_us=200, failing_allocation=number)
+        try:
+            it.captures.begin(job)
+        except torch.OutOfMemoryError:
+            failed += 1
+            assert it.captures.finish(TIMEOUT_S) is None
+            train(*it.parts)  # goes on, behind whatever was queued
+            assert it.captures.wait_released(TIMEOUT_S)
+            assert not it.captures.is_writing(it.slot)
+            assert (job.phase, it.slot.status().phase) == (CapturePhase.FAILED, SlotPhase.VOID)
+            continue
+        it.captures.finish(TIMEOUT_S)
+        it.check(job)
+        break
+    assert failed >= 2
+
+
+@on_software
+def test_a_tensor_on_a_device_without_streams_is_refused_by_name(bench):
+    devices.has_copier.cache_clear()
+    accelerator.SOFTWARE.configure(has_streams=False)
+    try:
+        model, optimizer = make()
+        engine = engine_of(model, optimizer)
+        train(model, optimizer)
+        with pytest.raises(
+            UnsupportedState, match=rf"model\['0\.weight'\]: a tensor on the device {DEVICE}:0.*keep it out"
+        ):
+            engine.boundary(1)
+        engine.abandon()
+    finally:
+        accelerator.SOFTWARE.configure()
+        devices.has_copier.cache_clear()
+
+
+@on_software
+def test_boundary_and_gate_make_no_call_that_waits_for_the_device():
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
+    engine = engine_of(model, optimizer, scaler=scaler)
+    assert engine.wait_ready(TIMEOUT_S)
+    calls = []
+    for step in range(1, 6):
+        scaler.scale(model(torch.randn(16, 256, device=DEVICE)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        engine.wait_ready(TIMEOUT_S)
+        before = accelerator.SOFTWARE.synchronisations()
+        assert engine.boundary(step)
+        engine.gate()
+        calls.append(accelerator.SOFTWARE.synchronisations() - before)
+    engine.close(drain=False)
+
+    assert calls[2:] == [0, 0, 0]  # the first ones plan
+
+
+def test_the_scale_and_the_growth_of_a_grad_scaler_are_restored():
+    config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=30))
+
+    def start():
+        model, optimizer = make()
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=4)
+        return model, optimizer, scaler
+
+    model, optimizer, scaler = start()
+    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "scaler": scaler})
+    for step in range(1, 7):
+        scaler.scale(model(torch.randn(16, 256, device=DEVICE)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert engine.wait_ready(TIMEOUT_S)
+        assert engine.boundary(step)
+    assert engine.wait(6, until="captured", timeout_s=TIMEOUT_S)
+    engine.abandon()
+
+    model, optimizer, again = start()
+    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "scaler": again})
+    assert engine.restore().step == 6
+    engine.close(drain=False)
+
+    assert again.state_dict() == scaler.state_dict()
+    assert again.state_dict()["scale"] == 16.0
+    assert type(again.state_dict()["_growth_tracker"]) is int
+
+
+@on_software
+def test_a_step_captured_into_a_graph_needs_a_gate_before_each_replay_and_a_boundary_outside():
+    model, optimizer = make()
+    engine = engine_of(model, optimizer)
+    assert engine.wait_ready(TIMEOUT_S)
+    train(model, optimizer)
+    assert engine.boundary(1)
+    with accelerator.SOFTWARE.capturing_graph():
+        with pytest.raises(ConfigError, match=r"captured into a graph.*engine\.wait.*engine\.gate\(\) before every"):
+            optimizer.step()
+        with pytest.raises(ConfigError, match="behind replay"):
+            engine.boundary(2)
+    assert engine.wait(until="captured", timeout_s=TIMEOUT_S)
+    with accelerator.SOFTWARE.capturing_graph():
+        optimizer.step()  # nothing is copied: allowed, with one warning
+    assert engine.boundary(2)
+    engine.gate()
+    engine.close(drain=False)
+
+
+def test_figures_say_how_long_copies_took_and_devices_waited():
+    model, optimizer = make(width=1024)
+    engine = engine_of(model, optimizer)
+    assert engine.wait_ready(TIMEOUT_S)
+    for step in range(1, 5):
+        train(model, optimizer)
+        assert engine.wait_ready(TIMEOUT_S)
+        assert engine.boundary(step)
+        engine.gate()  # at once: the device has to wait for nearly the whole copy
+    assert engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
+    torch.accelerator.synchronize()
+    statistics = engine.statistics()
+    engine.close(drain=False)
+
+    assert (statistics.whole, statistics.copy.count) == (4, 4)
+    assert statistics.copy.total_s > 0
+    assert statistics.device_wait_s > 0
+
+
+def test_slots_are_registered_before_they_are_ready_and_not_after_the_end():
+    model, optimizer = make()
+    engine = engine_of(model, optimizer)
+    assert engine.wait_ready(TIMEOUT_S)
+    views = [torch.frombuffer(slot.buffer, dtype=torch.uint8) for slot in engine._client.slots()]
+    assert views
+    assert all(view.is_pinned() for view in views)
+    train(model, optimizer)
+    assert engine.boundary(1)
+    engine.close(drain=False)
+
+    assert not any(view.is_pinned() for view in views)
+
+
+def test_an_engine_restores_a_device_training_bit_for_bit():
+    """Batches are drawn on the device: its random numbers are part of the state."""
+    config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(slots=3, linger_s=30))
+
+    def start():
+        model, optimizer = make()
+        return (model, optimizer), SnapshotEngine(config, {"model": model, "optimizer": optimizer})
+
+    straight = make()
+    torch.manual_seed(1)
+    for _ in range(5):
+        train(*straight)
+
+    parts, engine = start()
+    torch.manual_seed(1)
+    for step in range(1, 4):
+        train(*parts)
+        assert engine.wait_ready(TIMEOUT_S)
+        assert engine.boundary(step)
+    assert engine.wait(3, until="captured", timeout_s=TIMEOUT_S)
+    engine.abandon()
+
+    again, engine = start()
+    torch.manual_seed(7)
+    snapshot = engine.restore("latest")
+    for _ in range(2):
+        train(*again)
+    engine.close(drain=False)
+
+    assert snapshot.step == 3
+    for name, value in straight[0].state_dict().items():
+        assert torch.equal(value, again[0].state_dict()[name]), name
