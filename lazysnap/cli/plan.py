@@ -49,6 +49,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--nodes", type=int, default=1, help="machines they run on (1)")
     plan.add_argument("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has all, or a part (ddp)")
     plan.add_argument("--every-n-steps", type=int, default=1, help="steps between captures in memory (1)")
+    plan.add_argument("--cpu", action="store_true", help="ranks train on CPUs, not on GPUs")
     plan.add_argument("--no-redundancy", action="store_true", help="nodes do not protect each other")
     plan.add_argument("--no-level", action="store_true", help="memory only")
     plan.add_argument("--rate", type=parse_rate, metavar="RATE", help="bytes that storage takes from one node: 2GB/s")
@@ -66,7 +67,7 @@ def _estimate(args: argparse.Namespace, config: SnapshotConfig, redundancy: Redu
     weights = trainable * DTYPES[args.dtype]
     captured = weights + trainable * OPTIMIZERS[args.optimizer] * DTYPES[args.state_dtype or args.dtype]
     frozen = (args.params - trainable) * DTYPES[args.dtype]
-    slots = slots_needed(config, args.ranks, is_redundant=redundancy is not None)
+    slots = slots_needed(config, args.ranks, runs_ahead=not args.cpu, is_redundant=redundancy is not None)
     sharing = args.nodes if args.sharding == "fsdp" else 1
     group, parity = 1, 0.0
     if redundancy is not None:
@@ -80,7 +81,7 @@ def _estimate(args: argparse.Namespace, config: SnapshotConfig, redundancy: Redu
         "captured_bytes": round(captured),
         "frozen_bytes": round(frozen),
         "slots_per_rank": slots,
-        "slots_kept_whole": kept_whole(config, args.ranks),
+        "slots_kept_whole": kept_whole(config, args.ranks, runs_ahead=not args.cpu),
         "nodes_per_group": group,
         "parity_per_node_bytes": round(parity),
         "memory_per_rank_bytes": round(memory * args.nodes / args.ranks),

@@ -286,7 +286,8 @@ def summary(statistics: Statistics, end: End) -> list[str]:
         parts.append(f"protected {statistics.protected} on other nodes (newest: step {statistics.last_protected_step})")
     if not end.urls:
         parts.append("stored nowhere: no storage level is set")
-    parts.append(f"training waited {duration(statistics.waited_s)} in all")
+    of_devices = f", its devices {duration(statistics.device_wait_s)}" if statistics.device_wait_s else ""
+    parts.append(f"training waited {duration(statistics.waited_s)} in all{of_devices}")
     lines.append("; ".join(parts))
     newest = statistics.last_whole_step
     if newest is None and not any(url in statistics.last_durable_step for url in end.urls):

@@ -26,8 +26,9 @@ class Figures:
     def values(self, statistics: Statistics, levels: Sequence[PersistentLevel]) -> dict[str, float]:
         """What is known now; nothing before the first capture.
 
-        ``stall_ms``: training waited at the last capture. ``copy_gb_per_s``: mean of all. ``skipped``, ``torn``: so
-        far. ``lag_steps/…``, ``lag_s/…``: behind the last step, in memory, on other nodes, and at storage level 0, 1, …
+        ``stall_ms``: the training thread waited at the last capture. ``device_wait_s``: devices stood still at gates so
+        far (only on devices). ``copy_gb_per_s``: mean of all. ``skipped``, ``torn``: so far. ``lag_steps/…``,
+        ``lag_s/…``: behind the last step, in memory, on other nodes, and at storage level 0, 1, …
         of ``levels``.
         """
         if not statistics.began:
@@ -38,6 +39,8 @@ class Figures:
             "skipped": float(statistics.skipped.total()),
             "torn": float(statistics.torn),
         }
+        if statistics.device_wait_s:
+            values["device_wait_s"] = statistics.device_wait_s
         if copy_s:
             values["copy_gb_per_s"] = statistics.bytes_captured / copy_s / 1e9
         newest = max(self._passed_s, default=0)

@@ -32,11 +32,12 @@ def test_ranks_of_a_node_share_one_copy_and_sharded_ones_split_it_between_nodes(
 
     assert ddp["captured_bytes"] == fsdp["captured_bytes"] == 84e9
     # Two slots more for what the other node protects, and of what each node has alone the mirror of two steps.
-    assert ddp["memory_per_node_bytes"] == 6 * 84e9
-    assert (fsdp["memory_per_node_bytes"], fsdp["parity_per_node_bytes"]) == ((6 + 2) * 42e9, 2 * 42e9)
+    assert ddp["memory_per_node_bytes"] == 7 * 84e9
+    assert (fsdp["memory_per_node_bytes"], fsdp["parity_per_node_bytes"]) == ((7 + 2) * 42e9, 2 * 42e9)
     for sharding, held in (("ddp", 84e9), ("fsdp", 42e9)):
         words = ["--params", "7b", "--ranks", "16", "--nodes", "2", "--sharding", sharding, "--no-redundancy"]
-        assert run_json(capsys, "plan", *words)[1]["memory_per_node_bytes"] == 4 * held
+        assert run_json(capsys, "plan", *words)[1]["memory_per_node_bytes"] == 5 * held
+        assert run_json(capsys, "plan", *words, "--cpu")[1]["memory_per_node_bytes"] == 4 * held
     assert ddp["stored_per_snapshot_bytes"] == fsdp["stored_per_snapshot_bytes"] == 84e9
 
 

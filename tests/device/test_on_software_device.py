@@ -14,7 +14,7 @@ import pytest
 from device import software_device
 
 ROOT = pathlib.Path(__file__).parents[2]
-SUITE = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+SUITE = [*sorted((ROOT / "tests" / "gpu").glob("test_*.py")), pathlib.Path(__file__).with_name("suite_on_software.py")]
 DEADLINE_S = 280
 
 
@@ -26,7 +26,7 @@ def outcomes(tmp_path_factory):
     except software_device.CannotBuild as error:
         pytest.skip(str(error))
     report = tmp_path_factory.mktemp("software") / "report.xml"
-    alone = ("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ROOT, "--confcutdir", ROOT / "tests" / "gpu")
+    alone = ("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ROOT, "--noconftest", "-p", "device.checked")
     words = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", *alone, f"--junitxml={report}", *SUITE]
     env = {**os.environ, "LAZYSNAP_TEST_DEVICE": "software", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)

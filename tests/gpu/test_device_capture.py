@@ -7,17 +7,14 @@ import torch
 from support import accelerator
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.capture import devices
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import make_plan
 from lazysnap.engine.captures import Captures
-from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.memory.arena import Slot, SlotPhase
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not accelerator.IS_THERE, reason=accelerator.WHY_NOT)]
-on_software = pytest.mark.skipif(accelerator.SOFTWARE is None, reason="only the software device can do that")
 TIMEOUT_S = 30
 DEVICE = accelerator.TYPE
 
@@ -194,9 +191,8 @@ def test_the_gate_of_a_state_on_both_waits_for_what_is_read_from_the_cpu_alone(b
     it.check(job)
 
 
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
 def test_two_devices_in_one_state(bench):
-    if torch.accelerator.device_count() < 2:
-        pytest.skip("needs two devices")
     other, optimizer = make(device=f"{DEVICE}:1")
     train(other, optimizer)
     it = bench(others={"other": other, "adam": optimizer})
@@ -307,73 +303,6 @@ def test_a_device_that_does_not_finish_costs_the_snapshot_and_no_more_than_one_w
     assert it.slot.status().phase is SlotPhase.VOID
 
 
-@on_software
-def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench):
-    """At each allocation of a capture in turn. Nothing of it is published, and its slot is not used too early."""
-    it, failed = bench(), 0
-    turned = torch.nn.Parameter(torch.randn(600, 300, device=DEVICE).t())
-    it.source = ObjectState(
-        {**it.source.named(), "sgd": torch.optim.SGD([turned]), "held": {"turned": turned.detach()}}
-    )
-    for number in range(1, 50):
-        job = it.prepared(number)
-        accelerator.SOFTWARE.configure(seed=number, max_pause_us=200, failing_allocation=number)
-        try:
-            it.captures.begin(job)
-        except torch.OutOfMemoryError:
-            failed += 1
-            assert it.captures.finish(TIMEOUT_S) is None
-            train(*it.parts)  # goes on, behind whatever was queued
-            assert it.captures.wait_released(TIMEOUT_S)
-            assert not it.captures.is_writing(it.slot)
-            assert (job.phase, it.slot.status().phase) == (CapturePhase.FAILED, SlotPhase.VOID)
-            continue
-        it.captures.finish(TIMEOUT_S)
-        it.check(job)
-        break
-    assert failed >= 2
-
-
-@on_software
-def test_a_tensor_on_a_device_without_streams_is_refused_by_name(bench):
-    devices.has_copier.cache_clear()
-    accelerator.SOFTWARE.configure(has_streams=False)
-    try:
-        model, optimizer = make()
-        engine = engine_of(model, optimizer)
-        train(model, optimizer)
-        with pytest.raises(
-            UnsupportedState, match=rf"model\['0\.weight'\]: a tensor on the device {DEVICE}:0.*keep it out"
-        ):
-            engine.boundary(1)
-        engine.abandon()
-    finally:
-        accelerator.SOFTWARE.configure()
-        devices.has_copier.cache_clear()
-
-
-@on_software
-def test_boundary_and_gate_make_no_call_that_waits_for_the_device():
-    model, optimizer = make()
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
-    engine = engine_of(model, optimizer, scaler=scaler)
-    assert engine.wait_ready(TIMEOUT_S)
-    calls = []
-    for step in range(1, 6):
-        scaler.scale(model(torch.randn(16, 256, device=DEVICE)).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        engine.wait_ready(TIMEOUT_S)
-        before = accelerator.SOFTWARE.synchronisations()
-        assert engine.boundary(step)
-        engine.gate()
-        calls.append(accelerator.SOFTWARE.synchronisations() - before)
-    engine.close(drain=False)
-
-    assert calls[2:] == [0, 0, 0]  # the first ones plan
-
-
 def test_the_scale_and_the_growth_of_a_grad_scaler_are_restored():
     config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=30))
 
@@ -402,26 +331,6 @@ def test_the_scale_and_the_growth_of_a_grad_scaler_are_restored():
     assert again.state_dict() == scaler.state_dict()
     assert again.state_dict()["scale"] == 16.0
     assert type(again.state_dict()["_growth_tracker"]) is int
-
-
-@on_software
-def test_a_step_captured_into_a_graph_needs_a_gate_before_each_replay_and_a_boundary_outside():
-    model, optimizer = make()
-    engine = engine_of(model, optimizer)
-    assert engine.wait_ready(TIMEOUT_S)
-    train(model, optimizer)
-    assert engine.boundary(1)
-    with accelerator.SOFTWARE.capturing_graph():
-        with pytest.raises(ConfigError, match=r"captured into a graph.*engine\.wait.*engine\.gate\(\) before every"):
-            optimizer.step()
-        with pytest.raises(ConfigError, match="behind replay"):
-            engine.boundary(2)
-    assert engine.wait(until="captured", timeout_s=TIMEOUT_S)
-    with accelerator.SOFTWARE.capturing_graph():
-        optimizer.step()  # nothing is copied: allowed, with one warning
-    assert engine.boundary(2)
-    engine.gate()
-    engine.close(drain=False)
 
 
 def test_figures_say_how_long_copies_took_and_devices_waited():

@@ -1,20 +1,17 @@
-"""On the software device every test runs with delays of a seed of its own, and ends without a report of the checker."""
+"""A plugin for tests on the software device: delays by seed, and no report of the checker."""
 
 import zlib
 
 import pytest
 import torch
-from support import accelerator
+from device import software_device
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _orders_all_accesses(request):
-    software = accelerator.SOFTWARE
-    if software is None:
-        yield
-        return
+    software = software_device.load()
     software.configure(seed=zlib.crc32(request.node.name.encode()), max_pause_us=200)
     software.races()
     yield

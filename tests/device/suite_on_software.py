@@ -1,0 +1,105 @@
+"""What only the software device can do: fail an allocation, lose its streams, count the calls that wait for it.
+
+Run by ``test_on_software_device.py`` with tests/gpu, on whose helpers it builds.
+"""
+
+import pytest
+import torch
+from gpu.test_device_capture import (
+    DEVICE,
+    TIMEOUT_S,
+    bench,  # noqa: F401  a fixture
+    engine_of,
+    make,
+    train,
+)
+from support import accelerator
+
+from lazysnap.capture import devices
+from lazysnap.capture.job import CapturePhase
+from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.memory.arena import SlotPhase
+from lazysnap.state.objects import ObjectState
+
+
+def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench):  # noqa: F811
+    """At each allocation of a capture in turn. Nothing of it is published, and its slot is not used too early."""
+    it, failed = bench(), 0
+    turned = torch.nn.Parameter(torch.randn(600, 300, device=DEVICE).t())
+    it.source = ObjectState(
+        {**it.source.named(), "sgd": torch.optim.SGD([turned]), "held": {"turned": turned.detach()}}
+    )
+    for number in range(1, 50):
+        job = it.prepared(number)
+        accelerator.SOFTWARE.configure(seed=number, max_pause_us=200, failing_allocation=number)
+        try:
+            it.captures.begin(job)
+        except torch.OutOfMemoryError:
+            failed += 1
+            assert it.captures.finish(TIMEOUT_S) is None
+            train(*it.parts)  # goes on, behind whatever was queued
+            assert it.captures.wait_released(TIMEOUT_S)
+            assert not it.captures.is_writing(it.slot)
+            assert (job.phase, it.slot.status().phase) == (CapturePhase.FAILED, SlotPhase.VOID)
+            continue
+        it.captures.finish(TIMEOUT_S)
+        it.check(job)
+        break
+    assert failed >= 2
+
+
+def test_a_tensor_on_a_device_without_streams_is_refused_by_name(bench):  # noqa: F811
+    devices.has_copier.cache_clear()
+    accelerator.SOFTWARE.configure(has_streams=False)
+    try:
+        model, optimizer = make()
+        engine = engine_of(model, optimizer)
+        train(model, optimizer)
+        with pytest.raises(
+            UnsupportedState, match=rf"model\['0\.weight'\]: a tensor on the device {DEVICE}:0.*keep it out"
+        ):
+            engine.boundary(1)
+        engine.abandon()
+    finally:
+        accelerator.SOFTWARE.configure()
+        devices.has_copier.cache_clear()
+
+
+def test_boundary_and_gate_make_no_call_that_waits_for_the_device():
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
+    engine = engine_of(model, optimizer, scaler=scaler)
+    assert engine.wait_ready(TIMEOUT_S)
+    calls = []
+    for step in range(1, 6):
+        scaler.scale(model(torch.randn(16, 256, device=DEVICE)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        engine.wait_ready(TIMEOUT_S)
+        before = accelerator.SOFTWARE.synchronisations()
+        assert engine.boundary(step)
+        engine.gate()
+        calls.append(accelerator.SOFTWARE.synchronisations() - before)
+    engine.close(drain=False)
+
+    assert calls[2:] == [0, 0, 0]  # the first ones plan
+
+
+def test_a_step_captured_into_a_graph_needs_a_gate_before_each_replay_and_a_boundary_outside():
+    model, optimizer = make()
+    engine = engine_of(model, optimizer)
+    assert engine.wait_ready(TIMEOUT_S)
+    train(model, optimizer)
+    assert engine.boundary(1)
+    with accelerator.SOFTWARE.capturing_graph():
+        with pytest.raises(ConfigError, match=r"captured into a graph.*engine\.wait.*engine\.gate\(\) before every"):
+            optimizer.step()
+        with pytest.raises(ConfigError, match="behind replay"):
+            engine.boundary(2)
+    assert engine.wait(until="captured", timeout_s=TIMEOUT_S)
+    with accelerator.SOFTWARE.capturing_graph():
+        optimizer.step()  # nothing is copied: allowed, with one warning
+    assert engine.boundary(2)
+    engine.gate()
+    engine.close(drain=False)
