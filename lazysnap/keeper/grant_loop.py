@@ -140,6 +140,11 @@ class GrantLoop:
         with self._lock:
             self._node.levels[level].stored |= steps
 
+    def wait_for_decision(self) -> None:
+        """Block until the decision under way, if there is one, was carried out."""
+        with self._lock:
+            pass
+
     def is_wanted(self, write: Write) -> bool:
         """Ask just before the commit, and obey."""
         # When this start is over, what was under way may still come to its end: nobody counts it.

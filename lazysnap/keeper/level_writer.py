@@ -64,18 +64,38 @@ class WriterContext(Protocol):
         """Tell the trainers of the node."""
 
 
+class LevelPlace:
+    """What all starts of a job share at one level: the bound of bytes per second, and the threads that hang there."""
+
+    def __init__(self, level: PersistentLevel, before: "LevelPlace | None" = None) -> None:
+        """``before``: the place of an earlier start at the same level."""
+        self.level = level
+        is_same = before is not None and before.level.max_bytes_per_s == level.max_bytes_per_s
+        self.pace: RateLimiter = before.pace if before is not None and is_same else RateLimiter(level.max_bytes_per_s)
+        self._hanging: list[Watchdog[Any]] = [] if before is None else before._hanging
+
+    def num_hanging(self) -> int:
+        """Return how many threads hang there now."""
+        self._hanging[:] = [attempt for attempt in self._hanging if attempt.is_running]
+        return len(self._hanging)
+
+    def hangs(self, attempt: Watchdog[Any]) -> None:
+        """Count a thread that was given up, until it returns."""
+        self._hanging.append(attempt)
+
+
 class LevelWriter:
     """The thread of one level, for one start of a job. Methods may be called from any thread, and do not block."""
 
     def __init__(
-        self, level: PersistentLevel, index: int, files: NodeFiles, memory: WriterContext, *, knows_earlier: bool = True
+        self, place: LevelPlace, index: int, files: NodeFiles, memory: WriterContext, *, knows_earlier: bool = True
     ) -> None:
         """``knows_earlier``: whether the restart saw what earlier starts stored at this level."""
-        self._level, self._index, self._files, self._memory = level, index, files, memory
+        level = place.level
+        self.place, self._level, self._index, self._files, self._memory = place, level, index, files, memory
         self._where = shown(level.url)
         self._retention = Retention(level, files.start)
-        self._pace = RateLimiter(level.max_bytes_per_s)
-        self._frozen_writer = FrozenWriter(memory.frozen, self._pace)
+        self._frozen_writer = FrozenWriter(memory.frozen, place.pace)
         self._store: SnapshotStore | None = None
         self._above: Sequence[LevelWriter] = ()
         self._below: Sequence[LevelWriter] = ()
@@ -93,7 +113,6 @@ class LevelWriter:
         self._probe_at = 0.0
         self._pause_s = _SHORTEST_PAUSE_S
         self._attempt: Watchdog[Any] | None = None
-        self._hanging: list[Watchdog[Any]] = []
         self._reading: list[RateLimitedSource] = []
         self._slots: tuple[Slot, ...] = ()
         self._names = LevelNames()
@@ -117,10 +136,10 @@ class LevelWriter:
         """Store a step."""
         self._put(lambda: self._write(write))
 
-    def list_own(self, told: Callable[[set[int]], None]) -> None:
-        """Find what an earlier keeper of this start stored, and read it back; ``told`` hears the steps."""
+    def list_own(self, told: Callable[[set[int]], bool]) -> None:
+        """Find what an earlier keeper of this start stored. ``told`` gets the steps; ``False``: it came too late."""
         self._knows_own = False
-        self._put(lambda: told(self._listed()))
+        self._put(lambda: self._list(told))
 
     def learned(self, levels: Sequence[NodeLevel], names: Mapping[int, set[str]]) -> None:
         """What is complete at all levels, and the names by step: names may be given, old snapshots may go."""
@@ -223,14 +242,13 @@ class LevelWriter:
             return None
 
     def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
-        self._hanging = [attempt for attempt in self._hanging if attempt.is_running]
-        if len(self._hanging) >= _MAX_HANGING:
-            raise LevelHangs(f"{self._where}: {what}: {len(self._hanging)} earlier operations still hang there")
+        if (count := self.place.num_hanging()) >= _MAX_HANGING:
+            raise LevelHangs(f"{self._where}: {what}: {count} earlier operations still hang there")
         attempt = self._attempt = Watchdog(work, f"{self._where}: {what}")
         try:
             return attempt.result(self._level.timeout_s)
         except LevelHangs:
-            self._hanging.append(attempt)
+            self.place.hangs(attempt)
             self._store = None  # whatever it was in the middle of: the next try starts anew
             raise
         finally:
@@ -381,7 +399,7 @@ class LevelWriter:
             raise CaptureAborted(f"{place.where}: {error}") from error
 
     def _paced(self, source: BlockSource, beat: Beat) -> RateLimitedSource:
-        paced = RateLimitedSource(source, self._pace, beat)
+        paced = RateLimitedSource(source, self.place.pace, beat)
         self._reading = [*self._reading, paced]
         return paced
 
@@ -417,17 +435,17 @@ class LevelWriter:
             store.check_frozen(entry, beat)
         store.verify(place, beat)
 
-    def _listed(self) -> set[int]:
-        """The steps of this start that the node has, read back."""
+    def _list(self, told: Callable[[set[int]], bool]) -> None:
         try:
-            found = set(self._within_deadline("looking for what is there", self._look))
-            self._knows_own = True
-            return found
+            found = self._within_deadline("looking for what is there", self._look)
         except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
             self._failed(None, error)
-            return set()
+            told(set())
+        else:
+            self._knows_own = told(found)
 
     def _look(self, beat: Beat) -> set[int]:
+        """Return the steps of this start that the node has, by their manifests and the sizes of their files."""
         store, found = self._opened(beat), set()
         for key in self._files.of_run(store.storage.list()).values():
             beat()
@@ -442,7 +460,7 @@ class LevelWriter:
                 continue
             try:
                 for manifest in manifests:
-                    self._verify(store, self._files.place(store.storage, key.step, manifest.name), beat)
+                    self._files.place(store.storage, key.step, manifest.name).check_size(manifest.size_bytes)
             except (FormatError, FileNotFoundError) as error:
                 # It does not count, but stays: what it refers to may be brought again.
                 logger.warning("%s: step %d does not count: %s", self._where, key.step, error)
@@ -523,6 +541,8 @@ class LevelWriter:
         own, protected = levels[self._index], self._protected(levels, names)
         found = self._files.of_run(store.storage.list())
         for directory, key in sorted(found.items(), key=lambda item: item[1]):
+            if not self._memory.may_delete():
+                return
             is_own = key.start == self._files.start
             if not self._retention.is_over(key, own, protected) or not self._is_known(key, own):
                 continue

@@ -6,8 +6,9 @@ import select
 import selectors
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
@@ -111,6 +112,8 @@ class LocalRank:
         self._last: Wait | None = None
         """While it drains: what becomes of the newest step that the node holds."""
         self._progress = (0, 0)
+        self._has_missed = False
+        """True if the trainer did not take some message."""
         self.is_choosing = False
         """Whether its trainer did not tell yet which run it goes on with: until then nothing may be deleted."""
         self._runs: list[tuple[Run, Team]] = []
@@ -154,6 +157,7 @@ class LocalRank:
     def tick(self) -> None:
         """Do what is due; called about ten times a second."""
         self._memory_wake.set()
+        self._tell_again()
         if self._drain is not None:
             self._look_at_drain(*self._drain)
         if self.phase is Phase.ATTACHED and self.trainer is None:  # an error came in between when it died
@@ -269,7 +273,7 @@ class LocalRank:
         self._unwatch()
         self._watch(trainer)
         self.levels, self.team = hello.levels, hello.team
-        self.is_choosing, self._last, self._settled = True, None, None
+        self.is_choosing, self._last, self._settled, self._has_missed = True, None, None, False
         self.go(Event.HELLO)
         newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
         self.emit(Welcome(os.getpid(), newest))
@@ -420,13 +424,11 @@ class LocalRank:
     def _lend(self, slot: Slot) -> None:
         """Of several the newest: a trainer that needs larger ones, or connects again, lends all of them anew."""
         self._lent, gone = [*self._lent, slot][-LENT:], [*self._lent, slot][:-LENT]
-        for old in gone:
-            old.close()
+        _let_go(gone)
 
     def _forget_lent(self) -> None:
         self._lent, gone = [], self._lent
-        for slot in gone:
-            slot.close()
+        _let_go(gone)
 
     def _look_at_drain(self, request: Drain, wait: Wait | None) -> None:
         if wait is None:  # without levels, what counts is that this keeper has it
@@ -453,8 +455,23 @@ class LocalRank:
         if trainer is not None:
             try:
                 trainer.send(message, fds)
-            except OSError as error:  # it is dying: the main loop will notice
+            except OSError as error:  # it is dying, which the main loop will notice, or takes nothing now
                 logger.info("could not tell the trainer: %s", error)
+                self._has_missed = True
+
+    def _tell_again(self) -> None:
+        """Send what is complete to a trainer that did not take a message, as soon as it takes one."""
+        storage, trainer = self._storage(), self.trainer
+        is_known = storage is not None and self.last is not None and self.last[0].start == storage.run.start
+        if not self._has_missed or not is_known or storage is None or trainer is None:
+            return
+        self._has_missed = False
+        try:
+            is_told = all(trainer.post(message) for message in storage.again())
+        except OSError as error:
+            logger.info("could not tell the trainer: %s", error)
+            is_told = False
+        self._has_missed = self._has_missed or not is_told
 
     def _provide_memory(self) -> None:
         while self.phase is not Phase.GONE:
@@ -505,3 +522,9 @@ class LocalRank:
             return held
         meta, image, count = self._wanted
         return max(held, count * Slot.bytes_for(meta, image))
+
+
+def _let_go(slots: Iterable[Slot]) -> None:
+    """Close slots once no other thread reads them."""
+    for slot in slots:
+        weakref.finalize(slot, os.close, slot.fd)

@@ -19,7 +19,7 @@ from lazysnap.grants.coordinator import Coordinator, LevelGrants
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop
-from lazysnap.keeper.level_writer import LevelWriter
+from lazysnap.keeper.level_writer import LevelPlace, LevelWriter
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
 from lazysnap.keeper.parity_store import ParityStore
@@ -44,7 +44,11 @@ _ALONE_S = 20.0
 _UNREACHED_S, _REMINDER_S = 10.0, 600.0
 """When trainers are told that a node is not reached, and how often again."""
 _NAMES_S = 300.0
-"""How long the next start waits until snapshots of this one have their names."""
+"""How long snapshots of this start may get their names beside the next start."""
+_LIST_S = 3.0
+"""How long the first grant of a new keeper waits for levels to list what the keeper before it stored."""
+_AFTER_ERROR_S = 5.0
+"""Pause after an error that nobody foresaw."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class NodeStorage:
         context: StorageContext,
         before: "NodeStorage | None" = None,
     ) -> None:
-        """``before``: of an earlier start, which gives its names first, and is closed then."""
+        """``before``: the storage of an earlier start. It gives its names beside this one, and is closed then."""
         self.run = run
         self._before = before
         self.levels = tuple(replace(level, shared=level.url in run.shared) for level in levels)
@@ -93,6 +97,10 @@ class NodeStorage:
         self._news: queue.SimpleQueue[Message | tuple[NodeLevel, ...] | None] = queue.SimpleQueue()
         """What trainers are told, or what was learned; ``None``: no more."""
         self._is_closed = False
+        self._is_retired = False
+        """True once memory belongs to the next start."""
+        self._has_begun = False
+        """True once steps are granted."""
         self._tells_unreached_at: float | None = None
         """When trainers are told again, by the time that it lasts; ``None``: they were not told, or that it is over."""
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
@@ -115,7 +123,9 @@ class NodeStorage:
     def _writer(self, level: PersistentLevel, index: int) -> LevelWriter:
         run = self.run
         files = NodeFiles(self._team, run.run_id, run.start, is_shared=bool(level.shared))
-        return LevelWriter(level, index, files, self, knows_earlier=level.url in run.stored)
+        earlier = () if self._before is None else self._before._writers
+        before = next((writer.place for writer in earlier if writer.place.level.url == level.url), None)
+        return LevelWriter(LevelPlace(level, before), index, files, self, knows_earlier=level.url in run.stored)
 
     def _known(self, level: PersistentLevel) -> NodeLevel:
         """What the restart saw there is complete. The coordinator tells only the newest."""
@@ -135,18 +145,20 @@ class NodeStorage:
         return Coordinator(secrets.randbits(62), self.run.start, self._team.nodes, tuple(grants))
 
     def _begin(self) -> None:
-        """The thread that begins: after what an earlier keeper stored is known."""
+        """The thread that begins, and then waits for the end of the start before."""
         try:
             self._begin_protection()
             if self._before is not None:
-                self._before.end()
-                self._before = None
-                if self._is_closed:
-                    return
+                self._before.retire()
+            if self._is_closed:
+                return
             if not self.run.is_new:
                 self._wish_kept()
                 self._list()
             self._loop.start(self._linked(self._loop))
+            if self._before is not None:
+                self._before.end()
+                self._before = None
         except Exception:  # the rim of the thread
             logger.exception("storage")
 
@@ -173,18 +185,27 @@ class NodeStorage:
                     self.wish(step, is_urgent=True)
 
     def _list(self) -> None:
+        """Ask each level what an earlier keeper of this start stored. Blocks: at most ``_LIST_S``.
+
+        A level that answers later is granted steps all the same. What it has then counts for nothing, and stays.
+        """
         waiting = threading.Semaphore(0)
         for index, writer in enumerate(self._writers):
 
-            def told(steps: set[int], index: int = index) -> None:
-                self._loop.listed(index, steps)
+            def told(steps: set[int], index: int = index) -> bool:
+                with self._lock:
+                    if not self._has_begun:
+                        self._loop.listed(index, steps)
+                    is_late = self._has_begun
                 waiting.release()
+                return not is_late
 
             writer.list_own(told)
-        # Each ends when its level is read, or hangs. What is stored before would make what is there look incomplete.
+        deadline = time.monotonic() + _LIST_S
         for _ in self._writers:
-            while not waiting.acquire(timeout=1.0) and not self._is_closed:
-                pass
+            waiting.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._has_begun = True
 
     def _linked(self, loop: GrantLoop, port: int | None = None) -> Links | None:
         """The links of a loop, by way of a port of node 0; default: that of storage. Blocks: until they listen."""
@@ -204,10 +225,13 @@ class NodeStorage:
 
     def views(self) -> list[RankView]:
         """See ``GrantActions.views``."""
-        return self._slots.views()
+        views = self._slots.views()
+        return [RankView(view.begun, True, ()) for view in views] if self._is_retired else views
 
     def settle(self, word: int | None) -> None:
         """See ``GrantActions.settle``."""
+        if self._is_retired:
+            return
         granted = 0 if word is None else word + 1
         for slot in self._slots.all():
             if slot.word(Word.GRANT) != granted:
@@ -237,6 +261,8 @@ class NodeStorage:
 
     def pin(self, ranks: Sequence[int], step: int) -> None:
         """See ``GrantActions.pin``."""
+        if self._is_retired:
+            return
         slots = self.slots_of(step)
         for number in ranks:
             slot = slots[number]
@@ -299,7 +325,7 @@ class NodeStorage:
 
     def may_delete(self) -> bool:
         """See ``WriterContext.may_delete``."""
-        return not any(rank.is_choosing for rank in self._slots.ranks())
+        return not self._is_retired and not any(rank.is_choosing for rank in self._slots.ranks())
 
     def frozen(self, digest: str) -> Slot | None:
         """See ``WriterContext.frozen``."""
@@ -428,20 +454,47 @@ class NodeStorage:
             ]
 
     def is_idle(self) -> bool:
-        """Whether levels that work have nothing left to do: names, old snapshots."""
+        """True if levels that work have nothing left to do: names, old snapshots."""
+        before = self._before
+        if before is not None and not before.is_idle():
+            return False
         return not self.has_names() and all(writer.is_idle for writer in self._writers)
+
+    def retire(self) -> None:
+        """Leave memory to the next start. Levels may go on copying from each other, and giving names.
+
+        Blocks: until each snapshot that was named is at some level, at most ``_NAMES_S``.
+        """
+        deadline = time.monotonic() + _NAMES_S
+        while self._needs_memory() and not self._is_closed and not self._is_to_be_left(deadline):
+            time.sleep(_REST_S)
+        self._is_retired = True
+        self._loop.wait_for_decision()
+        self._loop.slots_changed()
+
+    def _needs_memory(self) -> bool:
+        """True if a named snapshot is nowhere but in memory, and a level that works may take it."""
+        before = self._before
+        if before is not None and not before._is_retired:
+            return True
+        with self._lock:
+            works = [level for level, since in zip(self._levels, self._stopped, strict=True) if since is None]
+            steps = [step for step, names in self._names.items() if names]
+            keys = {key for level in self._levels for key in level.complete}
+        missing = [step for step in steps if StepKey(step, self.run.start) not in keys]
+        return any(step not in level.lost for step in missing for level in works)
+
+    def _is_to_be_left(self, deadline: float) -> bool:
+        nodes, seconds = self._loop.unreached
+        return time.monotonic() > deadline or (bool(nodes) and seconds > _UNREACHED_S)
 
     def end(self) -> None:
         """Close, once names are given; what was not named is told. Blocks: at most ``_NAMES_S``."""
         deadline = time.monotonic() + _NAMES_S
         while (self._before is not None or self.has_names()) and not self._is_closed:
-            nodes, seconds = self._loop.unreached
-            if time.monotonic() > deadline or (nodes and seconds > _UNREACHED_S):
+            if self._is_to_be_left(deadline):
                 break
             time.sleep(_REST_S)
-        before = self._before
-        if before is not None:
-            before.close()
         text = "training was started again before its snapshot was stored there"
         for index, _, name in [] if self._is_closed else self._unnamed():
             self._context.emit(NameFailed(self.levels[index].url, name, text, is_lost=True))
@@ -450,6 +503,9 @@ class NodeStorage:
     def close(self) -> None:
         """Store no more; what is under way may end. Blocks: for a moment."""
         self._is_closed = True
+        before = self._before
+        if before is not None:
+            before.close()
         self.end_protection()
         self._loop.close()
         self._news.put(None)
@@ -459,31 +515,36 @@ class NodeStorage:
     # ---------------------------------------------------------------- memory at rest
 
     def _rest(self) -> None:
-        """Without trainers, memory rests: a restore can tell whether its bytes are the same."""
-        while not self._is_closed:
-            self._tell_unreached()
-            # Without protection, one of as many newer captures is whole on all ranks (docs/architecture.md).
-            if self._protection is None and len(whole_before_newest(self._slots.views())) >= self.run.num_kept:
-                self._context.parity.clear()
-            ranks, bare = self._slots.ranks(), None
-            if ranks and all(rank.is_gone for rank in ranks) and not self.is_at_work():
-                slots = [slot for slot in self._slots.all() if slot.image_capacity]
-                whole = [slot for slot in slots if slot.status().phase is SlotPhase.WHOLE]
-                bare = max(
-                    (slot for slot in whole if slot.checksums is None),
-                    key=lambda slot: slot.word(Word.SEQUENCE),
-                    default=None,
-                )
-            if bare is None:
-                time.sleep(_REST_S)
-                continue
+        """The thread that looks after memory and links while nothing else does. No error ends it."""
+        while not self._is_closed and not self._is_retired:
             try:
-                faults.point("keeper.persist.checksum")
-                status = bare.status()
-                bare.set_checksums(status.sequence, Checksums.of(bare.image[: status.image_bytes]))
+                self._tell_unreached()
+                # Without protection, one of as many newer captures is whole on all ranks (docs/architecture.md).
+                if self._protection is None and len(whole_before_newest(self._slots.views())) >= self.run.num_kept:
+                    self._context.parity.clear()
+                pause_s = 0.0 if self._add_checksums() else _REST_S
             except Exception:  # the rim of the thread
-                logger.exception("checksums")
-                return
+                logger.exception("memory at rest")
+                pause_s = _AFTER_ERROR_S
+            time.sleep(pause_s)
+
+    def _add_checksums(self) -> bool:
+        """Compute the checksums of the newest capture that has none; ``False`` if there is none.
+
+        Without trainers memory rests. By its checksums a restore can tell whether its bytes are the same.
+        """
+        ranks = self._slots.ranks()
+        if not ranks or not all(rank.is_gone for rank in ranks) or self.is_at_work():
+            return False
+        slots = [slot for slot in self._slots.all() if slot.image_capacity]
+        bare = [slot for slot in slots if slot.status().phase is SlotPhase.WHOLE and slot.checksums is None]
+        if not bare:
+            return False
+        newest = max(bare, key=lambda slot: slot.word(Word.SEQUENCE))
+        faults.point("keeper.persist.checksum")
+        status = newest.status()
+        newest.set_checksums(status.sequence, Checksums.of(newest.image[: status.image_bytes]))
+        return True
 
     def _tell_unreached(self) -> None:
         """A run of which nothing is stored says so, and says it again."""

@@ -94,6 +94,8 @@ class Server:
         """How many ranks the node has."""
         self._reserved: list[socket.socket] = []
         """Hold the ports of the links, from before they listen there."""
+        self._reserved_for: object = None
+        """The secret of the start that has these ports."""
         self._parity = ParityStore()
         self._reads = PeerReads(self._all_ranks, self._parity, self._frozen)
 
@@ -223,6 +225,11 @@ class Server:
     def _reserve(self, question: ServePeers) -> PeerPorts:
         try:
             own = self._reads.serve((question.host, 0), question.secret)
+            if self._reserved_for != question.secret:
+                # Links of the start before may be at work: each start has ports of its own.
+                self._reserved, self._reserved_for, earlier = [], question.secret, self._reserved
+                for reserved in earlier:
+                    reserved.close()
             while len(self._reserved) < _LINKS:
                 self._reserved.append(_bound(question.host))
         except (OSError, ValueError, LazySnapError) as error:  # ValueError: it is no address

@@ -13,8 +13,11 @@ from support.waiting import until
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
+from lazysnap.keeper import node_storage
 from lazysnap.keeper.protocol import Durable, LevelFailed, NameFailed
 from lazysnap.levels import open_store
+from lazysnap.levels.storage import Storage
+from lazysnap.memory.arena import SlotPhase
 
 SIZE = 300_000
 DEADLINE_S = 2.0
@@ -244,6 +247,46 @@ def test_a_slow_level_that_comes_to_a_named_snapshot_after_newer_ones_does_not_d
     assert until(lambda: names_at(slow) == {4: ("kept",), 6: ()})
     assert until(lambda: names_at(fast) == {4: ("kept",), 6: ()})
     check(slow, 4)
+
+
+@pytest.fixture
+def stalling(passing):
+    """``stalling(directory, points)``: operations at that level that pass such a fault point wait until ``set``."""
+
+    def make(directory, points="level."):
+        let_go = threading.Event()
+        is_there = f"/{directory}: "
+        passing(
+            lambda name: name.startswith(points) and is_there in threading.current_thread().name and let_go.wait(60)
+        )
+        made.append(let_go)
+        return let_go
+
+    made = []
+    yield make
+    for let_go in made:
+        let_go.set()
+
+
+def test_a_name_that_waits_at_a_slow_level_holds_up_no_other_level_of_the_next_start(rig, tmp_path, stalling):
+    fast, slow = (PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=1) for name in ("fast", "slow"))
+    let_go = stalling("slow", "level.store.begin")
+    trainer = rig(fast, slow)
+    named = trainer.store(fast)
+    trainer.storages[0].keep("mine", named)
+    assert until(lambda: names_at(fast) == {named: ("mine",)})
+
+    trainer.begin(STARTS[1], follows=True, stored={fast.url: [(STARTS[0], named)], slow.url: []})
+    trainer.train_until(lambda: len(trainer.complete(fast)) > 2)
+
+    assert names_at(slow) == {}
+    assert not trainer.storages[0].is_idle()
+    let_go.set()
+    assert until(lambda: names_at(slow).get(named) == ("mine",))
+    check(slow, named)
+    assert until(lambda: trainer.complete(slow))
+    newest = trainer.complete(fast)[-1]
+    assert until(lambda: sorted(names_at(fast)) == [named, newest])
 
 
 def test_frozen_tensors_are_written_once_at_every_level(rig, tmp_path):
@@ -586,18 +629,68 @@ def test_a_level_where_three_threads_hang_is_left_alone_until_one_returns(rig, t
         event.set()
 
 
-def test_a_keeper_that_takes_a_dead_ones_place_counts_what_it_finds_whole_and_that_alone(rig, tmp_path):
+def bytes_read():
+    """By this process so far."""
+    lines = pathlib.Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+
+def test_a_keeper_that_takes_a_dead_ones_place_counts_what_is_there_and_reads_no_file(rig, tmp_path):
+    """Manifests and sizes say enough. A file that is cut off does not count."""
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=9)
     trainer = rig(level)
-    assert [trainer.store() for _ in range(3)] == [2, 4, 6]
-    flip(trainer.directory(level, 4) / "node-00000-of-00001.safetensors")
+    assert [trainer.store() for _ in range(4)] == [2, 4, 6, 8]
+    cut = trainer.directory(level, 4) / "node-00000-of-00001.safetensors"
+    with cut.open("r+b") as file:
+        file.truncate(SIZE // 2)
+    before = bytes_read()
 
     trainer.replace()
 
-    assert until(lambda: trainer.complete(level) == [2, 6])
-    assert trainer.store() == 8
-    assert until(lambda: steps_at(level) == [2, 6, 8])
+    assert until(lambda: trainer.complete(level) == [2, 6, 8])
+    assert bytes_read() - before < SIZE
+    assert trainer.store() == 10
+    assert until(lambda: steps_at(level) == [2, 6, 8, 10])
     check(level, 2)
+
+
+def test_a_level_that_does_not_answer_a_new_keeper_holds_up_no_other_one(rig, tmp_path, stalling, monkeypatch):
+    monkeypatch.setattr(node_storage, "_LIST_S", 0.2)
+    monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)
+    fast, slow = (PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=1) for name in ("fast", "slow"))
+    trainer = rig(fast, slow)
+    assert trainer.store() == 2
+    let_go = stalling("slow", "level.store.sweep")
+    half = trainer.directory(slow, 99) / "node-00000-of-00001.safetensors"
+    half.parent.mkdir()
+    half.write_bytes(b"half")  # it is removed before a level is listed
+
+    trainer.replace()
+    trainer.train_until(lambda: len(trainer.complete(fast)) > 2)
+
+    assert half.exists()
+    assert trainer.complete(slow) == []
+    let_go.set()
+    assert until(lambda: trainer.complete(slow))
+    assert not half.exists()
+
+
+def test_threads_that_hang_at_a_level_count_for_the_next_start_too(rig, tmp_path, stalling):
+    """Else every restart would leave three more behind."""
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, timeout_s=0.5)
+    let_go, trainer = stalling("a", "level.local.write"), rig(level)
+
+    def hanging():
+        return [thread for thread in threading.enumerate() if f"{level.url}: " in thread.name]
+
+    for start in STARTS[1:5]:
+        trainer.train_until(lambda: len(trainer.failed()) > 0)
+        trainer.begin(start, follows=True)
+    trainer.train_until(lambda: trainer.failed())
+
+    assert len(hanging()) == 3
+    let_go.set()
+    trainer.train_until(lambda: trainer.complete(level))
 
 
 def test_a_keeper_that_takes_a_dead_ones_place_answers_for_what_it_did_not_store(rig, tmp_path):
@@ -669,3 +762,24 @@ def test_what_an_earlier_start_stored_says_nothing_about_this_ones_steps(rig, tm
 
     assert until(wait.result)
     assert trainer.complete(level) == [2]
+
+
+def test_an_error_while_memory_rests_costs_one_try_and_not_all_later_ones(rig, tmp_path, passing, monkeypatch):
+    monkeypatch.setattr(node_storage, "_AFTER_ERROR_S", 0.05)
+    failed = []
+
+    def fail_once(name):
+        if name == "keeper.persist.checksum" and not failed:
+            failed.append(name)
+            raise OSError("nobody foresaw it")
+
+    passing(fail_once)
+    trainer = rig(PersistentLevel(tmp_path, every_n_steps=100), ranks=2)
+    trainer.capture(1)
+    for rank in trainer.ranks:
+        rank.is_gone = True
+    trainer.look()
+
+    whole = [slot for rank in trainer.ranks for slot in rank.slots() if slot.status().phase is SlotPhase.WHOLE]
+    assert until(lambda: all(slot.checksums is not None for slot in whole))
+    assert failed
