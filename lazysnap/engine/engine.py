@@ -32,7 +32,7 @@ from lazysnap.keeper.events import MemoryEntry
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import Protect, Run
 from lazysnap.levels.redaction import shown
-from lazysnap.ranks.checks import together
+from lazysnap.ranks.checks import check_places, together
 from lazysnap.ranks.meeting import meet_keepers
 from lazysnap.ranks.slots import kept_whole
 from lazysnap.ranks.world import World
@@ -94,6 +94,7 @@ class SnapshotEngine:
         self._events.speaks_for_node = world.place.local_rank == 0
         self._direct = DirectStorage(config, self._client, team)
         self._recorder = Recorder(config, self._source, self._direct, self._events, world)
+        check_places(world, config, identity.job_id)
         self._captures, self._outcomes = self._recorder.captures, self._recorder.outcomes
         self._gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
         self._durability = Durability(config, self._direct, world, self._outcomes)

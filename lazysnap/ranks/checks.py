@@ -1,6 +1,7 @@
 """What all ranks check together: that they are configured alike, and that where one cannot go on, none does."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from lazysnap.errors import (
     UnsupportedState,
 )
 from lazysnap.keeper.identity import given_job_id
+from lazysnap.levels.redaction import shown
 from lazysnap.ranks.world import World
 
 Settings = dict[str, Any]
@@ -26,7 +28,7 @@ MAY_DIFFER = {
     "failure_domain": "it says what fails together with each node",
     "redundancy.max_bytes_per_s": "networks of nodes may differ; a slow node makes protection slower",
     "memory.max_bytes": "nodes may have memory of different sizes; a rank whose slots do not fit says so",
-    "levels[].url": "each node may have a disk of its own",
+    "levels[].url": "each node may have a disk of its own; ranks of one node must name the same: see check_places",
     "levels[].storage_options": "credentials and endpoints may be a node's own; and secrets are sent nowhere",
     "levels[].max_bytes_per_s": "disks and networks of nodes may differ; a slow rank stores fewer of the same steps",
     "levels[].timeout_s": "as with max_bytes_per_s; it bounds what one rank waits for at its own place",
@@ -79,6 +81,27 @@ def check_alike(told: Sequence[Settings]) -> None:
                     f"ranks 0 and {rank} have other settings: {name} is {first[name]!r} and {mine.get(name)!r}; give "
                     "all ranks the same value (SnapshotConfig; the job's name may come from LAZYSNAP_JOB_ID), or no "
                     "snapshot would be complete"
+                )
+
+
+def check_places(world: World, config: SnapshotConfig, job_id: str) -> None:
+    """Compare the places of snapshots, and the name of the job, among the ranks of each node. Collective.
+
+    Ranks of one node share a keeper, which is found by the name of the job. Levels that differ differ by node.
+    Raises: ConfigError, on all ranks, with both places.
+    """
+    own = [*((f"level {number}", level.url) for number, level in enumerate(config.levels)), ("the job", job_id)]
+    # Digests are compared, because a URL may hold a password, which is sent nowhere.
+    told = [[what, hashlib.sha256(text.encode()).hexdigest(), shown(text)] for what, text in own]
+    first: dict[str, tuple[int, list[list[str]]]] = {}
+    for rank, theirs in enumerate(world.exchange("comparing places", told)):
+        other, known = first.setdefault(world.places[rank].node, (rank, theirs))
+        for (what, digest, place), (_, wanted, place_before) in zip(theirs, known, strict=False):
+            if digest != wanted:
+                raise ConfigError(
+                    f"ranks {other} and {rank} of one node have different places for snapshots: {what} is "
+                    f"{place_before!r} on rank {other} and {place!r} on rank {rank}. Name the same directory on all "
+                    "ranks of a node; where the name holds a time or a random part, make it on rank 0 and broadcast it"
                 )
 
 

@@ -166,6 +166,21 @@ def test_ranks_with_other_settings_are_all_told_when_they_begin(make_job):
     assert job.output().count("ConfigError: ranks 0 and 1 have other settings: every_n_steps is 1 and 2") == 2
 
 
+def test_ranks_of_one_node_with_different_directories_are_all_told_when_they_begin(make_job):
+    """A time in the name, made on each rank, is enough; each would have a keeper of its own, and nothing complete."""
+    job = make_job()
+    places = [str(job.root / f"2026-11-24-12000{rank}") for rank in range(2)]
+    by_rank = {str(rank): {"levels": [{"url": place, "every_n_steps": 1}]} for rank, place in enumerate(places)}
+
+    codes = job.run("plain", 2, by_rank=by_rank)
+
+    assert 0 not in codes
+    text = f"level 0 is '{places[0]}' on rank 0 and '{places[1]}' on rank 1"
+    said = f"ConfigError: ranks 0 and 1 of one node have different places for snapshots: {text}"
+    assert job.output().count(said) == 2
+    assert not any(path.name.startswith("2026") for path in job.root.iterdir())
+
+
 def test_ranks_in_a_python_without_numpy_capture_and_resume(tmp_path):
     """And a mistake in what one rank says is no silence of the others."""
     without = "import runpy, sys; sys.modules['numpy'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
