@@ -104,10 +104,10 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("--run", **_OF_RUN)
     export.add_argument("--force", action="store_true", help="replace an earlier export, or an empty directory")
     export.add_argument("--keep-types", action="store_true", help=".ckpt: also types that weights_only=True refuses")
-    export.add_argument("--add", metavar="DIR", help="accelerate: also everything that lies in DIR")
     export.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="accelerate: wait for the snapshot")
     export.add_argument("--release", action="store_true", help="accelerate: then take NAME from the snapshot")
     export.add_argument("--options-from-stdin", action="store_true", help="storage options: one JSON object on stdin")
+    export.add_argument("--into", action="store_true", help=argparse.SUPPRESS)  # nothing, if the directory is gone
     export.add_argument("--after", type=int, metavar="FD", help=argparse.SUPPRESS)  # begin when this pipe is closed
 
 

@@ -12,11 +12,12 @@ from rich.filesize import decimal
 
 from lazysnap.cli.output import Output
 from lazysnap.cli.stores import open_existing, open_place
-from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
-from lazysnap.export.folder import add_files, adopt, in_place_when_whole
+from lazysnap.errors import ConfigError, LazySnapError, LevelError, SnapshotNotFound
+from lazysnap.export.folder import in_place_when_whole
 from lazysnap.export.safetensors import bytes_of, located, write_weights
 from lazysnap.export.target import format_of, replaced_when_whole
 from lazysnap.export.weights import chosen_tensors, registered_names
+from lazysnap.levels.redaction import shown
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import RestartPlan
 from lazysnap.snapshots.catalogue import Catalogue
@@ -33,18 +34,29 @@ def run(args: argparse.Namespace, output: Output) -> int:
     to = os.path.abspath(args.to)
     # With --wait the level need not exist yet.
     store = (open_place if args.wait else open_existing)(args.url, args.storage_option)
-    if args.add:
-        adopt(args.add)  # the training that wrote it may die before the copy is made
     if args.after is not None:
         os.read(args.after, 1)  # nothing is ever written: returns when all holders of the other end have exited
     _wait(store, args)
 
     def written(catalogue: Catalogue) -> tuple[Catalogue, RestartPlan, list[str]]:
         plan = catalogue.find(args.wanted, args.run)
-        notes = _layout(catalogue, plan, args, to) if kind == ACCELERATE else _file(catalogue, plan, args, output)
+        notes: list[str] = []
+        try:
+            notes = _layout(catalogue, plan, args, to) if kind == ACCELERATE else _file(catalogue, plan, args, output)
+        except (LazySnapError, OSError):
+            if not _is_removed(args):
+                raise
+        if args.release:
+            catalogue.store.release(plan.run_id, args.wanted)
         return catalogue, plan, notes
 
-    catalogue, plan, notes = look_again(store, written)
+    try:
+        catalogue, plan, notes = look_again(store, written)
+    except (LazySnapError, OSError):
+        if not _is_removed(args):
+            raise
+    if _is_removed(args):
+        return output.result(url=store.url, to=to, format=kind, removed=True)
     size = sum(os.path.getsize(path) for path in _files(to))
     for note in notes:
         output.say(note, "yellow")
@@ -60,8 +72,8 @@ def _check(args: argparse.Namespace, kind: str) -> None:
     if args.keep_types and kind != "ckpt":
         raise ConfigError("--keep-types is for .ckpt files")
     if kind != ACCELERATE:
-        if args.add or args.wait or args.release:
-            raise ConfigError("--add, --wait and --release are for --format accelerate")
+        if args.wait or args.release or args.into:
+            raise ConfigError("--wait, --release and --into are for --format accelerate")
         return
     to = os.path.abspath(args.to)
     if os.path.lexists(to) and not args.force and not (os.path.isdir(to) and not os.listdir(to)):
@@ -71,7 +83,8 @@ def _check(args: argparse.Namespace, kind: str) -> None:
 def _wait(store: SnapshotStore, args: argparse.Namespace) -> None:
     """Wait until the chosen snapshot is complete at the level, at most as long as ``--wait`` says."""
     deadline, pause_s = time.monotonic() + args.wait, _FIRST_PAUSE_S
-    while time.monotonic() + pause_s <= deadline:
+    # Where the level is gone with the directory, the snapshot will never come.
+    while time.monotonic() + pause_s <= deadline and not (_is_removed(args) and not os.path.isdir(store.url)):
         with contextlib.suppress(SnapshotNotFound, LevelError):
             if next(Catalogue(store).meant(args.wanted, args.run), None) is not None:
                 return
@@ -79,24 +92,24 @@ def _wait(store: SnapshotStore, args: argparse.Namespace) -> None:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
+def _is_removed(args: argparse.Namespace) -> bool:
+    """True if the directory that was to be filled is gone: the program removed it."""
+    return bool(args.into) and not os.path.isdir(args.to)
+
+
 def _layout(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, to: str) -> list[str]:
     """Write the layout of Accelerate, from any number of ranks."""
-    from lazysnap.export.accelerate import OF_EVERY_RANK, read_restated, write_stock  # torch: seconds to import
+    from lazysnap.export.accelerate import OF_EVERY_RANK, write_stock  # torch: seconds to import
     from lazysnap.snapshots.tensors import SnapshotTensors, parts_of
 
-    mark = {"layout": ACCELERATE, "step": plan.step, "run_id": plan.run_id}
-    with in_place_when_whole(to, mark) as temp, contextlib.ExitStack() as stack:
+    facts = {"layout": ACCELERATE, "step": plan.step, "run_id": plan.run_id}
+    with in_place_when_whole(to, facts, is_made=args.into) as temp, contextlib.ExitStack() as stack:
         snapshot = stack.enter_context(contextlib.closing(open_snapshot(catalogue, plan)))
-        first = parts_of(None, read_restated(args.add, plan.step) if args.add else {})
         states = [
-            SnapshotTensors(snapshot, rank).state(parts_of(OF_EVERY_RANK) if rank else first)
+            SnapshotTensors(snapshot, rank).state(parts_of(OF_EVERY_RANK if rank else None))
             for rank in range(plan.world_size)
         ]
         write_stock(states, temp)
-        if args.add:
-            add_files(args.add, temp)
-    if args.release:
-        catalogue.store.release(plan.run_id, args.wanted)
     return []
 
 
@@ -104,7 +117,10 @@ def _file(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, out
     """Write one of the other formats, from one rank; returns notes for the user."""
     with replaced_when_whole(os.path.abspath(args.to), force=args.force) as temp, contextlib.ExitStack() as stack:
         if plan.world_size != 1:
-            raise ConfigError(f"step {plan.step} has {plan.world_size} ranks; only snapshots of one are exported")
+            raise ConfigError(
+                f"step {plan.step} has {plan.world_size} ranks, and this format is written of one only; the weights of "
+                f"all ranks, whole: lazysnap.load_weights({shown(catalogue.store.url)!r}, {plan.step})"
+            )
         snapshot = stack.enter_context(contextlib.closing(open_snapshot(catalogue, plan, verify=True)))
         if format_of(args.to, args.format) == "safetensors":
             return _weights(snapshot, args.only, temp, output)

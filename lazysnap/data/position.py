@@ -13,6 +13,7 @@ the same generator: iterable datasets in the main process, and samplers that dra
 Random augmentation in persistent workers (``persistent_workers=True``); a warning says so.
 """
 
+import functools
 import itertools
 import logging
 import weakref
@@ -36,7 +37,7 @@ _INNER = ("base_dataloader", "_dataloader")
 _COUNTERS = ("iteration", "_num_iter_calls")
 """How many times such a loader was iterated; their samplers are seeded with it."""
 _SAMPLERS = ("batch_sampler", "sampler")
-_NOW = ("given", "number", "now", "own", "share")
+_NOW = ("given", "number", "now", "own", "share", "at_end")
 """What of a position is not recorded when its iteration begins."""
 _SEEDS = ("epoch", "seed", "initial_seed")
 _DEPTH = 4
@@ -58,10 +59,10 @@ class Position:
 
     is_data_position = True
 
-    def __init__(self, loader: Any, *, asks_loader: bool = False) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, *, asks_loader: bool = False, is_owned: bool = False) -> None:
+        """``is_owned``: the loader holds this position, so it is referred to weakly."""
+        self._refer: Callable[[], Any] = weakref.ref(loader) if is_owned else lambda: loader
         self._asks_loader = asks_loader
-        self._bases = _bases(loader)
         self._looks_ahead = hasattr(type(loader), "adjust_state_dict_for_prefetch")
         self._streams = RandomStreams()
         self._running: weakref.ref[_Iteration] | None = None
@@ -71,12 +72,27 @@ class Position:
         self._skipped = 0
         self._number = 0
         """Of the running or last iteration."""
-        self.may_draw = any(map(_is_read_here, self._bases))
+        self.may_draw = any(map(_is_read_here, _bases(loader)))
         """Whether draws of its dataset from the global generators would go unnoticed."""
         self.before_fetch: Callable[[], None] | None = None
         """Called before every batch is fetched: then nothing of the next step has begun."""
         self.is_held = False
         """Whether the consumer holds one batch that was not trained: the position is then the one before that batch."""
+        self.counted_epochs: Callable[[], dict[str, int]] | None = None
+        """Returns the program's own counters of epochs, by name."""
+
+    @property
+    def _loader(self) -> Any:
+        return self._refer()
+
+    @property
+    def _bases(self) -> list[Any]:
+        return _bases(self._loader)
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the loader still exists."""
+        return self._loader is not None
 
     # ---------------------------------------------------------------- state
 
@@ -120,7 +136,7 @@ class Position:
         if running is None:
             state.update(share=self._share(), skip=self._skipped)
         else:
-            state.update(running.recorded, given=running.given)
+            state.update(running.recorded, given=running.given, at_end=self._is_at_end(running.given))
             # Before the first batch a loader's own state may be that of the epoch before, at its end.
             if self._asks_loader and running.given:
                 state["own"] = state_of_loader(self._loader)
@@ -162,13 +178,44 @@ class Position:
         if self._pending is None:
             self._skipped = batches
         elif batches == 0 and self._pending["given"] == length_of(self._loader):
-            counters = {name: count + 1 for name, count in self._pending["counters"].items()}
-            _set_counts(self._loader, self._bases, {**self._pending, "counters": counters})
-            self._pending = None
+            self._leave_epoch(self._pending)
         elif batches != self._pending["given"]:
             logger.warning(
                 "the loader goes on behind batch %d, as restored; %d batches were to be skipped", self.given, batches
             )
+
+    def epochs(self) -> dict[str, int]:
+        """Return the program's counters of epochs."""
+        return {} if self.counted_epochs is None else self.counted_epochs()
+
+    def _may_end_after(self, given: int) -> bool:
+        """True if the next batch may be the last one of several."""
+        length = length_of(self._loader)
+        return given > 0 and (given == length - 1 if length is not None else self._looks_ahead)
+
+    def _is_at_end(self, given: int) -> bool:
+        """True if the running iteration has given its last batch."""
+        # Accelerate's loaders look one batch ahead, and know their end also where the length is not known.
+        return given > 0 and (given == length_of(self._loader) or bool(_held(self._loader).get("end_of_dataloader")))
+
+    def _leave_epoch(self, pending: dict[str, Any]) -> None:
+        """Let the next iteration begin the epoch after the one that ``pending`` is at the end of."""
+        counters = {name: count + 1 for name, count in pending["counters"].items()}
+        _set_counts(self._loader, self._bases, {**pending, "counters": counters})
+        self._pending = None
+
+    def _settle(self) -> None:
+        """Decide, when the loader is iterated, which epoch a loaded position belongs to.
+
+        In the body of an epoch's last batch the program may have counted the next epoch already. The loop that it
+        enters now is then the one of that epoch, and nothing is left of the one before.
+        """
+        pending = self._pending
+        if pending is None or not pending.get("at_end"):
+            return
+        now = self.epochs()
+        if any(now.get(name) == count + 1 for name, count in pending.get("epochs", {}).items()):
+            self._leave_epoch(pending)
 
     def note_draws(self, before: dict[str, Any]) -> None:
         """A batch of an iterable dataset was read: warn, once, if that drew from the global generators."""
@@ -199,6 +246,7 @@ class Position:
         return iteration
 
     def _start(self, iteration: "_Iteration") -> None:
+        self._settle()
         pending, self._pending = self._pending, None
         self._moved, self._running = None, weakref.ref(iteration)
         if pending is not None:
@@ -240,6 +288,8 @@ class _Iteration:
             self.before = position._state(self)
         if not self.given or position._looks_ahead:
             self._note_streams()
+        if position._may_end_after(self.given):
+            self.recorded["epochs"] = position.epochs()
         # The first batch may fill a buffer, and set up what is drawn from later.
         before = collect_rng() if self.given == 1 and position.may_draw else None
         try:
@@ -254,6 +304,7 @@ class _Iteration:
 
     def _move(self) -> None:
         position = self._position
+        position._settle()
         if position.is_pending and position._number != self._number:
             logger.warning(
                 "training goes back into the iteration before: the loop over the loader gives what was left of that, "
@@ -391,16 +442,27 @@ def make_resumable(loader: Any) -> Position:
         return known
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"a torch.utils.data.DataLoader is needed, got {type(loader).__qualname__}")
-    kind = type(loader)
+    # Accelerate's loaders pretend to be of torch's class, by a property that cannot be set.
+    object.__dict__["__class__"].__set__(loader, _resumable(type(loader)))  # type: ignore[arg-type]
+    loader._lazysnap_position = position = Position(loader, is_owned=True)
+    return position
+
+
+@functools.cache
+def _resumable(kind: type) -> type:
+    """A subclass of a loader's class whose iterations are recorded by the loader's position."""
 
     def __iter__(self: Any) -> Iterator[Any]:
-        return self._lazysnap_position.iterate(lambda: kind.__iter__(self))  # type: ignore[no-any-return]
+        return self._lazysnap_position.iterate(lambda: kind.__iter__(self))  # type: ignore[no-any-return,attr-defined]
 
-    resumable = type(kind.__name__, (kind,), {"__iter__": __iter__, "__module__": kind.__module__})
-    # Accelerate's loaders pretend to be of torch's class, by a property that cannot be set.
-    object.__dict__["__class__"].__set__(loader, resumable)
-    loader._lazysnap_position = position = Position(loader)
-    return position
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickle, or copy, as the loader that it was: the position belongs to this one."""
+        stock: Any = object.__new__(kind)
+        stock.__dict__.update({name: value for name, value in vars(self).items() if name != "_lazysnap_position"})
+        return stock.__reduce_ex__(protocol)
+
+    methods = {"__iter__": __iter__, "__reduce_ex__": __reduce_ex__, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), methods)
 
 
 def _held(value: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -673,20 +673,6 @@ class SnapshotEngine:
         """Names that ``keep`` gave whose snapshot the first level will never have, and why, as far as it is known."""
         return self._events.lost_names
 
-    def restated(self, parts: Collection[str]) -> dict[str, Any] | None:
-        """These parts of the state as they are now, in the encoding of a manifest, over the tensors of the capture of
-        the last boundary; ``None`` where one of their tensors changed since, or there is no such capture, or ``keep``
-        would not name it.
-
-        A lazily captured tensor of more than 4 KiB counts as unchanged if its version and some of its words are those
-        of the capture. Not collective. Blocks: until that capture is whole in memory, at most ``gate_timeout_s``.
-        """
-        step = self._recorder.last_step
-        if step is None or not self.wait(step, until="captured", timeout_s=self.config.gate_timeout_s):
-            return None
-        with self._lock:
-            return self._recorder.restated(parts)
-
     def release(self, name: str) -> None:
         """Take ``name`` from this run's snapshots: retention treats them as any other. Does not block.
 
@@ -899,6 +885,15 @@ class SnapshotEngine:
             self._leave()
             self._client.abandon()
             self._tell_end(report.Ending.ABANDONED, error)
+
+    def discard(self) -> None:
+        """Leave, and give up what memory holds: nobody wants anything of this training. Blocks: asks the keeper."""
+        if not self._closed:
+            self._events.is_training = False
+            self.gate()
+            self._drop("engine.discard", lambda item: True)
+            self._leave()
+            self._client.goodbye(self.config.keeper_timeout_s)
 
     def _leave(self) -> None:
         self.statistics()  # as they are while the keeper is there

@@ -1,19 +1,16 @@
 """What happens at a boundary: the state is walked, planned, given a slot, and its capture begun."""
 
-import json
 import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lazysnap import faults
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import CapturePlan
 from lazysnap.capture.registration import registrar
-from lazysnap.capture.unchanged import is_unchanged
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
 from lazysnap.engine.direct import DirectStorage
@@ -479,23 +476,6 @@ class Recorder:
         """Steps before this one that memory keeps until they are stored."""
         kept = {slot.kept_step for slot in self._client.slots()}
         return sorted(step for step in kept if step not in (None, self.seen_step))
-
-    def restated(self, parts: Collection[str]) -> dict[str, Any] | None:
-        """See ``SnapshotEngine.restated``."""
-        begun, plan = self._begun, self.planner.plan
-        if begun is None or plan is None or begun.step != self.seen_step or not self._is_there(begun):
-            return None
-        if begun.slot.status().phase is not SlotPhase.WHOLE:
-            return None
-        everything = self.planner.collect()
-        walked = self.planner.part_as_planned(everything)
-        if walked is None:
-            return None
-        chosen = [index for index, path in enumerate(walked.paths) if path[0] in parts]
-        if not is_unchanged(plan, begun.slot, begun.versions, walked.tensors, chosen):
-            return None
-        state = json.loads(everything.text)
-        return {part: state[part] for part in parts if part in state}
 
     @staticmethod
     def _is_there(begun: _Begun) -> bool:

@@ -6,10 +6,8 @@ The state has these parts: ``model``, ``model_1``, …, ``optimizer``, …, ``sc
 names) and ``stateful_loaders`` (by loader part, the state of its ``StatefulDataLoader``).
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lazysnap import faults
-from lazysnap.errors import ConfigError, StateMismatch, UnsupportedState
-from lazysnap.export.folder import RESTATED
-from lazysnap.shard.limits import MAX_MANIFEST_BYTES, MAX_NESTING, load_json
+from lazysnap.errors import StateMismatch, UnsupportedState
 
 FACTS, RNG = "accelerate", "rng"
 OF_EVERY_RANK = (FACTS, RNG)
@@ -74,42 +70,6 @@ def write_stock(ranks: Sequence[Mapping[str, Any]], path: str) -> None:
         _save(state[part], os.path.join(path, f"custom_checkpoint_{index}.pkl"))
     for index, rank in enumerate(ranks):
         _save(_random_states(rank, index), os.path.join(path, f"random_states_{index}.pkl"))
-
-
-@dataclass(frozen=True)
-class Restated:
-    """Parts of the state that changed after a capture (``SnapshotEngine.restated``)."""
-
-    step: int
-    """Of the capture."""
-    parts: Mapping[str, Any]
-
-
-def write_restated(restated: Restated, path: str) -> None:
-    """Write it into the directory ``path``. Blocks. Raises: OSError."""
-    text = json.dumps(vars(restated), ensure_ascii=False, allow_nan=False)
-    with open(os.path.join(path, RESTATED), "xb") as file:
-        file.write(text.encode("utf-8", "surrogatepass"))
-
-
-def read_restated(path: str, step: int) -> Mapping[str, Any]:
-    """The parts that ``write_restated`` wrote there for the snapshot of ``step``; empty, if there are none.
-
-    Blocks. Raises: StateMismatch, if they are of another snapshot; ConfigError, if the file is invalid; OSError.
-    """
-    try:
-        with open(os.path.join(path, RESTATED), "rb") as file:
-            found = load_json(file.read(MAX_MANIFEST_BYTES), MAX_NESTING)
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ConfigError(f"{path}: {RESTATED}: {error}") from error
-    parts = found.get("parts") if isinstance(found, dict) else None
-    if not isinstance(parts, dict):
-        raise ConfigError(f"{path}: {RESTATED} holds no parts of a state")
-    if found.get("step") != step:
-        raise StateMismatch(f"the snapshot of step {found.get('step')} was lost; what is called so now is step {step}")
-    return parts
 
 
 def _numbered(name: str, index: int) -> str:

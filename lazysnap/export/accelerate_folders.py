@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lazysnap.export.folder import STOCK_FILE, discard, mark_of
+from lazysnap.export.folder import STOCK_FILE, discard, is_unfinished, mark_of
 from lazysnap.export.target import MARK
 from lazysnap.shard.limits import MAX_HEADER_BYTES, load_json
 
@@ -62,6 +62,8 @@ def next_iteration(names: Iterable[str], iteration: int) -> int:
 
 def problem(directory: str, parts: Parts) -> str | None:
     """Why a checkpoint is not complete; ``None`` if it is. Looks at names, sizes and headers. Blocks."""
+    if is_unfinished(directory):
+        return "it is not finished"
     mark = mark_of(directory)
     listed = mark.get("files") if mark is not None else None
     if isinstance(listed, list):
@@ -97,14 +99,16 @@ def newest_complete(root: str, parts: Parts) -> str | None:
 
 
 def delete_superseded(root: str, total_limit: int | None, parts: Parts) -> list[str]:
-    """Delete the oldest complete checkpoints beyond ``total_limit``; at least one stays. Their paths.
+    """Delete the oldest complete checkpoints beyond ``total_limit``, and return their paths.
 
-    To be called when a new one is complete. Each loses its name before anything of it is deleted. Blocks.
-    Raises: OSError.
+    One that is complete stays. Checkpoints that are being made count. Each loses its name before anything of it is
+    deleted. Blocks. Raises: OSError.
     """
     if total_limit is None:
         return []
-    going = complete(root, parts)[: -max(1, total_limit)]
+    whole = complete(root, parts)
+    count = len(whole) + sum(map(is_unfinished, _numbered(root)))
+    going = whole[:-1][: max(0, count - max(1, total_limit))]
     for path in going:
         discard(path)
     return going

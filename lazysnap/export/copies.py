@@ -17,7 +17,7 @@ from typing import IO
 from lazysnap.config import PersistentLevel
 from lazysnap.console import say
 from lazysnap.errors import ConfigError
-from lazysnap.export.folder import sweep
+from lazysnap.export.folder import give_up, sweep
 
 logger = logging.getLogger("lazysnap.accelerate")
 
@@ -30,16 +30,12 @@ _MOST_OUTPUT_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """One copy that ``save_state(directory)`` asked for."""
+    """One copy that ``save_state(directory)`` asked for: its directory is there, made by ``mark_unfinished``."""
 
     directory: str
     name: str
-    """What the snapshot is called at the level (``engine.keep``)."""
-    add: str | None = None
-    """A directory whose content is part of the copy, in place of what is in the snapshot: what the save hooks of the
-    script wrote, and stock ``save_state`` after the snapshot was taken.
-    """
-    then: Callable[[], None] | None = None
+    """The name of the snapshot at the level (``engine.keep``)."""
+    then: Callable[[], object] | None = None
     """Called on another thread when the copy is complete."""
 
 
@@ -72,9 +68,9 @@ class NamedCopies:
         self._changed = threading.Condition()
         self._pending: list[_Child] = []
         self._lost: dict[str, str] = {}
-        """By name of a snapshot, why it will never be stored."""
+        """Reasons why snapshots will never be stored, by their names."""
         self._failed: dict[str, str] = {}
-        """By directory, why it has no copy."""
+        """Reasons why directories have no copy."""
         self._kept: Copy | None = None
         """The newest copy that failed: its snapshot keeps its name."""
         self._last_end: int | None = None
@@ -162,7 +158,7 @@ class NamedCopies:
         reading, writing = os.pipe()  # the writing end is this child's alone
         before = self._last_end
         try:
-            arguments = [*self._arguments(copy), "--options-from-stdin", "--json", "--release"]
+            arguments = [*self._arguments(copy), "--options-from-stdin", "--json", "--release", "--into"]
             arguments += ["--wait", str(self._stored_within_s)]
             arguments += ["--after", str(before)] if before is not None else []
             process = subprocess.Popen(
@@ -191,9 +187,8 @@ class NamedCopies:
         return _Child(copy, process, output)
 
     def _arguments(self, copy: Copy) -> list[str]:
-        more = ["--add", copy.add] if copy.add is not None else []
         to = os.path.abspath(copy.directory)
-        return ["export", self._level.url, copy.name, *more, "--to", to, "--format", "accelerate", "--force"]
+        return ["export", self._level.url, copy.name, "--to", to, "--format", "accelerate", "--force"]
 
     def _by_hand(self, copy: Copy) -> str:
         return (
@@ -204,7 +199,7 @@ class NamedCopies:
     def _reap(self) -> None:
         while (child := self._children.get()) is not None:
             code = child.process.wait()
-            if code == 0:
+            if code == 0 or not os.path.isdir(child.copy.directory):
                 self._succeed(child.copy)
             else:
                 # What the child left goes now; nobody else may come to that directory again.
@@ -216,8 +211,10 @@ class NamedCopies:
                 self._changed.notify_all()
 
     def _succeed(self, copy: Copy) -> None:
+        """The copy is complete, or the program removed its directory: then nobody asks for it any more."""
         self._failed.pop(copy.directory, None)
-        logger.info("save_state(%r): the copy is complete", copy.directory)
+        if os.path.isdir(copy.directory):
+            logger.info("save_state(%r): the copy is complete", copy.directory)
         try:
             with contextlib.suppress(ConfigError):  # an engine that has ended; at the level the child released the name
                 self._release(copy.name)
@@ -227,6 +224,7 @@ class NamedCopies:
             logger.warning("save_state(%r): the copy is complete, but %s", copy.directory, error)
 
     def _fail(self, copy: Copy, reason: str) -> None:
+        give_up(copy.directory)
         if copy.name in self._lost:
             self._failed[copy.directory] = self._lost[copy.name]
             logger.warning("save_state(%r): no copy was made: %s", copy.directory, self._lost[copy.name])

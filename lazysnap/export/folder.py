@@ -32,8 +32,8 @@ _OWNER = ".lazysnap-owner"
 """In a directory that is being written: a file that its writer keeps locked, and whose lock the kernel drops."""
 _held: list[int] = []
 """Descriptors of such files of this process."""
-RESTATED = ".lazysnap-state.json"
-"""In a directory that becomes part of a checkpoint: parts of the state that changed after the snapshot was taken."""
+UNFINISHED = "lazysnap-unfinished.json"
+"""A file in a directory that was asked for, until its checkpoint is complete."""
 _ABANDONED_AFTER_S = 86400.0
 _MOST_MARK_BYTES = 1 << 20
 _MARK_NESTING = 4
@@ -42,15 +42,16 @@ _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBUSY, e
 
 
 @contextlib.contextmanager
-def in_place_when_whole(path: str, facts: Mapping[str, Any]) -> Iterator[str]:
+def in_place_when_whole(path: str, facts: Mapping[str, Any], *, is_made: bool = False) -> Iterator[str]:
     """A new directory to write into; on success its files become those of ``path``, durably.
 
     On any error it is removed, and ``path`` is unchanged. What a dead process left for ``path`` is removed first.
-    ``facts``: plain values for the mark. Blocks. Raises: ConfigError, if ``path`` is a file or lies in a snapshot of a
-    level; OSError.
+    ``facts``: plain values for the mark. ``is_made``: ``path`` was made by ``mark_unfinished``, and nothing is written
+    if it is gone. Blocks. Raises: ConfigError, if ``path`` is a file or lies in a snapshot of a level; OSError;
+    FileNotFoundError, if ``path`` is gone.
     """
     path = _checked(path)
-    temp = side_directory(path)
+    temp = _side_directory(path, is_made=is_made)
     try:
         yield temp
         files = sorted(set(_files(temp)) - {_OWNER})
@@ -58,7 +59,7 @@ def in_place_when_whole(path: str, facts: Mapping[str, Any]) -> Iterator[str]:
             json.dump({"lazysnap": "export", **facts, "files": files}, mark)
         sync(temp)
         faults.point("export.folder.whole")
-        _put(temp, path)
+        _put(temp, path, is_made=is_made)
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(path, _OWNER))  # last: until then a sweep can remove what a dead process left
         sync_directory(os.path.dirname(path))
@@ -67,39 +68,45 @@ def in_place_when_whole(path: str, facts: Mapping[str, Any]) -> Iterator[str]:
         shutil.rmtree(temp, ignore_errors=True)
 
 
-def side_directory(path: str) -> str:
-    """A new directory beside ``path``, owned by this process; what dead processes left for ``path`` is removed.
+def mark_unfinished(path: str) -> None:
+    """Make the directory of a checkpoint that will be filled later, marked as unfinished.
 
+    A directory that holds something stays as it is: it may be an earlier checkpoint.
     Blocks. Raises: ConfigError, as ``in_place_when_whole``; OSError.
     """
     path = _checked(path)
+    os.makedirs(path, exist_ok=True)
+    if not os.listdir(path):
+        with open(os.path.join(path, UNFINISHED), "w", encoding="utf-8") as mark:
+            json.dump({"lazysnap": "unfinished"}, mark)
+
+
+def give_up(path: str) -> None:
+    """Remove what ``mark_unfinished`` made, unless something else is in it. Blocks. Raises nothing."""
+    with contextlib.suppress(OSError):
+        if os.listdir(path) == [UNFINISHED]:
+            os.unlink(os.path.join(path, UNFINISHED))
+            os.rmdir(path)
+
+
+def is_unfinished(path: str) -> bool:
+    """True if a directory was asked for and has no complete checkpoint yet. Blocks."""
+    return os.path.exists(os.path.join(path, UNFINISHED)) and mark_of(path) is None
+
+
+def _side_directory(path: str, *, is_made: bool) -> str:
+    """Make a directory beside ``path``, owned by this process; what dead processes left for ``path`` is removed."""
     parent = _room(path)
-    os.makedirs(parent, exist_ok=True)
+    if is_made:
+        os.stat(path)
+    else:
+        os.makedirs(parent, exist_ok=True)
     sweep(parent, os.path.basename(path))
     temp = os.path.join(parent, temp_name(os.path.basename(path)))
     os.mkdir(temp)
     _own(temp)
     faults.point("export.folder.made")
     return temp
-
-
-def adopt(path: str) -> None:
-    """Let this process own what ``side_directory`` made: it then outlives its maker. Blocks. Raises: OSError."""
-    if os.path.exists(os.path.join(path, _OWNER)):
-        _own(path)
-
-
-def add_files(source: str, target: str) -> None:
-    """Link or copy everything in ``source``, except this package's own files, into the directory ``target``.
-
-    Blocks. Raises: OSError.
-    """
-    for name in sorted(set(os.listdir(source)) - {_OWNER, RESTATED}):
-        one, other = os.path.join(source, name), os.path.join(target, name)
-        if os.path.isdir(one) and not os.path.islink(one):
-            shutil.copytree(one, other, copy_function=_link, symlinks=True)
-        else:
-            _link(one, other)
 
 
 def discard(path: str) -> None:
@@ -177,9 +184,11 @@ def _is_abandoned(entry: "os.DirEntry[str]", *, is_exact: bool) -> bool:
     return is_old if is_free is None else is_free
 
 
-def _put(temp: str, path: str) -> None:
+def _put(temp: str, path: str, *, is_made: bool) -> None:
     is_current = os.path.isdir(path) and os.path.samefile(path, ".")  # it keeps its inode
-    if not is_current:
+    if is_made:
+        os.stat(path)
+    if not is_current and not is_made:
         try:
             os.rename(temp, path)  # also onto an empty directory
         except OSError as error:
@@ -220,7 +229,7 @@ def _listed(path: str) -> set[str]:
 
 def _others(path: str) -> Iterator[str]:
     """Files in a directory that are not part of a checkpoint, relative to it."""
-    ours = _listed(path) | {_OWNER}
+    ours = _listed(path) | {_OWNER, UNFINISHED}
     return (name for name in _files(path) if name not in ours and not STOCK_FILE.fullmatch(name))
 
 
@@ -252,11 +261,14 @@ def _move_in(temp: str, path: str) -> None:
     for name in sorted(new):
         faults.point("export.folder.moved")
         target = os.path.join(path, name)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.dirname(name):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
         os.replace(os.path.join(temp, name), target)
         sync_directory(os.path.dirname(target))
     sync_directory(path)
     os.rename(os.path.join(temp, MARK), os.path.join(path, MARK))
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(path, UNFINISHED))
     sync_directory(path)
 
 
@@ -272,10 +284,3 @@ def _delete_old(path: str, name: str) -> None:
         while directory != path:
             os.rmdir(directory)
             directory = os.path.dirname(directory)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)

@@ -81,6 +81,7 @@ class LocalWriter:
 
     def _create(self) -> None:
         for _ in range(_CREATE_ATTEMPTS):
+            os.stat(self._root)  # who removed the level's directory meant it: no part of it is made again here
             make_directories(self._directory)
             temp = os.path.join(self._directory, temp_name(os.path.basename(self._final)))
             faults.point("level.local.create")
@@ -209,6 +210,8 @@ class LocalStorage(Storage):
     def __init__(self, root: str) -> None:
         self.url = root
         self._is_root_durable = False
+        self._was_there = False
+        """Whether this process has written here."""
 
     def _path(self, path: str) -> str:
         return os.path.join(self.url, path)
@@ -227,10 +230,12 @@ class LocalStorage(Storage):
         """Start a file; ENOSPC shows here, where the file system can allocate."""
         try:
             if not self._is_root_durable:
+                if self._was_there:
+                    os.stat(os.path.dirname(self.url))  # a program that removed all of it does not want it back
                 make_directories(self.url)
                 with contextlib.suppress(PermissionError):  # a parent that is not ours to read
                     sync_directory(os.path.dirname(self.url))
-                self._is_root_durable = True
+                self._is_root_durable = self._was_there = True
             if self.is_link(path):
                 raise LevelUnavailable(
                     f"{self.url}: {path} is, or is behind, a symbolic link: nothing is written through it"

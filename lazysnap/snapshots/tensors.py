@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -292,20 +291,16 @@ class SnapshotTensors:
         return state
 
 
-def parts_of(
-    names: Collection[str] | None, restated: Mapping[str, Any] = MappingProxyType({})
-) -> Callable[[Any], dict[str, Any]]:
+def parts_of(names: Collection[str] | None) -> Callable[[Any], dict[str, Any]]:
     """For ``state``: chooses these objects of the state (``None``: all), without decoding registered types.
 
-    ``restated``: encoded objects that replace those of the snapshot; their tensors are the snapshot's.
     Raises: ShardCorrupt, if the state is no object.
     """
 
     def choose(encoded: Any) -> dict[str, Any]:
         if not isinstance(encoded, dict):
             raise ShardCorrupt(f"the small state is {type(encoded).__name__}, expected a dict")
-        found = {**encoded, **restated}
-        return {name: unregistered(part) for name, part in found.items() if names is None or name in names}
+        return {name: unregistered(part) for name, part in encoded.items() if names is None or name in names}
 
     return choose
 

@@ -6,10 +6,17 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig, latest_path
-from lazysnap.errors import ConfigError
-from lazysnap.export.folder import mark_of
+from lazysnap.errors import ConfigError, SnapshotNotFound
+from lazysnap.export.folder import mark_unfinished
+from lazysnap.integrations.accelerate import saving
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
+
+
+@pytest.fixture
+def in_background(monkeypatch):
+    """Any state counts as large."""
+    monkeypatch.setattr(saving, "SMALL_BYTES", 0)
 
 
 class Script:
@@ -46,7 +53,7 @@ class Script:
         return numbers, rates, self.schedule.scheduler.last_epoch, torch.get_rng_state().numpy().tobytes()
 
 
-def test_stock_reads_a_named_copy_that_was_made_while_training_went_on(tmp_path):
+def test_stock_reads_a_named_copy_that_was_made_while_training_went_on(tmp_path, in_background):
     script = Script(tmp_path)
     script.train(3)
     wanted = script.facts()
@@ -60,7 +67,7 @@ def test_stock_reads_a_named_copy_that_was_made_while_training_went_on(tmp_path)
     assert stock.facts() == wanted
 
 
-def test_checkpoints_in_quick_succession_hold_the_steps_at_which_they_were_asked_for(tmp_path):
+def test_checkpoints_in_quick_succession_hold_the_steps_at_which_they_were_asked_for(tmp_path, in_background):
     """The level takes the first snapshot at once, and each other one a second after the one before."""
     script, wanted = Script(tmp_path, max_bytes_per_s=50_000), []
     for number in range(3):
@@ -76,7 +83,7 @@ def test_checkpoints_in_quick_succession_hold_the_steps_at_which_they_were_asked
         assert stock.facts() == facts
 
 
-def test_a_checkpoint_is_never_of_an_earlier_training_at_the_same_step(tmp_path):
+def test_a_checkpoint_is_never_of_an_earlier_training_at_the_same_step(tmp_path, in_background, monkeypatch):
     """That one could not be made, so its snapshot keeps its name; the new one is stored seconds later."""
 
     def saved(script, place):
@@ -87,8 +94,9 @@ def test_a_checkpoint_is_never_of_an_earlier_training_at_the_same_step(tmp_path)
         script.accelerator.end_training()
         return wanted
 
-    (tmp_path / "file").write_text("")
-    saved(Script(tmp_path), tmp_path / "file")
+    monkeypatch.setenv("LAZYSNAP_FAULT", "export.accelerate.file:1:kill")
+    saved(Script(tmp_path), tmp_path / "failed")
+    monkeypatch.delenv("LAZYSNAP_FAULT")
     second = Script(tmp_path, max_bytes_per_s=5000)
     second.model[0].weight.data.mul_(2)
     wanted = saved(second, tmp_path)
@@ -98,7 +106,7 @@ def test_a_checkpoint_is_never_of_an_earlier_training_at_the_same_step(tmp_path)
     assert stock.facts() == wanted
 
 
-def test_without_a_level_and_within_an_accumulation_stock_writes_it_at_once(tmp_path):
+def test_without_a_level_and_within_an_accumulation_stock_writes_it_at_once(tmp_path, in_background):
     script = Script(tmp_path, levels=False)
     script.train(2)
     wanted = script.facts()
@@ -111,7 +119,7 @@ def test_without_a_level_and_within_an_accumulation_stock_writes_it_at_once(tmp_
     assert stock.facts() == wanted
 
 
-def test_hooks_are_called_and_what_they_wrote_is_part_of_the_copy(tmp_path):
+def test_hooks_are_called_and_what_they_wrote_is_part_of_the_copy(tmp_path, in_background):
     def save(models, weights, directory):
         torch.save(models[0].state_dict(), f"{directory}/own.pt")
         weights.pop()
@@ -135,7 +143,7 @@ def test_hooks_are_called_and_what_they_wrote_is_part_of_the_copy(tmp_path):
     again.accelerator.end_training()
 
 
-def test_automatic_naming_keeps_its_limit_and_goes_on_behind_what_it_loads(tmp_path):
+def test_automatic_naming_keeps_its_limit_and_goes_on_behind_what_it_loads(tmp_path, in_background):
     def script():
         return Script(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
 
@@ -159,36 +167,59 @@ def test_automatic_naming_keeps_its_limit_and_goes_on_behind_what_it_loads(tmp_p
     assert sorted(path.name for path in root.iterdir()) == ["checkpoint_2", "checkpoint_7", "checkpoint_8"]
 
 
-@pytest.mark.parametrize("changed", ["", "weights", "hook"])
-def test_behind_an_epochs_last_batch_a_checkpoint_holds_what_is_there_then(tmp_path, changed):
-    """The step was captured at the end of the loop. Its copy is made beside training; stock writes it where weights
-    changed, also where nothing but their values shows it."""
+def test_behind_an_epochs_last_batch_a_checkpoint_holds_what_is_there_then(tmp_path):
+    """The step was captured at the end of the loop, and much has changed since."""
     script = Script(tmp_path)
-    script.train(19)
-    script.train()
+    script.train(20)
     assert next(script.batches, None) is None
     script.schedule.step()
     torch.rand(5)
-    # Else what is changed past torch's versions is copied as it is then.
-    assert script.accelerator.engine.wait(20, until="captured", timeout_s=60)
-    if changed == "weights":
-        script.model[0].weight.data.mul_(2)
-    if changed == "hook":
-        script.accelerator.register_save_state_pre_hook(
-            lambda models, weights, place: open(f"{place}/own", "x").close()
-        )
+    script.model[0].weight.data.mul_(2)
     wanted = script.facts()
     script.accelerator.save_state(tmp_path / "named", safe_serialization=False)
     script.batches = iter(script.loader)
     script.train(2)
     script.accelerator.end_training()
-    assert mark_of(str(tmp_path / "named")).get("step") == (None if changed == "weights" else 20)
-    assert (tmp_path / "named" / "own").exists() == (changed == "hook")
     assert (tmp_path / "named" / "pytorch_model.bin").exists()
 
     stock = Script(tmp_path, lazy=False)
     stock.accelerator.load_state(str(tmp_path / "named"))
     assert stock.facts() == wanted
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_a_directory_that_was_asked_for_can_be_read_at_once(tmp_path, monkeypatch, size):
+    """A small one is complete when the call returns; a large one is there, counts, and a load waits for it."""
+    monkeypatch.setattr(saving, "SMALL_BYTES", 0 if size == "large" else saving.SMALL_BYTES)
+    script = Script(tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+    root, facts = tmp_path / "checkpoints", []
+    for number in range(2):
+        script.train()
+        facts.append(script.facts())
+        assert script.accelerator.save_state() == str(root / f"checkpoint_{number}")
+        assert (root / f"checkpoint_{number}").is_dir()
+    assert {path.name for path in root.iterdir()} >= {"checkpoint_1"}
+    script.train(3)
+    script.accelerator.load_state(str(root / "checkpoint_1"))
+    assert script.facts() == facts[-1]
+    assert script.accelerator.wait_for_checkpoints()
+    assert [path.name for path in root.iterdir()] == ["checkpoint_1"]
+    script.accelerator.end_training()
+
+
+def test_a_checkpoint_that_nobody_finishes_is_refused_and_passed_over(tmp_path):
+    script = Script(tmp_path, automatic_checkpoint_naming=True)
+    script.train()
+    wanted = script.facts()
+    script.accelerator.save_state()
+    script.train()
+    unfinished = tmp_path / "checkpoints" / "checkpoint_1"
+    mark_unfinished(str(unfinished))
+    with pytest.raises(SnapshotNotFound, match="not finished"):
+        script.accelerator.load_state(str(unfinished))
+    script.accelerator.load_state()
+    assert script.facts() == wanted
+    script.accelerator.end_training()
 
 
 def test_the_directory_of_a_snapshot_is_refused_with_what_to_do_instead(tmp_path):

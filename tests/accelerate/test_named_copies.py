@@ -19,10 +19,9 @@ from support.listing import files_below
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.export.accelerate import Restated, write_restated
 from lazysnap.export.accelerate_folders import Parts, problem
 from lazysnap.export.copies import Copy, NamedCopies
-from lazysnap.export.folder import in_place_when_whole, mark_of
+from lazysnap.export.folder import in_place_when_whole, is_unfinished, mark_of, mark_unfinished
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
 
@@ -71,8 +70,9 @@ class Training:
         self.released: list[str] = []
         self.copies = NamedCopies(PersistentLevel(str(url)), self.released.append, **settings)
 
-    def save(self, directory: Path, name: str, **facts) -> None:
-        self.copies.save(Copy(directory=str(directory), name=name, **facts))
+    def save(self, directory: Path, name: str) -> None:
+        mark_unfinished(str(directory))
+        self.copies.save(Copy(directory=str(directory), name=name))
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_killed_child_leaves_a_complete_copy_or_none(training, trained, tmp_pa
         assert problem(str(out), PARTS) is None
         assert is_new or torch.equal(weight_in(out), trained[1]["a"])
     else:
-        assert not out.exists() or "moved" in point
+        assert not out.exists() or "moved" in point or before == "nothing"
     assert temporary(tmp_path) == [], "what the dead child left is gone"
     [said] = warnings_in(caplog)
     assert "signal 9" in said
@@ -158,30 +158,17 @@ def test_a_killed_child_leaves_a_complete_copy_or_none(training, trained, tmp_pa
         assert (out / "tokenizer" / "words.txt").read_text() == "mine"
 
 
-def test_what_lies_beside_the_copy_and_what_hooks_wrote_stays(training, tmp_path):
-    out, hooks = tmp_path / "out", tmp_path / "hooks"
-    out.mkdir()
-    (out / "notes.txt").write_text("mine")
-    (hooks / "unet").mkdir(parents=True)
-    (hooks / "unet" / "config.json").write_text("{}")
-    training.save(out, "a", add=str(hooks))
-    assert training.copies.wait(TIMEOUT_S)
-    training.save(out, "b")
-    assert training.copies.wait(TIMEOUT_S)
-    assert (out / "notes.txt").read_text() == "mine"
-    assert not (out / "unet").exists(), "part of the first copy, not of the second"
-
-
-def test_what_a_training_had_written_for_a_copy_outlives_it(training, tmp_path):
-    """A directory of a dead process beside a checkpoint is litter, but for the child that is to take it in."""
+def test_what_lies_in_the_directory_beside_the_copy_stays(training, tmp_path):
+    """Also what save hooks wrote there before."""
     out = tmp_path / "out"
-    program = "import sys; from lazysnap.export.folder import side_directory; print(side_directory(sys.argv[1]))"
-    made = subprocess.run([sys.executable, "-c", program, str(out)], capture_output=True, text=True, check=True)
-    beside = Path(made.stdout.strip())
-    (beside / "own.pt").write_text("mine")
-    training.save(out, "a", add=str(beside))
-    assert training.copies.wait(TIMEOUT_S)
-    assert (out / "own.pt").read_text() == "mine"
+    mark_unfinished(str(out))
+    (out / "unet").mkdir()
+    (out / "unet" / "config.json").write_text("{}")
+    for name in "ab":
+        training.save(out, name)
+        assert training.copies.wait(TIMEOUT_S)
+        assert (out / "unet" / "config.json").read_text() == "{}"
+    assert not (out / "lazysnap-unfinished.json").exists()
 
 
 def test_a_copy_of_a_snapshot_that_was_lost_is_given_up_and_the_next_is_made(training, trained, tmp_path, caplog):
@@ -198,15 +185,35 @@ def test_a_copy_of_a_snapshot_that_was_lost_is_given_up_and_the_next_is_made(tra
     assert not training.copies.close(TIMEOUT_S)
 
 
-def test_no_copy_mixes_the_small_state_of_one_step_with_the_weights_of_another(training, tmp_path, caplog):
-    beside = tmp_path / "beside"
-    beside.mkdir()
-    write_restated(Restated(7, {}), str(beside))
-    training.save(tmp_path / "out", "a", add=str(beside))
-    assert not training.copies.wait(TIMEOUT_S)
-    [said] = warnings_in(caplog)
-    assert "the snapshot of step 7 was lost" in said
-    assert not (tmp_path / "out").exists()
+def test_a_directory_that_was_asked_for_is_there_at_once_and_marked_until_it_is_complete(training, tmp_path):
+    out, aside = tmp_path / "out", tmp_path / "aside"
+    [name] = (tmp_path / "level").glob("*/keep-a")
+    name.rename(aside)  # the copy waits for it
+    training.save(out, "a")
+    assert is_unfinished(str(out))
+    assert problem(str(out), PARTS) == "it is not finished"
+    aside.rename(name)
+    assert training.copies.wait(TIMEOUT_S, str(out))
+    assert not is_unfinished(str(out))
+    assert problem(str(out), PARTS) is None
+
+
+@pytest.mark.parametrize("point", ["export.folder.whole:1", "export.accelerate.file:2"])
+def test_a_program_may_remove_a_directory_while_it_is_being_filled(training, tmp_path, caplog, monkeypatch, point):
+    """With all that is beside it. The process that fills it stops, and says nothing."""
+    root = tmp_path / "run"
+    monkeypatch.setenv("LAZYSNAP_FAULT", f"{point}:stop")
+    training.save(root / "out", "a")
+    [busy] = until(lambda: temporary(root))
+    child = int(busy.name.rpartition("-")[0].rpartition("-")[2])
+    until(lambda: _state(child) == "T")
+    shutil.rmtree(root)
+    os.kill(child, signal.SIGCONT)
+    assert training.copies.wait(TIMEOUT_S)
+    assert training.copies.close(TIMEOUT_S)
+    assert not root.exists()
+    assert warnings_in(caplog) == []
+    assert not list((tmp_path / "level").glob("*/keep-a")), "the level need not keep the snapshot any longer"
 
 
 def test_a_mark_that_lies_deletes_nothing_outside_the_directory(tmp_path):
@@ -236,12 +243,13 @@ def test_a_checkpoint_in_the_current_directory_leaves_that_directory_where_it_is
     assert tmp_path.stat().st_ino == number
 
 
-def test_an_unwritable_target_is_said_once_and_by_close(training, tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    training.save(tmp_path / "file" / "out", "a")
+def test_a_copy_that_fails_is_said_once_and_by_close(training, tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("LAZYSNAP_FAULT", "export.accelerate.file:1:kill")
+    training.save(tmp_path / "out", "a")
     assert not training.copies.wait(TIMEOUT_S)
     [said] = warnings_in(caplog)
-    assert f"{tmp_path}/file/out" in said
+    assert f"{tmp_path}/out" in said
+    assert not (tmp_path / "out").exists()
     assert training.released == [], "the snapshot stays for a copy by hand"
     assert list((tmp_path / "level").glob("*/keep-a"))
     assert not training.copies.close(1.0)
@@ -274,10 +282,10 @@ def _ignoring(number):
         signal.signal(number, before)
 
 
-def test_of_copies_that_fail_only_the_newest_keeps_its_snapshot(training, tmp_path):
-    (tmp_path / "file").write_text("")
+def test_of_copies_that_fail_only_the_newest_keeps_its_snapshot(training, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAZYSNAP_FAULT", "export.accelerate.file:1:kill")
     for name in "ab":
-        training.save(tmp_path / "file" / name, name)
+        training.save(tmp_path / name, name)
     assert not training.copies.wait(TIMEOUT_S)
     assert training.released == ["a"]
 
@@ -308,8 +316,10 @@ TRAINER = """
 import sys
 from lazysnap import PersistentLevel
 from lazysnap.export.copies import Copy, NamedCopies
+from lazysnap.export.folder import mark_unfinished
 copies = NamedCopies(PersistentLevel(sys.argv[1]), lambda name: None)
 for directory, name in zip(sys.argv[2::2], sys.argv[3::2]):
+    mark_unfinished(directory)
     copies.save(Copy(directory=directory, name=name))
 print("asked", flush=True)
 sys.stdin.read()
@@ -334,11 +344,11 @@ def test_copies_that_were_asked_for_outlive_the_training(training, trained, tmp_
     for name, target in targets.items():
         [busy] = until(lambda: temporary(tmp_path / "copies"))
         until(lambda at=busy: (at / "lazysnap-export.json").exists())
-        assert not target.exists()
+        assert is_unfinished(str(target))
         child = int(busy.name.rpartition("-")[0].rpartition("-")[2])
         until(lambda pid=child: _state(pid) == "T")
         os.kill(child, signal.SIGCONT)
-        until(target.exists)
+        until(lambda at=target: not is_unfinished(str(at)))
         assert torch.equal(weight_in(target), trained[1][name])
     until(lambda: not files_below(tmp_path / "level", "keep-*"))
     assert temporary(tmp_path / "copies") == []

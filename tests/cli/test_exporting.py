@@ -339,6 +339,7 @@ def test_many_ranks_are_refused_clearly(make_url, tmp_path, capsys):
     code, result = run_json(capsys, "export", url, "10", "--to", tmp_path / "out.ckpt")
     assert code == 2
     assert "2 ranks" in result["error"]
+    assert f"lazysnap.load_weights({url!r}, 10)" in result["error"], "what works is named"
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -409,3 +409,23 @@ def test_names_that_nfs_gives_to_deleted_open_files_are_not_seen(storage):
     left.unlink()
     storage.delete_directory("step-00000001")
     assert storage.list() == []
+
+
+def test_a_directory_that_a_program_removed_with_all_around_it_is_not_made_again(tmp_path):
+    """Nor does a removal meet a directory that fills again behind it."""
+    root = tmp_path / "run"
+    storage = LocalStorage(str(root / "lazysnap"))
+    storage.put("one/a", b"a")
+    writer = storage.create("two/b", 4096)
+    shutil.rmtree(root)
+    with pytest.raises(LevelUnavailable):
+        writer.publish()
+    writer.close()
+    for _ in range(2):
+        with pytest.raises(LevelUnavailable, match="No such file"):
+            storage.put("three/c", b"c")
+        assert not root.exists()
+
+    root.mkdir()
+    storage.put("four/d", b"d")
+    assert storage.get("four/d") == b"d"

@@ -18,7 +18,7 @@ from lazysnap.integrations.arguments import check_path
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.runs import check_choice, means_snapshot
 
-_DOOR = "_lazysnap_door"
+_DOOR, _STOCK_KIND = "_lazysnap_door", "_lazysnap_stock_kind"
 
 
 class _WithSnapshots:
@@ -27,6 +27,17 @@ class _WithSnapshots:
     if TYPE_CHECKING:
         _lazysnap_door: Door
         project_configuration: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle, or copy, as Accelerate's, and with the same snapshots; the training that runs is not part of it."""
+        kind = type(self)
+        stock_kind = vars(kind).get(_STOCK_KIND)
+        made = (_attached_to, (stock_kind,)) if stock_kind is not None else (kind.__new__, (kind,))
+        return *made, {**vars(self), _DOOR: self._lazysnap_door.made_with}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lazysnap_door = _door_of(self, *state[_DOOR])
 
     @property
     def engine(self) -> SnapshotEngine:
@@ -60,11 +71,12 @@ class _WithSnapshots:
     ) -> Any:
         """Without a directory: the boundary between two steps. Captures lazily and returns in milliseconds; the step
         that it captured, or ``None``. With a directory, or with ``automatic_checkpoint_naming``: a checkpoint in
-        Accelerate's layout beside it, made in the background from the snapshot; complete or not there; its directory.
+        Accelerate's layout; its directory. A state below 64 MB is written at once. Of a larger one the directory
+        exists at once, marked as unfinished, and is filled in the background: see ``wait_for_checkpoints``.
 
         Call it behind everything that belongs to a step, or not at all: steps are captured anyway, every
-        ``SnapshotConfig.every_n_steps``, before the next batch is fetched. A checkpoint is written while training waits
-        where weights changed since that step was captured, with FSDP2, and with further arguments.
+        ``SnapshotConfig.every_n_steps``, before the next batch is fetched. A large checkpoint is written while training
+        waits where this step was captured before, with FSDP2, and with further arguments.
         With a directory collective. Raises: as ``SnapshotEngine.boundary``; what stock raises, where that writes it.
         """
         door, is_named = self._lazysnap_door, self.project_configuration.automatic_checkpoint_naming
@@ -76,6 +88,12 @@ class _WithSnapshots:
         directory = None if output_dir is None else os.path.expanduser(os.fspath(output_dir))
         by_stock = functools.partial(stock, safe_serialization=safe_serialization, **kwargs)
         return door.save(Wanted(directory, by_stock, safe_serialization, has_more=bool(kwargs)))
+
+    def wait_for_checkpoints(self, timeout_s: float = 3600.0) -> bool:
+        """Block until every directory that ``save_state`` was asked for is complete; ``False`` after the deadline, or
+        if one cannot be made. The end of the program waits, too. Collective.
+        """
+        return self._lazysnap_door.wait(timeout_s)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Snapshot | None:
         """``"latest"``, a step or ``"run:1f3a"``: restore the snapshot, from the freshest place that has it, and return
@@ -149,11 +167,12 @@ class _WithSnapshots:
 class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
     """An ``accelerate.Accelerator`` with snapshots: one changed import.
 
-    ``snapshots``: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap``. ``rollback_on``:
-    ``NonFinite()`` or ``LossSpike(...)``: where the loss given to ``backward`` is bad, the state goes back in place to
-    the last snapshot before the next batch is fetched, and the batches since then are skipped (or come again, with
-    ``data="repeat"``); the loop just goes on.
-    All else is Accelerate's. Raises: ConfigError, without a place, or for DeepSpeed and FSDP 1.
+    ``snapshots``: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap``, else in the logging
+    directory, or beside the first one that ``save_state`` names, else ``./lazysnap``; one line says so then.
+    ``rollback_on``: ``NonFinite()`` or ``LossSpike(...)``: where the loss given to ``backward`` is bad, the state goes
+    back in place to the last snapshot before the next batch is fetched, and the batches since then are skipped (or come
+    again, with ``data="repeat"``); the loop just goes on.
+    All else is Accelerate's. Raises: ConfigError, for DeepSpeed and FSDP 1.
     """
 
     def __init__(
@@ -169,15 +188,27 @@ def attach_accelerator(accelerator: Any, snapshots: Snapshots = None) -> Any:
     What it has prepared by now counts, too. Idempotent. Raises: as ``LazyAccelerator``.
     """
     if _DOOR not in vars(accelerator):
-        door = Door(accelerator, snapshots)
+        door = _door_of(accelerator, snapshots)
         accelerator.__class__ = _with_snapshots(type(accelerator))  # type: ignore[arg-type]
         accelerator._lazysnap_door = door
-        for loader in accelerator._dataloaders:
-            door.watch_loader(loader)
-        door.watch_optimizers()
     return accelerator
+
+
+def _door_of(accelerator: Any, *made_with: Any) -> Door:
+    """The door of an accelerator that has prepared objects by now. Raises: as ``LazyAccelerator``."""
+    door = Door(accelerator, *made_with)
+    for loader in accelerator._dataloaders:
+        door.watch_loader(loader)
+    door.watch_optimizers()
+    return door
+
+
+def _attached_to(kind: Any) -> Any:
+    """An accelerator of ``kind`` that is attached, and empty yet."""
+    made: Any = _with_snapshots(kind)
+    return made.__new__(made)
 
 
 @functools.cache
 def _with_snapshots(kind: type[Any]) -> type:
-    return type(kind.__name__, (_WithSnapshots, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (_WithSnapshots, kind), {"__module__": kind.__module__, _STOCK_KIND: kind})

@@ -21,26 +21,18 @@ def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str]
     with contextlib.ExitStack() as main:
         place = in_place_when_whole(directory, {"layout": "accelerate"})
         temp = by_main(accelerator, directory, lambda: main.enter_context(place))
-        write_together(accelerator, directory, temp, save)
+        project = accelerator.project_configuration
+
+        def write() -> None:
+            naming, iteration = project.automatic_checkpoint_naming, project.iteration
+            project.automatic_checkpoint_naming = False  # else stock would choose another place
+            try:
+                save(temp)
+            finally:
+                project.automatic_checkpoint_naming, project.iteration = naming, iteration
+
+        together(directory, write)
         by_main(accelerator, directory, main.close)
-
-
-def write_together(accelerator: Accelerator, directory: str, place: str, save: Callable[[str], Any]) -> None:
-    """``save(place)`` on every rank, by stock ``save_state``, for the checkpoint ``directory``.
-
-    Collective. Blocks. Raises: as ``save_blocking``.
-    """
-    project = accelerator.project_configuration
-
-    def write() -> None:
-        naming, iteration = project.automatic_checkpoint_naming, project.iteration
-        project.automatic_checkpoint_naming = False  # else stock would choose another place
-        try:
-            save(place)
-        finally:
-            project.automatic_checkpoint_naming, project.iteration = naming, iteration
-
-    together(directory, write)
 
 
 def by_main(accelerator: Accelerator, directory: str, work: Callable[[], Any]) -> Any:

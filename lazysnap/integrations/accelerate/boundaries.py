@@ -16,16 +16,24 @@ class Boundaries:
     fetches are no boundary while a loader that was iterated before the step still is.
     """
 
-    def __init__(self, at_boundary: Callable[[], None]) -> None:
+    def __init__(self, at_boundary: Callable[[], None], counted_epochs: Callable[[], dict[str, int]]) -> None:
+        """``counted_epochs``: returns the program's counters of epochs, by name."""
         self._at_boundary = at_boundary
-        self.positions: list[Position] = []
-        """Of the watched loaders, in the order in which they came."""
+        self._counted_epochs = counted_epochs
+        self._watched: list[Position] = []
         self._stepped_at: int | None = None
         self._hooks: dict[int, Any] = {}
 
     @property
+    def positions(self) -> list[Position]:
+        """The positions of the watched loaders, in the order in which they came."""
+        if not all(position.is_alive for position in self._watched):
+            self._watched = [position for position in self._watched if position.is_alive]
+        return self._watched
+
+    @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer stepped since the last boundary."""
+        """True if an optimizer stepped since the last boundary."""
         return self._stepped_at is not None
 
     def passed(self) -> None:
@@ -40,11 +48,12 @@ class Boundaries:
         """Record the iterations of ``loader``, in place."""
         position = make_resumable(loader)
         if not any(one is position for one in self.positions):
-            self.positions.append(position)
+            self._watched.append(position)
             position.before_fetch = lambda: self._before_fetch(position)
+            position.counted_epochs = self._counted_epochs
 
     def position_of(self, loader: Any) -> Position | None:
-        """Of a watched loader; ``None`` for any other."""
+        """The position of a watched loader; ``None`` for any other."""
         known = getattr(loader, "_lazysnap_position", None)
         return known if any(known is one for one in self.positions) else None
 
@@ -66,8 +75,8 @@ class Boundaries:
             hook.remove()
         self._hooks = {}
         for position in self.positions:
-            position.before_fetch = None
-        self.positions = []
+            position.before_fetch = position.counted_epochs = None
+        self._watched = []
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.note()

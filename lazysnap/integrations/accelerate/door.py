@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from lazysnap.config import SnapshotConfig, config_at
+from lazysnap.console import say
 from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.losses import NonFinite, check_policy
-from lazysnap.errors import ConfigError
+from lazysnap.errors import ConfigError, JobBusy
 from lazysnap.integrations.accelerate.boundaries import Boundaries
 from lazysnap.integrations.accelerate.saving import Directories, Wanted
-from lazysnap.integrations.accelerate.state import AcceleratorState
+from lazysnap.integrations.accelerate.state import AcceleratorState, counted_epochs
 from lazysnap.integrations.arguments import place_beside
 from lazysnap.integrations.progress_bar import DrainBar
 from lazysnap.integrations.session import Session, WithEngine
@@ -36,45 +37,72 @@ _STOCK = {
 class Door(WithEngine):
     """The snapshots of one accelerator. All on the training thread.
 
-    Raises: ConfigError, for an accelerator that cannot be captured, or without a place for snapshots.
+    Without a place for snapshots it chooses one when it has to: see ``_choose_place``.
+    Raises: ConfigError, for an accelerator that cannot be captured.
     """
 
     def __init__(self, accelerator: Any, snapshots: Snapshots, rollback_on: NonFinite | None = None) -> None:
         if rollback_on is not None:
             check_policy(rollback_on, "LazyAccelerator.rollback_on")
+        self.made_with = snapshots, rollback_on
+        """Arguments for the door of a copy of this accelerator."""
         # It lives as long as the accelerator, which holds it.
         self._accelerator = weakref.proxy(accelerator)
         self._why_stock = _why_stock(accelerator)
-        # Known from here on: at the end the accelerator may be gone.
-        project = accelerator.project_dir
-        self._default_url = None if project is None else place_beside(project)
-        place = self._default_url if snapshots is None else snapshots
-        if place is None and self._why_stock is None:
-            raise ConfigError(
-                "LazyAccelerator: there is no place for snapshots: give project_dir=..., or snapshots= a path, a URL "
-                "or a SnapshotConfig"
-            )
-        self._config = None if place is None or self._why_stock is not None else config_at(place)
-        self.boundaries = Boundaries(self._at_boundary)
+        self._is_main_process = accelerator.is_main_process
+        self._is_place_guessed = False
+        self._is_refused = False
+        """True if another program uses a place that was guessed."""
+        self._beside: str | None = None
+        """A directory of the program that snapshots are stored in, once it was there."""
+        self._default_url: str | None = None
+        self._config = None if snapshots is None or self._why_stock is not None else config_at(snapshots)
+        self._choose_place()
+        self.boundaries = Boundaries(self._at_boundary, self._counted_epochs)
         self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions)
         self._directories = Directories(self._accelerator, self._state)
+        self._begins_from: str | None = None
+        """The line about the start that the user sees when the session begins."""
         self._left_at = 0
         """The step at which the last session ended."""
         self._has_asked = False
-        """Whether ``save_state`` was called within an accumulation."""
+        """True if ``save_state`` was called within an accumulation."""
         self._policy = rollback_on
         self._is_apart = False
-        """Whether the processes do different numbers of steps now."""
+        """True if the processes do different numbers of steps now."""
         self._has_told: set[str] = set()
-        self._is_main_process = accelerator.is_main_process
         # When nobody holds the accelerator any more, or at the program's exit.
         self._end = weakref.finalize(accelerator, self._finish)
+
+    # ---------------------------------------------------------------- place
+
+    def _choose_place(self, beside: str | None = None) -> None:
+        """Choose where snapshots go, if ``snapshots`` does not say it: beside a directory that the program names.
+
+        The directory is ``project_dir``, else ``logging_dir``, else ``beside``.
+        """
+        project = self._accelerator.project_configuration
+        named = project.project_dir or project.logging_dir
+        if self._default_url is None and (named is not None or beside is not None):
+            self._default_url = place_beside(beside if named is None else named)
+            if named is None and self._config is None and self._why_stock is None:
+                self._say_place()
+        if self._config is None and self._why_stock is None and self._default_url is not None:
+            self._config = config_at(self._default_url)
+
+    def _say_place(self) -> None:
+        self._is_place_guessed = True
+        if self._is_main_process:
+            say(
+                f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give project_dir=... or "
+                "snapshots=... to choose another place"
+            )
 
     # ---------------------------------------------------------------- objects
 
     @property
     def is_stock(self) -> bool:
-        """Whether this accelerator saves and loads as Accelerate does; the first time, that is said."""
+        """True if this accelerator saves and loads as Accelerate does; the first time, that is said."""
         if self._why_stock is not None:
             self._tell_once("%s: saving and loading as Accelerate does, without snapshots", self._why_stock)
         return self._why_stock is not None
@@ -87,16 +115,24 @@ class Door(WithEngine):
         if self._end.alive:
             self._state.refresh()
         if self.session is None:
+            if self._config is None and self._why_stock is None:
+                self._choose_place(".")
             if self._config is None:
                 raise ConfigError(f"LazyAccelerator: there is no engine: {self._why_stock}")
+            self._note_beside()
             engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
             self.session = Session(engine, self._left_at)
+            if self._begins_from is not None:
+                engine.tell_start(self._begins_from)
         return self.session
 
     @property
     def step(self) -> int:
         """The last step that is over."""
         return self._left_at if self.session is None else self.session.step
+
+    def _counted_epochs(self) -> dict[str, int]:
+        return counted_epochs(self._accelerator) if self._end.alive else {}
 
     def watch_loader(self, loader: Any) -> None:
         """A loader was prepared."""
@@ -147,13 +183,29 @@ class Door(WithEngine):
         self._capture(force=asked)
 
     def _capture(self, *, force: bool) -> bool:
+        if self._is_refused:
+            self.boundaries.passed()
+            return False
         session = self.opened()
         self._count(session)
         self._directories.look(session.engine)
         if session.is_spoilt:
             session.go_back()
             return False
-        return not self._is_apart and session.engine.boundary(session.step, force=force)
+        try:
+            return not self._is_apart and session.engine.boundary(session.step, force=force)
+        except JobBusy:
+            if not self._is_place_guessed:
+                raise
+        # Two programs that name no place and run in one directory: stock lets them.
+        self._tell_once(
+            "NO snapshots: %s is in use by another program that runs in this directory; give each its own project_dir "
+            "or snapshots=...",
+            self._default_url,
+        )
+        self._is_refused = True
+        session.engine.abandon()
+        return False
 
     def _count(self, session: Session) -> None:
         if self.boundaries.has_stepped:
@@ -161,8 +213,20 @@ class Door(WithEngine):
             session.passes(session.step + 1)
 
     def save(self, wanted: Wanted) -> str:
-        """``save_state(directory)``: see ``Directories.save``."""
-        return self._directories.save(wanted, self.opened().engine, lambda: self._capture(force=True))
+        """``save_state(directory)``; the directory. Collective. See ``Directories``."""
+        directory, is_small = self._directories.choose(wanted)
+        self._choose_place(os.path.dirname(os.path.abspath(directory)))
+        if not is_small and not self._is_refused:
+            self._directories.save(directory, wanted, self.opened().engine, lambda: self._capture(force=True))
+            return directory
+        if self.boundaries.has_stepped and self._accelerator.sync_gradients:
+            self._capture(force=True)
+        self._directories.save_at_once(directory, wanted)
+        return directory
+
+    def wait(self, timeout_s: float) -> bool:
+        """See ``LazyAccelerator.wait_for_checkpoints``."""
+        return self._directories.wait(timeout_s)
 
     def load_directory(self, directory: str | None, stock: Callable[[str | None], Any]) -> None:
         """``load_state(directory)``: by stock, from a complete checkpoint."""
@@ -171,7 +235,9 @@ class Door(WithEngine):
         self.boundaries.passed()
         if found is not None:
             self._directories.loaded(found)
-            self.opened().engine.tell_start(report.from_checkpoint(found))
+            self._begins_from = report.from_checkpoint(found)
+            if self.session is not None:
+                self.session.engine.tell_start(self._begins_from)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -213,6 +279,14 @@ class Door(WithEngine):
         session = self.session
         if session is None:
             return
+        if self._is_refused:
+            self._end_at(session, 0.0)
+            return
+        if self._is_place_removed():
+            logger.info("nothing is stored: the program removed %s", self._default_url)
+            session.engine.discard()
+            self._end_at(session, 0.0)
+            return
         if self._end.alive and not session.is_spoilt:
             self._count(session)
             if session.step:
@@ -220,6 +294,19 @@ class Door(WithEngine):
         session.close(DrainBar(is_rank_zero=self._is_main_process))
         self._directories.look(session.engine)
         self._end_at(session, session.engine.config.drain_timeout_s)
+
+    def _is_place_removed(self) -> bool:
+        """True if the program removed the directory beside whose content snapshots went."""
+        return self._beside is not None and not os.path.isdir(self._beside)
+
+    def _note_beside(self) -> None:
+        """Make the directory that holds the default place of snapshots, and remember it."""
+        assert self._config is not None
+        url = self._default_url
+        if url is not None and "://" not in url and [url] == [level.url for level in self._config.levels]:
+            with contextlib.suppress(OSError):  # the level says so when it writes
+                os.makedirs(os.path.dirname(url), exist_ok=True)
+                self._beside = os.path.dirname(url)
 
     def forget(self) -> None:
         """Let go of what was prepared: what is prepared from now on is another training."""

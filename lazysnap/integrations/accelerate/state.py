@@ -1,6 +1,7 @@
 """The training state of an accelerator: all that was prepared, registered, or counts."""
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,15 @@ from lazysnap.data import Position
 from lazysnap.export.accelerate import FACTS
 from lazysnap.state.objects import ObjectState
 
+_EPOCH = re.compile(
+    r"((current|completed|finished|trained|num)_)?epochs?(_(completed|done|finished|trained|idx|index))?"
+)
+"""Names of counters of epochs. Not ``best_epoch``, and not the ``last_epoch`` of a schedule, which counts steps."""
 _KINDS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "custom": "_custom_objects"}
 
 
 class _Counters:
-    """What an accelerator counts itself."""
+    """The counters that an accelerator keeps itself."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -30,6 +35,18 @@ class _Counters:
         self._accelerator.step = state["step"]
 
 
+def counted_epochs(accelerator: Any) -> dict[str, int]:
+    """Return the integers called ``epoch`` and the like in what is registered with ``accelerator``, by their places."""
+    found: dict[str, int] = {}
+    for number, one in enumerate(accelerator._custom_objects):
+        if not isinstance(one, torch.optim.lr_scheduler.LRScheduler):
+            state = one.state_dict()
+            for name, value in state.items() if isinstance(state, Mapping) else ():
+                if isinstance(name, str) and _EPOCH.fullmatch(name) and type(value) is int:
+                    found[f"{number}.{name}"] = value
+    return found
+
+
 class AcceleratorState(ObjectState):
     """The ``StateSource`` over what an accelerator prepared and what was registered with it, in its order.
 
@@ -41,9 +58,9 @@ class AcceleratorState(ObjectState):
         self._positions = positions
         self.counters = _Counters(accelerator)
         self._wrapped: dict[int, Any] = {}
-        """By id of a model: what it was prepared to, where that is a wrapper that Accelerate does not list."""
+        """Wrappers that Accelerate does not list, by the id of the model that was prepared to one."""
         self.is_uneven = False
-        """Whether processes did different numbers of steps: then DDP keeps weights equal, but not optimizer state."""
+        """True if processes did different numbers of steps: then DDP keeps weights equal, but not optimizer state."""
         super().__init__({})
 
     def note_wrapper(self, model: Any, wrapper: Any) -> None:
@@ -69,11 +86,16 @@ class AcceleratorState(ObjectState):
             found["scaler"] = accelerator.scaler
         return {**found, FACTS: self.counters}
 
-    def parts_with_weights(self) -> list[str]:
-        """Names of the models, the optimizers and the counters: what a checkpoint needs of a snapshot, where all else
-        is written by Accelerate.
-        """
-        return [name for name in self._objects if name.partition("_")[0] in ("model", "optimizer", FACTS)]
+    def size_bytes(self) -> int:
+        """The bytes of all tensors of the models, the optimizers and what is registered, in this process."""
+        accelerator = self._accelerator
+        found = [one for model in accelerator._models for one in (*model.parameters(), *model.buffers())]
+        for optimizer in accelerator._optimizers:
+            found += [value for state in optimizer.state.values() for value in state.values()]
+        for custom in accelerator._custom_objects:
+            state = custom.state_dict()
+            found += state.values() if isinstance(state, Mapping) else ()
+        return sum(one.numel() * one.element_size() for one in found if isinstance(one, torch.Tensor))
 
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
         """See ``StateSource.replicated_parameters``."""

@@ -1,0 +1,193 @@
+"""A script does with one changed import what it did with a stock Accelerator: without a place, and without waiting."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.utils import ProjectConfiguration
+
+from lazysnap import LazyAccelerator
+
+
+class Progress:
+    def __init__(self):
+        self.epoch = 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    """Without a length."""
+
+    def __iter__(self):
+        yield from torch.arange(8.0).reshape(8, 1)
+
+
+class Script:
+    def __init__(self, data=None, **settings):
+        torch.manual_seed(1)
+        self.accelerator = LazyAccelerator(cpu=True, **settings)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        data = torch.arange(8.0).reshape(8, 1) if data is None else data
+        is_sized = not isinstance(data, torch.utils.data.IterableDataset)
+        loader = torch.utils.data.DataLoader(data, 2, shuffle=is_sized)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        self.progress = Progress()
+        self.accelerator.register_for_checkpointing(self.progress)
+
+    def step(self, batch):
+        self.accelerator.backward(self.model(batch).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def epoch(self):
+        for batch in self.loader:
+            self.step(batch)
+
+    def weights(self):
+        return [one.item() for one in self.model.parameters()]
+
+
+@pytest.fixture
+def in_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_a_place_snapshots_go_below_the_working_directory_and_a_line_says_so(in_empty_directory, caplog):
+    with caplog.at_level("INFO", "lazysnap"):
+        script = Script()
+        assert not os.listdir(), "nothing is chosen before it has to be"
+        script.epoch()
+        script.accelerator.end_training()
+    assert os.listdir() == ["lazysnap"]
+    said = [record.getMessage() for record in caplog.records if "no project_dir is set" in record.getMessage()]
+    assert len(said) == 1
+    assert f"{in_empty_directory}/lazysnap" in said[0]
+
+    again = Script()
+    assert again.accelerator.load_state("latest").step == 4
+    assert again.weights() == script.weights()
+    again.accelerator.end_training()
+
+
+@pytest.mark.parametrize("named_by", ["save_state", "logging_dir"])
+def test_a_directory_that_the_script_names_decides_where_snapshots_go(in_empty_directory, named_by):
+    logging = {"project_config": ProjectConfiguration(logging_dir="runs")} if named_by == "logging_dir" else {}
+    script = Script(**logging)
+    script.accelerator.save_state("runs/first")
+    assert Path("runs/first/model.safetensors").exists()
+    script.epoch()
+    script.accelerator.end_training()
+    assert os.listdir() == ["runs"]
+    assert sorted(os.listdir("runs")) == ["first", "lazysnap"]
+
+
+def test_two_programs_without_a_place_run_in_one_directory_and_the_second_has_no_snapshots(in_empty_directory):
+    program = "import sys; sys.path.insert(0, sys.argv[1]); from test_changed_import import Script; script = Script(); "
+    program += "script.epoch(); print('trained', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-W", "ignore", "-c", program, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"trained\n"
+        second = Script()
+        second.epoch()
+        second.epoch()
+        assert second.accelerator.statistics().began == 0
+        second.accelerator.save_state("mine")
+        second.accelerator.load_state("mine")
+        second.accelerator.end_training()
+        other.stdin.close()
+    assert sorted(os.listdir()) == ["lazysnap", "mine"]
+
+
+def test_a_program_may_remove_its_directory_before_it_ends(tmp_path):
+    """As tests do that train in a temporary one: nothing fails, and nothing comes back."""
+    root = tmp_path / "run"
+    script = Script(project_dir=str(root))
+    script.epoch()
+    script.accelerator.save_state(root / "last")
+    shutil.rmtree(root)
+    script.accelerator.end_training()
+    del script
+    assert not root.exists()
+
+
+def test_states_that_are_saved_and_loaded_in_turns_give_the_same_training(tmp_path):
+    """From the directory that was just saved, also under automatic naming, where the newest is found."""
+    naming = {"project_config": ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)}
+    whole = Script(project_dir=str(tmp_path / "whole"))
+    for _ in range(3):
+        whole.epoch()
+
+    script = Script(**naming)
+    script.accelerator.save_state()
+    script.epoch()
+    script.accelerator.load_state()
+    for _ in range(2):
+        script.epoch()
+    assert script.accelerator.save_state() == str(tmp_path / "checkpoints" / "checkpoint_1")
+    script.epoch()
+    script.accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_1"))
+    script.epoch()
+    assert script.weights() == whole.weights()
+    script.accelerator.end_training()
+    whole.accelerator.end_training()
+
+
+def test_eleven_checkpoints_in_a_row_keep_the_limit_at_every_moment(tmp_path):
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    script = Script(project_config=project)
+    for number in range(11):
+        script.accelerator.save_state()
+        wanted = {f"checkpoint_{one}" for one in (number - 1, number) if one >= 0}
+        assert set(os.listdir(tmp_path / "checkpoints")) == wanted
+    script.accelerator.end_training()
+
+
+def counted_at_the_last_batch(script, epochs, trained):
+    """The body counts, before the loop knows that the epoch is over."""
+    for epoch in range(script.progress.epoch, epochs):
+        for batch in script.loader:
+            script.step(batch)
+            trained.append((epoch, batch.flatten().tolist()))
+            if script.loader.end_of_dataloader:
+                script.progress.epoch += 1
+                script.accelerator.save_state()
+
+
+def counted_at_every_batch(script, epochs, trained):
+    """The body says which epoch it is in."""
+    for epoch in range(script.progress.epoch, epochs):
+        for batch in script.loader:
+            script.progress.epoch = epoch
+            script.step(batch)
+            trained.append((epoch, batch.flatten().tolist()))
+            script.accelerator.save_state()
+
+
+@pytest.mark.parametrize("data", [None, Numbers()], ids=["sized", "stream"])
+@pytest.mark.parametrize("train", [counted_at_the_last_batch, counted_at_every_batch])
+def test_wherever_a_script_counts_its_epochs_a_restart_loses_and_repeats_none(tmp_path, train, data):
+    whole, expected = Script(data, project_dir=str(tmp_path / "whole")), []
+    train(whole, 4, expected)
+    whole.accelerator.end_training()
+    assert len(expected) == 16
+
+    trained = []
+    for epochs in (1, 2, 4):
+        script = Script(data, project_dir=str(tmp_path / "cut"))
+        script.accelerator.load_state("latest")
+        assert script.accelerator.engine.wait_ready(60)
+        train(script, epochs, trained)
+        script.accelerator.end_training()
+    assert trained == expected
+    assert script.weights() == whole.weights()
