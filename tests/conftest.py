@@ -43,6 +43,8 @@ def pytest_configure(config):
     # A job in the background ignores Ctrl-C, and so would every program that a test starts and interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Not that of the user's home.
+    os.environ.setdefault("LAZYSNAP_SECRET", "of tests")
     # Programs that tests start find the package ``support``, too.
     paths = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)

@@ -1,6 +1,7 @@
 """``lazysnap keeper``: a keeper ahead of its job, as a service or sidecar."""
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if args.local_rank:
         stop.wait()
     while not stop.is_set():
-        keeper[:] = [subprocess.Popen(command)]
+        keeper[:] = [subprocess.Popen(command, env={**os.environ, **identity.environment})]
         started += 1
         if stop.is_set():  # said while it was being started
             keeper[0].terminate()

@@ -8,8 +8,10 @@ import time
 from lazysnap.cli.output import Output
 from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import KeeperUnavailable
+from lazysnap.keeper.greeting import prove
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
+from lazysnap.keeper.messages import Received
 from lazysnap.keeper.protocol import Busy, NotDurable, Stop
 
 _ANSWER_S = 5.0
@@ -55,10 +57,18 @@ def _ask_to_leave(identity: JobIdentity, deadline: float, *, is_forced: bool) ->
     if connection is None:
         return None, ""
     pid = connection.peer_pid
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+
+    def wait() -> bool:
+        return bool(poll.poll(1000 * max(_ANSWER_S, deadline - time.monotonic())))
+
+    received: Received = []
     try:
-        connection.send(Stop(is_forced), timeout_s=_ANSWER_S)
-        connection.set_receive_timeout(max(_ANSWER_S, deadline - time.monotonic()))
-        received = connection.receive() or []
+        if prove(connection, identity.secret, wait):
+            connection.send(Stop(is_forced), timeout_s=_ANSWER_S)
+            connection.set_receive_timeout(max(_ANSWER_S, deadline - time.monotonic()))
+            received = connection.receive() or []
     except (OSError, KeeperUnavailable):
         received = []
     finally:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 from typing import TYPE_CHECKING
@@ -54,12 +55,16 @@ def main() -> None:
 
 
 def _keep(listener: socket.socket, trainer: socket.socket | None, trouble: "Trouble") -> None:
+    from lazysnap.keeper.identity import KEY
     from lazysnap.keeper.server import run_keeper
+    from lazysnap.links.secret import Secret
 
+    # Without one it serves nobody but who starts it.
+    secret = Secret(os.environ.pop(KEY, "") or secrets.token_hex(32))
     _name_process()
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
-    run_keeper(listener, trainer, trouble)
+    run_keeper(listener, secret, trainer, trouble)
 
 
 def _name_process() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable
+from lazysnap.keeper.greeting import prove
 from lazysnap.keeper.heartbeat import LOOK_S, Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import Starting, start_keeper, try_connect
@@ -62,7 +63,10 @@ def attach(
             except OSError as error:
                 outcome = f" ({error})"
         received: Received = []
-        if connection is not None and _say_hello(connection, config, team, hand_over):
+        is_proven = not was_there  # whom this process starts has it from here
+        if connection is not None and was_there:
+            is_proven = _prove(connection, identity, deadline, patience)
+        if connection is not None and is_proven and _say_hello(connection, config, team, hand_over):
             if not was_there:
                 faults.point("client.handed_over")
             received = _answer(connection, deadline, patience)
@@ -121,16 +125,34 @@ def _say_hello(connection: Connection, config: SnapshotConfig, team: Team, hand_
         return False
 
 
-def _answer(connection: Connection, deadline: float, patience: Patience) -> Received:
+def _prove(connection: Connection, identity: JobIdentity, deadline: float, patience: Patience) -> bool:
+    try:
+        return prove(connection, identity.secret, lambda: _wait(connection, deadline, patience))
+    except OSError:
+        return False
+    except KeeperUnavailable as error:
+        connection.close()
+        raise KeeperUnavailable(
+            f"process {connection.peer_pid} has the name of this job's keeper, and is none: {error}; end it, or give "
+            "the job another name with SnapshotConfig(job_id=...)"
+        ) from error
+
+
+def _wait(connection: Connection, deadline: float, patience: Patience) -> bool:
+    """Block until something can be read; ``False`` if nothing came in time."""
     poll = select.poll()
     poll.register(connection.sock, select.POLLIN)
-    try:
+    patience.look(connection.peer_pid)
+    while not poll.poll(1000 * LOOK_S):
         patience.look(connection.peer_pid)
-        while not poll.poll(1000 * LOOK_S):
-            patience.look(connection.peer_pid)
-            if time.monotonic() > patience.extend(deadline):
-                return []
-        return connection.receive() or []
+        if time.monotonic() > patience.extend(deadline):
+            return False
+    return True
+
+
+def _answer(connection: Connection, deadline: float, patience: Patience) -> Received:
+    try:
+        return (connection.receive() or []) if _wait(connection, deadline, patience) else []
     except OSError:
         return []
     except OtherVersion as error:

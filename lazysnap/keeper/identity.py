@@ -1,5 +1,6 @@
 """Which keeper is mine: the same command started again must find its memory without being told."""
 
+import functools
 import hashlib
 import os
 import socket
@@ -7,7 +8,12 @@ from dataclasses import dataclass
 
 from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import ConfigError
+from lazysnap.keeper.owner import owner_secret
 from lazysnap.levels.redaction import shown
+from lazysnap.links.secret import Secret
+
+KEY = "LAZYSNAP_KEEPER_KEY"
+"""Environment variable in which a keeper is given the secret of its job."""
 
 
 def given_job_id(config: SnapshotConfig) -> str | None:
@@ -48,8 +54,21 @@ class JobIdentity:
         facts = [f"--job={shown(self.job_id)}", f"--node={self.node}"]
         return [*facts, f"--address={self.address.encode().hex()}"]
 
+    @functools.cached_property
+    def secret(self) -> Secret:
+        """The secret of the job's processes on this node. Raises: KeeperUnavailable, if the user has none."""
+        text = "\0".join([owner_secret(), self.job_id, str(self.uid), self.node])
+        return Secret(hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the job's keeper, beside those of this process."""
+        return {KEY: self.secret.hex}
+
     @property
     def address(self) -> str:
-        """The keeper's Unix socket, in the abstract namespace: it vanishes with its process, nothing stays on disk."""
-        text = "\0".join([self.job_id, str(self.uid), self.node])
-        return f"\0lazysnap/{self.uid}/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        """The keeper's Unix socket, in the abstract namespace: it vanishes with its process, nothing stays on disk.
+
+        Without the secret nobody knows it before it is there.
+        """
+        return f"\0lazysnap/{self.uid}/{hashlib.sha256(b'name' + self.secret.hex.encode()).hexdigest()[:32]}"

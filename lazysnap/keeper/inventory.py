@@ -1,13 +1,14 @@
 """What a keeper holds that a restart could read: sent to its trainer, and to other processes of the same user."""
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Sequence
 
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import FrozenSlot, Held, HeldParity, Inventory, SlotMade, TrainerEnd
+from lazysnap.keeper.protocol import FrozenSlot, Held, HeldParity, Inventory, Message, SlotMade, TrainerEnd
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.memory.slot_pool import SlotPool
 from lazysnap.shard.manifest import CaptureMeta
@@ -75,6 +76,15 @@ class RankInventory:
     def send_slots(self, connection: Connection) -> None:
         """Give the memory itself to another process that wants to read. Raises: OSError, if it is gone again."""
         for number, slot in self._pool.items():
-            connection.send(SlotMade(number), (slot.fd,))
+            _lend(connection, SlotMade(number), slot)
         for digest, slot in self._frozen.items():
-            connection.send(FrozenSlot(digest=digest), (slot.fd,))
+            _lend(connection, FrozenSlot(digest=digest), slot)
+
+
+def _lend(connection: Connection, message: Message, slot: Slot) -> None:
+    """Send a descriptor through which the slot can only be read."""
+    fd = slot.reading_fd()
+    try:
+        connection.send(message, (fd,))
+    finally:
+        os.close(fd)

@@ -19,11 +19,15 @@ os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release,
 
 
 def try_connect(identity: JobIdentity) -> Connection | None:
-    """A connection to the keeper of ``identity``, ``None`` if there is none. Blocks: at most a second, if it hangs."""
+    """Return a connection to whoever has the name of the keeper, ``None`` if nobody has.
+
+    Nothing may be said there before both have proven themselves (``greeting.prove``). Blocks: at most a second.
+    """
+    address = identity.address
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(_CONNECT_S)
     try:
-        sock.connect(identity.address)
+        sock.connect(address)
     except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
         sock.close()
         return None
@@ -63,7 +67,11 @@ def start_keeper(identity: JobIdentity) -> Starting:
             with theirs:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "lazysnap.keeper", *identity.arguments, "--trainer", str(theirs.fileno())],
-                    env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root},
+                    env={
+                        **os.environ,
+                        **identity.environment,
+                        "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
+                    },
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

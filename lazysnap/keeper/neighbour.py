@@ -1,12 +1,14 @@
 """What the keeper of a job holds for another rank of this node, to be read: mapped, not copied."""
 
 import contextlib
+import select
 import threading
 import time
 
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.client_slots import MappedFrozen, MappedSlots
 from lazysnap.keeper.events import MemoryInventory
+from lazysnap.keeper.greeting import prove
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection, Unclaimed
@@ -24,7 +26,7 @@ class NeighbourMemory:
         if connection is None:
             raise KeeperUnavailable(f"no keeper of job {identity.job_id!r}")
         try:
-            self.inventory = self._ask(connection, timeout_s)
+            self.inventory = self._ask(connection, identity, timeout_s)
         except OSError as error:
             self.close()
             raise KeeperUnavailable(f"the keeper of job {identity.job_id!r}: no answer: {error}") from error
@@ -34,8 +36,14 @@ class NeighbourMemory:
         finally:
             connection.close()
 
-    def _ask(self, connection: Connection, timeout_s: float) -> MemoryInventory:
+    def _ask(self, connection: Connection, identity: JobIdentity, timeout_s: float) -> MemoryInventory:
         deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(connection.sock, select.POLLIN)
+        if not prove(
+            connection, identity.secret, lambda: bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
+        ):
+            raise KeeperUnavailable("the keeper did not answer in time")
         connection.send(ShowRank(self._local_rank), timeout_s=timeout_s)
         while time.monotonic() < deadline:
             connection.set_receive_timeout(max(0.05, deadline - time.monotonic()))

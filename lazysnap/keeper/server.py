@@ -15,6 +15,7 @@ import msgspec
 from lazysnap import faults
 from lazysnap.errors import KeeperUnavailable, LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
+from lazysnap.keeper.greeting import Greeting
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.messages import Connection, OtherVersion
@@ -40,11 +41,14 @@ from lazysnap.keeper.protocol import (
     Superseded,
 )
 from lazysnap.keeper.trouble import Trouble
+from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+_GREETING_S, _GREETINGS = 60.0, 64
+"""Whoever connects has so long to prove itself; so many may be at it at the same time."""
 _LINKS = 2
 """Of storage, and of protection."""
 _FAILING_S = 60.0
@@ -55,15 +59,17 @@ IDLE_LIMIT_S = 300.0
 """How long the keeper of a job that is over gives names and deletes old snapshots."""
 
 
-def run_keeper(listener: socket.socket, trainer: socket.socket | None = None, trouble: Trouble | None = None) -> None:
+def run_keeper(
+    listener: socket.socket, secret: Secret, trainer: socket.socket | None = None, trouble: Trouble | None = None
+) -> None:
     """Serve one job on this node until it is over.
 
     ``listener`` has the job's address; ``trainer`` is a connection to the trainer that started this process.
-    ``trouble`` has the errors that trainers are to be told.
+    Whoever else connects must have ``secret``. ``trouble`` has the errors that trainers are to be told.
     """
-    server = Server(listener, trouble)
+    server = Server(listener, secret, trouble)
     if trainer is not None:
-        server.serve(trainer)
+        server.serve(trainer, is_proven=True)
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     server.run()
 
@@ -71,7 +77,10 @@ def run_keeper(listener: socket.socket, trainer: socket.socket | None = None, tr
 class Server:
     """One job's keeper. ``run`` returns when the job is over and nothing is left to do."""
 
-    def __init__(self, listener: socket.socket, trouble: Trouble | None = None) -> None:
+    def __init__(self, listener: socket.socket, secret: Secret, trouble: Trouble | None = None) -> None:
+        self._secret = secret
+        self._greetings: dict[Connection, tuple[Greeting, float]] = {}
+        """Connections whose other end has not proven itself yet, and since when."""
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -167,6 +176,7 @@ class Server:
             self._leave()
         if self._storage is not None and self._storage.is_abandoned():
             self._go_back()
+        self._refuse_late()
         is_used = any(rank.is_used for rank in self._ranks.values())
         for number, rank in list(self._ranks.items()):
             if is_used:
@@ -252,17 +262,42 @@ class Server:
             return
         self.serve(sock)
 
-    def serve(self, sock: socket.socket) -> None:
-        """Read what comes there from now on, if it is of the same user."""
+    def serve(self, sock: socket.socket, *, is_proven: bool = False) -> None:
+        """Read what comes there from now on, if it is of the same user and has the secret."""
         try:
             connection = Connection(sock)
         except KeeperUnavailable as error:
             logger.warning("refused a connection: %s", error)
             return
+        if not is_proven:
+            try:
+                self._greetings[connection] = Greeting(connection, self._secret, is_server=True), time.monotonic()
+            except OSError:  # it is gone again
+                connection.close()
+                return
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(connection))
 
+    def _has_proven(self, connection: Connection) -> bool:
+        """Take the next step of the greeting. True if messages may follow."""
+        if connection not in self._greetings:
+            return True
+        try:
+            if self._greetings[connection][0].read():
+                del self._greetings[connection]
+        except (OSError, KeeperUnavailable) as error:
+            logger.warning("refused a connection: %s", error)
+            self._close(connection)
+        return False
+
+    def _refuse_late(self) -> None:
+        """Close connections that proved nothing for long, and the oldest of too many."""
+        now = time.monotonic()
+        for number, (connection, (_, since)) in enumerate(reversed(list(self._greetings.items()))):
+            if number >= _GREETINGS or now - since > _GREETING_S:
+                self._close(connection)
+
     def _read(self, connection: Connection, *, wait: bool = True) -> None:
-        if connection.is_closed:  # by an event just before, in the same round
+        if connection.is_closed or not self._has_proven(connection):  # closed by an event in the same round
             return
         try:
             messages = connection.receive(wait=wait)
@@ -298,6 +333,7 @@ class Server:
         if connection.is_closed:
             return
         rank = self._rank_of(connection)
+        self._greetings.pop(connection, None)
         self._selector.unregister(connection.sock)
         connection.close()
         if connection is self._asked_to_stop:

@@ -15,6 +15,7 @@ any two stores leaves a slot that is empty or torn, never whole. ``END`` is writ
 import contextlib
 import ctypes
 import enum
+import fcntl
 import mmap
 import os
 import struct
@@ -32,6 +33,7 @@ SLACK_BYTES = 8 << 20
 _POPULATE_BYTES = 16 << 20
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -121,10 +123,11 @@ class Slot:
     def create(cls, meta_capacity: int, image_capacity: int) -> "Slot":
         """Make an empty slot; capacities in bytes, rounded up to pages. No page is touched but the first."""
         meta_capacity, image_capacity = _round_up(meta_capacity), _round_up(image_capacity)
-        fd = os.memfd_create("lazysnap-slot", os.MFD_CLOEXEC)
+        fd = os.memfd_create("lazysnap-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, PAGE + meta_capacity + image_capacity)
             os.pwrite(fd, struct.pack("<3Q", _MAGIC, meta_capacity, image_capacity), 0)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
             os.close(fd)
             raise
@@ -134,7 +137,9 @@ class Slot:
     def attach(cls, fd: int) -> "Slot":
         """Map the slot behind ``fd``, which the slot owns from then on; it is closed if it cannot be mapped.
 
-        Raises: FormatError, if the memory is no slot of this version; OSError, if there is no room for a mapping.
+        Of a descriptor that was opened for reading, what is written stays in this process.
+        Raises: FormatError, if the memory is no slot of this version, or its size could change; OSError, if there is no
+        room for a mapping.
         """
         try:
             size = os.fstat(fd).st_size
@@ -144,13 +149,24 @@ class Slot:
                     f"shared memory of {size} bytes is no arena slot of this version (magic {magic:#x}, "
                     f"capacities {meta_capacity} + {image_capacity}); restart the keeper of this job"
                 )
-            buffer = mmap.mmap(fd, size)
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise FormatError("shared memory whose size another process could change is no slot")
+            is_readable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            # Private, and not PROT_READ alone: torch warns of buffers that it could not write to.
+            buffer = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE if is_readable else mmap.MAP_SHARED)
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 buffer.madvise(mmap.MADV_HUGEPAGE)
             return cls(fd, buffer)
         except BaseException:
             os.close(fd)
             raise
+
+    def reading_fd(self) -> int:
+        """Return another descriptor of the memory, through which it can be mapped for reading alone.
+
+        The caller closes it. Raises: OSError, without /proc.
+        """
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     @staticmethod
     def bytes_for(meta_capacity: int, image_capacity: int) -> int:

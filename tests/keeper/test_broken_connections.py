@@ -7,12 +7,11 @@ import threading
 
 import pytest
 from keeper_jobs import until
-from test_strange_answers import keeper_at
+from test_strange_answers import keeper_at, proven
 
 from lazysnap.config import MemoryLevel, SnapshotConfig
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.protocol import PROTOCOL, Busy, Drain, Drained, Hello, Leaving, Run, Stop, Welcome, encode
 from lazysnap.topology import Team
 
@@ -71,7 +70,7 @@ def test_a_trainer_that_dies_without_a_connection_is_settled_as_any_other(job, w
 
 def asked(job, data):
     """What the keeper answers to a connection that is not its trainer's; ``None``, if it ends it."""
-    with contextlib.closing(try_connect(job.identity)) as connection:
+    with contextlib.closing(proven(job.identity)) as connection:
         connection.sock.sendall(data)
         connection.set_receive_timeout(DEADLINE_S)
         received = connection.receive()
@@ -103,7 +102,7 @@ def test_a_keeper_knows_the_run_before_anything_is_asked(tmp_path):
             return [(Welcome(os.getpid()), ())]
         return [(Drained(id=message.id, ok=True), ())] if isinstance(message, Drain) else []
 
-    with keeper_at(identity.address, answer):
+    with keeper_at(identity, answer):
         client = KeeperClient(identity, config)
         client.adopt_run(Run("ab" * 8, "1" * 16, 0, 0, 1, 1, {}, [], None, is_new=True, names_others=False))
 

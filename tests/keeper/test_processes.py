@@ -12,6 +12,7 @@ import sys
 import pytest
 from support.listing import files_below
 from support.waiting import until
+from test_strange_answers import proven
 
 from lazysnap.keeper.protocol import PROTOCOL
 from lazysnap.levels import open_store
@@ -23,6 +24,12 @@ def steps_at(url):
 
 def starts_at(url):
     return [entry.start for entry in open_store(str(url)).inventory().entries]
+
+
+def wait_for_end(sock):
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(1000):  # it may be told of our version
+            pass
 
 
 def stat_of(pid):
@@ -294,9 +301,12 @@ def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(60)
         stranger.connect(job.identity.address)
-        stranger.sendall(garbage)
-        while stranger.recv(1000):  # it may be told of our version
-            pass
+        stranger.sendall(10 * garbage)
+        wait_for_end(stranger)
+    with contextlib.closing(proven(job.identity)) as greeted:
+        greeted.sock.settimeout(60)
+        greeted.sock.sendall(garbage)
+        wait_for_end(greeted.sock)
 
     assert [entry[0] for entry in first.inventory()] == [1]
 

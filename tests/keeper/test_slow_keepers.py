@@ -38,7 +38,7 @@ def test_a_keeper_that_answers_slowly_is_waited_for_as_long_as_it_runs(tmp_path)
         client.connect(TIMEOUT_S)
         return client.inventory(TIMEOUT_S)
 
-    with keeper_at(identity.address, answer), ThreadPoolExecutor(1) as trainer:
+    with keeper_at(identity, answer), ThreadPoolExecutor(1) as trainer:
         asked = trainer.submit(ask)
         with contextlib.ExitStack() as stack:
             stack.callback(client.abandon)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -13,6 +14,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.errors import FormatError, KeeperUnavailable
 from lazysnap.keeper.attach import attach
 from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.greeting import prove
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection
@@ -46,13 +48,16 @@ class StrangeHello(Message, frozen=True, tag="Hello"):
 
 
 @contextlib.contextmanager
-def keeper_at(address, answer):
-    """Something at a keeper's address that answers each message by ``answer(message)``: messages with descriptors."""
+def keeper_at(identity, answer):
+    """A keeper's name and secret, with an ``answer(message)`` to each message: messages with descriptors."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(address)
+    listener.bind(identity.address)
     listener.listen()
 
     def talk(connection):
+        poll = select.poll()
+        poll.register(connection.sock, select.POLLIN)
+        prove(connection, identity.secret, lambda: bool(poll.poll()), is_server=True)
         while (received := connection.receive()) is not None:
             for message, fds in ((message, fds) for got, _ in received for message, fds in answer(got)):
                 connection.send(message, fds)
@@ -73,6 +78,15 @@ def keeper_at(address, answer):
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(20)
         listener.close()
+
+
+def proven(identity):
+    """A connection to the keeper, after the greeting."""
+    connection = try_connect(identity)
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    assert prove(connection, identity.secret, lambda: bool(poll.poll(60_000)))
+    return connection
 
 
 def too_large():
@@ -121,7 +135,7 @@ def test_what_cannot_be_mapped_costs_a_trainer_no_descriptor_and_nothing_else(tm
             has_more.set()
             return [(told, ()), (told, (slot.fd,))]
 
-        stack.enter_context(keeper_at(identity.address, answer))
+        stack.enter_context(keeper_at(identity, answer))
         before = copies(large, slot.fd)
         client = KeeperClient(identity, config)
         client.connect(20)
@@ -140,7 +154,7 @@ def test_keepers_of_others_are_looked_at_without_what_cannot_be_mapped(tmp_path)
         stack.callback(os.close, large)
         nothing = Inventory(entries=[], frozen=[], end=None, local_ranks=[0])
         told = [(SlotMade(7), (large,)), (nothing, ())]
-        stack.enter_context(keeper_at(identity.address, lambda _: told))
+        stack.enter_context(keeper_at(identity, lambda _: told))
         before = copies(large)
 
         with contextlib.closing(NeighbourMemory(identity, 0, 20)) as neighbour:
@@ -163,7 +177,7 @@ def test_descriptors_before_bytes_that_are_no_message_are_closed():
 
 def test_a_hello_that_cannot_be_understood_makes_nobody_the_trainer(job):
     first = job.trainer()
-    with contextlib.closing(try_connect(job.identity)) as other:
+    with contextlib.closing(proven(job.identity)) as other:
         other.send(StrangeHello())
 
         config = SnapshotConfig(job_id=job.job_id)

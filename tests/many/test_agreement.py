@@ -7,7 +7,7 @@ import sys
 import pytest
 from jobs import TIMEOUT_S
 from rank_keepers import neighbours
-from support.damage import flip
+from support.damage import flip, flip_memory
 from support.listing import files_below
 
 from lazysnap.config import SnapshotConfig
@@ -22,7 +22,7 @@ def test_a_damaged_shard_of_one_rank_in_memory_makes_all_take_the_next_snapshot(
     with neighbours(job) as found:
         # With no trainer left, each keeper computes checksums of what it holds.
         [item] = [item for item in found[1].inventory.entries if item.step == 5]
-        item.slot.image[item.slot.status().image_bytes - 1] ^= 1
+        flip_memory(item.slot, item.slot.status().image_bytes - 1)
 
     assert set(job.run("ddp", 2, **LOOK)) == {0}, job.output()
 

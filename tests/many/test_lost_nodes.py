@@ -4,6 +4,7 @@ import socket
 
 import pytest
 from rank_keepers import end_nodes, neighbours
+from support.damage import flip_memory
 
 NODES = ("node-a", "node-b", "node-c", "node-d")
 STEP = 4
@@ -40,7 +41,7 @@ def train(make_job):
         """One byte of the last capture in the memory of that node."""
         with neighbours(job, node) as found:
             [item] = [item for item in found[0].inventory.entries if item.step == STEP]
-            item.slot.image[item.slot.status().image_bytes - 1] ^= 1
+            flip_memory(item.slot, item.slot.status().image_bytes - 1)
 
     run.protect, run.look, run.lose, run.damage = protect, look, lambda *nodes: end_nodes(job, *nodes), damage
     return run
