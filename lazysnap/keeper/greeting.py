@@ -1,4 +1,4 @@
-"""How both ends of a local connection prove that they have the same owner, before anything else is said."""
+"""The proof of both ends of a local connection that they have the same owner, before anything else is said."""
 
 import socket
 from collections.abc import Callable

@@ -54,7 +54,7 @@ _LINKS = 2
 _FAILING_S = 60.0
 """A main loop that fails for so long ends: its trainers start another keeper and hand their memory over."""
 _TROUBLES = 8
-"""What trainers are told of errors that happened while there was none."""
+"""Errors that wait for a trainer; older ones are in the log alone."""
 IDLE_LIMIT_S = 300.0
 """How long the keeper of a job that is over gives names and deletes old snapshots."""
 
