@@ -24,7 +24,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
-from lazysnap.data.share import passed_in, share_of
+from lazysnap.data.share import Share, changes_in, is_first_rank, length_of, passed_in, share_of
 from lazysnap.data.stateful import load_loader, state_of_loader
 from lazysnap.data.streams import RandomStreams, collect_rng, has_drawn
 from lazysnap.data.workers import running_workers, start_workers
@@ -74,6 +74,8 @@ class Position:
         """Of the running or last iteration."""
         self.may_draw = any(map(_is_read_here, _bases(loader)))
         """Whether draws of its dataset from the global generators would go unnoticed."""
+        self.is_recounted = False
+        """True if the position that was loaded counts other batches than it did when it was recorded."""
         self.before_fetch: Callable[[], None] | None = None
         """Called before every batch is fetched: then nothing of the next step has begun."""
         self.is_held = False
@@ -147,13 +149,36 @@ class Position:
         _set_counts(self._loader, self._bases, state)
         self._moved, self._running, self._number = self._running, None, state.get("number", 0)
         self._streams.watch([self._loader, *self._bases])
-        passed = passed_in(state, self._share())
-        if passed is not None:
+        share = self._share()
+        passed = passed_in(state, share)
+        self._say(changes_in(state, share, passed))
+        self.is_recounted = passed is not None
+        if passed is not None and state["share"]["ranks"] != share["ranks"]:
             self._pending, self._skipped = None, passed
             return
-        self._pending = dict(state) if state["given"] is not None else None
-        self._skipped = state.get("skip", 0)
+        self._pending = self._recounted(state, share, passed) if state["given"] is not None else None
+        self._skipped = state.get("skip", 0) if passed is None or state["given"] is not None else passed
         self._streams.restore_owned(state["now"])
+
+    @staticmethod
+    def _recounted(state: dict[str, Any], share: Share, passed: int | None) -> dict[str, Any]:
+        """Return ``state`` with the batches that now hold the samples which were trained."""
+        if passed is None:
+            return dict(state)
+        recounted = {name: value for name, value in state.items() if name != "own"} | {"given": passed, "share": share}
+        # The first batch that is fetched draws the order of the epoch: also where it comes next, or is looked at ahead.
+        if passed < 2 and "at_first" in state:
+            recounted["now" if passed == 0 else "ahead"] = state["at_first"]
+        return recounted
+
+    def given_in(self, state: dict[str, Any]) -> int | None:
+        """Return the batches of this loader behind which ``state`` stands; ``None``, if it is between two epochs."""
+        passed = passed_in(state, self._share()) if state["given"] is not None else None
+        return state["given"] if passed is None else passed
+
+    def _say(self, changes: list[str]) -> None:
+        if changes and is_first_rank():
+            logger.warning("%s: %s", type(self._bases[0]).__name__, "; ".join(changes))
 
     @property
     def skipped(self) -> int:
@@ -230,7 +255,8 @@ class Position:
 
     def _share(self) -> dict[str, int | None]:
         parts = [self._loader, *self._bases, *_parts((self._loader, *self._bases)), _held(self._loader).get("state")]
-        return share_of([_held(part) for part in parts], length_of(self._loader))
+        data = length_of(_held(self._bases[0]).get("dataset"))
+        return share_of([_held(part) for part in parts], length_of(self._loader), data)
 
     def _counts(self) -> dict[str, Any]:
         loaders = (self._loader, *self._bases)
@@ -467,14 +493,6 @@ def _resumable(kind: type) -> type:
 
 def _held(value: Any) -> dict[str, Any]:
     return getattr(value, "__dict__", {})
-
-
-def length_of(value: Any) -> int | None:
-    """How many batches a loader gives, or samples a dataset has; ``None``, where that is not known."""
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
 
 
 def _bases(loader: Any) -> list[Any]:

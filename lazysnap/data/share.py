@@ -1,8 +1,9 @@
-"""Each rank's share of the data: how many batches of another number of ranks hold the samples that were trained.
+"""Each rank's share of the data: how many batches of now hold the samples that were trained.
 
-A sampler that cuts one order among the ranks (torch's ``DistributedSampler``, Accelerate's shards) says among how many:
-what ``n`` batches of every rank took is the beginning of that order, and the new ranks begin behind it. Elsewhere the
-length of the epoch tells, and without a length all ranks are taken to share the data.
+Positions count samples, so that another batch size or another number of ranks neither skips any nor begins the epoch
+anew. A sampler that cuts one order among the ranks (torch's ``DistributedSampler``, Accelerate's shards) says among how
+many: what ``n`` batches of every rank took is the beginning of that order, and the new ranks begin behind it. Elsewhere
+the length of the epoch tells, and without a length all ranks are taken to share the data.
 
 Whole batches are passed over: up to one batch of every rank less one sample is trained twice, and nothing is skipped.
 """
@@ -20,14 +21,32 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def share_of(parts: Sequence[Mapping[str, Any]], length: int | None) -> Share:
-    """``parts``: the attributes of a loader and of its samplers and datasets; ``length``: of its epoch, in batches."""
-    return {"ranks": ranks(), "samples": _samples_of_a_batch(parts), "length": length}
+def length_of(value: Any) -> int | None:
+    """Return how many batches a loader gives, or samples a dataset has; ``None``, where that is not known."""
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def share_of(parts: Sequence[Mapping[str, Any]], length: int | None, data: int | None = None) -> Share:
+    """Return what a position has to say of a loader, to be compared after a restart.
+
+    ``parts``: the attributes of the loader and of its samplers and datasets; ``length``: of its epoch, in batches;
+    ``data``: samples of its dataset.
+    """
+    batch = _batch_size(parts)
+    return {"ranks": ranks(), "samples": _samples_of_a_batch(parts), "batch": batch, "length": length, "data": data}
+
+
+def _batch_size(parts: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the size of a rank's batches; ``None``, where the parts do not say."""
+    return next((held["batch_size"] for held in parts if type(held.get("batch_size")) is int), None)
 
 
 def _samples_of_a_batch(parts: Sequence[Mapping[str, Any]]) -> int | None:
     """How many samples of the common order one batch of every rank takes; ``None``, where the parts do not say."""
-    size = next((held["batch_size"] for held in parts if type(held.get("batch_size")) is int), 1)
+    size = _batch_size(parts) or 1
     for held in parts:
         if held.get("split_batches") is True:  # Accelerate: each batch is cut among the ranks
             return int(held.get("batch_size") or size)
@@ -38,18 +57,69 @@ def _samples_of_a_batch(parts: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def passed_in(state: Mapping[str, Any], share: Share) -> int | None:
-    """How many batches to pass over to get behind the samples that were trained, rounded down.
+    """Return how many batches to pass over to get behind the samples that were trained, rounded down.
 
-    ``None``, where the position ``state`` is of the same number of ranks.
+    ``None``, where the position ``state`` is of the same number of ranks and of batches of the same size.
     """
     before: Share = state["share"]
-    if before["ranks"] == share["ranks"]:
+    sizes = _sizes(before, share)
+    is_of_these_ranks = before["ranks"] == share["ranks"]
+    if is_of_these_ranks and (sizes is None or sizes[0] == sizes[1]):
         return None
-    given = int(state.get("skip", 0) if state["given"] is None else state["given"])
+    given = _given(state)
     if given and given == before["length"] and share["length"] is not None:
         return share["length"]  # the last batch of an epoch may be short
-    if before["samples"] and share["samples"]:
-        return given * before["samples"] // share["samples"]
+    if sizes is not None:
+        return min(given * sizes[0] // sizes[1], share["length"] or given * sizes[0])
     if before["length"] and share["length"]:
         return given * share["length"] // before["length"]
     return given * (before["ranks"] or 1) // (share["ranks"] or 1)
+
+
+def _given(state: Mapping[str, Any]) -> int:
+    return int(state.get("skip", 0) if state["given"] is None else state["given"])
+
+
+def _sizes(before: Share, now: Share) -> tuple[int, int] | None:
+    """Return the samples of a batch then and now: of all ranks, or of one where ranks are as many as before."""
+    for key in ("samples", "batch") if before["ranks"] == now["ranks"] else ("samples",):
+        then, here = before.get(key), now.get(key)
+        if then and here:
+            return then, here
+    return None
+
+
+def changes_in(state: Mapping[str, Any], share: Share, passed: int | None) -> list[str]:
+    """Return what has changed in the data since ``state``, and what follows for its epoch, in sentences.
+
+    ``passed``: see ``passed_in``. Another number of ranks is not named.
+    """
+    before, given, sizes = state["share"], _given(state), _sizes(state["share"], share)
+    said = []
+    if passed is not None and given and sizes is not None and before["ranks"] == share["ranks"]:
+        # The last batch of an epoch may be short.
+        again = 0 if passed == share["length"] else given * sizes[0] - passed * sizes[1]
+        most = "at most " if again and share["length"] is None else ""
+        said.append(
+            f"a batch has {sizes[1]} samples, in the snapshot {sizes[0]}: of this epoch {given} batches of {sizes[0]} "
+            f"were trained, and it goes on behind {passed} of {sizes[1]}; {most}{again} of its samples are trained "
+            "twice, none is skipped"
+        )
+    pairs = [("samples", before.get("data"), share.get("data"))]
+    if given and (sizes is None or sizes[0] == sizes[1]):
+        pairs.append(("batches", before["length"], share["length"]))
+    for unit, then, now in pairs:
+        if then is not None and now is not None and then != now:
+            follows = (
+                f"this epoch goes on behind {given if passed is None else passed} batches; where its order is "
+                "shuffled, it skips some samples and trains others twice"
+                if given
+                else "as in the program from here on"
+            )
+            return [*said, f"the data has {now} {unit}, in the snapshot {then}: {follows}"]
+    return said
+
+
+def is_first_rank() -> bool:
+    """True on rank 0, which speaks for all ranks, and where there is one rank alone."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_rank())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.data.position import length_of
+from lazysnap.data.share import length_of
 from lazysnap.state.optimizers import class_of, named_optimizers, recorded
 from lazysnap.state.source import StateSource
 

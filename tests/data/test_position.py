@@ -247,3 +247,71 @@ def test_an_order_that_comes_of_global_draws_is_warned_of_once(caplog, generator
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == warns
     assert all("Buffered draws from the global random generators" in line for line in said)
+
+
+KINDS = [
+    *("shuffled", "own generator", "own sampler", "workers", "stateful", "accelerate", "iterable", "fabric"),
+    *("accelerate, no seedable sampler", "accelerate, stateful"),
+]
+"""Loaders that give each sample of an epoch once, in an order that does not follow from the size of batches."""
+CHANGES = [(4, 8, 4, 0), (4, 8, 3, 4), (4, 16, 2, 8), (8, 5, 3, 0)]
+"""Batch sizes then and now, batches that were trained, and samples that are trained twice: also where the first batch
+holds more than was trained, and at the end of an epoch.
+"""
+
+
+def indices(trace, epoch):
+    return [int(row[0]) for number, batch, _ in trace if number == epoch for row in batch]
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    # The end of an epoch is not known of a loader without a length.
+    [(kind, change) for kind in KINDS for change in (CHANGES[:3] if kind == "iterable" else CHANGES)],
+)
+def test_with_another_batch_size_no_sample_is_skipped_and_the_start_says_how_many_are_trained_twice(
+    monkeypatch, caplog, kind, change
+):
+    then, now, cut, twice = change
+    monkeypatch.setitem(globals(), "BATCH", then)
+    before = Run(LOADERS[kind], seed=1).train(cut)
+    monkeypatch.setitem(globals(), "BATCH", now)
+    after = Run(LOADERS[kind], seed=2)
+    after.load(before.saved)
+    [line] = [record.getMessage() for record in caplog.records if "a batch has" in record.getMessage()]
+    trace = after.train().trace
+
+    trained = indices(before.trace, 0) + indices(trace, 0)
+    assert set(trained) == set(range(LENGTH))
+    assert len(trained) == LENGTH + twice
+    assert f"a batch has {now} samples, in the snapshot {then}" in line
+    assert f"{twice} of its samples are trained twice, none is skipped" in line
+    assert sorted(indices(trace, 1)) == sorted(indices(trace, 2)) == list(range(LENGTH))
+
+
+def test_a_position_that_is_captured_before_its_first_batch_is_counted_anew_once(monkeypatch):
+    state = Run(LOADERS["shuffled"], seed=1).train(4).saved
+    monkeypatch.setitem(globals(), "BATCH", 8)
+    between = Run(LOADERS["shuffled"], seed=2)
+    between.load(state)
+    again = Run(LOADERS["shuffled"], seed=3)
+    again.load(between.save())
+
+    assert len(indices(again.train().trace, 0)) == LENGTH - 16
+
+
+@pytest.mark.parametrize(("cut", "follows"), [(2, "this epoch goes on behind 2 batches"), (6, "from here on")])
+def test_a_changed_length_of_the_data_is_named(monkeypatch, caplog, cut, follows):
+    run = Run(LOADERS["shuffled"], seed=1)
+    run.train(cut)
+    if cut == 6:
+        assert next(iter(run.loader), None) is not None
+        run.saved = run.save()
+    monkeypatch.setitem(globals(), "LENGTH", LENGTH + 10)
+    after = Run(LOADERS["shuffled"], seed=2)
+    after.load(run.saved)
+
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("DataLoader: the data has 32 samples, in the snapshot 22: ")
+    assert follows in line

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lazysnap import SnapshotEngine
+from lazysnap.state.objects import ObjectState
 
 LENGTH, BATCH = 22, 4
 PER_EPOCH = 6
@@ -176,3 +177,34 @@ def test_workers_of_a_data_set_that_takes_no_attributes_are_warned_of_once(job, 
 
     said = [record for record in caplog.records if "a list, which takes no attributes" in record.getMessage()]
     assert [record.levelname for record in said] == ["WARNING"]
+
+
+def resumed_with_batches_of(size, make, cut):
+    """The samples of the first epoch that two starts trained, the second with batches of another size."""
+    model, trained = torch.nn.Linear(1, 1), []
+    loader = make(BATCH)
+    for number, batch in enumerate(loader, 1):
+        trained += batch[:, 0].int().tolist()
+        if number == cut:
+            state = ObjectState({"model": model, "loader": loader}).collect()
+            break
+    again = make(size)
+    ObjectState({"model": model, "loader": again}).load(state)
+    return trained + [index for batch in again for index in batch[:, 0].int().tolist()]
+
+
+def test_with_another_batch_size_each_sample_of_a_sampler_is_trained_once():
+    def make(size):
+        return StatefulDataLoader(Numbers(), batch_size=size, shuffle=True)
+
+    assert sorted(resumed_with_batches_of(8, make, cut=3)) == list(range(LENGTH))
+    assert sorted(resumed_with_batches_of(3, make, cut=3)) == list(range(LENGTH))
+
+
+@pytest.mark.parametrize(("size", "what"), [(6, "6 samples are skipped"), (2, "6 samples are trained twice")])
+def test_with_another_batch_size_an_iterable_dataset_says_how_many_samples_are_skipped_or_repeated(caplog, size, what):
+    trained = resumed_with_batches_of(size, lambda size: StatefulDataLoader(Stream(), batch_size=size), cut=3)
+
+    assert len(trained) == LENGTH + (-6 if size > BATCH else 6)
+    assert f"a batch has {size} samples, in the snapshot 4: {what}" in caplog.text
+    assert "ResumableLoader" in caplog.text

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from hf_training import BATCH_SIZE, Recorded, Recorder, Texts, collate, digest, gpt2, make_trainer
+from hf_training import BATCH_SIZE, SAMPLES, Recorded, Recorder, Texts, collate, digest, gpt2, make_trainer
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 import lazysnap
@@ -264,3 +264,28 @@ def test_averages_that_are_swapped_in_for_an_evaluation_are_never_captured(new_t
     again = make(lazysnap.LazyTrainerCallback())
     again.train(resume_from_checkpoint="latest")
     assert final(again) == final(whole)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_with_another_batch_size_each_sample_of_the_epoch_is_trained_once(new_trainer, caplog, size):
+    def run(*callbacks, **changes):
+        trainer, seen = new_trainer(*callbacks, **changes), []
+
+        def note(model, args, kwargs):
+            seen.append((trainer.state.global_step, (kwargs["input_ids"][:, 0] - 32).tolist()))
+
+        trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+        return trainer, seen
+
+    lazy = lazysnap.LazyTrainerCallback()
+    first, before = run(lazy, Fail(lazy, 4), num_train_epochs=2)
+    with pytest.raises(ZeroDivisionError):
+        first.train()
+    second, after = run(lazysnap.LazyTrainerCallback(), num_train_epochs=2, per_device_train_batch_size=size)
+    second.train("latest")
+
+    trained = [index for step, batch in before if step < 4 for index in batch]
+    rest = [index for _, batch in after[: -(-6 // size)] for index in batch]
+    assert after[0][0] == 4
+    assert sorted(trained + rest) == list(range(SAMPLES))
+    assert f"a batch has {size} samples, in the snapshot 4" in caplog.text

@@ -97,3 +97,37 @@ def test_what_did_not_change_gives_no_warning_and_a_finished_fit_says_that_it_is
     caplog.clear()
     assert fit(cut, Model(), max_epochs=4).global_step == 16
     assert said(caplog, "had ended") == said(caplog, WORDS) == []
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(2, 8), (8, 2)])
+def test_with_another_batch_size_each_sample_of_the_epoch_is_trained_once(tmp_path, caplog, batch, steps):
+    class Seeing(Model):
+        """Notes its samples by step, and the batch of the epoch by Lightning's count."""
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append((self.trainer.global_step, self.current_epoch, batch_idx, batch[0][:, 0].tolist()))
+            return super().training_step(batch, batch_idx)
+
+    def seeing():
+        model = Seeing()
+        model.seen = []
+        return model
+
+    class Ready(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            lazy = next(item for item in trainer.callbacks if isinstance(item, LazySnapshotCallback))
+            assert lazy.engine.wait_ready(60)
+
+    first, second = seeing(), seeing()
+    with pytest.raises(RuntimeError, match="cut"):
+        fit(tmp_path, first, Ready(), DieAt(6, raising(RuntimeError("cut"))))
+    fit(tmp_path, second, batch=batch)
+
+    at = second.seen[0][0]
+    before = [value for step, epoch, _, values in first.seen if step < at and epoch == 1 for value in values]
+    after = [value for _, epoch, _, values in second.seen if epoch == 1 for value in values]
+    assert len(before) == 8
+    assert len(set(before + after)) == len(before + after) == 16
+    assert [index for _, epoch, index, _ in second.seen if epoch == 1] == [*range(steps // 2, steps)]
+    assert len([index for _, epoch, index, _ in second.seen if epoch == 2]) == steps
+    assert f"a batch has {batch} samples, in the snapshot 4" in caplog.text

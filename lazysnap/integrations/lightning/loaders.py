@@ -6,8 +6,8 @@ forward after a restart. Fetchers of loaders without a length hold one batch tha
 
 from typing import Any
 
-from lazysnap.data.position import length_of
 from lazysnap.data.resumable import Recorded
+from lazysnap.data.share import length_of
 from lazysnap.data.stateful import is_stateful
 from lazysnap.data.workers import keep_streams, release_streams
 
@@ -62,9 +62,14 @@ class LoaderPositions:
         self._landing = state
 
     @property
-    def skipped(self) -> int:
-        """Batches that the longest of them passes over, after ``load_state_dict`` with another number of ranks."""
-        return max((one.position.skipped for one in self._watched), default=0)
+    def are_recounted(self) -> bool:
+        """True if one of them has batches of another size, or of other ranks, than when its position was recorded."""
+        return any(one.position.is_recounted for one in self._watched)
+
+    @property
+    def passed(self) -> int:
+        """Batches behind which the longest of them goes on, after ``load_state_dict``."""
+        return max((one.position.given or one.position.skipped for one in self._watched), default=0)
 
     def _iterate(self) -> Any:
         combined, own = self._combined, self._combined._flattened

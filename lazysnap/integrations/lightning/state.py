@@ -323,8 +323,8 @@ class LightningState(NamedObjects):
                 epoch = self._landing["fit_loop"]["epoch_progress"]["current"]["processed"]
                 neighbour(fit_loop, "_set_sampler_epoch")(loader, epoch)
             self.loaders.load_state_dict(self._landing["position"]["loaders"])
-            if self._is_of_other_ranks(self._landing):
-                recount(fit_loop, self._landing["fit_loop"], self.loaders.skipped)
+            if self._is_of_other_ranks(self._landing) or self.loaders.are_recounted:
+                recount(fit_loop, self._landing["fit_loop"], self.loaders.passed)
 
     def lands_in_epoch(self) -> bool:
         """Whether the landing is inside an epoch (else at the start of one)."""
