@@ -1,4 +1,4 @@
-"""Levels that a restart from memory did not wait for: when one answers, the user is told what is newer there."""
+"""Levels that a restart from memory did not wait for: what such a level has that is newer is logged when it answers."""
 
 import logging
 import threading

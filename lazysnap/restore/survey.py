@@ -93,8 +93,8 @@ class Survey:
             if not listing.comes(until):
                 self.unanswered[url] = listing
                 problems.append(
-                    f"{shown(url)} is not waited for: memory has a whole snapshot. What is newer there is told when it "
-                    "answers"
+                    f"{shown(url)} is not waited for: memory has a whole snapshot. What is newer there is logged when "
+                    "it answers"
                 )
                 continue
             try:
