@@ -339,8 +339,9 @@ def main() -> None:
             average(model)
         if settings.get("averaged") and step > 2:
             for parameter in model.parameters():
-                if not parameter.requires_grad:  # past autograd's version, as teachers are updated
-                    local_of(parameter).data.mul_(0.9)
+                if not parameter.requires_grad:  # as teachers are updated
+                    with torch.no_grad():
+                        local_of(parameter).mul_(0.9)
         time.sleep(settings.get("lag_s", 0.0))  # a rank that is slower than the others
         if settings.get("swells_at") == step:
             loop["room"] = torch.zeros(12 << 20, dtype=torch.uint8)  # other slots are needed from here on
