@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from lazysnap.cli.output import Output, count_of
 from lazysnap.cli.stores import open_existing, open_place
-from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, SnapshotNotFound
+from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, ShardCorrupt, SnapshotNotFound
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
@@ -127,6 +127,9 @@ def _copy_file(
     with place.storage.lease(place.file_path), contextlib.closing(blocks):
         bytes_read = VerifiedSource(blocks, count)
         if isinstance(entry, FrozenEntry):
+            if target.has_frozen(entry.digest):
+                with contextlib.suppress(ShardCorrupt):  # then it is withdrawn, and written again
+                    target.verify_frozen(entry.digest)
             written = target.write_frozen(manifest.shards[0], bytes_read, entry.digest)
         else:
             written = target.write_file(manifest.name, manifest.shards, bytes_read)

@@ -188,6 +188,7 @@ class FrozenWriter:
             own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of frozen tensors")
             held = MemorySource(slot.image, frozen.size_bytes)
             store.write_frozen(shard_of(own, held), RateLimitedSource(held, self._pace, beat), frozen.digest, beat)
+            self._read_back(store, frozen.digest, beat)
             return
         if origin is None:
             raise LevelUnavailable(f"the frozen tensors {frozen.digest} of step {meta.step} are gone from memory")
@@ -202,3 +203,10 @@ class FrozenWriter:
         with contextlib.closing(blocks):
             source = VerifiedSource(blocks, lambda count: beat())
             store.write_frozen(shard, RateLimitedSource(source, self._pace, beat), frozen.digest, beat)
+        self._read_back(store, frozen.digest, beat)
+
+    @staticmethod
+    def _read_back(store: SnapshotStore, digest: str, beat: Beat) -> None:
+        """Once, by whoever wrote them. Raises: ShardCorrupt, and they are not there any more."""
+        if not store.storage.checks_writes:
+            store.verify_frozen(digest, beat)

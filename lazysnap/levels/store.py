@@ -90,8 +90,6 @@ class SnapshotStore:
         self.speed = speed
         self._known: dict[FilePlace, tuple[object, int, list[Entry]]] = {}
         """The stamp of a manifest when it was read, the size of its file, what that holds."""
-        self._frozen_read: set[str] = set()
-        """Digests of frozen tensors that this store read back whole."""
 
     # ---------------------------------------------------------------- writing
 
@@ -149,23 +147,27 @@ class SnapshotStore:
         with self._naming(f"writing the frozen tensors {digest}"):
             if self.has_frozen(digest, beat):
                 return place.read_manifest()
-            manifest = write_node_file(place, [shard], source, expected=digest, beat=beat)
-        if self.storage.checks_writes:
-            self._frozen_read.add(digest)
-        return manifest
+            return write_node_file(place, [shard], source, expected=digest, beat=beat)
 
     def has_frozen(self, digest: str, beat: Beat = lambda: None) -> bool:
-        """Whether frozen tensors are committed and whole. Blocks: reads them back, later only their manifest."""
+        """True if frozen tensors are committed, and the file has its size. Their bytes are not read."""
         place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         try:
-            manifest = read_committed(place)
-            if digest not in self._frozen_read:
-                read_node_file(place, manifest, beat=lambda count: beat())
+            beat()
+            read_committed(place)
         except (FormatError, FileNotFoundError):
-            self._frozen_read.discard(digest)
             return False
-        self._frozen_read.add(digest)
         return True
+
+    def verify_frozen(self, digest: str, beat: Beat = lambda: None) -> None:
+        """Read back frozen tensors that were just written. Blocks. Raises: ShardCorrupt, and they are withdrawn."""
+        place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
+        try:
+            self.verify(place, beat)
+        except (FormatError, FileNotFoundError) as error:
+            with contextlib.suppress(FileNotFoundError):
+                place.withdraw()
+            raise ShardCorrupt(f"{self.url}: the frozen tensors {digest} were read back damaged: {error}") from error
 
     def check_frozen(self, entry: Entry, beat: Beat = lambda: None) -> None:
         """See that what a snapshot has of frozen tensors is there. Blocks: as ``has_frozen``. Raises: ShardCorrupt."""

@@ -1,7 +1,7 @@
 """Frozen tensors that are damaged at a level while a keeper writes snapshots that refer to them."""
 
 import pytest
-from frozen_damage import DAMAGES, FLIPPED, SHARD, damage, flip, frozen_at, restorable
+from frozen_damage import MANIFEST, NOTICED, SHARD, damage, flip, frozen_at, restorable
 from support.node_rig import STARTS, frozen_slot, steps_at
 from support.waiting import until
 
@@ -39,7 +39,7 @@ def test_in_the_middle_of_a_run_it_is_replaced_from_memory_before_the_next_snaps
     assert open_store(level.url).inventory().problems == ()
 
 
-@pytest.mark.parametrize("how", [FLIPPED, "the directory is deleted"])
+@pytest.mark.parametrize("how", ["the shard is truncated", "the directory is deleted"])
 def test_over_a_restart_of_the_keeper_it_is_replaced_and_costs_no_snapshot(rig, frozen, tmp_path, how):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=2)
     slot, reference = frozen
@@ -96,13 +96,13 @@ def test_what_cannot_be_replaced_fails_the_level_until_it_can(rig, frozen, tmp_p
 def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig, frozen, tmp_path, passing):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
     slot, reference = frozen
-    trainer, committed = rig(level, frozen={reference.digest: slot}), []
+    trainer, damaged = rig(level, frozen={reference.digest: slot}), []
 
     def work(name):
-        if name == "keeper.persist.committed":
-            committed.append(True)
-            if len(committed) == 2:
-                flip(frozen_at(level.url) / SHARD)
+        found = list(tmp_path.glob(f"a/frozen-*/{SHARD}"))
+        if name == "level.store.commit" and found and not damaged and not found[0].with_name(MANIFEST).exists():
+            damaged.append(found[0])
+            flip(found[0])
 
     passing(work)
     assert trainer.store() == 2
@@ -119,7 +119,7 @@ def test_two_runs_share_frozen_tensors_that_are_damaged_under_them(rig, frozen, 
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=50)
     slot, reference = frozen
     jobs = [rig(level, frozen={reference.digest: slot}, run_id=run) for run in ("ab" * 8, "cd" * 8)]
-    for how in [*DAMAGES, *DAMAGES]:
+    for how in [*NOTICED, *NOTICED]:
         for job in jobs:
             step = job.train(frozen=reference)
             assert until(lambda job=job, step=step: step in job.complete(level) + job.failed())

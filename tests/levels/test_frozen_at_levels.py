@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from deaths import run_forks
-from frozen_damage import DAMAGES, NOTICED, damage, frozen_at, restorable
+from frozen_damage import NOTICED, damage, frozen_at, restorable
 from snapshots import files
 from support.snapshots import Snapshot
 
@@ -45,10 +45,8 @@ def url(tmp_path):
     return url
 
 
-@pytest.mark.parametrize(
-    ("how", "knows"),
-    [*((how, False) for how in DAMAGES), *((how, True) for how in NOTICED)],
-)
+@pytest.mark.parametrize("knows", [False, True])
+@pytest.mark.parametrize("how", NOTICED)
 def test_what_is_found_damaged_is_not_there_and_is_written_again(tmp_path, how, knows):
     url = str(tmp_path / "level")
     store = open_store(url)
@@ -68,16 +66,16 @@ def test_what_is_found_damaged_is_not_there_and_is_written_again(tmp_path, how, 
     assert len(files(pathlib.Path(url))) == 6
 
 
-def test_frozen_tensors_are_read_back_once_however_many_snapshots_refer_to_them(url):
+def test_frozen_tensors_that_a_manifest_confirms_are_not_read_however_many_snapshots_refer_to_them(url):
     storage = CountingStorage(url)
     store = SnapshotStore(storage)
     for step in range(2, 12):
         assert store.has_frozen(BASE.digest)
         with_base(step).write(store)
-    assert storage.read_bytes == len(BASE.image)
+    assert storage.read_bytes == 0
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("how", NOTICED)
 def test_what_another_job_has_put_there_since_the_damage_was_seen_stays(url, how):
     slow = open_store(url)
     assert slow.has_frozen(BASE.digest)
@@ -106,15 +104,6 @@ def test_at_an_object_store_frozen_tensors_are_looked_at_by_size_and_manifest(tm
             assert not store.has_frozen(BASE.digest)
             write_base(store)
             assert restorable(url) == [1]
-    middle = len(BASE.image) // 2
-    data = bytearray(whole[place.file_path])
-    data[middle] ^= 1
-    store.storage.put(place.file_path, bytes(data))
-
-    fresh = open_store(url)
-    assert not fresh.has_frozen(BASE.digest)
-    write_base(fresh)
-    assert restorable(url) == [1]
     store.storage._filesystem().rm(f"/{tmp_path.name}", recursive=True)
 
 
@@ -127,7 +116,7 @@ def work(root):
     with_base(2).write(store)
 
 
-@pytest.mark.parametrize("how", ["a bit of the shard is flipped", "a bit of the manifest is flipped"])
+@pytest.mark.parametrize("how", ["the shard is truncated", "a bit of the manifest is flipped"])
 def test_killed_at_any_point_of_a_replacement_they_are_whole_or_not_there(tmp_path, sample, how):
     def prepare(name):
         store = open_store(str(tmp_path / name))

@@ -36,7 +36,7 @@ DAMAGES = {
 
 FLIPPED = "a bit of the shard is flipped"
 NOTICED = [how for how in DAMAGES if how != FLIPPED]
-"""By a process that has read them back before: it looks at the manifest and the size."""
+"""By writers, which look at the manifest and the size. A flipped bit is found by readers."""
 
 
 def frozen_at(root: str | pathlib.Path) -> pathlib.Path:
