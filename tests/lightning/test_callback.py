@@ -68,9 +68,9 @@ def make_trainer(directory, *callbacks, package=pl, **settings):
     return package.Trainer(callbacks=list(callbacks), **{**defaults, **settings})
 
 
-def fit(directory, *callbacks, ckpt_path="latest", seed=1, model=None, **settings):
+def fit(directory, *callbacks, ckpt_path="latest", seed=1, model=None, config=None, **settings):
     pl.seed_everything(seed, verbose=False)
-    lazy = LazySnapshotCallback()
+    lazy = LazySnapshotCallback(config=config)
     trainer = make_trainer(directory, lazy, Ready(lazy), *callbacks, **settings)
     model = model or Plain()
     trainer.fit(model, *loaders(), ckpt_path=ckpt_path)

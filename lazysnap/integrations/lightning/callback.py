@@ -92,6 +92,7 @@ class LazySnapshotCallback(WithEngine, Callback):
 
             def prepare() -> None:
                 check_parts(trainer)
+                state.hooks.start(session.engine.config.levels)
                 state.start(repeats=policy is not None and policy.data == "repeat")
                 session.tell_fresh(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
 
@@ -218,4 +219,6 @@ class LazySnapshotCallback(WithEngine, Callback):
         last = 0 if session is None else session.step
         if session is not None and session.passes(trainer.global_step):
             self._loggers.log(session, since=last)
+            if self._state is not None:
+                self._state.hooks.calls_all = is_last
             session.capture(is_last=is_last)

@@ -29,6 +29,7 @@ from lazysnap.integrations.lightning.extras import (
     restore_metrics,
 )
 from lazysnap.integrations.lightning.framework import neighbour, overrides
+from lazysnap.integrations.lightning.hooks import Hooks
 from lazysnap.integrations.lightning.loaders import LoaderPositions
 from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
 from lazysnap.integrations.lightning.rollback import with_present_data
@@ -54,6 +55,8 @@ _OWN = (
     "lr_schedulers",
 )
 """What Lightning itself writes into a checkpoint; all else is from the program, or from its callbacks."""
+_OLDER = "older"
+"""Below ``KEY``: by hook of the program, the step of an entry that is older than the snapshot."""
 _MOST_NAMED = 8
 """Paths in one warning."""
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -73,6 +76,7 @@ class LightningState(NamedObjects):
         self._connector = trainer._checkpoint_connector
         self._streams = RandomStreams()
         self.loaders = LoaderPositions()
+        self.hooks = Hooks(trainer)
         self._extras: dict[str, ModuleExtras] = {}
         self._optimizer_settings = OptimizerSettings()
         self._settings: dict[str, Any] = {}
@@ -85,9 +89,9 @@ class LightningState(NamedObjects):
     # ---------------------------------------------------------------- StateSource
 
     def collect(self) -> dict[str, Any]:
-        """See ``StateSource.collect``. Calls the ``on_save_checkpoint`` hooks of the program."""
+        """See ``StateSource.collect``. Calls the hooks for checkpoints of the program (see ``hooks``)."""
         trainer = self._trainer
-        with own_state(trainer):
+        with own_state(trainer), self.hooks.watched():
             state: dict[str, Any] = dict(self._connector.dump_checkpoint(False))
         for name, value in state.items():
             if isinstance(value, dict) and name.endswith(("state_dict", "model_state")):
@@ -113,6 +117,8 @@ class LightningState(NamedObjects):
         }
         if left_out:
             state[KEY][_LEFT_OUT] = left_out
+        if self.hooks.older:
+            state[KEY][_OLDER] = self.hooks.older
         return state
 
     def _by_name(self, callbacks: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -288,6 +294,10 @@ class LightningState(NamedObjects):
                 "with the loop that took it, or use another directory"
             )
         self._begin(state)
+        for name, step in state[KEY].get(_OLDER, {}).items():
+            logger.warning(
+                "the snapshot holds what %s gave at step %d: it is slow and was not called since", name, step
+            )
         self._landing = {**state[KEY], "fit_loop": state["loops"]["fit_loop"]}
         if self._trainer.state.fn == "fit" and (why := reason_of_end(self._trainer, state)):
             self._trainer.should_stop = True  # Lightning asks before the first epoch
