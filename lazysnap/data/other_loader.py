@@ -1,4 +1,4 @@
-"""Training data that come from no ``DataLoader`` of torch: iterated as they are, and replayed after a restart."""
+"""Training data that come from no ``DataLoader`` of torch: iterated in place, and replayed after a restart."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The program's hooks for checkpoints, which every capture calls: watched for time and files, slow ones called less.
+"""The program's hooks for checkpoints, which every capture calls: their time and files, and a rest for slow ones.
 
 A hook is slow if it takes over 10 ms. One that gave the same twice in a row, and changed nothing else of the
 checkpoint, is called at steps that a level stores alone; between them its last entry stands in. That entry is older
@@ -60,7 +60,7 @@ class Hooks:
         self.calls_all = False
         """True at the last step of a fit: no older entry stands in."""
         self.older: dict[str, int] = {}
-        """By hook: the step of its entry in the last collected state, where that is an older one."""
+        """Steps by hook: that of its entry in the last collected state, where that is an older one."""
 
     def start(self, levels: Sequence[PersistentLevel]) -> None:
         """The fit begins; ``levels``: the steps that they store."""
