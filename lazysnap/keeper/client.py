@@ -8,6 +8,7 @@ deadline.
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 import weakref
@@ -51,7 +52,6 @@ from lazysnap.keeper.protocol import (
     Goodbye,
     Inventory,
     Message,
-    PeerPorts,
     Protected,
     Question,
     Reserve,
@@ -116,6 +116,10 @@ class KeeperClient:
         self._durable = DurableSteps()
         self._run: Run | None = None
         """What the keeper is told of the run that goes on, also the next keeper."""
+        self._ports: list[socket.socket] = []
+        """Bound, for keepers to listen there."""
+        self._serving: ServePeers | None = None
+        """What the keeper is told of other nodes, also the next keeper."""
         self._lent: Sequence[Slot] = ()
         """Control words that the keeper sees, of captures that are not in its memory."""
         self._handed_over: Sequence[Slot] = ()
@@ -175,6 +179,8 @@ class KeeperClient:
                 with self._changed:
                     is_over = self._is_closing()  # said while the keeper was starting
                     if not is_over:
+                        if self._serving is not None:
+                            self._notes.append(self._serving)
                         if self._run is not None:  # at once: nobody asks before it is told
                             has_captured = any(slot.word(Word.SEQUENCE) for slot in self._lent)
                             if self._run.is_new and not has_captured:
@@ -488,12 +494,27 @@ class KeeperClient:
             raise MemoryBoundExceeded(reply.text)
         return (self.frozen_slot(digest), reply.fills) if isinstance(reply, FrozenSlot) else (None, False)
 
-    def serve_peers(self, host: str, secret: Secret, timeout_s: float) -> list[int]:
-        """Have the keeper let those with that secret read at this address of the machine. The port, and
-        two for links of keepers; empty, if there are none. Blocks.
+    def reserve_ports(self, host: str, count: int) -> list[int]:
+        """Reserve so many ports of this address for keepers of this node, until this process ends or lets go of them.
+
+        They are the same ones for the next keeper, so other nodes are told once. Raises: OSError, if none can be had.
         """
-        reply = self._questions.ask(ServePeers(host=host, secret=secret), timeout_s)
-        return reply.ports if isinstance(reply, PeerPorts) else []
+        self._release_ports()
+        for _ in range(count):
+            self._ports.append(_bound(host))
+        return [port.getsockname()[1] for port in self._ports]
+
+    def serve_peers(self, host: str, secret: Secret, timeout_s: float) -> bool:
+        """Have the keeper, and each later one, let those with that secret read at the first reserved port.
+
+        Blocks: at most ``timeout_s``. ``False`` if it does not answer in time: it serves as soon as it runs again.
+        """
+        self._serving = ServePeers(host=host, port=self._ports[0].getsockname()[1], secret=secret)
+        return self._questions.ask(self._serving, timeout_s) is not None
+
+    def _release_ports(self) -> None:
+        while self._ports:
+            self._ports.pop().close()
 
     def is_durable(self, step: int) -> bool:
         """Whether that step of this start, or a later one, is known to be complete at the first level."""
@@ -582,6 +603,7 @@ class KeeperClient:
             return self._connection
 
     def _release(self) -> None:
+        self._release_ports()
         with self._changed:
             slots = [*self._slots.take_all(), *self._frozen.take_all()]
         for slot in slots:
@@ -594,6 +616,20 @@ class KeeperClient:
         if self._connection is not None:
             os.close(self._connection.sock.detach())
             self._connection = None
+
+
+def _bound(host: str) -> socket.socket:
+    """A socket that has a port, and does not listen: another one may. Raises: OSError."""
+    if host in ("0.0.0.0", "::"):
+        raise OSError("it means every interface, name the address of one")
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+    except OSError:
+        reserved.close()
+        raise
+    return reserved
 
 
 def _after_fork_in_child() -> None:

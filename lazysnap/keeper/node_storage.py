@@ -561,6 +561,7 @@ class NodeStorage:
             self.emit(
                 Unlinked(
                     f"node {self._team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet at "
-                    f"{at}); see that nodes reach each other there, or set SnapshotConfig(link_address=...)"
+                    f"{at}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach "
+                    "each other there; SnapshotConfig(link_address=...) sets another address"
                 )
             )

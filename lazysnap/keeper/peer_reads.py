@@ -34,9 +34,9 @@ class PeerReads:
         """Secret and port."""
 
     def serve(self, address: tuple[str, int], secret: Secret) -> int:
-        """Serve there, if this is not done already; the port. Blocks: until it is bound. Raises: OSError; ConfigError.
+        """Serve there, if this is not done already; the port. Raises: ConfigError; OSError, if it may be any port.
 
-        A port that a keeper before this one used is waited for, on a thread.
+        A port that a keeper before this one still has is waited for, on a thread.
         """
         host, port = address
         with self._lock:
@@ -45,18 +45,16 @@ class PeerReads:
             self._end()
             self._serves = secret, port
             server = self._server = PeerServer(secret, self._open)
-        if port:
-            trouble = "other nodes cannot read from this keeper"
-            listen = server.listen, address, lambda: server is self._server, trouble
-            threading.Thread(target=listen_when_free, args=listen, name="lazysnap-reads", daemon=True).start()
-            return port
         try:
-            _, port = server.listen(host, 0)
+            if port:
+                trouble = "other nodes cannot read from this keeper"
+                listen_when_free(server.listen, address, lambda: server is self._server, trouble)
+            else:
+                self._serves = secret, server.listen(host)[1]
         except BaseException:
             self.close()
             raise
-        self._serves = secret, port
-        return port
+        return self._serves[1]
 
     def close(self) -> None:
         """Serve nobody any more. Blocks: for a moment."""

@@ -12,7 +12,7 @@ from lazysnap.errors import KeeperUnavailable
 from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
 
-PROTOCOL = 6
+PROTOCOL = 8
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 LENT = 2
@@ -186,11 +186,10 @@ class Drain(Question, frozen=True, kw_only=True):
 
 
 class ServePeers(Question, frozen=True, kw_only=True):
-    """Serve reads at this address of the machine from now on, and reserve two ports for links. Answered by
-    ``PeerPorts``.
-    """
+    """Serve reads at this address and port of the machine from now on. Answered by ``ServingPeers``."""
 
     host: str
+    port: int
     secret: Secret
 
 
@@ -307,10 +306,8 @@ class Drained(Answer, frozen=True, kw_only=True):
     ok: bool
 
 
-class PeerPorts(Answer, frozen=True, kw_only=True):
-    """Where the keeper lets others read, and two ports for links; none, if it cannot."""
-
-    ports: list[int]
+class ServingPeers(Answer, frozen=True, kw_only=True):
+    """Reads by other nodes are served, or will be as soon as the port is free."""
 
 
 class Held(msgspec.Struct, frozen=True):

@@ -33,9 +33,9 @@ from lazysnap.keeper.protocol import (
     Leaving,
     Message,
     NotDurable,
-    PeerPorts,
     Run,
     ServePeers,
+    ServingPeers,
     ShowRank,
     Stop,
     Superseded,
@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 _GREETING_S, _GREETINGS = 60.0, 64
 """Whoever connects has so long to prove itself; so many may be at it at the same time."""
-_LINKS = 2
-"""Of storage, and of protection."""
 _FAILING_S = 60.0
 """A main loop that fails for so long ends: its trainers start another keeper and hand their memory over."""
 _TROUBLES = 8
@@ -101,10 +99,6 @@ class Server:
         """When it ends whatever the levels still do."""
         self._num_ranks = 1
         """How many ranks the node has."""
-        self._reserved: list[socket.socket] = []
-        """Hold the ports of the links, from before they listen there."""
-        self._reserved_for: object = None
-        """The secret of the start that has these ports."""
         self._parity = ParityStore()
         self._reads = PeerReads(self._all_ranks, self._parity, self._frozen)
 
@@ -232,21 +226,6 @@ class Server:
         for rank in list(self._ranks.values()):
             rank.emit(message)
 
-    def _reserve(self, question: ServePeers) -> PeerPorts:
-        try:
-            own = self._reads.serve((question.host, 0), question.secret)
-            if self._reserved_for != question.secret:
-                # Links of the start before may be at work: each start has ports of its own.
-                self._reserved, self._reserved_for, earlier = [], question.secret, self._reserved
-                for reserved in earlier:
-                    reserved.close()
-            while len(self._reserved) < _LINKS:
-                self._reserved.append(_bound(question.host))
-        except (OSError, ValueError, LazySnapError) as error:  # ValueError: it is no address
-            logger.warning("no port of %s can be had: %s", question.host, error)
-            return PeerPorts(id=question.id, ports=[])
-        return PeerPorts(id=question.id, ports=[own, *(reserved.getsockname()[1] for reserved in self._reserved)])
-
     def _leave(self) -> None:
         self._is_leaving = True
         for rank in self._ranks.values():
@@ -358,7 +337,8 @@ class Server:
         elif isinstance(message, Run):
             self._begin_run(rank, message)
         elif isinstance(message, ServePeers):
-            connection.send(self._reserve(message))
+            self._reads.serve((message.host, message.port), message.secret)
+            connection.send(ServingPeers(id=message.id))
         elif isinstance(message, AskInventory):
             parity = self._parity.inventory() if rank.team.local_rank == 0 else ()
             connection.send(rank.inventory.message(sorted(self._ranks), message.id, parity))
@@ -429,15 +409,3 @@ class Server:
     def _agree_to_leave(self, connection: Connection) -> None:
         connection.send(Leaving(os.getpid()))
         self._leave()
-
-
-def _bound(host: str) -> socket.socket:
-    """Raises: OSError."""
-    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((host, 0))
-    except OSError:
-        reserved.close()
-        raise
-    return reserved

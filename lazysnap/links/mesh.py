@@ -162,12 +162,16 @@ class Links:
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Accept links on one address of this machine; the address. Blocks: until it is bound.
 
-        Raises: ConfigError, if ``host`` means every interface; OSError, if the address cannot be had.
+        Raises: ConfigError, if ``host`` means every interface; OSError, if the address cannot be had, or all is closed.
         """
         listener = listener_at(host, port)
         listener.setblocking(False)
         bound = listener.getsockname()
-        self._loop.call_soon_threadsafe(self._start, self._accept(listener))
+        with self._closing:
+            if self._is_over:
+                listener.close()
+                raise OSError("these links were closed")
+            self._loop.call_soon_threadsafe(self._start_accepting, listener)
         return bound[0], bound[1]
 
     def connect(self, node: int, host: str, port: int) -> None:
@@ -206,6 +210,9 @@ class Links:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _start_accepting(self, listener: socket.socket) -> None:
+        self._start(self._accept(listener)).add_done_callback(partial(_close_if_cancelled, listener))
 
     def _send(self, node: int, message: Message) -> None:
         peer = self._peers.get(node)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from lazysnap.errors import ConfigError
 
@@ -18,7 +19,7 @@ MAX_UNKNOWN = 64
 _MAX_NAMED = 256
 """Addresses whose refusal is logged as a warning; a scanner must not fill the log."""
 _PORT_S, _AGAIN_S = 30.0, 0.1
-"""How long a keeper that takes a dead one's place waits for its port, and how often it tries."""
+"""How long a keeper that takes a dead one's place waits for its port without a word, and how often it tries."""
 
 
 class Violation(Exception):
@@ -73,20 +74,31 @@ def listener_at(host: str, port: int) -> socket.socket:
 def listen_when_free(
     listen: Callable[[str, int], object], address: tuple[str, int], is_wanted: Callable[[], bool], trouble: str
 ) -> None:
-    """Listen on the address that all nodes were told, which the keeper before this one may just be leaving.
+    """Listen on the address that all nodes were told, now, or on a thread as soon as it is free.
 
-    Blocks: at most ``_PORT_S``, while ``is_wanted``. A failure is logged, as ``trouble``.
+    The keeper before this one may just be leaving it. A failure that lasts is logged once, as ``trouble``.
+    Raises: ConfigError, if it is no address of one interface.
     """
-    deadline = time.monotonic() + _PORT_S
+    try:
+        listen(*address)
+    except OSError:
+        target = partial(_keep_trying, listen, address, is_wanted, trouble)
+        threading.Thread(target=target, name="lazysnap-listen", daemon=True).start()
+
+
+def _keep_trying(
+    listen: Callable[[str, int], object], address: tuple[str, int], is_wanted: Callable[[], bool], trouble: str
+) -> None:
+    warns_at: float | None = time.monotonic() + _PORT_S
     while is_wanted():
+        time.sleep(_AGAIN_S)
         try:
             listen(*address)
             return
         except OSError as error:
-            if time.monotonic() > deadline:
-                logger.warning("%s: %s:%d: %s", trouble, *address, error)
-                return
-            time.sleep(_AGAIN_S)
+            if warns_at is not None and time.monotonic() > warns_at:
+                warns_at = None
+                logger.warning("%s: %s:%d: %s; trying again", trouble, *address, error)
 
 
 def reason(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lazysnap.config import Redundancy, SnapshotConfig, redundancy_for, too_few_nodes
 from lazysnap.console import say
-from lazysnap.errors import ConfigError
+from lazysnap.errors import ConfigError, LazySnapError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import Parity, Peers
 from lazysnap.links.secret import Secret, draw_secret
@@ -21,6 +21,9 @@ from lazysnap.ranks.slots import slots_needed
 from lazysnap.ranks.world import World
 
 logger = logging.getLogger("lazysnap.engine")
+
+_PORTS_OF_FIRST = 3
+"""Node 0 listens for reads, for grants of storage and for grants of protection."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,13 @@ class _Endpoint:
 
     host: str
     ports: list[int]
-    """For reads, grants of storage, grants of protection; none: it is not."""
+    """For reads, and on node 0 for grants of storage and grants of protection; none: no port can be had."""
     domain: str
     """What may be lost at once: the node, or what the user says."""
-    library: str = ""
+    library: str
     """What computes parity there; empty: nothing."""
+    silence: str = ""
+    """Why the keeper does not serve others yet; empty: it does."""
 
 
 def meet_keepers(
@@ -67,6 +72,9 @@ def meet_keepers(
 ) -> Meeting:
     """Let the keepers of all nodes meet. Collective, with several nodes. Blocks: until each node has a keeper, at most
     ``keeper_timeout_s``. ``alone``: also if there is one node only, whose keeper holds parity of others that are lost.
+
+    Trainers reserve the ports of their keepers, so nothing here depends on a keeper: one that is silent now, or is
+    replaced later, is let in as soon as it comes.
 
     Raises: WaitTimeout.
     """
@@ -88,16 +96,20 @@ def meet_keepers(
         targets = list(dict.fromkeys(targets)) if len(nodes) > 1 else ["127.0.0.1"]
         host = targets[0] if config.link_address and world.rank == 0 else own_address(targets)
         domain = config.failure_domain or world.place.node
-        mine = vars(_serve_peers(client, host, domain, secret, config.keeper_timeout_s))
+        count = _PORTS_OF_FIRST if world.place.node == nodes[0] else 1
+        try:
+            ports = client.reserve_ports(host, count)
+        except OSError as error:
+            mine = vars(_Endpoint(f"{host}: {error}", [], domain, _library()))
+        else:
+            silence = _silence(client, host, secret, config.keeper_timeout_s)
+            mine = vars(_Endpoint(host, ports, domain, _library(), silence))
     told = world.exchange("where keepers are", mine)
     endpoints = {place.node: _Endpoint(**told[place.rank]) for place in places if place.local_rank == 0}
     first, own = endpoints[nodes[0]], endpoints[world.place.node]
     if world.rank == 0:
         for node in nodes:
-            if not endpoints[node].ports:
-                logger.warning(
-                    "the keeper of %s cannot be reached by others: %s", node.split("/")[0], endpoints[node].host
-                )
+            _tell(node.split("/")[0], endpoints[node], is_first=node == nodes[0])
     if not first.ports:
         return NOBODY
     peers = Peers(
@@ -118,9 +130,11 @@ def _parity(world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint]
     redundancy = redundancy_for(config, len(endpoints))
     if redundancy is None:
         return None
-    lack = "" if all(endpoint.ports for endpoint in endpoints) else "not all keepers can be reached"
+    lack = ""
     if not all(endpoint.library for endpoint in endpoints):
         lack = "parity needs ISA-L or numpy on every node: pip install 'lazysnap[parity]'"
+    if not all(endpoint.ports for endpoint in endpoints):
+        lack = "not every node has an address at which the others reach its keeper"
     if lack:
         if world.rank == 0:
             logger.warning("NOT protected against the loss of a node: %s", lack)
@@ -158,19 +172,40 @@ def _warn(redundancy: Redundancy, domains: Sequence[str], lost: Mapping[str, obj
         )
 
 
-def _serve_peers(client: KeeperClient, host: str, domain: str, secret: Secret, timeout_s: float) -> _Endpoint:
+def _silence(client: KeeperClient, host: str, secret: Secret, timeout_s: float) -> str:
+    """Have this node's keeper serve the others. Blocks: at most ``timeout_s``. Why it does not yet; empty: it does."""
     try:
         client.connect(timeout_s)
-        ports = client.serve_peers(host, secret, timeout_s)
-    except Exception as error:  # noqa: BLE001  the others wait for an answer; whoever needs the keeper hears of it again
-        return _Endpoint(f"{type(error).__name__}: {error}", [], domain)
-    if not ports:
-        return _Endpoint(f"no port of {host} can be had; set SnapshotConfig(link_address=...)", [], domain)
+    except LazySnapError as error:  # the others wait for an answer; whoever needs the keeper hears of it again
+        return str(error)
+    return "" if client.serve_peers(host, secret, timeout_s) else f"it did not answer within {timeout_s:g} s"
+
+
+def _library() -> str:
     try:
-        return _Endpoint(host, ports, domain, library())
+        return library()
     except ConfigError as error:
         logger.info("%s", error)
-        return _Endpoint(host, ports, domain)
+        return ""
+
+
+def _tell(node: str, endpoint: _Endpoint, *, is_first: bool) -> None:
+    lost = "nothing new is complete at a level or protected" if is_first else "nothing is protected by other nodes"
+    if not endpoint.ports:
+        logger.warning(
+            "other nodes cannot reach the keeper of %s, so %s: no port can be had: %s; set "
+            "SnapshotConfig(link_address=...) to an address of the first node that all others reach",
+            node,
+            lost,
+            endpoint.host,
+        )
+    elif endpoint.silence:
+        logger.warning(
+            "the keeper of %s does not answer yet, and until it does nothing new is complete at a level or protected; "
+            "training and captures into memory go on, and it joins by itself: %s",
+            node,
+            endpoint.silence,
+        )
 
 
 def address_of(host: str | None) -> str | None:

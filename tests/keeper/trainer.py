@@ -196,7 +196,9 @@ class Trainer:
 
     def serve_peers(self, secret):
         """The port at which the keeper lets others read."""
-        return self.client.serve_peers("127.0.0.1", Secret(**secret), TIMEOUT_S)[0]
+        [port] = self.client.reserve_ports("127.0.0.1", 1)
+        assert self.client.serve_peers("127.0.0.1", Secret(**secret), TIMEOUT_S)
+        return port
 
     def wait_durable(self, step, timeout_s):
         deadline = time.monotonic() + timeout_s

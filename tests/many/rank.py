@@ -293,6 +293,7 @@ def main() -> None:
         averaging_period=settings.get("period"),
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
         gate_timeout_s=settings.get("gate_timeout_s", 60.0),
+        keeper_timeout_s=settings.get("keeper_timeout_s", 20.0),
         redundancy=Xor(group_size=settings["group_size"]) if "group_size" in settings else "auto",
         failure_domain=settings.get("domain"),
         link_address=settings.get("link_address"),
@@ -313,6 +314,9 @@ def main() -> None:
         engine.abandon()
         os._exit(0)
     write("keeper", start, keeper := keeper_of(engine))
+    if "thaw" in settings:  # the keeper was stopped while the engines of all ranks were made
+        dist.barrier()
+        os.kill(settings["thaw"], signal.SIGCONT)
     if not settings.get("unready"):
         engine.prepare()
         write("ready", engine.wait_ready(timeout_s=30))
@@ -355,7 +359,7 @@ def main() -> None:
             write("begun", step)
         else:
             write("skipped", step)
-            if engine.statistics().unprotected is None:
+            if engine.statistics().unprotected is None or "thaw" in settings:
                 engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)

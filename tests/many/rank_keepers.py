@@ -30,6 +30,12 @@ def keepers(job):
     return found
 
 
+def keeper_of(job, node):
+    """The process that is the keeper of a node."""
+    with contextlib.closing(try_connect(_identity(job, node))) as connection:
+        return connection.peer_pid
+
+
 def end_nodes(job, *nodes):
     """Kill the keepers of these nodes, and with them all that the nodes held. The ranks are dead."""
     identity = JobIdentity.from_config(SnapshotConfig(job_id=str(job.root)))

@@ -1,8 +1,11 @@
 """One rank of several has no memory for captures: what all store is complete all the same, and counts as durable."""
 
+import os
 import pathlib
+import signal
 
 import pytest
+from rank_keepers import keeper_of
 
 from lazysnap.levels import open_store
 
@@ -50,3 +53,21 @@ def test_all_ranks_end_together_where_one_lacks_what_is_required(make_job):
         text = output(job, rank)
         assert "MemoryBoundExceeded: rank 1: " in text
         assert "max_bytes" in text
+
+
+def test_a_keeper_that_is_silent_while_engines_are_made_joins_when_it_answers(make_job):
+    """It costs what was trained meanwhile, and neither durability nor protection of the rest of the run."""
+    job = make_job(nodes=("node-a", "node-b"))
+    by_rank = {"0": {"node": "node-a"}, "1": {"node": "node-b"}}
+    assert set(job.run("ddp", 2, by_rank=by_rank, stop_at=4, wait_durable=True)) == {9}, job.output()
+    pid = keeper_of(job, "node-a")
+    os.kill(pid, signal.SIGSTOP)
+
+    settings = {"by_rank": by_rank, "keeper_timeout_s": 1.0, "thaw": pid, "steps": 10_000, "lag_s": 0.02}
+    codes = job.run("ddp", 2, until_stored_after=5, wait_protected=True, wait_durable=True, **settings)
+
+    assert set(codes) == {9}, job.output()
+    for word in ("protected", "durable"):
+        assert [line[3] for line in job.events(word)] == ["True", "True"], job.output()
+    assert "the keeper of node-a does not answer yet" in job.output()
+    assert "pip install" not in job.output()
