@@ -61,7 +61,7 @@ class CopyThread:
             try:
                 if not job.is_given_up:
                     self._copy(job)
-            except Exception as error:  # noqa: BLE001  the rim of the thread: the capture fails, training goes on
+            except Exception as error:  # noqa: BLE001  the outermost handler of the thread: the capture fails, training goes on
                 job.give_up(CapturePhase.FAILED, f"{type(error).__name__}: {error}")
             finally:
                 job.cpu_sources_read.set()

@@ -24,7 +24,7 @@ from lazysnap.capture.registration import register
 SMALL_BYTES = 256 << 10
 """Lazy tensors up to this size travel through the staging buffer, coalesced with their neighbours in the file."""
 EVENT_BYTES = 64 << 20
-"""So many bytes are copied between two events that move the watermark."""
+"""Bytes copied between two events that move the watermark."""
 
 
 @dataclass(frozen=True)

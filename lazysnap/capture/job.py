@@ -1,4 +1,4 @@
-"""One capture on its way: what is copied, where to, and what became of it."""
+"""One capture in progress: its sources, its slot and its phase."""
 
 import enum
 import threading
@@ -33,16 +33,16 @@ class CaptureJob:
         """Number of the capture in its slot."""
         self.sources = list(map(stored_form, tensors)) if plan.is_converting else tensors
         self.versions = [0] * len(tensors)
-        """Of the lazy tensors; others need none, and not all have one."""
+        """Versions of the lazy tensors at the boundary; zero for all others, of which not all have one."""
         for index in plan.lazy:
             self.versions[index] = tensors[index]._version
         self.phase = CapturePhase.COPYING
         self.reason = ""
         self.copy_s = 0.0
         self.arrivals: list[tuple[int, torch.Event]] = []
-        """Where each queued copy of a device begins in the image, and the event behind it."""
+        """Queued copies from devices: the place in the image where one begins, and the event behind it."""
         self.device_copies: list[tuple[torch.Event, torch.Event]] = []
-        """For each device the events before and behind all of its copies, the failed ones too."""
+        """Events before and behind all copies of each device, also where queueing them failed."""
         self.cpu_sources_read = threading.Event()
         """Set when no tensor in CPU memory is read any more: these may change again."""
         self.released = threading.Event()
@@ -52,7 +52,7 @@ class CaptureJob:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the copy may stop: its result will not be used."""
+        """True if the copy may stop: its result will not be used."""
         return self.phase in (CapturePhase.TORN, CapturePhase.FAILED)
 
     def changed_sources(self) -> list[str]:

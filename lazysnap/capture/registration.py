@@ -23,7 +23,7 @@ _tried: "weakref.WeakSet[Slot]" = weakref.WeakSet()
 
 
 def registrar(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], None]:
-    """What makes a slot ready for captures of ``tensors``: registers it if one of them is on a device."""
+    """Return a function that makes a slot ready for captures of ``tensors``: page-locked if one is on a device."""
     device = next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
     return _leave if device is None else partial(register, device=device)
 

@@ -53,7 +53,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def has_drawn(before: dict[str, Any]) -> bool:
-    """Whether a generator of Python, NumPy or torch moved since ``collect_rng`` returned ``before``."""
+    """True if a generator of Python, NumPy or torch moved since ``collect_rng`` returned ``before``."""
     now = collect_rng()
     if before["python"] != now["python"] or not torch.equal(before["torch"], now["torch"]):
         return True

@@ -121,20 +121,20 @@ class Captures:
         return sum(before.elapsed_time(behind) for before, behind in done) / 1000
 
     def discard(self, reason: str) -> CaptureJob | None:
-        """Give up the capture in flight: something stepped beside it."""
+        """Give up the capture in flight: an optimizer stepped without waiting for it."""
         job = self.job
         if job is not None and job.give_up(CapturePhase.TORN, reason):
             return job
         return None
 
     def is_disturbed(self) -> bool:
-        """Whether a source of the capture in flight changed since the boundary, before it was whole."""
+        """True if a source of the capture in flight changed since the boundary, before it was whole."""
         # TORN: the copy thread found it first.
         open_ = (CapturePhase.COPYING, CapturePhase.TORN)
         return self.job is not None and self.job.phase in open_ and bool(self.job.changed_sources())
 
     def is_writing(self, slot: Slot) -> bool:
-        """Whether something may still write into ``slot`` for an earlier capture."""
+        """True if something may still write into ``slot`` for an earlier capture."""
         return any(job.slot is slot and not job.released.is_set() for job in self._running)
 
     def close(self, timeout_s: float) -> None:

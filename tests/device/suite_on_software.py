@@ -33,7 +33,11 @@ def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench): 
         job = it.prepared(number)
         accelerator.SOFTWARE.configure(seed=number, max_pause_us=200, failing_allocation=number)
         try:
-            it.captures.begin(job)
+            with accelerator.busy_stream():
+                try:
+                    it.captures.begin(job)
+                finally:  # nothing was queued if the staging buffers found no memory
+                    assert not (job.device_copies and job.released.wait(0.05)), "released while a device may write"
         except torch.OutOfMemoryError:
             failed += 1
             assert it.captures.finish(TIMEOUT_S) is None

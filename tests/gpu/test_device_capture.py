@@ -177,13 +177,14 @@ def test_the_watermark_covers_no_byte_of_a_device_that_has_not_landed(bench):
 
 
 def test_the_gate_of_a_state_on_both_waits_for_what_is_read_from_the_cpu_alone(bench):
-    slow = torch.nn.Linear(300, 300)
+    slow = torch.nn.Linear(4096, 4096)  # is not read in a moment
     it = bench(others={"cpu": slow, "sgd": torch.optim.SGD(slow.parameters(), lr=1.0)})
     job = it.prepared()
 
     with accelerator.busy_stream():
         it.captures.begin(job)
         it.captures.finish(TIMEOUT_S)
+        assert job.cpu_sources_read.is_set()
         with torch.no_grad():
             slow.weight.add_(1)  # as an optimizer behind the gate does
         assert job.phase is CapturePhase.COPYING
