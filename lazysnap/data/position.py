@@ -80,6 +80,8 @@ class Position:
         """Called before every batch is fetched: then nothing of the next step has begun."""
         self.is_held = False
         """Whether the consumer holds one batch that was not trained: the position is then the one before that batch."""
+        self.at_end: Callable[[], None] | None = None
+        """Called when an iteration gave its last batch, before the loop over it ends."""
         self.counted_epochs: Callable[[], dict[str, int]] | None = None
         """Returns the program's own counters of epochs, by name."""
 
@@ -322,6 +324,8 @@ class _Iteration:
             batch = next(self._inner)
         except StopIteration:
             self.is_over = True
+            if position.at_end is not None:
+                position.at_end()
             raise
         self.given += 1
         if before is not None:

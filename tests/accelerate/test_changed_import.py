@@ -54,7 +54,7 @@ class Script:
             self.step(batch)
 
     def weights(self):
-        return [one.item() for one in self.model.parameters()]
+        return [one.sum().item() for one in self.model.parameters()]
 
 
 @pytest.fixture
@@ -191,3 +191,26 @@ def test_wherever_a_script_counts_its_epochs_a_restart_loses_and_repeats_none(tm
         script.accelerator.end_training()
     assert trained == expected
     assert script.weights() == whole.weights()
+
+
+def test_averages_that_are_swapped_in_behind_an_epoch_are_never_captured(tmp_path):
+    def with_large():
+        script = Script(project_dir=tmp_path)
+        # Copied last; that takes longer than to get out of the loop.
+        script.model.large = torch.nn.Parameter(torch.zeros(1 << 12, 1 << 13).t())
+        script.optimizer.add_param_group({"params": [script.model.large]})
+        return script
+
+    script = with_large()
+    script.epoch()
+    trained = script.weights()
+    for one in script.model.parameters():
+        one.data.fill_(0.5)
+    engine = script.accelerator.engine
+    assert engine.wait(until="captured", timeout_s=60)
+    script.accelerator._lazysnap_door.abandon()
+
+    again = with_large()
+    assert again.accelerator.load_state("latest").step == 4
+    assert again.weights() == trained
+    again.accelerator.end_training()

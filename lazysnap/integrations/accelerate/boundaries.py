@@ -16,9 +16,15 @@ class Boundaries:
     fetches are no boundary while a loader that was iterated before the step still is.
     """
 
-    def __init__(self, at_boundary: Callable[[], None], counted_epochs: Callable[[], dict[str, int]]) -> None:
-        """``counted_epochs``: returns the program's counters of epochs, by name."""
+    def __init__(
+        self, at_boundary: Callable[[], None], gate: Callable[[], None], counted_epochs: Callable[[], dict[str, int]]
+    ) -> None:
+        """``gate``: called when an iteration ends, since weights may be swapped behind it without an optimizer step.
+
+        ``counted_epochs``: returns the program's counters of epochs, by name.
+        """
         self._at_boundary = at_boundary
+        self._gate = gate
         self._counted_epochs = counted_epochs
         self._watched: list[Position] = []
         self._stepped_at: int | None = None
@@ -50,6 +56,7 @@ class Boundaries:
         if not any(one is position for one in self.positions):
             self._watched.append(position)
             position.before_fetch = lambda: self._before_fetch(position)
+            position.at_end = self._gate
             position.counted_epochs = self._counted_epochs
 
     def position_of(self, loader: Any) -> Position | None:
@@ -75,7 +82,7 @@ class Boundaries:
             hook.remove()
         self._hooks = {}
         for position in self.positions:
-            position.before_fetch = position.counted_epochs = None
+            position.before_fetch = position.at_end = position.counted_epochs = None
         self._watched = []
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

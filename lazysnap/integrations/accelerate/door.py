@@ -58,7 +58,7 @@ class Door(WithEngine):
         self._default_url: str | None = None
         self._config = None if snapshots is None or self._why_stock is not None else config_at(snapshots)
         self._choose_place()
-        self.boundaries = Boundaries(self._at_boundary, self._counted_epochs)
+        self.boundaries = Boundaries(self._at_boundary, self._gate, self._counted_epochs)
         self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions)
         self._directories = Directories(self._accelerator, self._state)
         self._begins_from: str | None = None
@@ -181,6 +181,10 @@ class Door(WithEngine):
     def _at_boundary(self) -> None:
         asked, self._has_asked = self._has_asked, False
         self._capture(force=asked)
+
+    def _gate(self) -> None:
+        if self.session is not None:
+            self.session.engine.gate()
 
     def _capture(self, *, force: bool) -> bool:
         if self._is_refused:
