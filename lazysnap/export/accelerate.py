@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from lazysnap import faults
 from lazysnap.errors import StateMismatch, UnsupportedState
+from lazysnap.state.scaler import plain_numbers
 
 FACTS, RNG = "accelerate", "rng"
 OF_EVERY_RANK = (FACTS, RNG)
@@ -65,7 +66,7 @@ def write_stock(ranks: Sequence[Mapping[str, Any]], path: str) -> None:
         if part in facts.get("stateful_loaders", {}):
             _save(facts["stateful_loaders"][part], os.path.join(path, _numbered("dl_state_dict.bin", index)))
     if "scaler" in state:
-        _save(_plain_numbers(state["scaler"]), os.path.join(path, "scaler.pt"))
+        _save(plain_numbers(state["scaler"]), os.path.join(path, "scaler.pt"))
     for index, part in enumerate(parts_of(state, "custom")):
         _save(state[part], os.path.join(path, f"custom_checkpoint_{index}.pkl"))
     for index, rank in enumerate(ranks):
@@ -84,10 +85,6 @@ def _random_states(rank: Mapping[str, Any], index: int) -> dict[str, Any]:
     if missing:
         raise StateMismatch(f"rank {index} has no random state of {sorted(missing)}, which load_state() asks for")
     return {"step": rank[FACTS].get("step", 0), **{_RNG_NAMES[name]: rng[name] for name in _RNG_NAMES if name in rng}}
-
-
-def _plain_numbers(scaler: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in scaler.items()}
 
 
 def _save_weights(weights: Mapping[str, Any], path: str) -> None:

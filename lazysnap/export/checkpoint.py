@@ -9,6 +9,7 @@ from lazysnap.errors import UnsupportedState
 from lazysnap.export.weights import LIGHTNING_EXTRAS, is_lightning
 from lazysnap.export.weights_only import WeightsOnlyConverter
 from lazysnap.state.scalars import unpack
+from lazysnap.state.scaler import plain_numbers
 
 
 def lightning_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
@@ -18,6 +19,9 @@ def lightning_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
     """
     checkpoint = {key: value for key, value in state.items() if key != LIGHTNING_EXTRAS}
     checkpoint["callbacks"] = unpack(checkpoint.get("callbacks", {}))
+    for key, value in checkpoint.items():
+        if isinstance(value, dict) and "_growth_tracker" in value:  # of a precision plugin with a GradScaler
+            checkpoint[key] = plain_numbers(value)
     return checkpoint
 
 

@@ -22,5 +22,9 @@ def state_of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 def load_scaler(scaler: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
     """Load such a state, or one of ``state_dict()``. Blocks, where it holds tensors on a device."""
-    numbers = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-    scaler.load_state_dict(numbers)
+    scaler.load_state_dict(plain_numbers(state))
+
+
+def plain_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``scaler.state_dict()`` would have been. Blocks, where ``state`` holds tensors on a device."""
+    return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items()}

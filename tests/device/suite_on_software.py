@@ -13,13 +13,17 @@ from gpu.test_device_capture import (
     make,
     train,
 )
+from lightning import Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from support import accelerator
 
 from lazysnap.capture import devices
 from lazysnap.capture.job import CapturePhase
 from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.memory.arena import SlotPhase
 from lazysnap.state.objects import ObjectState
+from lazysnap.state.scaler import plain_numbers
 
 
 def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench):  # noqa: F811
@@ -88,6 +92,19 @@ def test_boundary_and_gate_make_no_call_that_waits_for_the_device():
     engine.close(drain=False)
 
     assert calls[2:] == [0, 0, 0]  # the first ones plan
+
+
+def test_the_scaler_of_a_lightning_trainer_is_read_without_waiting_for_the_device():
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
+    scaler.scale(torch.ones(1, device=DEVICE))
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    trainer = Trainer(accelerator="cpu", plugins=[precision], logger=False, enable_checkpointing=False)
+    before = accelerator.SOFTWARE.synchronisations()
+    with own_state(trainer):
+        state = precision.state_dict()
+
+    assert accelerator.SOFTWARE.synchronisations() == before
+    assert plain_numbers(state) == precision.state_dict()
 
 
 def test_a_step_captured_into_a_graph_needs_a_gate_before_each_replay_and_a_boundary_outside():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from harness import BATCH_SIZE, SIZE, Accumulated, Case, Net, Numbers, StatefulStream, Stream, Unsized, run, run_real
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, WeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -139,7 +140,14 @@ class Clipped(Case):
         return {"max_epochs": 2, "gradient_clip_val": 0.1, "precision": "bf16-mixed"}
 
 
+class Scaled(Case):
+    def settings(self):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        return {"max_epochs": 2, "plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
 CASES = [
+    Scaled,
     OwnGenerators,
     Workers,
     UnsizedWorkers,

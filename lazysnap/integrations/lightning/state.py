@@ -40,6 +40,7 @@ from lazysnap.state.modules import fitted, told_orders
 from lazysnap.state.objects import NamedObjects
 from lazysnap.state.optimizers import owned, put_back
 from lazysnap.state.scalars import pack, unpack
+from lazysnap.state.scaler import plain_numbers
 from lazysnap.state.settings import OptimizerSettings, differences, numbers, sizes, warn
 from lazysnap.state.source import KEY, OPTIMIZERS
 
@@ -236,6 +237,9 @@ class LightningState(NamedObjects):
         checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
         if left_out := state[KEY].get(_LEFT_OUT):
             checkpoint = self._with_live_values(checkpoint, left_out)
+        plugin = type(self._trainer.precision_plugin).__qualname__
+        if isinstance(scaler := checkpoint.get(plugin), dict):
+            checkpoint[plugin] = plain_numbers(scaler)
         keys = {key_of(callback): callback.state_key for callback in self._trainer.callbacks}
         checkpoint["callbacks"] = {keys.get(name, name): value for name, value in checkpoint["callbacks"].items()}
         migrate = neighbour(self._connector, "_pl_migrate_checkpoint")

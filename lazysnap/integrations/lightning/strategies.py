@@ -8,10 +8,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.patches import Patches
 from lazysnap.state.optimizers import stepping
+from lazysnap.state.scaler import state_of_scaler
 from lazysnap.state.unsupported import check_supported
 
 _OTHERS = {
@@ -59,9 +62,11 @@ def _kinds(strategy: Any) -> set[str]:
 @contextlib.contextmanager
 def own_state(trainer: Any) -> Iterator[None]:
     """While it lasts, the strategy tells of the state that this rank holds: views, no collective; the fit loop asks no
-    data loader for its state.
+    data loader for its state; a ``GradScaler`` is not waited for.
     """
-    patches, strategy = Patches(), trainer.strategy
+    patches, strategy, plugin = Patches(), trainer.strategy, trainer.precision_plugin
+    if isinstance(scaler := getattr(plugin, "scaler", None), torch.amp.GradScaler):
+        patches.replace(plugin, "state_dict", lambda _: state_of_scaler(scaler))
     patches.replace(trainer.fit_loop, "on_save_checkpoint", lambda _: {})
     if "ModelParallelStrategy" in _kinds(strategy):
         patches.replace(strategy, "lightning_module_state_dict", lambda _: strategy.lightning_module.state_dict())
