@@ -8,8 +8,10 @@ their reasons stand in docs/architecture.md, *Grants*; ``tests/keeper/test_grant
 """
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.messages import (
@@ -66,6 +68,8 @@ class LevelGrants:
     """Steps that training went on during the last write: a step that must be stored is not overslept."""
     has_failed: bool = False
     """From a failed write until a snapshot is complete. Slower levels do not copy from here meanwhile."""
+    writers: Mapping[str, int] = field(default_factory=dict)
+    """The nodes that write frozen tensors, by the digest of these. Replaced as a whole."""
 
     @property
     def is_under_way(self) -> bool:
@@ -99,6 +103,16 @@ class LevelGrants:
         self.margin = max(0, self.margin - 1)
         self.has_failed = False
 
+    def name_writers(self, asking: Mapping[int, str]) -> None:
+        """Name one writer for each digest of frozen tensors. ``asking`` holds the digest that each node asks to write.
+
+        A node stays named as long as it asks. Then the lowest of the other nodes that ask is named.
+        """
+        writers = {digest: node for digest, node in self.writers.items() if asking.get(node) == digest}
+        for node in sorted(asking):
+            writers.setdefault(asking[node], node)
+        self.writers = writers
+
     def cancel(self, said: Collection[Progress]) -> None:
         """A node gave the granted step up."""
         assert self.grant is not None
@@ -128,8 +142,8 @@ class LevelGrants:
 class Coordinator:
     """Grants and counts for one start of a job. Not thread-safe.
 
-    Send ``order()`` to every node once this is made and when ``decide`` or ``outbid`` says so, and to a node whose link
-    is back. Each node answers a hello with a report.
+    Send ``order()``, addressed by ``order_to``, to every node once this is made and when ``decide`` or ``outbid`` says
+    so, and to a node whose link is back. Each node answers a hello with a report.
     """
 
     owner: int
@@ -166,6 +180,19 @@ class Coordinator:
         told = tuple(x.order(self.start, self.wishes, is_ready=self._is_ready(index)) for index, x in levels)
         return Order(self.epoch, not self.is_open, told, self.is_parted)
 
+    def order_to(self, node: int, order: Order) -> Order:
+        """Return the order as that node gets it: it names the frozen tensors that this node writes."""
+        report = self.reports.get(node)
+        if report is None:
+            return order
+        levels = tuple(
+            structs.replace(told, frozen=said.frozen)
+            if said.frozen is not None and level.writers.get(said.frozen) == node
+            else told
+            for level, told, said in zip(self.levels, order.levels, report.levels, strict=True)
+        )
+        return structs.replace(order, levels=levels)
+
     def _is_ready(self, index: int) -> bool:
         return all(report.levels[index].is_ready for report in self.reports.values())
 
@@ -200,9 +227,14 @@ class Coordinator:
         return False
 
     def forget(self, node: int) -> None:
-        """There is no link to that node: with ``is_memory``, nothing is decided until it has said what it has."""
-        if self.is_memory:
-            self.reports.pop(node, None)
+        """Take note that the link to a node is lost. It is not named to write frozen tensors until it asks again.
+
+        With ``is_memory``, nothing is decided until that node has reported what it has.
+        """
+        report = self.reports.pop(node, None)
+        if report is not None and not self.is_memory:
+            levels = tuple(structs.replace(said, frozen=None) for said in report.levels)
+            self.reports[node] = structs.replace(report, levels=levels)
 
     def decide(self, own: Own) -> bool:
         """Grant, count and cancel; ``True`` if ``order()`` is to be sent to every node.
@@ -218,6 +250,8 @@ class Coordinator:
             if self.is_memory:
                 level.complete.intersection_update(*(one.stored for one in said))
             self._count(level, said, own)
+            asking = ((node, report.levels[index].frozen) for node, report in self.reports.items())
+            level.name_writers({node: digest for node, digest in asking if digest is not None})
         for index in range(len(self.levels)):
             if self._is_idle(index):
                 self._grant(index, own)
@@ -227,7 +261,7 @@ class Coordinator:
             [
                 (
                     *(x.grant, x.source, max(x.complete, default=-1), len(x.complete)),
-                    *(len(x.complete & wishes), len(x.cancelled), len(x.lost)),
+                    *(len(x.complete & wishes), len(x.cancelled), len(x.lost), x.writers),
                 )
                 for x in self.levels
             ],

@@ -10,6 +10,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from lazysnap.shard.manifest import Digest
+
 MAX_NODES = 1 << 16
 MAX_LEVELS = 16
 MAX_TOLD = 256
@@ -80,6 +82,8 @@ class LevelReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """The newest steps of this start of which the node has a verified file, and all that are wished."""
     turn: Turn = 0
     """As of the order that was obeyed."""
+    frozen: Digest | None = None
+    """The frozen tensors that the node asks to write there, or writes."""
 
 
 class Report(Struct, frozen=True, tag="report", forbid_unknown_fields=True):
@@ -111,6 +115,8 @@ class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     turn: Turn = 0
     """Grows with each change of the grant: a step may be granted again while reports on its first grant are on the way.
     """
+    frozen: Digest | None = None
+    """The frozen tensors that the receiver writes, of those that it asked for."""
 
 
 class Order(Struct, frozen=True, tag="order", forbid_unknown_fields=True):

@@ -109,6 +109,10 @@ class NodeLevel:
     """Whether the level works on all nodes."""
     is_memory: bool = False
     """See ``Coordinator``: what an order does not tell as complete is not complete any more."""
+    asked: str | None = None
+    """The frozen tensors that this node asks to write, or writes."""
+    named: str | None = None
+    """The frozen tensors for which the coordinator named this node."""
 
     @property
     def reads_slots(self) -> bool:
@@ -124,6 +128,7 @@ class NodeLevel:
     def obey(self, order: LevelOrder) -> bool:
         """Take the order; whether there is something to report."""
         self.cancelled, self.lost, self.works = frozenset(order.cancelled), frozenset(order.lost), order.is_ready
+        self.named = order.frozen
         if self.is_memory:
             self.complete = set(order.complete)
         is_turn, self.turn = order.turn != self.turn, order.turn
@@ -140,7 +145,7 @@ class NodeLevel:
     def report(self, wishes: set[int]) -> LevelReport:
         """What the coordinator is told."""
         stored = tuple(sorted({*newest(self.stored), *newest(self.stored & wishes)}))
-        return LevelReport(self.grant, self.source, self.progress, self.is_ready, stored, self.turn)
+        return LevelReport(self.grant, self.source, self.progress, self.is_ready, stored, self.turn, self.asked)
 
 
 @dataclass
@@ -162,6 +167,8 @@ class NodeGrants:
     """Wishes for steps that trainers keep in their slots meanwhile: what is being written gives way to them."""
     is_parted: bool = False
     """True if the coordinator has no link to some node."""
+    is_open: bool = False
+    """True if the coordinator decides: all nodes answered it."""
 
     @property
     def word(self) -> int | None:
@@ -181,7 +188,7 @@ class NodeGrants:
         if order.epoch < self.epoch:
             return True  # that coordinator must hear of the newer one
         is_news = order.is_hello or order.epoch != self.epoch
-        self.epoch, self.is_parted = order.epoch, order.is_parted
+        self.epoch, self.is_parted, self.is_open = order.epoch, order.is_parted, not order.is_hello
         for level, said in zip(self.levels, order.levels, strict=True):
             level.learn(said)
             if order.is_hello:
@@ -200,6 +207,15 @@ class NodeGrants:
         if is_urgent:
             self.urgent.add(step)
         return True
+
+    def ask(self, level: int, digest: str | None) -> bool:
+        """Ask to write these frozen tensors, or (``None``) be done with that; whether to report."""
+        self.levels[level].asked = digest
+        return True
+
+    def is_to_write(self, level: int, digest: str) -> bool:
+        """True if this node writes these frozen tensors now. A coordinator that does not decide yet names nobody."""
+        return not self.is_open or self.levels[level].named == digest
 
     def is_answered(self, step: int, levels: Collection[int] | None = None) -> bool:
         """Whether the step is complete, or lost, at every level, or at these."""

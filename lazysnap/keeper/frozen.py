@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from lazysnap import faults
 from lazysnap.errors import FormatError, LevelUnavailable, MemoryBoundExceeded
+from lazysnap.keeper.frozen_turn import FrozenTurn
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.redaction import shown
@@ -20,7 +21,7 @@ from lazysnap.levels.watchdog import Beat
 from lazysnap.memory.arena import Slot, SlotPhase
 from lazysnap.memory.slot_pool import make_slot
 from lazysnap.resolver import FrozenEntry
-from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import frozen_directory_name
 
 
@@ -175,14 +176,29 @@ class FrozenWriter:
         self._slot_of = slot_of
         self._pace = pace
 
-    def bring(self, store: SnapshotStore, meta: CaptureMeta, beat: Beat, origin: SnapshotStore | None = None) -> None:
+    def bring(
+        self,
+        store: SnapshotStore,
+        meta: CaptureMeta,
+        beat: Beat,
+        origin: SnapshotStore | None = None,
+        turn: FrozenTurn | None = None,
+    ) -> None:
         """Write what the snapshot of ``meta`` refers to, unless it is there.
 
-        ``origin``: a faster level that has the snapshot. Raises: LevelError, CaptureAborted.
+        ``origin`` is a faster level that has the snapshot. With a ``turn`` one of several nodes writes.
+        Blocks: also while another node writes. Raises: LevelError, CaptureAborted.
         """
         frozen = meta.frozen
         if frozen is None or store.has_frozen(frozen.digest, beat):
             return
+        with contextlib.nullcontext() if turn is None else turn.taken(store, frozen, beat):
+            if turn is None or not store.has_frozen(frozen.digest, beat):
+                self._write(store, meta.step, frozen, beat, origin)
+
+    def _write(
+        self, store: SnapshotStore, step: int, frozen: FrozenReference, beat: Beat, origin: SnapshotStore | None
+    ) -> None:
         slot = self._slot_of(frozen.digest)
         if slot is not None:
             own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of frozen tensors")
@@ -191,7 +207,7 @@ class FrozenWriter:
             self._read_back(store, frozen.digest, beat)
             return
         if origin is None:
-            raise LevelUnavailable(f"the frozen tensors {frozen.digest} of step {meta.step} are gone from memory")
+            raise LevelUnavailable(f"the frozen tensors {frozen.digest} of step {step} are gone from memory")
         entry = FrozenEntry(origin.url, origin.speed, frozen.digest, frozen_directory_name(frozen.digest))
         try:
             manifest = origin.read_manifest(entry)

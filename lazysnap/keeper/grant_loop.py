@@ -171,6 +171,16 @@ class GrantLoop:
         """A small write to the level worked."""
         self._events.put(lambda: self._node.probed(level))
 
+    def ask(self, level: int, digest: str | None) -> None:
+        """Ask to write frozen tensors at a level; ``None``: it is done, or given up."""
+        self._events.put(lambda: self._node.ask(level, digest))
+
+    def is_to_write(self, level: int, digest: str) -> bool:
+        """True if this node writes the frozen tensors that it asked for. Without a coordinator every node does."""
+        with self._lock:
+            is_without = self._is_closed or COORDINATOR_NODE in self._unreached
+            return is_without or self._node.is_to_write(level, digest)
+
     def give_up(self, level: int, step: int) -> bool:
         """Ask before the node's file of this step is deleted, and obey."""
         with self._lock:
@@ -270,7 +280,7 @@ class GrantLoop:
     def _greet(self, node: int) -> bool:
         self._reach(self._unreached - {node})
         if self._coordinator is not None and self._links is not None:
-            self._links.send(node, self._coordinator.order())
+            self._links.send(node, self._coordinator.order_to(node, self._coordinator.order()))
         return node == COORDINATOR_NODE
 
     def _lose(self, node: int) -> bool:
@@ -319,8 +329,8 @@ class GrantLoop:
         if self._links is not None:
             for node in range(self._coordinator.num_nodes):
                 if node != self._node.node:
-                    self._links.send(node, order)
-        self._obey(order)
+                    self._links.send(node, self._coordinator.order_to(node, order))
+        self._obey(self._coordinator.order_to(self._node.node, order))
 
     def _end(self, write: Write, event: Callable[[Write], bool]) -> bool:
         is_news = event(write)

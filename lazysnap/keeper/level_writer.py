@@ -20,6 +20,7 @@ from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeLevel, Write
 from lazysnap.grants.retention import Retention, still_to_copy
 from lazysnap.keeper.frozen import FrozenWriter
+from lazysnap.keeper.frozen_turn import FrozenTurn
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.level_names import LevelNames, Naming
 from lazysnap.keeper.node_files import NodeFiles
@@ -305,19 +306,28 @@ class LevelWriter:
         store = self._opened(obey)
         if write.source is not None:
             faults.point("keeper.persist.copy")
-            return self._copy(store, write.step, write.source, obey)
+            return self._copy(store, write, obey)
         faults.point("keeper.persist.begin")
         held = [self._source(number, write.step, obey) for number in range(len(self._files.team.node_ranks))]
         self._slots = tuple(slot for slot, _ in held)
         shards = [(slot, source) for slot, source in held if slot.image_capacity]
-        manifests = [self._store_slots(store, shards, obey)] if shards else []
+        manifests = [self._store_slots(store, shards, obey, self._turn(write))] if shards else []
         # A rank that has no memory writes its shard itself; the slot has its words alone.
         alone = [source for slot, source in held if not slot.image_capacity]
         return manifests + [self._await_trainer(store, source, obey) for source in alone]
 
-    def _store_slots(self, store: SnapshotStore, held: Sequence[tuple[Slot, SlotSource]], beat: Beat) -> Manifest:
+    def _turn(self, write: Write) -> FrozenTurn | None:
+        """Return ``None`` if no other node writes the same frozen tensors there, or none answers."""
+        if not self._files.is_shared or self._files.team.nodes == 1 or write.is_alone:
+            return None
+        assert self._loop is not None
+        return FrozenTurn(self._loop, self._index, self._level)
+
+    def _store_slots(
+        self, store: SnapshotStore, held: Sequence[tuple[Slot, SlotSource]], beat: Beat, turn: FrozenTurn | None
+    ) -> Manifest:
         for _, source in held:
-            self._frozen_writer.bring(store, source.meta, beat)
+            self._frozen_writer.bring(store, source.meta, beat, turn=turn)
         shards = [self._stored(source.meta, source) for _, source in held]
         manifest = self._store_shards(store, self._files.name, shards, beat)
         slot, first = held[0]
@@ -370,26 +380,29 @@ class LevelWriter:
             raise CaptureAborted(f"{place.where}: of another capture")
         return manifest
 
-    def _copy(self, store: SnapshotStore, step: int, source: int, beat: Beat) -> list[Manifest]:
+    def _copy(self, store: SnapshotStore, write: Write, beat: Beat) -> list[Manifest]:
         """From the files of a faster level."""
-        above = self._above[source]
+        assert write.source is not None
+        above, turn = self._above[write.source], self._turn(write)
         if above._files.is_shared and not self._files.is_shared:
             raise CaptureAborted(f"{above._where}: has this node's share alone of what several nodes hold")
         origin = open_store(above._level.url, options=above._level.storage_options)
         try:
-            found = self._files.found(origin.storage, step)
+            found = self._files.found(origin.storage, write.step)
         except (FileNotFoundError, FormatError) as error:
             raise CaptureAborted(str(error)) from error
-        return [self._copy_file(store, origin, manifest, beat) for manifest in found]
+        return [self._copy_file(store, origin, manifest, beat, turn) for manifest in found]
 
-    def _copy_file(self, store: SnapshotStore, origin: SnapshotStore, manifest: Manifest, beat: Beat) -> Manifest:
+    def _copy_file(
+        self, store: SnapshotStore, origin: SnapshotStore, manifest: Manifest, beat: Beat, turn: FrozenTurn | None
+    ) -> Manifest:
         place = self._files.place(origin.storage, manifest.meta.step, manifest.name)
         blocks = FileBlocks(place, manifest)
         try:
             with contextlib.closing(blocks):
                 blocks.header(manifest.shards[0])  # opened once: also what is deleted meanwhile is copied
                 for shard in manifest.shards:
-                    self._frozen_writer.bring(store, shard.meta, beat, origin)
+                    self._frozen_writer.bring(store, shard.meta, beat, origin, turn)
                 source = VerifiedSource(blocks, lambda count: beat())
                 if not self._files.is_shared or not any(has_shared_rows(shard.meta) for shard in manifest.shards):
                     return store.write_file(manifest.name, manifest.shards, self._paced(source, beat), beat)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _draws = random.SystemRandom()
 """The global generators are the training's."""
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages between keepers. Raised with every change that the other end sees."""
 MAX_FRAME_BYTES = 1 << 20
 _CLOSE_S, _AGAIN_S = 5.0, 0.1

@@ -14,8 +14,11 @@ WAIT_S = 30.0
 """For the other end to close: less than the deadlines by which it closes what it could not refuse."""
 
 
-def preamble(letters, protocol=2):
-    return struct.pack("!8sH", letters, protocol)
+PROTOCOLS = {b"lazysnap": 3, b"lazyread": 2}
+
+
+def preamble(letters, protocol=None):
+    return struct.pack("!8sH", letters, protocol or PROTOCOLS[letters])
 
 
 def exactly(connection, length):
