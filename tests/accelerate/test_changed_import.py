@@ -193,14 +193,35 @@ def test_wherever_a_script_counts_its_epochs_a_restart_loses_and_repeats_none(tm
     assert script.weights() == whole.weights()
 
 
-def test_averages_that_are_swapped_in_behind_an_epoch_are_never_captured(tmp_path):
-    def with_large():
+@pytest.fixture
+def with_large(tmp_path):
+    """Makes scripts whose last tensor takes a while to be copied."""
+
+    def make():
         script = Script(project_dir=tmp_path)
-        # Copied last; that takes longer than to get out of the loop.
         script.model.large = torch.nn.Parameter(torch.zeros(1 << 12, 1 << 13).t())
         script.optimizer.add_param_group({"params": [script.model.large]})
         return script
 
+    return make
+
+
+def test_a_checkpoint_that_is_loaded_right_behind_a_step_does_not_tear_its_snapshot(with_large, tmp_path):
+    script = with_large()
+    batches = iter(script.loader)
+    script.step(next(batches))
+    script.accelerator.save_state(tmp_path / "first")
+    script.accelerator.wait_for_checkpoints()
+    script.step(next(batches))
+    assert script.accelerator.save_state() == 2
+
+    script.accelerator.load_state(tmp_path / "first")
+
+    assert script.accelerator.engine.wait(2, until="captured", timeout_s=60)
+    script.accelerator._lazysnap_door.abandon()
+
+
+def test_averages_that_are_swapped_in_behind_an_epoch_are_never_captured(with_large):
     script = with_large()
     script.epoch()
     trained = script.weights()

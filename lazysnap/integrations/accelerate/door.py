@@ -235,6 +235,7 @@ class Door(WithEngine):
     def load_directory(self, directory: str | None, stock: Callable[[str | None], Any]) -> None:
         """``load_state(directory)``: by stock, from a complete checkpoint."""
         found = self._directories.find(directory)
+        self._gate()
         stock(found)
         self.boundaries.passed()
         if found is not None:
