@@ -56,7 +56,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     store = open_existing(args.url, args.storage_option)
     seen = Catalogue(store).contents(args.step, args.run)
     unreadable = seen.inventory.problems
-    if args.step and not seen.snapshots and not unreadable:
+    without_manifest = [text for _, text in seen.without_manifest]
+    if args.step and not (seen.snapshots or unreadable or without_manifest):
         raise SnapshotNotFound(f"{seen.url}: no snapshot of step {', '.join(map(str, args.step))}")
     total = sum(found.size_bytes for found in seen.snapshots) + sum(manifest.size_bytes for _, manifest in seen.frozen)
     with output.bar("reading", total) as advance:
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         snapshots=[verdict.to_fields() for verdict in snapshots],
         frozen=[verdict.to_fields() for verdict in frozen.values()],
         problems=bad,
+        without_manifest=without_manifest,
         size_bytes=total,
         seconds=round(time.perf_counter() - started, 3),
     )
@@ -117,10 +119,14 @@ def _print(output: Output, seen: Contents, snapshots: list[Verdict], bad: list[s
         output.show(table)
     for problem in bad:
         output.line(f"bad: {problem}", "red")
-    if not snapshots and not bad:
+    for _, text in seen.without_manifest:
+        output.line(f"incomplete: {text}", "yellow")
+    if not (snapshots or bad or seen.without_manifest):
         output.line(f"no snapshots in {seen.url}: nothing to verify")
         return
     good = sum(verdict.state == GOOD for verdict in snapshots)
+    listed = {verdict.fields["location"] for verdict in snapshots}
     others = sum(verdict.state in (INCOMPLETE, GONE) for verdict in snapshots)
+    others += sum(at.directory not in listed for at, _ in seen.without_manifest)
     text = f"{count_of(good, 'snapshot')} good, {count_of(len(bad), 'problem')}"
     output.line(text + (f", {others} incomplete or gone" if others else ""))

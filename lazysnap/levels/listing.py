@@ -101,10 +101,13 @@ def list_directory(storage: Storage, name: str, problems: list[str], *, marked: 
     return Directory(name, _ranges(committed), names, bare, mark)
 
 
-def without_manifest(url: str, step: int, directory: Directory) -> str:
-    """Return the message about a snapshot that is not complete because its directory has a bare file."""
+def without_manifest(url: str, step: int, directory: Directory, what: str = "passed over") -> str:
+    """Return the message about a snapshot that is not complete because its directory has a bare file.
+
+    ``what``: what became of that step.
+    """
     return (
-        f"step {step} passed over: {shown(url)}/{directory.name}/{directory.bare} is there without its manifest, "
+        f"step {step} {what}: {shown(url)}/{directory.name}/{directory.bare} is there without its manifest, "
         "which is written last: it was deleted, or its writer died before"
     )
 

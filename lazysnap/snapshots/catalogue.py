@@ -136,6 +136,8 @@ class Contents:
     frozen: tuple[tuple[FrozenEntry, Manifest], ...]
     uncommitted: tuple[tuple[str, int], ...]
     """Directories in which no manifest can be read, each with its step."""
+    without_manifest: tuple[tuple[SnapshotName, str], ...]
+    """Snapshots that are not complete because a file has no manifest, each with the message about it."""
     inventory: Inventory
     newest_run: str | None
     """Id of the run that ``latest`` means here; ``None``: nothing is complete."""
@@ -159,7 +161,8 @@ class Contents:
         chosen = tuple(found for found in self.snapshots if found.run_id == run_id)
         wanted = {digest for found in chosen for digest in found.frozen}
         frozen = tuple(pair for pair in self.frozen if pair[0].digest in wanted)
-        return replace(self, snapshots=chosen, frozen=frozen, uncommitted=())
+        bare = tuple(pair for pair in self.without_manifest if pair[0].run_id == run_id)
+        return replace(self, snapshots=chosen, frozen=frozen, uncommitted=(), without_manifest=bare)
 
 
 class Catalogue:
@@ -295,11 +298,14 @@ class Catalogue:
             for key, entries in snapshots(manifests).items()
         ]
         used = {entry.location for entry in manifests}
+        whole = {one.location for one in found if one.is_complete}
+        bare = sorted((_name_of(one), one) for one in directories if one.bare and one.name not in whole)
         everything = Contents(
             self.store.url,
             tuple(sorted(found, key=lambda one: (one.step, one.key))),
             tuple(frozen),
             tuple(sorted((one.name, _name_of(one).step) for one in directories if one.name not in used)),
+            tuple((at, without_manifest(self.store.url, at.step, one, "is not complete")) for at, one in bare),
             Inventory(self.store.url, tuple(manifests), tuple(one for one, _ in frozen), tuple(self.problems)),
             max((one.key for one in found if one.is_complete), default=_NO_KEY).run_id or None,
         )

@@ -170,6 +170,28 @@ def test_an_incomplete_snapshot_is_not_bad_but_said(url, capsys):
     assert result["snapshots"][0]["state"] == "incomplete"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_verify_names_the_file_of_a_newer_snapshot_whose_manifest_is_deleted(url, capsys, ranks):
+    put(url, 10)
+    if ranks == 1:
+        put(url, 20)
+    else:
+        put(url, 20, rank=(0, 2))
+        put(url, 20, rank=(1, 2))
+    shard = f"{at(20)}/node-{ranks - 1:05}-of-{ranks:05}.safetensors"
+    remove(url, shard.replace(".safetensors", ".json"))
+
+    assert run("verify", url) == 0
+
+    out = capsys.readouterr().out
+    assert f"incomplete: step 20 is not complete: {url}/{shard} is there without its manifest" in out
+    assert "1 snapshot good, 0 problems, 1 incomplete or gone" in out
+    assert [shard in text for text in run_json(capsys, "verify", url)[1]["without_manifest"]] == [True]
+    code, result = run_json(capsys, "verify", url, "--step", "20")
+    assert shard in result["without_manifest"][0]
+    assert code == int(ranks == 1), "of a step that no manifest is there of nothing was verified"
+
+
 def test_verify_of_nothing_is_no_success(url):
     if "://" not in url:
         os.mkdir(url)
