@@ -39,6 +39,20 @@ def resolve_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def check_s3_url(url: str) -> None:
+    """Raises: ConfigError, for an ``s3://`` URL that holds credentials."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("s3", "s3a") or "@" not in url:
+        return
+    # A secret may contain a slash, which ends the host. An access point (``arn:aws:s3:…``) has colons, too.
+    if "@" in parts.netloc or (":" in parts.netloc and not parts.netloc.startswith("arn:")):
+        raise ConfigError(
+            f"{parts.scheme}://***@{url.rpartition('@')[2]} holds credentials, and the host of such a URL is a bucket "
+            'alone; put them into storage_options={"key": …, "secret": …}, --storage-option key=… of a command, or the '
+            "environment"
+        )
+
+
 def _check_scheme(url: str) -> None:
     """Raises: ConfigError, for a protocol that fsspec does not know."""
     schemes = {part.split("://")[0] for part in url.split("::")} if "://" in url else set()
@@ -97,6 +111,7 @@ class PersistentLevel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", resolve_url(checked_url("PersistentLevel.url", self.url)))
+        check_s3_url(self.url)
         _check_scheme(self.url)
         _check_positive("PersistentLevel", "every_n_steps", self.every_n_steps)
         _check_positive("PersistentLevel", "keep_last", self.keep_last)

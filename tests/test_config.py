@@ -5,7 +5,16 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from lazysnap import LazySnapError, MemoryLevel, Mirror, PersistentLevel, ReedSolomon, SnapshotConfig, Xor
+from lazysnap import (
+    LazySnapError,
+    MemoryLevel,
+    Mirror,
+    PersistentLevel,
+    ReedSolomon,
+    SnapshotConfig,
+    Xor,
+    latest_path,
+)
 from lazysnap.config import Redundancy, redundancy_for, too_few_nodes
 from lazysnap.errors import ConfigError
 
@@ -86,6 +95,23 @@ def test_a_bad_setting_is_one_clear_error_that_names_it_and_what_was_given(kind,
     assert "\n" not in text
     assert isinstance(caught.value, LazySnapError)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("given", ["me:hidden@bucket/run", "me:hid/hidden@bucket/run", "hidden@bucket/run"])
+@pytest.mark.parametrize("use", [PersistentLevel, latest_path], ids=lambda value: value.__name__)
+def test_credentials_in_an_s3_url_are_refused_in_one_line_that_says_where_they_belong(use, given):
+    with pytest.raises(ConfigError, match="storage_options") as caught:
+        use(f"s3://{given}")
+
+    text = str(caught.value)
+    assert "s3://***@bucket/run" in text
+    assert "hid" not in text
+    assert len(text) < 300
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a@b:c", "s3://arn:aws:s3:eu-1:12:accesspoint/mine/run@5"])
+def test_a_key_of_s3_may_have_the_signs_of_credentials(url):
+    assert PersistentLevel(url).url == url
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lazysnap import faults
-from lazysnap.config import resolve_url
+from lazysnap.config import check_s3_url, resolve_url
 from lazysnap.errors import (
     ConfigError,
     FormatError,
@@ -61,9 +61,11 @@ logger = logging.getLogger(__name__)
 def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = None) -> "SnapshotStore":
     """The store at a path or fsspec URL. Does no I/O for local paths.
 
-    Raises: LevelUnavailable, if fsspec does not know the protocol or lacks its package.
+    Raises: LevelUnavailable, if fsspec does not know the protocol or lacks its package; ConfigError, for an ``s3://``
+    URL that holds credentials.
     """
     url = resolve_url(url)
+    check_s3_url(url)
     if urlsplit(url).scheme in ("", "file", "local"):
         return SnapshotStore(LocalStorage(url), speed=speed)
     # fsspec costs 0.1 s that local levels need not pay.
