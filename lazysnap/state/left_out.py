@@ -26,6 +26,8 @@ class LeftOut:
         self._plain_below = plain_below
         self.kinds: dict[Path, str] = {}
         """The type of each, by path."""
+        self._open: set[int] = set()
+        """The ids of the containers around the value that is looked at."""
 
     def without(self, value: Any, *path: Any) -> Any:
         """Return ``value``, which stands at ``path``, without what the encoding does not know.
@@ -37,9 +39,17 @@ class LeftOut:
         return None if found is _NOTHING else found
 
     def _without(self, value: Any, path: Path, levels: int) -> Any:
+        if not levels or id(value) in self._open:
+            self._note(path, value)  # nested too deep, or it contains itself
+            return _NOTHING
+        self._open.add(id(value))
+        try:
+            return self._known_parts(value, path, levels)
+        finally:
+            self._open.discard(id(value))
+
+    def _known_parts(self, value: Any, path: Path, levels: int) -> Any:
         kind = type(value)
-        if not levels:
-            return value  # the encoding refuses it, and names its path
         if kind in (dict, OrderedDict):
             items = [(key, self._without(one, (*path, key), levels - 1)) for key, one in value.items() if is_known(key)]
             for key in value:

@@ -279,10 +279,12 @@ def _is_like_container(held: Any, value: Any) -> bool:
 
 
 def _is_alike(held: Any, value: torch.Tensor) -> bool:
+    """True if ``held`` can be filled with ``value``: elements that share memory cannot."""
     return (
         type(held) is type(value)
         and (held.shape, held.dtype) == (value.shape, value.dtype)
         and _order(held) == _order(value)
+        and (_order(held) is not None or local_of(held).is_contiguous())
     )
 
 

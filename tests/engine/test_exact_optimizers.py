@@ -181,3 +181,19 @@ def test_a_rollback_puts_optimizers_back_bit_for_bit_and_later_captures_leave_th
     whole = start()
     whole.run(1, STEPS)
     assert rolled_back == whole.facts()
+
+
+def test_a_rollback_puts_back_state_whose_elements_share_memory(job):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight]["share"] = torch.full((1,), 0.5).expand(3)
+    with SnapshotEngine(job.config(), {"model": model, "optimizer": optimizer}) as engine:
+        assert engine.wait_ready(TIMEOUT_S)
+        for step in (1, 2):
+            assert engine.boundary(step)
+            assert engine.wait(step, until="captured", timeout_s=TIMEOUT_S)
+            optimizer.state[model.weight]["share"] = torch.full((1,), float(step)).expand(3)
+
+        assert engine.rollback(steps=2).step == 1
+
+        assert optimizer.state[model.weight]["share"].tolist() == [0.5] * 3

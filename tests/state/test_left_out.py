@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from lazysnap.errors import UnsupportedState
 from lazysnap.state.left_out import LeftOut, with_values_of
 from lazysnap.state.walk import walk
 
@@ -57,6 +56,30 @@ def test_an_unknown_value_is_left_out_of_dicts_and_is_none_in_lists(value):
     assert state["b"][1] is value
 
 
+def test_a_value_that_contains_itself_is_left_out():
+    """Also where many ways lead back, as from the nodes of a tree to their parents."""
+    tree = {"name": "root"}
+    tree["children"] = [{"parent": tree, "root": tree, "name": number} for number in range(3)]
+
+    kept, paths = without({"tree": tree, "after": 1})
+
+    assert kept == {"tree": {"name": "root", "children": [{"name": 0}, {"name": 1}, {"name": 2}]}, "after": 1}
+    assert len(paths) == 6
+    walk(kept)
+
+
+def test_what_is_nested_too_deep_is_left_out():
+    deep = []
+    for _ in range(200):
+        deep = [deep]
+
+    kept, paths = without({"deep": deep, "after": 1})
+
+    assert kept["after"] == 1
+    assert len(paths) == 1
+    walk(kept)
+
+
 def test_a_key_of_an_unknown_type_is_left_out():
     kept, paths = without({"a": {Colour.RED: 1, "b": 2}})
 
@@ -96,11 +119,3 @@ def test_hyperparameters_become_plain_values_where_they_have_a_plain_form():
     assert paths == [("hyper_parameters", name) for name in ("colour", "point", "config", "what")]
     live, _ = with_values_of({"hyper_parameters": hparams}, kept, paths)
     assert live["hyper_parameters"] == hparams
-
-
-def test_a_state_that_contains_itself_is_still_refused():
-    loop: list = []
-    loop.append(loop)
-
-    with pytest.raises(UnsupportedState, match="contains itself"):
-        walk({"a": LeftOut().without(loop)})
