@@ -24,7 +24,8 @@ class Answer(Generic[_Result]):
 
     def __init__(self, work: "Watchdog[_Result]", timeout_s: float) -> None:
         self._work = work
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """How long it may show no progress."""
 
     def comes(self, until: float | None) -> bool:
         """True if the answer, or an error, is there by the monotonic time ``until``; ``None``: always. Blocks."""
@@ -32,7 +33,7 @@ class Answer(Generic[_Result]):
 
     def __call__(self) -> _Result:
         """Return the answer. Blocks. Raises: LevelHangs; whatever the storage's package raises."""
-        return self._work.result(self._timeout_s)
+        return self._work.result(self.timeout_s)
 
 
 class LevelReader:

@@ -6,6 +6,7 @@ inode and times included, are at one place and share the work; a disk that only 
 
 import dataclasses
 import json
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,11 @@ from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
 from lazysnap.restore.level_reader import Answer, LevelReader
 from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Place
+
+logger = logging.getLogger("lazysnap.engine")
+
+_SILENCE_S = 3.0
+"""How long a level that is waited for may be silent before the user is told."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class Survey:
         """Levels that did not answer in time. The same on every rank."""
         self.unanswered: dict[str, Answer[Listing]] = {}
         """Listings of late levels that this rank began."""
+        self._named: set[str] = set()
+        """Levels of which the user was told that they are waited for."""
 
     def look(self, problems: list[str], patience_s: float | None = None) -> list[Inventory]:
         """What all ranks found, the same list on each; what this one could not is added to ``problems``. Collective.
@@ -97,6 +105,7 @@ class Survey:
                     "it answers"
                 )
                 continue
+            self._name_silent(url, listing, until)
             try:
                 mine.append([url, listing().to_fields()])
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
@@ -120,6 +129,7 @@ class Survey:
             if not looked.comes(until):
                 late.append(site.url)
                 continue
+            self._name_silent(site.url, looked, until)
             try:
                 inventory = looked()
             except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
@@ -129,6 +139,17 @@ class Survey:
             found.append(fields_of(dataclasses.replace(inventory, entries=entries)))
         faults.point("restore.surveyed")
         return [found, late]
+
+    def _name_silent(self, url: str, answer: Answer[Any], until: float | None) -> None:
+        """Tell the user, once a level, that it is waited for without a deadline of a few seconds. Blocks: for that."""
+        if until is None and url not in self._named and not answer.comes(time.monotonic() + _SILENCE_S):
+            self._named.add(url)
+            logger.warning(
+                "%s does not answer yet: the restart waits for it, at most %g s without progress "
+                "(PersistentLevel.timeout_s), then goes on without it",
+                shown(url),
+                answer.timeout_s,
+            )
 
 
 def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: bool) -> str:

@@ -131,6 +131,22 @@ def test_a_late_level_is_waited_for_if_what_memory_has_is_damaged(job, tmp_path,
     assert any(text.startswith("step 2") and "at memory" in text and "xxh3" in text for text in snapshot.skipped)
 
 
+def test_a_level_that_a_restart_without_memory_waits_for_is_named_before_it_answers(job, late, caplog):
+    waiting = Training(config(job, PersistentLevel("webhdfs://run", timeout_s=600)))
+    job.trainings.append(waiting)
+
+    def answer_when_it_is_named():
+        until(lambda: "webhdfs://run does not answer yet: the restart waits for it, at most 600 s" in caplog.text)
+        late.answers.set()
+
+    answering = threading.Thread(target=answer_when_it_is_named)
+    answering.start()
+    assert waiting.engine.restore("latest") is None
+    answering.join()
+
+    assert caplog.text.count("does not answer yet") == 1
+
+
 SCRIPT = """
     import sys
     import torch
