@@ -829,12 +829,20 @@ class SnapshotEngine:
             config.drain_timeout_s,
             ranks=self._world.size,
             untrained=resumed if resumed is not None and resumed.step == self._recorder.seen_step else None,
-            failure=report.Failure(error, self.step + 1, self._newest_durable()) if error and self._is_begun else None,
+            failure=self._failure(error) if error and self._is_begun else None,
         )
         for line in report.summary(self._statistics, end):
             say(line)
         if warning := report.not_durable(self._statistics, end):
             logger.warning("%s", warning)
+
+    def _failure(self, error: BaseException) -> report.Failure:
+        held, resumed = self._statistics.last_whole_step, self._resumed
+        if self._direct.has_newest:
+            held = None
+        elif held is None and resumed is not None and resumed.in_memory:
+            held = resumed.step
+        return report.Failure(error, self.step + 1, self._newest_durable(), held)
 
     def _newest_durable(self) -> int | None:
         """Return the newest step of this training that a level has, as far as this process knows."""
@@ -847,10 +855,10 @@ class SnapshotEngine:
         if last is None or last == newest:
             return True
         logger.warning(
-            "step %d, the last that was due, is not captured (left out so far: %s), so it is nowhere; the newest "
-            "snapshot of this training is %s. %s",
+            "step %d, the last that was due, is not captured (so far: %s), so it is nowhere; the newest snapshot of "
+            "this training is %s. %s",
             last,
-            dict(self._statistics.skipped) or "none",
+            ", ".join(report.missing(self._statistics)) or "none left out, none torn",
             "none" if newest is None else f"of step {newest}",
             self._reason(),
         )

@@ -1,5 +1,6 @@
 """What of the state this rank captures at a boundary, and the plan of its capture."""
 
+import logging
 import time
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from lazysnap.ranks.world import World
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import StateWalker, Walk
+
+logger = logging.getLogger("lazysnap.engine")
 
 _SLOW_S = 0.1
 
@@ -104,7 +107,8 @@ class Planner:
                 return self.plan
             cause = cause or "frozen tensors changed, or are trained now"
             self._log.statistics.replans += 1
-            self._log.note_once(f"plan: {cause}", "the capture plan is made anew: %s", cause)
+            # Loading a checkpoint does this, too: nothing is lost, and the next step is captured as any other.
+            logger.info("the capture plan is made anew: %s", cause)
         self._check(everything)
         chosen = self._frozen.choose(zip(everything.names, everything.tensors, strict=True))
         captured, parts = list(zip(walked.names, walked.tensors, strict=True)), self._partition

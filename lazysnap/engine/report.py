@@ -59,6 +59,8 @@ class Failure:
     """The step that was in progress."""
     durable: int | None
     """The newest step of this training that a level has."""
+    held: int | None = None
+    """The newest step of this training that memory has."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ def _free_bytes(url: str) -> int | None:
 
 def summary(statistics: Statistics, end: End) -> list[str]:
     """What was captured and stored, if a step was due. Of what is not durable see ``not_durable``."""
-    lines = [] if end.failure is None else [failed(end.failure)]
+    lines = [] if end.failure is None else [failed(end.failure, has_levels=bool(end.urls))]
     left_out = statistics.skipped.total()
     if not statistics.began and not left_out and not statistics.direct.count:
         resumed = end.untrained
@@ -297,13 +299,26 @@ def summary(statistics: Statistics, end: End) -> list[str]:
     return lines
 
 
-def failed(failure: Failure) -> str:
-    """Return the line that names the exception which ended a training."""
+def failed(failure: Failure, *, has_levels: bool = True) -> str:
+    """Return the line that names the exception which ended a training, and what of the training is left."""
     kind, text = type(failure.error).__name__, " ".join(str(failure.error).split())
     what = "was interrupted" if kind in _INTERRUPTIONS else "failed"
     why = f"{kind}: {text[:_LONGEST_TEXT]}{'…' * (len(text) > _LONGEST_TEXT)}" if text else kind
-    durable = "no step of it is durable" if failure.durable is None else f"step {failure.durable} is durable"
-    return f"training {what} in step {failure.step} ({why}); {durable}"
+    return f"training {what} in step {failure.step} ({why}); {_left(failure, has_levels=has_levels)}"
+
+
+def _left(failure: Failure, *, has_levels: bool) -> str:
+    """Return what a restart finds, in words."""
+    durable, held = failure.durable, failure.held
+    if durable is not None:
+        stored = f"step {durable} is durable"
+    elif held is None:
+        return "nothing of it is captured yet: a restart begins fresh, as this one did"
+    else:
+        stored = "no step of it is on storage yet" if has_levels else "there is no storage level"
+    if held is None or held <= (-1 if durable is None else durable):
+        return stored
+    return f"{stored}; memory has step {held}" + (", and the keeper stores it now" if has_levels else "")
 
 
 def not_durable(statistics: Statistics, end: End) -> str:
@@ -324,17 +339,23 @@ def not_durable(statistics: Statistics, end: End) -> str:
 
 
 def _captured(statistics: Statistics) -> str:
-    left_out = statistics.skipped.total()
     direct = statistics.direct.count
-    due = statistics.began + direct + left_out
+    due = statistics.began + direct + statistics.skipped.total()
     text = f"{statistics.whole} of {due} due step{'s' * (due != 1)}"
     if statistics.shard_bytes:
         text += f" ({decimal(statistics.shard_bytes)} each)"
-    reasons = [f"{reason} {count}" for reason, count in sorted(statistics.skipped.items())]
     notes = [f"{direct} written by training itself, past memory"] if direct else []
-    notes += [f"{left_out} left out ({', '.join(reasons)})"] if left_out else []
-    notes += [f"{count} {word}" for word, count in (("torn", statistics.torn), ("failed", statistics.failed)) if count]
-    return ", ".join([text, *notes])
+    return ", ".join([text, *notes, *missing(statistics)])
+
+
+def missing(statistics: Statistics) -> list[str]:
+    """Return how many captures that were due came to nothing, by reason, in words."""
+    left_out = statistics.skipped.total()
+    reasons = [f"{reason} {count}" for reason, count in sorted(statistics.skipped.items())]
+    notes = [f"{left_out} left out ({', '.join(reasons)})"] if left_out else []
+    return notes + [
+        f"{count} {word}" for word, count in (("torn", statistics.torn), ("failed", statistics.failed)) if count
+    ]
 
 
 def _newest(statistics: Statistics, url: str) -> str:

@@ -154,15 +154,43 @@ def test_an_exception_in_the_first_step_of_a_restart_is_named_and_so_is_what_is_
     assert "as it should be" not in caplog.text
 
 
-def test_an_exception_before_anything_is_stored_says_that_nothing_is_durable(job, caplog):
+def test_an_exception_without_a_storage_level_says_so_beside_what_memory_has(job, caplog):
     caplog.set_level(logging.INFO, logger="lazysnap")
     training = job.start()
     training.run(1, 1)
     with pytest.raises(KeyboardInterrupt), training.engine:
         raise KeyboardInterrupt
 
-    assert "training was interrupted in step 2 (KeyboardInterrupt); no step of it is durable" in caplog.text
+    ends = "training was interrupted in step 2 (KeyboardInterrupt); there is no storage level; memory has step 1"
+    assert ends in caplog.messages
     assert "step 1: it stays in memory" in caplog.text
+
+
+def test_an_exception_before_storage_has_a_step_names_the_step_that_memory_has(job, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lazysnap")
+    place = tmp_path / "level"
+    place.touch()  # where a directory has to be: nothing is stored
+    training = job.start(place)
+    training.run(1, 1)
+    with pytest.raises(ValueError, match="boom"), training.engine:
+        raise ValueError("boom")
+    text = "no step of it is on storage yet; memory has step 1, and the keeper stores it now"
+    assert f"training failed in step 2 (ValueError: boom); {text}" in caplog.messages
+
+    place.unlink()  # mended
+    until(lambda: {entry.step for entry in open_store(str(place)).inventory().entries} == {1})
+
+
+def test_an_exception_in_the_first_step_says_that_a_restart_begins_fresh(job, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lazysnap")
+    training = job.start(tmp_path, ready=False)
+    training.engine.restore("latest")
+    with pytest.raises(ValueError, match="boom"), training.engine:
+        raise ValueError("boom")
+
+    [line] = [text for text in caplog.messages if text.startswith("training failed in step 1")]
+    assert line.endswith("; nothing of it is captured yet: a restart begins fresh, as this one did")
+    assert job.start(tmp_path, ready=False).engine.restore("latest") is None
 
 
 def test_a_boundary_with_a_lower_step_than_the_last_says_once_what_latest_finds_from_then_on(job, tmp_path, caplog):

@@ -1,5 +1,6 @@
 """Whatever fails beside training, training goes on: logged once, counted, tried again."""
 
+import copy
 import dataclasses
 import itertools
 import os
@@ -212,9 +213,40 @@ def test_a_last_step_that_was_left_out_is_told_at_the_end(job, tmp_path, caplog)
     assert not training.engine.close()
 
     [warning] = warnings(caplog, "step 3, the last that was due, is not captured")
-    assert "'no slots yet': 1" in warning.getMessage()
+    assert "(so far: 1 left out (no slots yet 1))" in warning.getMessage()
     assert "of step 2." in warning.getMessage()
     assert [entry.step for entry in open_store(str(tmp_path)).inventory().entries][-1] == 2
+
+
+def test_a_last_step_that_is_torn_is_counted_at_the_end(job, caplog):
+    training = job.start(width=300_000, ready=False)
+    training.run(1, 1)
+    assert training.engine.wait_ready(TIMEOUT_S)
+    for step in range(2, 200):
+        training.engine.boundary(step)
+        with torch.no_grad():
+            training.model[0].weight.add_(1)  # beside the copy, which may have won the race
+        training.engine.gate()
+        if training.engine.statistics().torn:
+            break
+
+    assert not training.engine.close()
+
+    [warning] = warnings(caplog, f"step {step}, the last that was due, is not captured")
+    assert "1 torn)" in warning.getMessage()
+
+
+def test_loading_a_checkpoint_in_a_running_training_warns_of_nothing(job, caplog):
+    caplog.set_level("INFO", "lazysnap")
+    training = job.start()
+    training.run(1, 2)
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+    training.run(3, 3)
+
+    assert training.engine.statistics().replans == 1
+    assert [record.levelname for record in caplog.records if "made anew" in record.message] == ["INFO"]
+    assert not warnings(caplog, "")
+    assert training.engine.fetch("latest").step == 3
 
 
 def test_a_training_of_one_step_is_stored(job, tmp_path, caplog):
