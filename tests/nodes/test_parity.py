@@ -185,9 +185,10 @@ def test_memory_that_goes_while_a_restart_computes_from_it_costs_the_steps_since
     training.wait()
     assert {step for step, _ in resumed(training).values()} <= {4, 6, 8}
     assert resumed(training)[2][1] == str(training.level)
-    [line] = [line for line in training.output().splitlines() if "at parity passed over" in line]
-    assert "not enough of its group is left" in line
-    assert f"{other.address}:" in line
+    # By rank 2 of its shard, or by all of the step: that depends on what was read when the memory went.
+    lines = [line for line in training.output().splitlines() if "not enough of its group is left" in line]
+    assert lines, training.output()
+    assert all("at parity" in line and f"{other.address}:" in line for line in lines)
     assert_exact(training, undisturbed("fsdp", 3))
 
 
