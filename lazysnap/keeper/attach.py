@@ -42,7 +42,7 @@ def attach(
     """A connection as this job's trainer, starting a keeper if there is none, the welcome, and what came with it.
 
     Memory is handed over with the hello, not after the answer: until then it is lost if this process dies.
-    Blocks: at most ``keeper_timeout_s``, longer for a keeper that runs slowly (``patience``).
+    Blocks: at most ``keeper_timeout_s``, longer for a keeper that runs slowly (``patience``), if it is known to be one.
     Raises: JobBusy, if another trainer is attached; KeeperUnavailable.
     """
     deadline = time.monotonic() + config.keeper_timeout_s
@@ -50,7 +50,7 @@ def attach(
     busy_until = time.monotonic() + _BUSY_GRACE_S
     start_at, pause_s, outcome = float("-inf"), _START_AGAIN_S, ""
     starting: Starting | None = None
-    was_there = False
+    was_there = is_known = False
     while True:
         connection = try_connect(identity)
         was_there = connection is not None
@@ -65,7 +65,8 @@ def attach(
         received: Received = []
         is_proven = not was_there  # whom this process starts has it from here
         if connection is not None and was_there:
-            is_proven = _prove(connection, identity, deadline, patience)
+            is_known = identity.was_given_to(connection.peer_pid)
+            is_proven = _prove(connection, identity, deadline, patience if is_known else None)
         if connection is not None and is_proven and _say_hello(connection, config, team, hand_over):
             if not was_there:
                 faults.point("client.handed_over")
@@ -87,18 +88,27 @@ def attach(
                 "end it, or give this one a directory of its own (without levels: SnapshotConfig(job_id=...))"
             )
         if time.monotonic() > patience.extend(deadline):
-            silent_pid = connection.peer_pid if was_there and connection is not None and reply is None else None
-            raise KeeperUnavailable(_why(identity, config, silent_pid, outcome))
+            if connection is not None and was_there and reply is None:
+                raise KeeperUnavailable(_why_silent(identity, config, connection.peer_pid, is_known or is_proven))
+            raise KeeperUnavailable(_why_none(identity, outcome))
         time.sleep(_RETRY_UNANSWERED_S if reply is None else _RETRY_S)
 
 
-def _why(identity: JobIdentity, config: SnapshotConfig, silent_pid: int | None, outcome: str) -> str:
-    who = f"the keeper of job {identity.job_id!r}"
-    if silent_pid is not None:
+def _why_silent(identity: JobIdentity, config: SnapshotConfig, pid: int, is_keeper: bool) -> str:
+    within = f"within {config.keeper_timeout_s:g} s (keeper_timeout_s)"
+    if is_keeper:
         return (
-            f"{who} (process {silent_pid}) did not answer within {config.keeper_timeout_s:g} s (keeper_timeout_s): it "
-            f"is stopped, or the machine is overloaded; `kill -CONT {silent_pid}` lets a stopped one go on"
+            f"the keeper of job {identity.job_id!r} (process {pid}) did not answer {within}: it is stopped, or the "
+            f"machine is overloaded; `kill -CONT {pid}` lets a stopped one go on"
         )
+    return (
+        f"process {pid} has the name of the keeper of job {identity.job_id!r} and did not prove {within} that it is a "
+        "keeper of this user: look what it is and end it, or give the job another name with "
+        "SnapshotConfig(job_id=...)"
+    )
+
+
+def _why_none(identity: JobIdentity, outcome: str) -> str:
     log = _log_of(identity)
     if log:
         return f"no keeper of job {identity.job_id!r} could be started{outcome}; its log {log} shows why"
@@ -125,7 +135,7 @@ def _say_hello(connection: Connection, config: SnapshotConfig, team: Team, hand_
         return False
 
 
-def _prove(connection: Connection, identity: JobIdentity, deadline: float, patience: Patience) -> bool:
+def _prove(connection: Connection, identity: JobIdentity, deadline: float, patience: Patience | None) -> bool:
     try:
         return prove(connection, identity.secret, lambda: _wait(connection, deadline, patience))
     except OSError:
@@ -138,10 +148,12 @@ def _prove(connection: Connection, identity: JobIdentity, deadline: float, patie
         ) from error
 
 
-def _wait(connection: Connection, deadline: float, patience: Patience) -> bool:
-    """Block until something can be read; ``False`` if nothing came in time."""
+def _wait(connection: Connection, deadline: float, patience: Patience | None) -> bool:
+    """Block until something can be read; ``False`` if nothing came in time. Without patience ``deadline`` stays."""
     poll = select.poll()
     poll.register(connection.sock, select.POLLIN)
+    if patience is None:
+        return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
     patience.look(connection.peer_pid)
     while not poll.poll(1000 * LOOK_S):
         patience.look(connection.peer_pid)

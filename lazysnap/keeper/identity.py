@@ -65,6 +65,17 @@ class JobIdentity:
         """Environment variables of the job's keeper, beside those of this process."""
         return {KEY: self.secret.hex}
 
+    def was_given_to(self, pid: int) -> bool:
+        """True if that process can be seen to have been started with the job's secret: a keeper that said nothing yet.
+
+        Nobody without the secret can have it there.
+        """
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                return f"{KEY}={self.secret.hex}".encode() in file.read().split(b"\0")
+        except OSError:
+            return False
+
     @property
     def address(self) -> str:
         """The keeper's Unix socket, in the abstract namespace: it vanishes with its process, nothing stays on disk.

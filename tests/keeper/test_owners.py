@@ -4,8 +4,12 @@ import concurrent.futures
 import contextlib
 import os
 import pathlib
+import pwd
 import select
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -18,6 +22,7 @@ from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import FormatError, KeeperUnavailable
 from lazysnap.keeper.attach import attach
 from lazysnap.keeper.greeting import prove
+from lazysnap.keeper.heartbeat import Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.neighbour import NeighbourMemory
@@ -31,14 +36,70 @@ OTHERS = Secret("ab" * 32)
 WAIT_S = 60.0
 
 
+HOME_OF_TESTS = """
+import pwd
+of_user = pwd.getpwuid
+pwd.getpwuid = lambda uid: pwd.struct_passwd((*of_user(uid)[:5], {home!r}, "/bin/sh"))
+"""
+
+SILENT = """
+import os, select, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(bytes.fromhex(sys.argv[1]).decode())
+listener.listen()
+print("bound", flush=True)
+while not select.select([0], [], [], 0.02)[0]:
+    pass
+if not sys.stdin.readline():
+    sys.exit()
+from lazysnap.keeper.greeting import prove
+from lazysnap.keeper.messages import Connection
+from lazysnap.keeper.protocol import Welcome
+from lazysnap.links.secret import Secret
+connection = Connection(listener.accept()[0])
+secret = Secret(os.environ["LAZYSNAP_KEEPER_KEY"])
+prove(connection, secret, lambda: bool(select.select([connection.sock], [], [])), is_server=True)
+connection.receive()
+connection.send(Welcome(os.getpid()))
+sys.stdin.read()
+"""
+"""Runs all the time at the keeper's name, silent until it is given a line; then it answers with the key it has."""
+
+
 @pytest.fixture
-def no_secret(tmp_path, monkeypatch):
+def home(tmp_path, monkeypatch):
+    """The home directory of the user database, here and in what is started from here."""
+    home, site = tmp_path / "home", tmp_path / "site"
+    site.mkdir()
+    home.mkdir()
+    (site / "sitecustomize.py").write_text(HOME_OF_TESTS.format(home=str(home)))
+    of_user = pwd.getpwuid
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: pwd.struct_passwd((*of_user(uid)[:5], str(home), "/bin/sh")))
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ['PYTHONPATH']}")
+    return home
+
+
+@pytest.fixture
+def no_secret(home, tmp_path, monkeypatch):
     """A user of whom nothing is known yet: where its files go."""
     monkeypatch.delenv(ENVIRONMENT)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path / "state" / "lazysnap" / "secret"
+    return home / ".local" / "state" / "lazysnap" / "secret"
+
+
+@contextlib.contextmanager
+def silent_at(identity, environment):
+    """A process that has the keeper's name, and runs."""
+    arguments = [sys.executable, "-c", SILENT, identity.address.encode().hex()]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **environment}
+    ) as process:
+        try:
+            assert process.stdout.readline() == b"bound\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def reader(connection):
@@ -142,24 +203,40 @@ def test_the_secret_is_drawn_once_for_a_user_and_only_the_user_can_read_it(no_se
     assert list(no_secret.parent.iterdir()) == [no_secret]
 
 
-@pytest.mark.parametrize("trouble", ["no directory", "others can read it", "cut off"])
-def test_a_secret_that_cannot_be_used_is_replaced_by_one_beside_temporary_files(no_secret, tmp_path, trouble):
+@pytest.mark.parametrize("trouble", ["no directory", "others can read it", "cut off", "a link", "another user's"])
+def test_a_secret_that_cannot_be_used_is_replaced_by_one_beside_temporary_files(no_secret, home, tmp_path, trouble):
     if trouble == "no directory":
-        (tmp_path / "state").write_text("in the way")
+        (home / ".local").write_text("in the way")
     else:
         owner_secret()
-        no_secret.chmod(0o644 if trouble == "others can read it" else 0o600)
-        if trouble == "cut off":
-            no_secret.write_text("")
+    if trouble == "others can read it":
+        no_secret.chmod(0o644)
+    elif trouble == "cut off":
+        no_secret.write_text("")
+    elif trouble == "a link":
+        no_secret.symlink_to(no_secret.rename(tmp_path / "elsewhere"))
+    elif trouble == "another user's":
+        if os.geteuid():
+            pytest.skip("only root can make a file another user's")
+        os.chown(no_secret, 65534, -1)
 
     found = owner_secret()
 
     assert found == owner_secret() == (tmp_path / f"lazysnap-{os.getuid()}" / "secret").read_text()
 
 
-def test_without_any_place_for_a_secret_there_is_no_keeper_and_the_way_out_is_named(no_secret, tmp_path):
-    for name in ("state", f"lazysnap-{os.getuid()}"):
-        (tmp_path / name).write_text("in the way")
+def test_a_home_that_can_be_written_later_on_does_not_change_the_secret(no_secret, home, tmp_path):
+    (home / ".local").write_text("in the way")
+    first = owner_secret()
+    (home / ".local").unlink()
+
+    assert owner_secret() == first
+    assert not no_secret.exists()
+
+
+def test_without_any_place_for_a_secret_there_is_no_keeper_and_the_way_out_is_named(no_secret, home, tmp_path):
+    for path in (home / ".local", tmp_path / f"lazysnap-{os.getuid()}"):
+        path.write_text("in the way")
     identity = JobIdentity.from_config(config := SnapshotConfig(job_id="a"))
 
     with pytest.raises(KeeperUnavailable, match=ENVIRONMENT):
@@ -178,6 +255,65 @@ def test_without_the_variable_all_processes_of_a_user_find_the_keeper(no_secret,
         assert f"keeper {keeper} ended" in capsys.readouterr().out
     finally:
         job.close()
+
+
+def test_another_home_in_the_environment_finds_the_same_keeper(no_secret, tmp_path):
+    elsewhere = {"HOME": str(tmp_path / "b"), "XDG_STATE_HOME": str(tmp_path / "c")}
+    job = Job(str(tmp_path / "a"), tmp_path)
+    try:
+        first = job.trainer()
+        first.capture(step=1)
+        keeper = job.keeper_pid()
+        second = job.start(environment=elsewhere)
+        assert second.connect()["error"] == "JobBusy"
+        first.kill()
+
+        third = job.trainer(environment=elsewhere)
+
+        assert job.keeper_pid() == keeper
+        assert [found[2] for found in third.inventory()] == [True]
+    finally:
+        job.close()
+
+
+def test_who_has_the_name_of_a_keeper_and_says_nothing_is_not_waited_for_though_it_runs(tmp_path):
+    config = SnapshotConfig(job_id=str(tmp_path), keeper_timeout_s=0.5)
+    identity = JobIdentity.from_config(config)
+    patience = Patience(config.keeper_timeout_s)
+
+    with silent_at(identity, {}) as squatter, pytest.raises(KeeperUnavailable) as refused:
+        attach(identity, config, Team(), patience=patience)
+
+    assert f"process {squatter.pid} has the name of the keeper" in str(refused.value)
+    assert "did not prove within 0.5 s (keeper_timeout_s) that it is a keeper of this user" in str(refused.value)
+    assert "kill -CONT" not in str(refused.value)
+    assert patience.extend(0.0) == 0.0
+
+
+def test_a_keeper_that_is_slow_to_prove_itself_is_waited_for(tmp_path):
+    """It can be seen to have been started with the secret."""
+    config = SnapshotConfig(job_id=str(tmp_path), keeper_timeout_s=1.0)
+    identity = JobIdentity.from_config(config)
+
+    with silent_at(identity, identity.environment) as keeper, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        attached = pool.submit(attach, identity, config, Team())
+        concurrent.futures.wait([attached], 3 * config.keeper_timeout_s)
+        keeper.stdin.write(b"go on\n")
+        keeper.stdin.flush()
+        connection, _ = attached.result(WAIT_S)
+        with contextlib.closing(connection):
+            assert connection.peer_pid == keeper.pid
+
+
+def test_a_keeper_that_is_stopped_before_it_proves_itself_is_named_with_the_way_to_go_on(job):
+    trainer = job.trainer()
+    trainer.capture(step=1)  # without any it would end with its trainer
+    keeper = job.keeper_pid()
+    os.kill(keeper, signal.SIGSTOP)
+    config = SnapshotConfig(job_id=job.job_id, keeper_timeout_s=0.5)
+
+    with pytest.raises(KeeperUnavailable, match=f"did not answer .* `kill -CONT {keeper}`"):
+        attach(job.identity, config, Team())
 
 
 def test_a_secret_deleted_in_mid_run_stops_nothing_and_the_next_start_has_a_keeper_of_its_own(no_secret, tmp_path):
