@@ -9,6 +9,7 @@ from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConf
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.export.folder import mark_unfinished
 from lazysnap.integrations.accelerate import saving
+from lazysnap.integrations.accelerate.state import AcceleratorState
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
 
@@ -185,6 +186,72 @@ def test_behind_an_epochs_last_batch_a_checkpoint_holds_what_is_there_then(tmp_p
     stock = Script(tmp_path, lazy=False)
     stock.accelerator.load_state(str(tmp_path / "named"))
     assert stock.facts() == wanted
+
+
+class WithMore(torch.optim.SGD):
+    """Keeps more beside the state of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", torch.zeros(1)) + 1
+        self.state["losses"] = [torch.zeros(4)]
+        self.state["seen"] = 3
+        return super().step(closure)
+
+
+class Odd:
+    """``facts``: its state; an error is raised."""
+
+    def __init__(self, facts):
+        self.facts = facts
+
+    def state_dict(self):
+        if isinstance(self.facts, Exception):
+            raise self.facts
+        return self.facts
+
+    def load_state_dict(self, state):
+        self.facts = state
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_an_optimizer_may_keep_more_than_a_state_per_parameter(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(saving, "SMALL_BYTES", 0 if size == "large" else saving.SMALL_BYTES)
+    config = SnapshotConfig(
+        job_id=str(tmp_path), levels=(PersistentLevel(str(tmp_path / "level")),), memory=MemoryLevel(linger_s=5)
+    )
+    accelerator = LazyAccelerator(cpu=True, project_dir=str(tmp_path), snapshots=config)
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, WithMore(model.parameters(), lr=0.1, momentum=0.9))
+    assert accelerator.engine.wait_ready(60)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+    place = accelerator.save_state(tmp_path / "named")
+    assert accelerator.wait_for_checkpoints()
+    saved = torch.load(tmp_path / "named" / "optimizer.bin", weights_only=False)["state"]
+    assert (saved["steps"], saved["seen"]) == (2, 3)
+    optimizer.step()
+    accelerator.load_state(place)
+    assert optimizer.state["steps"] == 2
+    accelerator.end_training()
+
+
+def test_all_tensors_count_for_the_size_of_a_state_however_deep_they_lie():
+    model = torch.nn.Linear(4, 4)
+    optimizer = WithMore(model.parameters())
+    before = _size(model, optimizer)
+    optimizer.step()
+    assert _size(model, optimizer) - before == 4 * 5
+    nested = Odd({"a": [{"b": torch.zeros(100)}]})
+    assert _size(model, optimizer, nested, Odd(ValueError("not now"))) - before == 4 * 105
+
+
+def _size(model, optimizer, *registered):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(*registered)
+    return AcceleratorState(accelerator, list).size_bytes()
 
 
 @pytest.mark.parametrize("size", ["small", "large"])

@@ -1,10 +1,12 @@
 """The training state of an accelerator: all that was prepared, registered, or counts."""
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lazysnap.data import Position
 from lazysnap.export.accelerate import FACTS
@@ -89,12 +91,12 @@ class AcceleratorState(ObjectState):
     def size_bytes(self) -> int:
         """The bytes of all tensors of the models, the optimizers and what is registered, in this process."""
         accelerator = self._accelerator
-        found = [one for model in accelerator._models for one in (*model.parameters(), *model.buffers())]
+        found: list[Any] = [one for model in accelerator._models for one in (*model.parameters(), *model.buffers())]
         for optimizer in accelerator._optimizers:
-            found += [value for state in optimizer.state.values() for value in state.values()]
+            found += tree_leaves(dict(optimizer.state))  # anything may stand in it, not only a state per parameter
         for custom in accelerator._custom_objects:
-            state = custom.state_dict()
-            found += state.values() if isinstance(state, Mapping) else ()
+            with contextlib.suppress(Exception):  # who saves it meets the error
+                found += tree_leaves(custom.state_dict())
         return sum(one.numel() * one.element_size() for one in found if isinstance(one, torch.Tensor))
 
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
