@@ -3,6 +3,8 @@
 import contextlib
 import logging
 import sys
+import threading
+from collections.abc import Callable, Iterator
 
 _logger = logging.getLogger("lazysnap")
 
@@ -38,6 +40,26 @@ def say(message: str) -> None:
         _logger.info("%s", message)
     else:
         _write(message)
+
+
+@contextlib.contextmanager
+def said_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
+    """Say ``message()`` if what is done within takes longer than that; it is called in a thread of its own."""
+    timer = threading.Timer(seconds, lambda: say(message()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def has_terminal() -> bool:
+    """True if a person sees stderr at this moment, so that a progress bar says enough."""
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # closed
+        return False
 
 
 def _write(message: str) -> None:

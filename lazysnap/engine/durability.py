@@ -1,15 +1,21 @@
 """When what was captured is durable, at every level, by all ranks; and what memory of earlier ranks may go then."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 
 from lazysnap.config import SnapshotConfig
+from lazysnap.console import has_terminal, said_after
 from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.outcomes import Outcomes
 from lazysnap.errors import WaitTimeout
+from lazysnap.levels.redaction import shown
 from lazysnap.ranks.world import World
 
 logger = logging.getLogger("lazysnap.engine")
+
+_SILENCE_S = 3.0
+"""How long the end of a training waits for storage before the user is told."""
 
 Progress = Callable[[int, int], None]
 """Is told how many bytes of this node's part are stored, and how many there are at all levels together."""
@@ -50,7 +56,10 @@ class Durability:
 
         def drain(last: int | None) -> bool:
             has_any = self._client.was_attached or self._direct.has_newest
-            return self._drain(last, self._config.drain_timeout_s, progress) if has_any else True
+            if not has_any:
+                return True
+            with self._telling(last, has_bar=progress is not None and has_terminal()):
+                return self._drain(last, self._config.drain_timeout_s, progress)
 
         if self._world.is_alone or not is_common:
             return drain(newest)
@@ -64,6 +73,18 @@ class Durability:
             logger.warning("whether the last snapshot is durable on all ranks is not known: %s", error)
             return False
         return all(done) and is_same
+
+    def _telling(self, step: int | None, *, has_bar: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the user is told of a long wait for storage."""
+        if step is None or has_bar or self._world.rank != 0 or not self._config.levels:
+            return contextlib.nullcontext()
+        limit_s = self._config.drain_timeout_s
+
+        def line() -> str:
+            where = ", ".join(map(shown, self._client.lacking(step))) or "the keeper"
+            return f"waiting for {where} to store step {step}, at most {limit_s:g} s (drain_timeout_s)"
+
+        return said_after(_SILENCE_S, line)
 
     def dismiss_former(self, *, is_end: bool = False) -> None:
         """After a restart with fewer ranks: say, once, that memory of ranks that are no more may go, when a snapshot of

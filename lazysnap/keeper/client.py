@@ -516,6 +516,11 @@ class KeeperClient:
         while self._ports:
             self._ports.pop().close()
 
+    def lacking(self, step: int) -> list[str]:
+        """URLs of the levels that are not known to have that step of this start, or a later one. Thread-safe."""
+        with self._changed:
+            return [level.url for level in self._config.levels if self._durable.newest(level.url) < step]
+
     def is_durable(self, step: int) -> bool:
         """Whether that step of this start, or a later one, is known to be complete at the first level."""
         with self._changed:
