@@ -58,6 +58,9 @@ class WriterContext(Protocol):
     def frozen(self, digest: str) -> Slot | None:
         """The slot that holds the frozen tensors of a digest, if there is one."""
 
+    def named_before(self) -> set[StepKey]:
+        """Snapshots of earlier starts that are still to be named, at this level or another."""
+
     def may_delete(self) -> bool:
         """``False`` while a trainer chooses what to go on with: what falls out then may be what it chooses."""
 
@@ -557,6 +560,8 @@ class LevelWriter:
             if not self._memory.may_delete():
                 return
             is_own = key.start == self._files.start
+            if key in self._memory.named_before():
+                continue
             if not self._retention.is_over(key, own, protected) or not self._is_known(key, own):
                 continue
             # Asked at the last moment: a step that was cancelled may have been granted again.

@@ -327,6 +327,15 @@ class NodeStorage:
         """See ``WriterContext.may_delete``."""
         return not self._is_retired and not any(rank.is_choosing for rank in self._slots.ranks())
 
+    def named_before(self) -> set[StepKey]:
+        """See ``WriterContext.named_before``."""
+        before = self._before
+        if before is None:
+            return set()
+        with before._lock:
+            steps = [step for step, names in before._names.items() if names]
+        return {StepKey(step, before.run.start) for step in steps} | before.named_before()
+
     def frozen(self, digest: str) -> Slot | None:
         """See ``WriterContext.frozen``."""
         return self._context.frozen(digest)
