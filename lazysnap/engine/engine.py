@@ -191,15 +191,16 @@ class SnapshotEngine:
         return self._fetch(which, replace(self._restart, client=None))
 
     def fetch_to_read(self, which: int | str = "latest") -> Snapshot:
-        """As ``fetch``, for an evaluation. Of a training that runs at this moment the memory is its own, and what it
-        stored is read. Blocks. Collective, too. Raises: as ``fetch``, but for JobBusy; SnapshotNotFound, if there is
-        none.
+        """Read as ``fetch``, for an evaluation, which may use another floating dtype. Of a training that runs at this
+        moment the memory is its own, and what it stored is read. Blocks. Collective, too. Raises: as ``fetch``, but for
+        JobBusy; SnapshotNotFound, if there is none.
         """
+        restart = replace(self._restart, casts=True)
         try:
-            found = self.fetch(which)
+            found = self._fetch(which, restart)
         except JobBusy:
             logger.info("the training runs: reading its newest snapshot on storage")
-            found = self.fetch_stored(which)
+            found = self._fetch(which, replace(restart, client=None))
         if found is None:
             where = report.places(level.url for level in self.config.levels)
             raise SnapshotNotFound(

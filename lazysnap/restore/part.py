@@ -38,10 +38,15 @@ class Part:
 class PartReader:
     """Reads what this rank wants of snapshots."""
 
-    def __init__(self, source: StateSource, world: World, opener: ShardOpener, *, lends: bool = False) -> None:
-        """``lends``: see ``Assembly``; what is read is good until the slots are written again."""
+    def __init__(
+        self, source: StateSource, world: World, opener: ShardOpener, *, lends: bool = False, casts: bool = False
+    ) -> None:
+        """``lends``: see ``Assembly``; what is read is good until the slots are written again. ``casts``: see
+        ``check_fits``.
+        """
         self._source = source
         self._lends = lends
+        self._casts = casts
         self._world = world
         self._opener = opener
 
@@ -79,9 +84,9 @@ class PartReader:
         for rank in range(self._world.rank, plan.world_size, self._world.size):
             if rank != own and rank in chosen:
                 add(rank)
-        check_fits(dict.fromkeys(named) | assembly.facts(), expected, where)
+        check_fits(dict.fromkeys(named) | assembly.facts(), expected, where, casts=self._casts)
         complete(assembly, left, add, where)
-        check_fits(dict.fromkeys(named) | assembly.facts(), expected, where)
+        check_fits(dict.fromkeys(named) | assembly.facts(), expected, where, casts=self._casts)
         try:
             return Part(assembly.state(meta, target), sorted(levels), meta.parameters, meta.captured_ns)
         except (BadShard, BadFrozen):
@@ -158,10 +163,13 @@ def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: I
     return target
 
 
-def check_fits(held: Mapping[str, Facts | None], expected: Mapping[str, torch.Tensor], where: str) -> None:
+def check_fits(
+    held: Mapping[str, Facts | None], expected: Mapping[str, torch.Tensor], where: str, *, casts: bool = False
+) -> None:
     """Compare a snapshot with the live model. Raises: StateMismatch, naming the first tensors that differ.
 
-    ``held``: every tensor of the snapshot, ``None`` where its facts are not known yet.
+    ``held``: every tensor of the snapshot, ``None`` where its facts are not known yet. ``casts``: one floating dtype
+    may stand for another, since loading converts the values.
     """
     check_loadable(expected, where)
     names = held_names(expected, held)
@@ -174,7 +182,8 @@ def check_fits(held: Mapping[str, Facts | None], expected: Mapping[str, torch.Te
         if facts is None or is_uninitialised(tensor):
             continue
         dtype, shape = facts
-        if (dtype, shape) != (tensor.dtype, tuple(tensor.shape)):
+        is_cast = casts and dtype.is_floating_point and tensor.is_floating_point()
+        if (dtype != tensor.dtype and not is_cast) or shape != tuple(tensor.shape):
             differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
     prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
     known = set(names.values())

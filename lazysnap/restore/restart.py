@@ -71,6 +71,8 @@ class Restart:
     """The id of this start: no earlier one has a greater id."""
     lends: bool = False
     """Whether tensors of a snapshot may be views of memory, to be copied before the next boundary."""
+    casts: bool = False
+    """True for an evaluation, which may use another precision than the training: see ``part.check_fits``."""
 
 
 def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
@@ -199,7 +201,7 @@ class _Search:
         timeout_s = restart.config.keeper_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
         self._opener = ShardOpener(levels, self._memory, self._peers, stack, self.problems.append)
-        self._parts = PartReader(restart.source, world, self._opener, lends=restart.lends)
+        self._parts = PartReader(restart.source, world, self._opener, lends=restart.lends, casts=restart.casts)
         self._gone = False
         self.protected: SnapshotKey | None = None
         """See ``Snapshot``."""

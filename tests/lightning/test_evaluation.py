@@ -4,6 +4,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 from test_callback import Plain, fit, loaders, make_trainer
 
@@ -42,6 +43,25 @@ def test_a_running_training_is_validated_from_storage_and_goes_on_undisturbed(tm
         Plain(), loaders()[1], ckpt_path="latest", verbose=False
     )
     assert last[0]["val_loss"] != visitor.seen[0]
+
+
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-true"])
+def test_a_training_is_evaluated_with_the_precision_that_the_evaluation_asks_for(tmp_path, precision):
+    class OfAnyPrecision(Plain):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return self.trainer.precision_plugin.convert_input(batch)
+
+    trained, evaluated = OfAnyPrecision(), OfAnyPrecision()
+    trainer = make_trainer(tmp_path, LazySnapshotCallback(), precision="64-true", max_epochs=1)
+    trainer.fit(trained, *loaders(), ckpt_path="latest")
+
+    other = make_trainer(tmp_path, LazySnapshotCallback(), precision=precision)
+    other.validate(evaluated, loaders()[1], ckpt_path="latest", verbose=False)
+
+    dtype = {"64-true": torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16}[precision]
+    loaded = evaluated.state_dict()
+    for name, value in trained.state_dict().items():
+        assert torch.equal(loaded[name], value.to(dtype) if value.is_floating_point() else value), name
 
 
 def test_what_lightning_says_without_the_callback_is_on_the_page_of_messages(tmp_path):

@@ -140,6 +140,53 @@ class Clipped(Case):
         return {"max_epochs": 2, "gradient_clip_val": 0.1, "precision": "bf16-mixed"}
 
 
+class Half(Case):
+    """Lightning converts the module behind the restore of a checkpoint; a snapshot is of the converted module."""
+
+    cuts = slice(2, None, 4)
+
+    class module(Net):
+        """A module for batches of any dtype, with one buffer that stays float32."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(1 / 3))
+
+        def loss(self, batch):
+            values = self.trainer.precision_plugin.convert_input(batch[1])
+            return super().loss((batch[0], values)) * self.scale
+
+        def training_step(self, batch, batch_idx):
+            self.scale += 1e-4
+            return super().training_step(batch, batch_idx)
+
+        def _apply(self, fn, recurse=True):
+            scale = self.scale
+            super()._apply(fn, recurse)
+            self.scale = scale
+            return self
+
+    def settings(self):
+        return {"max_epochs": 2, "precision": "bf16-true"}
+
+
+class HalfByTheProgram(Half):
+    class module(Half.module):
+        def configure_model(self):
+            self.layers.bfloat16()
+
+        def loss(self, batch):
+            return super().loss((batch[0], batch[1].bfloat16()))
+
+    def settings(self):
+        return {"max_epochs": 2}
+
+
+class Double(Half):
+    def settings(self):
+        return {"max_epochs": 2, "precision": "64-true"}
+
+
 class Scaled(Case):
     def settings(self):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -166,6 +213,9 @@ CASES = [
     Averaged,
     AveragedPerEpoch,
     Clipped,
+    Half,
+    HalfByTheProgram,
+    Double,
 ]
 
 
@@ -184,7 +234,7 @@ def test_resumed_after_any_step_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_p
 
 @pytest.mark.parametrize(
     "kind",
-    [Accumulated, AccumulationSchedule, Unsized, StatefulWorkers, TwoLoaders, Averaged, Clipped],
+    [Accumulated, AccumulationSchedule, Unsized, StatefulWorkers, TwoLoaders, Averaged, Clipped, Half, Double],
     ids=lambda kind: kind.__name__,
 )
 def test_resumed_from_the_keepers_memory_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_path):

@@ -52,6 +52,7 @@ class Latest:
         if self._trainer.fast_dev_run:
             logger.info("fast_dev_run: ckpt_path=%r is ignored", path)
             return
+        self._convert_module()
         is_fit = self._trainer.state.fn == "fit"
         snapshot = engine().fetch(path) if is_fit else engine().fetch_to_read(path)
         # As with a file: what was chosen by name is meant, whatever Lightning saved before a requeue.
@@ -101,6 +102,18 @@ class Latest:
             if self._state.lands_in_epoch():
                 warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
             original()
+
+    def _convert_module(self) -> None:
+        """Give the module the dtypes that it has in training (``precision="bf16-true"``, ``"64-true"``), as Lightning
+        does in ``Strategy.setup``.
+
+        Most strategies restore before that. A module in other dtypes would not match its own snapshot, and would lose
+        digits of float64.
+        """
+        strategy = self._trainer.strategy
+        # Averages were copied from the module as it is now, and stay in these dtypes.
+        if not strategy.restore_checkpoint_after_setup and not self._state.averages():
+            strategy.model = strategy.precision_plugin.convert_module(strategy.model)
 
     def _requeued(self, snapshot: Snapshot | None) -> str | None:
         """SLURM's auto-requeue checkpoint, if it is newer; Lightning itself looks for it only without a path."""

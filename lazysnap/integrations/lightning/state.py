@@ -181,7 +181,7 @@ class LightningState(NamedObjects):
 
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
         """See ``StateSource.lazy_tensors``: the parameters of averaged models, which change at the end of a batch."""
-        for average in self._averages().values():
+        for average in self.averages().values():
             yield from average.parameters()
 
     def expected(self) -> Mapping[str, torch.Tensor]:
@@ -386,7 +386,7 @@ class LightningState(NamedObjects):
             trainer.training = True
         start_workers(self._validation_loaders(), wanted)
 
-    def _averages(self) -> dict[str, torch.nn.Module]:
+    def averages(self) -> dict[str, torch.nn.Module]:
         """The averaged models of the WeightAveraging callbacks."""
         found = {key_of(item): getattr(item, "_average_model", None) for item in self._trainer.callbacks}
         return {key: average for key, average in found.items() if isinstance(average, torch.nn.Module)}
@@ -398,7 +398,7 @@ class LightningState(NamedObjects):
         """
         if repeats:
             self.check_repeatable()
-        modules = {"": self._trainer.lightning_module, **self._averages()}
+        modules = {"": self._trainer.lightning_module, **self.averages()}
         self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
         self._optimizer_settings.note(self)
         self._settings = self._collect_settings()
