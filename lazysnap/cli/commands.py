@@ -107,7 +107,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="accelerate: wait for the snapshot")
     export.add_argument("--release", action="store_true", help="accelerate: then take NAME from the snapshot")
     export.add_argument("--options-from-stdin", action="store_true", help="storage options: one JSON object on stdin")
-    export.add_argument("--into", action="store_true", help=argparse.SUPPRESS)  # nothing, if the directory is gone
+    export.add_argument("--into", type=int, metavar="FD", help=argparse.SUPPRESS)  # PATH, which may be moved or removed
     export.add_argument("--after", type=int, metavar="FD", help=argparse.SUPPRESS)  # begin when this pipe is closed
 
 

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from lazysnap.cli.output import Output
 from lazysnap.cli.stores import open_existing, open_place
 from lazysnap.errors import ConfigError, LazySnapError, LevelError, SnapshotNotFound
-from lazysnap.export.folder import in_place_when_whole
+from lazysnap.export.folder import in_place_when_whole, place_now
 from lazysnap.export.safetensors import bytes_of, located, write_weights
 from lazysnap.export.target import format_of, replaced_when_whole
 from lazysnap.export.weights import chosen_tensors, registered_names
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
             raise
     if _is_removed(args):
         return output.result(url=store.url, to=to, format=kind, removed=True)
+    if args.into is not None:
+        to = place_now(to, args.into) or to
     size = sum(os.path.getsize(path) for path in _files(to))
     for note in notes:
         output.say(note, "yellow")
@@ -72,7 +74,7 @@ def _check(args: argparse.Namespace, kind: str) -> None:
     if args.keep_types and kind != "ckpt":
         raise ConfigError("--keep-types is for .ckpt files")
     if kind != ACCELERATE:
-        if args.wait or args.release or args.into:
+        if args.wait or args.release or args.into is not None:
             raise ConfigError("--wait, --release and --into are for --format accelerate")
         return
     to = os.path.abspath(args.to)
@@ -94,7 +96,7 @@ def _wait(store: SnapshotStore, args: argparse.Namespace) -> None:
 
 def _is_removed(args: argparse.Namespace) -> bool:
     """True if the directory that was to be filled is gone: the program removed it."""
-    return bool(args.into) and not os.path.isdir(args.to)
+    return args.into is not None and place_now(args.to, args.into) is None
 
 
 def _layout(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, to: str) -> list[str]:
@@ -103,7 +105,7 @@ def _layout(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, t
     from lazysnap.snapshots.tensors import SnapshotTensors, parts_of
 
     facts = {"layout": ACCELERATE, "step": plan.step, "run_id": plan.run_id}
-    with in_place_when_whole(to, facts, is_made=args.into) as temp, contextlib.ExitStack() as stack:
+    with in_place_when_whole(to, facts, made=args.into) as temp, contextlib.ExitStack() as stack:
         snapshot = stack.enter_context(contextlib.closing(open_snapshot(catalogue, plan)))
         states = [
             SnapshotTensors(snapshot, rank).state(parts_of(OF_EVERY_RANK if rank else None))

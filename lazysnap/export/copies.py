@@ -17,7 +17,7 @@ from typing import IO
 from lazysnap.config import PersistentLevel
 from lazysnap.console import say
 from lazysnap.errors import ConfigError
-from lazysnap.export.folder import give_up, sweep
+from lazysnap.export.folder import give_up, handle_of, place_now, sweep
 
 logger = logging.getLogger("lazysnap.accelerate")
 
@@ -45,6 +45,14 @@ class _Child:
     process: "subprocess.Popen[bytes]"
     output: IO[bytes]
     """A file, not a pipe: nobody may be there to read."""
+    handle: int
+    """The ``handle_of`` the directory: a program may move it."""
+
+    def place(self) -> str:
+        """Where the directory is now; the place where it was asked for, if it was removed."""
+        found = place_now(self.copy.directory, self.handle)
+        is_moved = found is not None and found != os.path.realpath(self.copy.directory)
+        return found if found is not None and is_moved else self.copy.directory
 
 
 class NamedCopies:
@@ -82,7 +90,7 @@ class NamedCopies:
         try:
             child = self._start(copy)
         except OSError as error:
-            self._fail(copy, f"its process cannot be started: {error}")
+            self._fail(copy, copy.directory, f"its process cannot be started: {error}")
             return
         with self._changed:
             self._pending.append(child)
@@ -94,7 +102,7 @@ class NamedCopies:
     def pending(self) -> list[str]:
         """Directories whose copies are not there yet, in order."""
         with self._changed:
-            return [child.copy.directory for child in self._pending]
+            return [child.place() for child in self._pending]
 
     def give_up(self, lost: Mapping[str, str]) -> None:
         """Make no copy of snapshots that will never be stored; ``lost``: by name, why. Does not block."""
@@ -111,7 +119,7 @@ class NamedCopies:
         wanted = None if directory is None else os.path.realpath(directory)
 
         def is_over() -> bool:
-            return all(wanted not in (None, os.path.realpath(one.copy.directory)) for one in self._pending)
+            return all(wanted not in (None, os.path.realpath(one.place())) for one in self._pending)
 
         with self._changed:
             done = self._changed.wait_for(is_over, timeout_s)
@@ -130,15 +138,15 @@ class NamedCopies:
             )
             done = self.wait(timeout_s - patience_s)
         with self._changed:
-            pending = [child.copy for child in self._pending]
-        for copy in pending:
+            pending = [(child.copy, child.place()) for child in self._pending]
+        for copy, place in pending:
             logger.warning(
                 "save_state(%r): the copy is not complete %g s after the end of training; a process goes on with it "
                 "(at most %g s until the snapshot is stored). If it never comes: %s",
-                copy.directory,
+                place,
                 timeout_s,
                 self._stored_within_s,
-                self._by_hand(copy),
+                self._by_hand(copy, place),
             )
         for directory, reason in self._failed.items():
             logger.warning("save_state(%r): there is no copy of this training's state: %s", directory, reason)
@@ -155,11 +163,12 @@ class NamedCopies:
 
     def _start(self, copy: Copy) -> _Child:
         output = tempfile.TemporaryFile()  # noqa: SIM115  open until the child has ended
+        handle = handle_of(copy.directory)
         reading, writing = os.pipe()  # the writing end is this child's alone
         before = self._last_end
         try:
-            arguments = [*self._arguments(copy), "--options-from-stdin", "--json", "--release", "--into"]
-            arguments += ["--wait", str(self._stored_within_s)]
+            arguments = [*self._arguments(copy, copy.directory), "--options-from-stdin", "--json", "--release"]
+            arguments += ["--into", str(handle), "--wait", str(self._stored_within_s)]
             arguments += ["--after", str(before)] if before is not None else []
             process = subprocess.Popen(
                 [sys.executable, "-m", "lazysnap.cli", *arguments],
@@ -168,10 +177,11 @@ class NamedCopies:
                 stderr=subprocess.DEVNULL,
                 env=_environment(),
                 start_new_session=True,
-                pass_fds=(writing, *([] if before is None else [before])),
+                pass_fds=(writing, handle, *([] if before is None else [before])),
             )
         except BaseException:
             os.close(reading)
+            os.close(handle)
             output.close()
             raise
         finally:
@@ -184,37 +194,41 @@ class NamedCopies:
         if before is not None:
             os.close(before)
         self._last_end = reading
-        return _Child(copy, process, output)
+        return _Child(copy, process, output, handle)
 
-    def _arguments(self, copy: Copy) -> list[str]:
-        to = os.path.abspath(copy.directory)
+    def _arguments(self, copy: Copy, place: str) -> list[str]:
+        to = os.path.abspath(place)
         return ["export", self._level.url, copy.name, "--to", to, "--format", "accelerate", "--force"]
 
-    def _by_hand(self, copy: Copy) -> str:
+    def _by_hand(self, copy: Copy, place: str) -> str:
+        arguments = " ".join(self._arguments(copy, place))
         return (
-            f"`lazysnap {' '.join(self._arguments(copy))} --release` makes it from the snapshot {copy.name!r}, which "
+            f"`lazysnap {arguments} --release` makes it from the snapshot {copy.name!r}, which "
             f"{self._level.url} keeps until then"
         )
 
     def _reap(self) -> None:
         while (child := self._children.get()) is not None:
             code = child.process.wait()
-            if code == 0 or not os.path.isdir(child.copy.directory):
-                self._succeed(child.copy)
+            place = child.place()
+            if code == 0 or place_now(child.copy.directory, child.handle) is None:
+                self._succeed(child.copy, place)
             else:
                 # What the child left goes now; nobody else may come to that directory again.
-                sweep(os.path.dirname(os.path.realpath(child.copy.directory)))
-                self._fail(child.copy, _reason(code, child.output))
+                for path in {os.path.realpath(child.copy.directory), os.path.realpath(place)}:
+                    sweep(os.path.dirname(path))
+                self._fail(child.copy, place, _reason(code, child.output))
             child.output.close()
             with self._changed:
                 self._pending.remove(child)
+                os.close(child.handle)
                 self._changed.notify_all()
 
-    def _succeed(self, copy: Copy) -> None:
+    def _succeed(self, copy: Copy, place: str) -> None:
         """The copy is complete, or the program removed its directory: then nobody asks for it any more."""
-        self._failed.pop(copy.directory, None)
-        if os.path.isdir(copy.directory):
-            logger.info("save_state(%r): the copy is complete", copy.directory)
+        self._failed.pop(place, None)
+        if os.path.isdir(place):
+            logger.info("save_state(%r): the copy is complete", place)
         try:
             with contextlib.suppress(ConfigError):  # an engine that has ended; at the level the child released the name
                 self._release(copy.name)
@@ -223,14 +237,14 @@ class NamedCopies:
         except Exception as error:  # noqa: BLE001  the copy is there, whatever comes after it
             logger.warning("save_state(%r): the copy is complete, but %s", copy.directory, error)
 
-    def _fail(self, copy: Copy, reason: str) -> None:
-        give_up(copy.directory)
+    def _fail(self, copy: Copy, place: str, reason: str) -> None:
+        give_up(place)
         if copy.name in self._lost:
-            self._failed[copy.directory] = self._lost[copy.name]
+            self._failed[place] = self._lost[copy.name]
             logger.warning("save_state(%r): no copy was made: %s", copy.directory, self._lost[copy.name])
             return
-        logger.warning("save_state(%r): no copy was made: %s. %s", copy.directory, reason, self._by_hand(copy))
-        self._failed[copy.directory] = reason
+        logger.warning("save_state(%r): no copy was made: %s. %s", copy.directory, reason, self._by_hand(copy, place))
+        self._failed[place] = reason
         if self._kept is not None and self._kept.name != copy.name:
             # Failures must not fill the level with snapshots that nothing deletes.
             logger.warning(

@@ -42,16 +42,18 @@ _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBUSY, e
 
 
 @contextlib.contextmanager
-def in_place_when_whole(path: str, facts: Mapping[str, Any], *, is_made: bool = False) -> Iterator[str]:
+def in_place_when_whole(path: str, facts: Mapping[str, Any], *, made: int | None = None) -> Iterator[str]:
     """A new directory to write into; on success its files become those of ``path``, durably.
 
     On any error it is removed, and ``path`` is unchanged. What a dead process left for ``path`` is removed first.
-    ``facts``: plain values for the mark. ``is_made``: ``path`` was made by ``mark_unfinished``, and nothing is written
-    if it is gone. Blocks. Raises: ConfigError, if ``path`` is a file or lies in a snapshot of a level; OSError;
+    ``facts``: plain values for the mark. ``made``: a descriptor of the directory that ``mark_unfinished`` made at
+    ``path``; it is filled where the program moved it to (``place_now``), and nothing is written if it is gone.
+    Blocks. Raises: ConfigError, if ``path`` is a file or lies in a snapshot of a level; OSError;
     FileNotFoundError, if ``path`` is gone.
     """
-    path = _checked(path)
-    temp = _side_directory(path, is_made=is_made)
+    asked = path
+    path = _checked(_found(asked, made))
+    temp = _side_directory(path, is_made=made is not None)
     try:
         yield temp
         files = sorted(set(_files(temp)) - {_OWNER})
@@ -59,7 +61,8 @@ def in_place_when_whole(path: str, facts: Mapping[str, Any], *, is_made: bool = 
             json.dump({"lazysnap": "export", **facts, "files": files}, mark)
         sync(temp)
         faults.point("export.folder.whole")
-        _put(temp, path, is_made=is_made)
+        path = _checked(_found(asked, made))
+        _put(temp, path, is_made=made is not None)
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(path, _OWNER))  # last: until then a sweep can remove what a dead process left
         sync_directory(os.path.dirname(path))
@@ -81,6 +84,32 @@ def mark_unfinished(path: str) -> None:
             json.dump({"lazysnap": "unfinished"}, mark)
 
 
+def handle_of(path: str) -> int:
+    """A descriptor of a directory, for ``place_now``; it neither reads nor writes. Raises: OSError."""
+    return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def place_now(path: str, handle: int) -> str | None:
+    """The path of a directory that was at ``path``, wherever a program moved it to; ``None`` if it was removed.
+
+    ``handle``: its ``handle_of``.
+    """
+    with contextlib.suppress(OSError):
+        found = os.readlink(f"/proc/self/fd/{handle}")
+        is_there = os.path.samestat(os.stat(found), os.fstat(handle))
+        if is_there and not TEMPORARY.fullmatch(os.path.basename(found)):  # else ``discard`` or an exchange has it
+            return found
+    # A copy that was put here in one exchange made it another directory.
+    return os.path.realpath(path) if mark_of(path) is not None else None
+
+
+def _found(path: str, made: int | None) -> str:
+    found = path if made is None else place_now(path, made)
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, "the program removed it", path)
+    return found
+
+
 def give_up(path: str) -> None:
     """Remove what ``mark_unfinished`` made, unless something else is in it. Blocks. Raises nothing."""
     with contextlib.suppress(OSError):
@@ -97,9 +126,7 @@ def is_unfinished(path: str) -> bool:
 def _side_directory(path: str, *, is_made: bool) -> str:
     """Make a directory beside ``path``, owned by this process; what dead processes left for ``path`` is removed."""
     parent = _room(path)
-    if is_made:
-        os.stat(path)
-    else:
+    if not is_made:
         os.makedirs(parent, exist_ok=True)
     sweep(parent, os.path.basename(path))
     temp = os.path.join(parent, temp_name(os.path.basename(path)))
@@ -186,8 +213,6 @@ def _is_abandoned(entry: "os.DirEntry[str]", *, is_exact: bool) -> bool:
 
 def _put(temp: str, path: str, *, is_made: bool) -> None:
     is_current = os.path.isdir(path) and os.path.samefile(path, ".")  # it keeps its inode
-    if is_made:
-        os.stat(path)
     if not is_current and not is_made:
         try:
             os.rename(temp, path)  # also onto an empty directory
@@ -196,7 +221,9 @@ def _put(temp: str, path: str, *, is_made: bool) -> None:
                 raise
         else:
             return
-    is_shared = is_current or any(True for _ in _others(path))
+    # A new directory that was asked for keeps its inode, too: by that it is found again where a program moves it to.
+    is_new = is_made and mark_of(path) is None
+    is_shared = is_current or is_new or any(True for _ in _others(path))
     if not is_shared:
         _own(path)  # if this process dies after the exchange, a sweep removes the old directory
         is_shared = not _exchange(temp, path)

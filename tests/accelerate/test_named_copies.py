@@ -216,6 +216,56 @@ def test_a_program_may_remove_a_directory_while_it_is_being_filled(training, tmp
     assert not list((tmp_path / "level").glob("*/keep-a")), "the level need not keep the snapshot any longer"
 
 
+@pytest.mark.parametrize("moved", ["at once", "while it is being filled"])
+def test_a_program_may_move_a_directory_before_it_is_complete(training, trained, tmp_path, monkeypatch, moved):
+    """Saving beside the place and renaming is how scripts save in one act. The next one takes the same way."""
+    tmp, final, aside = tmp_path / "tmp", tmp_path / "final", tmp_path / "aside"
+    [name] = (tmp_path / "level").glob("*/keep-a")
+    if moved == "at once":
+        name.rename(aside)  # the copy waits for it
+        training.save(tmp, "a")
+        tmp.rename(final)
+    else:
+        monkeypatch.setenv("LAZYSNAP_FAULT", "export.folder.whole:1:stop")
+        training.save(tmp, "a")
+        monkeypatch.delenv("LAZYSNAP_FAULT")
+        [busy] = until(lambda: temporary(tmp_path))
+        child = int(busy.name.rpartition("-")[0].rpartition("-")[2])
+        until(lambda: _state(child) == "T")
+        tmp.rename(final)
+    assert training.copies.pending() == [str(final)]
+    training.save(tmp, "b")
+    tmp.rename(tmp_path / "next")
+    assert not training.copies.wait(0, str(final))
+    if moved == "at once":
+        aside.rename(name)
+    else:
+        os.kill(child, signal.SIGCONT)
+    assert training.copies.wait(TIMEOUT_S, str(final))
+    assert torch.equal(weight_in(final), trained[1]["a"])
+    assert not is_unfinished(str(final))
+    assert training.copies.wait(TIMEOUT_S)
+    assert torch.equal(weight_in(tmp_path / "next"), trained[1]["b"])
+    assert not tmp.exists()
+    assert temporary(tmp_path) == []
+
+
+def test_a_directory_that_was_moved_and_cannot_be_filled_is_named_where_it_is(training, tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("LAZYSNAP_FAULT", "export.folder.whole:1:stop")
+    training.save(tmp_path / "tmp", "a")
+    [busy] = until(lambda: temporary(tmp_path))
+    child = int(busy.name.rpartition("-")[0].rpartition("-")[2])
+    until(lambda: _state(child) == "T")
+    (tmp_path / "tmp").rename(tmp_path / "final")
+    os.kill(child, signal.SIGKILL)
+    assert not training.copies.wait(TIMEOUT_S)
+    [said] = warnings_in(caplog)
+    assert f"save_state({str(tmp_path / 'tmp')!r})" in said
+    assert f"--to {tmp_path / 'final'} " in said
+    assert list((tmp_path / "level").glob("*/keep-a")), "the snapshot stays for a copy by hand"
+    assert temporary(tmp_path) == []
+
+
 def test_a_mark_that_lies_deletes_nothing_outside_the_directory(tmp_path):
     out, mine = tmp_path / "out", tmp_path / "thesis.tex"
     out.mkdir()
