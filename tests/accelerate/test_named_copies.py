@@ -392,8 +392,8 @@ def test_copies_that_were_asked_for_outlive_the_training(training, trained, tmp_
         until(lambda: (first / "lazysnap-export.json").exists())
         process.kill()
     for name, target in targets.items():
-        [busy] = until(lambda: temporary(tmp_path / "copies"))
-        until(lambda at=busy: (at / "lazysnap-export.json").exists())
+        # Not what is left of the one before, which is being deleted.
+        [busy] = until(lambda: [at for at in temporary(tmp_path / "copies") if (at / "lazysnap-export.json").exists()])
         assert is_unfinished(str(target))
         child = int(busy.name.rpartition("-")[0].rpartition("-")[2])
         until(lambda pid=child: _state(pid) == "T")
