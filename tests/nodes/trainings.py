@@ -132,7 +132,8 @@ class Training:
         for node, launcher in self.launchers.items():
             if node.is_running and launcher.code is None:
                 numbers = [number for number, line in node.processes().items() if _is_of_training(line)]
-                node.run("kill", "-9", *map(str, numbers))
+                # One that ends when another one dies may be gone already.
+                node.run("sh", "-c", f"kill -9 {' '.join(map(str, numbers))} || true")
                 launcher.wait()
 
     def lose(self, node: Node) -> None:
