@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from lazysnap import faults
-from lazysnap.errors import LevelUnavailable, ShardCorrupt
+from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
 from lazysnap.levels import locks
 from lazysnap.levels.files import (
     allocate,
@@ -224,7 +224,12 @@ class LocalStorage(Storage):
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise local_error(self.url, what, error) from error
+            raise self._error(what, error) from error
+
+    def _error(self, what: str, error: OSError) -> LevelError:
+        """Turn an error of the system into ours, and make sure of the directory anew: it may be another one then."""
+        self._is_root_durable = False
+        return local_error(self.url, what, error)
 
     def create(self, path: str, size_bytes: int) -> LocalWriter:
         """Start a file; ENOSPC shows here, where the file system can allocate."""
@@ -242,8 +247,7 @@ class LocalStorage(Storage):
                 )
             return LocalWriter(self.url, path, size_bytes)
         except OSError as error:
-            self._is_root_durable = False  # it may be another one when it comes back
-            raise local_error(self.url, f"creating {path} of {size_bytes} bytes", error) from error
+            raise self._error(f"creating {path} of {size_bytes} bytes", error) from error
 
     def _is_there(self, path: str) -> bool:
         """Like ``lexists``, but raises if the level does not answer."""
@@ -299,7 +303,7 @@ class LocalStorage(Storage):
         except OSError as error:
             if path and isinstance(error, NotADirectoryError):
                 return []  # a file among the snapshots is not ours; in place of all of them it is a mistake
-            raise local_error(self.url, f"listing {path or '.'}", error) from error
+            raise self._error(f"listing {path or '.'}", error) from error
 
     def lease(self, path: str) -> AbstractContextManager[None]:
         """A shared ``flock``, dropped with the process; none where there are no locks or a writer is at it."""
@@ -365,7 +369,7 @@ class LocalStorage(Storage):
         except OSError as error:
             if error.errno in _NOT_OURS:
                 return False
-            raise local_error(self.url, f"sweeping {path}", error) from error
+            raise self._error(f"sweeping {path}", error) from error
         try:
             facts = os.fstat(handle)
             locked = locks.lock(handle) if stat.S_ISREG(facts.st_mode) else False
@@ -377,7 +381,7 @@ class LocalStorage(Storage):
             self.delete(path)
             return True
         except OSError as error:
-            raise local_error(self.url, f"sweeping {path}", error) from error
+            raise self._error(f"sweeping {path}", error) from error
         finally:
             with contextlib.suppress(OSError):
                 os.close(handle)
