@@ -23,7 +23,7 @@ _logger.addHandler(_console)
 
 
 def _has_handlers(logger: logging.Logger | None) -> bool:
-    """Whether the program handles the records of this logger."""
+    """True if the program handles the records of this logger."""
     while logger is not None:
         if any(handler is not _console for handler in logger.handlers):
             return True

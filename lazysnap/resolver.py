@@ -1,4 +1,4 @@
-"""What a restart may restore, from what memory and levels hold. Pure."""
+"""The snapshots that a restart may restore, from the contents of memory and levels. Pure."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -41,12 +41,12 @@ class FrozenEntry:
     location: str
     """In the level: name of a directory, or index of a slot."""
     node: str | None = None
-    """As of ``Entry``."""
+    """Like that of ``Entry``."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What one level holds, and what is wrong there (incomplete, foreign, damaged)."""
+    """The contents of one level, and what is wrong there (incomplete, foreign, damaged)."""
 
     level: str
     entries: tuple[Entry, ...] = ()
@@ -80,7 +80,7 @@ class RestartPlan:
     world_size: int
     sources: tuple[tuple[Entry, ...], ...]
     frozen: Mapping[str, tuple[FrozenEntry, ...]] = field(default_factory=dict)
-    """For each digest that an entry refers to, the levels that offer it, fastest first."""
+    """Return the levels that offer each digest that an entry refers to, fastest first."""
 
     @property
     def key(self) -> "SnapshotKey":
@@ -95,7 +95,7 @@ class RestartPlan:
 
 @dataclass(frozen=True, order=True)
 class SnapshotKey:
-    """What the shards of one snapshot have in common. Newer snapshots have greater keys."""
+    """The facts that the shards of one snapshot have in common. Newer snapshots have greater keys."""
 
     run_id: str
     step: int
@@ -117,7 +117,7 @@ def snapshots(entries: Iterable[Entry]) -> dict[SnapshotKey, list[Entry]]:
 
 
 def is_complete(entries: Iterable[Entry], images: Container[str]) -> bool:
-    """Whether these shards are a complete snapshot. Restarts, retention and commands all use this rule.
+    """True if these shards are a complete snapshot. Restarts, retention and commands all use this rule.
 
     A snapshot is complete when the shard of every rank is present, with the frozen tensors that it refers to.
     ``images``: digests of the frozen tensors that are present.

@@ -54,7 +54,7 @@ def check_choice(which: object) -> None:
 
 
 def means_snapshot(which: object) -> bool:
-    """Whether ``which`` means a snapshot, and not a checkpoint of a framework.
+    """True if ``which`` means a snapshot, and not a checkpoint of a framework.
 
     Raises: ConfigError, for a bad ``"run:…"``.
     """
@@ -129,7 +129,7 @@ class Choice:
 
     @property
     def is_latest(self) -> bool:
-        """Whether the newest snapshot is wanted, whichever it is."""
+        """True if the newest snapshot is wanted, whichever it is."""
         return self == Choice()
 
     def plans(self, inventories: list[Inventory]) -> list[RestartPlan]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank runs."""
+    """The place where one rank runs."""
 
     rank: int
     world_size: int
@@ -46,7 +46,7 @@ class Team:
 
     @classmethod
     def of(cls, places: Sequence[Place], rank: int) -> "Team":
-        """From where every rank of the training runs."""
+        """Return the team from the places of all ranks."""
         place = places[rank]
         nodes = list(dict.fromkeys(other.node for other in places))
         node_ranks = tuple(other.rank for other in places if other.node == place.node)

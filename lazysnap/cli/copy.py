@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[RestartPlan], list[str]]:
-    """What to copy, the newest first, and why other snapshots cannot be copied."""
+    """Return the snapshots to copy, the newest first, and why others cannot be copied."""
     wanted = args.step or ([LATEST] if args.latest else None)
     if wanted is not None:
         found = [catalogue.find(text, args.run) for text in wanted]

@@ -58,11 +58,11 @@ _NOTHING: dict[str, Any] = {
     "frozen": [],
     "complete": False,
 }
-"""Of a directory without a valid manifest."""
+"""The fields of a directory without a valid manifest."""
 
 
 def _state_of(found: Found) -> tuple[str, str]:
-    """Whether a snapshot can be restored from this level alone, in words, and a colour for it."""
+    """Say in words if a snapshot can be restored from this level alone, with a colour for it."""
     if found.is_complete:
         return "complete", "green"
     if found.ranks < found.world_size:

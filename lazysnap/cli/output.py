@@ -66,7 +66,7 @@ def when(time_ns: int) -> str:
 
 
 class Output:
-    """What one command prints."""
+    """The output of one command."""
 
     def __init__(self, command: str, *, as_json: bool, redactions: Sequence[Redaction] = ()) -> None:
         """``redactions``: what is shown as ``***`` wherever it would appear."""

@@ -57,7 +57,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
 
 def _estimate(args: argparse.Namespace, config: SnapshotConfig, redundancy: Redundancy | None) -> dict[str, Any]:
     """The result of the command; bytes are those of all nodes together if not said otherwise."""
-    # Not at the top: it imports torch, which the other commands do without.
+    # Not at the top: it imports torch, which no other command needs.
     from lazysnap.ranks.partition import STORERS
     from lazysnap.ranks.slots import kept_whole, slots_needed
 

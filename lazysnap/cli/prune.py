@@ -24,11 +24,11 @@ from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
 @dataclass
 class Plan:
-    """What would be done."""
+    """The deletions that would be done."""
 
     delete: list[Found] = field(default_factory=list)
     keep: list[tuple[Found, str]] = field(default_factory=list)
-    """With the reason."""
+    """Each with the reason."""
     frozen: list[tuple[FrozenEntry, Manifest]] = field(default_factory=list)
     """Frozen tensors to delete: nothing will refer to them."""
     unnamed: list[Found] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Plan:
         return sum(found.size_bytes for found in self.delete) + sum(one.size_bytes for _, one in self.frozen)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to do."""
+        """True if there is anything to do."""
         return bool(self.delete or self.frozen or self.unnamed or self.leftovers)
 
 
@@ -96,10 +96,10 @@ class _Planner:
         self._run = None if args.run is None else catalogue.run_of(args.run)
         self._name = args.name
         self._count = args.keep_last or 0
-        """How many snapshots of a run have to be sound before others may go; 0: none may."""
+        """Snapshots of a run that must be sound before others may go; 0: none may go."""
         self._level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
         self._frozen: dict[str, Verdict] = {}
-        """By digest, of the frozen tensors that were read back."""
+        """The verdict on frozen tensors that were read back, by digest."""
 
     def plan(self) -> Plan:
         """Blocks. Raises: LevelError."""
@@ -128,7 +128,8 @@ class _Planner:
                 plan.keep.append((found, reason))
 
     def _why_kept(self, found: Found, sound: list[SnapshotKey], *, is_newest: bool) -> str | None:
-        """By the rule of retention. ``sound``: the newest snapshots of its run that count."""
+        """Return why retention keeps a snapshot, ``None`` if it does not. ``sound``: the newest snapshots of its run
+        that count."""
         names = sorted(set(found.names) - {self._name})
         if names:
             return "called " + ", ".join(names)
@@ -155,7 +156,7 @@ class _Planner:
         return sound
 
     def _read_back(self, found: Found) -> list[str]:
-        """What is damaged of a snapshot. Frozen tensors are read once."""
+        """Return one line for each damage of a snapshot. Frozen tensors are read once."""
         new = [pair for pair in self.seen.frozen if pair[0].digest in set(found.frozen) - self._frozen.keys()]
         total = found.size_bytes + sum(manifest.size_bytes for _, manifest in new)
         with self._output.bar(f"reading back step {found.step}", total) as advance:
@@ -167,7 +168,7 @@ class _Planner:
         return [*verdict.problems, *frozen, *gone]
 
     def _is_settled(self, found: Found) -> bool:
-        """Whether no file of it changed for a day, so that nobody is just copying the rest of it."""
+        """True if no file of it changed for a day, so that nobody is just copying the rest of it."""
         return all(is_settled(self._store.storage, path) for one in _places(self._store, found) for path in one.paths)
 
     def _unreferenced(self, kept: list[Found]) -> list[tuple[FrozenEntry, Manifest]]:
@@ -186,7 +187,7 @@ class _Planner:
         return unused
 
     def _leftovers(self) -> list[str]:
-        """As ``SnapshotStore.sweep`` finds them; it also asks whether their writers live."""
+        """Return what ``SnapshotStore.sweep`` would remove, without asking if the writers live."""
         storage = self._store.storage
         found = []
         for directory in filter(is_directory_of_ours, storage.list()):

@@ -17,7 +17,7 @@ from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, look_again, open_snapshot
 
 _MOST_CHARACTERS = 60
-"""Of a value, without ``--full``."""
+"""Characters of a value that are shown without ``--full``."""
 _MOST_LEVELS = 40
 """A value that is nested more deeply is shown as one."""
 

@@ -42,7 +42,8 @@ def parse_options(text: str) -> list[tuple[str, Any]]:
 
 
 def redactions(urls: Iterable[str], options: Iterable[tuple[str, Any]]) -> list[Redaction]:
-    """What must not be shown: passwords in URLs, and all texts and numbers in the values of options."""
+    """Return the texts that must not be shown: passwords in URLs, and all texts and numbers in the values of
+    options."""
     values = {"secret": [value for _, value in options]}
     return [Redaction(url, values) for url in ("", *urls)]
 
@@ -60,7 +61,7 @@ def open_place(url: str, *options: Iterable[tuple[str, Any]] | None) -> Snapshot
 
 
 def open_existing(url: str, *options: Iterable[tuple[str, Any]] | None) -> SnapshotStore:
-    """As ``open_place``, for reading: a directory that does not exist is more likely misspelt than empty.
+    """Like ``open_place``, for reading: a directory that does not exist is more likely misspelt than empty.
 
     Raises: also LevelUnavailable, if a local directory does not exist.
     """

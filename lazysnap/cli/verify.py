@@ -46,7 +46,7 @@ class Verdict:
         return True
 
     def to_fields(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the fields for ``--json``."""
         return {**self.fields, "state": self.state, "problems": self.problems}
 
 

@@ -1,4 +1,4 @@
-"""Where data loaders stand and which random numbers they draw, and how a restart gets them there."""
+"""Positions of data loaders and states of random generators, and how a restart reaches them again."""
 
 from lazysnap.data.other_loader import with_position
 from lazysnap.data.position import Position, make_resumable

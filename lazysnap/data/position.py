@@ -33,12 +33,12 @@ from lazysnap.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _INNER = ("base_dataloader", "_dataloader")
-"""Where Accelerate's and Fabric's loaders hold the one of torch."""
+"""Attributes in which Accelerate's and Fabric's loaders hold the one of torch."""
 _COUNTERS = ("iteration", "_num_iter_calls")
-"""How many times such a loader was iterated; their samplers are seeded with it."""
+"""Counters of iterations of such a loader; their samplers are seeded with them."""
 _SAMPLERS = ("batch_sampler", "sampler")
 _NOW = ("given", "number", "now", "own", "share", "at_end")
-"""What of a position is not recorded when its iteration begins."""
+"""Fields of a position that are not recorded when its iteration begins."""
 _SEEDS = ("epoch", "seed", "initial_seed")
 _DEPTH = 4
 _END = object()
@@ -51,7 +51,7 @@ def tick() -> int:
 
 
 class Position:
-    """Where one loader stands.
+    """The position of one loader.
 
     ``state_dict`` and ``load_state_dict`` make it part of a snapshot; ``iterate`` is the loader's iteration.
     ``asks_loader``: resume by the loader's own ``load_state_dict``, without a replay. Not thread-safe.
@@ -71,15 +71,15 @@ class Position:
         self._pending: dict[str, Any] | None = None
         self._skipped = 0
         self._number = 0
-        """Of the running or last iteration."""
+        """The number of the running or last iteration."""
         self.may_draw = any(map(_is_read_here, _bases(loader)))
-        """Whether draws of its dataset from the global generators would go unnoticed."""
+        """True if draws of its dataset from the global generators would go unnoticed."""
         self.is_recounted = False
         """True if the position that was loaded counts other batches than it did when it was recorded."""
         self.before_fetch: Callable[[], None] | None = None
         """Called before every batch is fetched: then nothing of the next step has begun."""
         self.is_held = False
-        """Whether the consumer holds one batch that was not trained: the position is then the one before that batch."""
+        """True if the consumer holds one batch that was not trained: the position is then the one before that batch."""
         self.at_end: Callable[[], None] | None = None
         """Called when an iteration gave its last batch, before the loop over it ends."""
         self.counted_epochs: Callable[[], dict[str, int]] | None = None
@@ -110,7 +110,7 @@ class Position:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the next iteration goes on in the middle of one, after ``load_state_dict``."""
+        """True if the next iteration goes on in the middle of one, after ``load_state_dict``."""
         return self._pending is not None
 
     @property
@@ -120,7 +120,7 @@ class Position:
         return None if running is None else running.began
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as it is now, as plain values: some tens of KB."""
+        """Return the current position as plain values: some tens of KB."""
         if self._pending is not None:
             return dict(self._pending)
         running = self._iteration()
@@ -416,7 +416,7 @@ class _Iteration:
 
 
 class _Skip:
-    """Whether batches are read, or the sampler alone is driven."""
+    """The way to pass over batches: by reading them, or by driving the sampler alone."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -453,7 +453,7 @@ def _reading_less(bases: list[Any], *, can_skip: bool) -> Iterator[_Skip]:
 
 
 def position_in(state: Mapping[str, Any]) -> str:
-    """In words: where the first loader in a training state stands, whose position is part of it; else nothing."""
+    """Describe where the first loader in a training state stands, whose position is part of it; else nothing."""
     for value in state.values():
         if isinstance(value, dict) and isinstance(value.get("given"), int) and "at_iter" in value:
             counters = value["counters"]
@@ -508,12 +508,12 @@ def _bases(loader: Any) -> list[Any]:
 
 
 def _is_read_here(base: Any) -> bool:
-    """Whether it reads an iterable dataset in this process."""
+    """True if it reads an iterable dataset in this process."""
     return getattr(base, "num_workers", 1) == 0 and getattr(base, "_dataset_kind", None) == _DatasetKind.Iterable
 
 
 def _has_iterator(base: Any) -> bool:
-    """Whether a ``StatefulDataLoader`` made its next iterator already, because it was asked for its state."""
+    """True if a ``StatefulDataLoader`` made its next iterator already, because it was asked for its state."""
     return bool(_held(base).get("_initial_iter_for_state_dict"))
 
 

@@ -14,7 +14,7 @@ class Recorded:
         self.loader = loader
         """The loader itself."""
         self.position = Position(loader, asks_loader=asks_loader)
-        """Where it stands."""
+        """The position in its data."""
 
     def __iter__(self) -> Iterator[Any]:
         return self.position.iterate(lambda: iter(self.loader))
@@ -53,7 +53,7 @@ class ResumableLoader(Recorded):
         return getattr(self.loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as it is now."""
+        """Return the current position."""
         return self.position.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 Positions count samples, so that another batch size or another number of ranks neither skips any nor begins the epoch
 anew. A sampler that cuts one order among the ranks (torch's ``DistributedSampler``, Accelerate's shards) says among how
 many: what ``n`` batches of every rank took is the beginning of that order, and the new ranks begin behind it. Elsewhere
-the length of the epoch tells, and without a length all ranks are taken to share the data.
+the length of the epoch shows it, and without a length all ranks are taken to share the data.
 
 Whole batches are passed over: up to one batch of every rank less one sample is trained twice, and nothing is skipped.
 """
@@ -17,7 +17,7 @@ Share = dict[str, int | None]
 
 
 def ranks() -> int:
-    """How many there are."""
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -45,7 +45,8 @@ def _batch_size(parts: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _samples_of_a_batch(parts: Sequence[Mapping[str, Any]]) -> int | None:
-    """How many samples of the common order one batch of every rank takes; ``None``, where the parts do not say."""
+    """Return the samples of the common order that one batch of every rank takes; ``None``, where the parts do not
+    say."""
     size = _batch_size(parts) or 1
     for held in parts:
         if held.get("split_batches") is True:  # Accelerate: each batch is cut among the ranks

@@ -26,12 +26,12 @@ _COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether ``value`` saves and loads a state of its own."""
+    """True if ``value`` saves and loads a state of its own."""
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def is_stateful_loader(value: Any) -> bool:
-    """Whether ``value`` is a data loader that saves and loads its position."""
+    """True if ``value`` is a data loader that saves and loads its position."""
     return isinstance(value, DataLoader) and is_stateful(value)
 
 
@@ -90,7 +90,7 @@ def load_loader(loader: Any, state: dict[str, Any]) -> None:
     generators = own.pop(_GENERATORS, None)  # not in what was saved without lazysnap
     loader.load_state_dict(own)
     if own:
-        loader.state_dict()  # makes the iterator, and draws its seed, now: the next iter() takes it as it is
+        loader.state_dict()  # makes the iterator, and draws its seed, now: the next iter() takes it
         for name in _COUNTERS:
             if name in own and name in vars(getattr(loader, "_iterator", loader)):
                 setattr(loader._iterator, name, own[name])

@@ -73,7 +73,7 @@ class RandomStreams:
         self._owned = dict(found)
 
     def collect(self) -> dict[str, Any]:
-        """All states as they are now."""
+        """Return all current states."""
         state = collect_rng()
         state["python"] = _pack_python(state["python"])
         state["torch"] = _pack_torch(state["torch"])
@@ -82,7 +82,7 @@ class RandomStreams:
         return {**state, **self.collect_owned()}
 
     def collect_owned(self) -> dict[str, Any]:
-        """What loaders own, without the global generators."""
+        """Return the states of generators that loaders own, without the global ones."""
         return {"owned": [[path, type(one).__qualname__, _get(one)] for path, one in self._owned.items()]}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a node stores by itself, once all of its trainers are dead and not all nodes answer. Pure."""
+"""The steps that a node stores by itself, once all of its trainers are dead and not all nodes answer. Pure."""
 
 from collections.abc import Sequence
 

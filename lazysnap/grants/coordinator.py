@@ -31,7 +31,7 @@ from lazysnap.grants.messages import (
 
 @dataclass(frozen=True)
 class Own:
-    """What the coordinator sees in the slots of its own node. Other nodes are at most one step ahead."""
+    """The coordinator's view of the slots of its own node. Other nodes are at most one step ahead."""
 
     begun: int = -1
     """Newest step that a rank began to capture; -1 before the first."""
@@ -41,7 +41,7 @@ class Own:
     """Newest step that the slowest rank began; ``None``: all of them began the newest."""
 
     def is_gone(self, step: int) -> bool:
-        """Whether the slots do not hold the step any more. Before the slowest rank began it, that is not known."""
+        """True if the slots do not hold the step any more. Before the slowest rank began it, that is not known."""
         return step <= (self.begun if self.slowest is None else self.slowest) and step not in self.held
 
 
@@ -51,15 +51,15 @@ class LevelGrants:
 
     settings: PersistentLevel
     earlier: frozenset[StepKey] = frozenset()
-    """Complete snapshots of earlier starts of this run, told from the files."""
+    """Complete snapshots of earlier starts of this run, found in the files."""
     grant: int | None = None
     source: int | None = None
     turn: int = 0
     """See ``LevelOrder``."""
     is_ahead: bool = True
-    """Whether the step lay ahead of all ranks when it was granted: then a miss says that the margin is too small."""
+    """True if the step lay ahead of all ranks when it was granted: then a miss says that the margin is too small."""
     complete: set[int] = field(default_factory=set)
-    """Of this start."""
+    """The snapshots of this start."""
     cancelled: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     margin: int = 0
@@ -67,26 +67,26 @@ class LevelGrants:
     span: int = 0
     """Steps that training went on during the last write: a step that must be stored is not overslept."""
     has_failed: bool = False
-    """From a failed write until a snapshot is complete. Slower levels do not copy from here meanwhile."""
+    """True from a failed write until a snapshot is complete. Slower levels do not copy from here meanwhile."""
     writers: Mapping[str, int] = field(default_factory=dict)
     """The nodes that write frozen tensors, by the digest of these. Replaced as a whole."""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a granted step is not complete yet."""
+        """True if a granted step is not complete yet."""
         return self.grant is not None and self.grant not in self.complete
 
     @property
     def holds_slots(self) -> bool:
-        """Whether a grant under way reads the slots."""
+        """True if a grant under way reads the slots."""
         return self.is_under_way and self.source is None
 
     def is_done_with(self, step: int) -> bool:
-        """Whether the step is complete here, or can never be."""
+        """True if the step is complete here, or can never be."""
         return step in self.complete or step in self.lost
 
     def is_due(self, step: int) -> bool:
-        """Whether a multiple of ``every_n_steps`` lies between the newest complete step and this one."""
+        """True if a multiple of ``every_n_steps`` lies between the newest complete step and this one."""
         every = self.settings.every_n_steps
         return step // every > max(self.complete, default=-1) // every
 
@@ -128,10 +128,10 @@ class LevelGrants:
         self.take(None, None, is_ahead=True)
 
     def order(self, start: str, wishes: Collection[int], *, is_ready: bool) -> LevelOrder:
-        """What every node is told. ``is_ready``: whether the level works on all nodes."""
+        """Return the order for every node. ``is_ready``: the level works on all nodes."""
         keys = {StepKey(step, start) for step in self.complete} | self.earlier
         told = set(heapq.nlargest(min(max(16, self.settings.keep_last), MAX_TOLD), keys))
-        # An answered wish may be older than the newest that are told.
+        # An answered request may be older than the newest in the order.
         told |= {StepKey(step, start) for step in newest(self.complete.intersection(wishes))}
         lost = tuple(sorted({*newest(self.lost), *newest(self.lost.intersection(wishes))}))
         complete, cancelled = tuple(sorted(told)), newest(self.cancelled)
@@ -153,12 +153,12 @@ class Coordinator:
     levels: tuple[LevelGrants, ...]
     """Fast to slow."""
     is_memory: bool = False
-    """Whether a node loses what it has with its keeper: then only what all nodes have now is complete."""
+    """True if a node loses its data with its keeper: then only what all nodes have now is complete."""
     epoch: Epoch = field(init=False)
     reports: dict[int, Report] = field(default_factory=dict)
-    """By node: the newest that was sent in this epoch."""
+    """The newest order sent to each node in this epoch."""
     is_open: bool = False
-    """Whether every node answered. Before that nothing is decided."""
+    """True if every node answered. Before that nothing is decided."""
     is_parted: bool = False
     """See ``Order``. Set by whoever has the links."""
     outbids: int = 0
@@ -222,7 +222,7 @@ class Coordinator:
         if report.epoch > max(self.epoch, self.heard):
             self.heard = report.epoch
             return True
-        if report.epoch == self.epoch:  # else that node has not heard of this coordinator yet
+        if report.epoch == self.epoch:  # else that node has no order of this coordinator yet
             self.reports[report.node] = report
         return False
 

@@ -1,4 +1,4 @@
-"""What coordinator and nodes tell each other about grants: reports and orders, with their bounds.
+"""Messages between coordinator and nodes about grants: reports and orders, with their bounds.
 
 Each carries the whole state of its sender. Losing, repeating or delaying one does no harm.
 """
@@ -15,7 +15,7 @@ from lazysnap.shard.manifest import Digest
 MAX_NODES = 1 << 16
 MAX_LEVELS = 16
 MAX_TOLD = 256
-"""Steps in one list of a message. What is told is bounded, however long a run is."""
+"""Steps in one list of a message. Messages are bounded, however long a run is."""
 
 Step = Annotated[int, Meta(ge=0, le=1 << 62)]
 Turn = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -39,7 +39,7 @@ class StepKey(Struct, frozen=True, order=True, array_like=True, forbid_unknown_f
 
 
 class Progress(enum.Enum):
-    """How far one node is with the grant of one level.
+    """The progress of one node with the grant of one level.
 
     ::
 
@@ -71,7 +71,7 @@ GIVEN_UP = frozenset({Progress.MISSED, Progress.YIELDED, Progress.FAILED})
 
 
 class LevelReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a node says about one level."""
+    """The report of a node about one level."""
 
     grant: Step | None
     source: Annotated[int, Meta(ge=0, lt=MAX_LEVELS)] | None
@@ -81,13 +81,13 @@ class LevelReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     stored: Steps
     """The newest steps of this start of which the node has a verified file, and all that are wished."""
     turn: Turn = 0
-    """As of the order that was obeyed."""
+    """The version of the order that was obeyed."""
     frozen: Digest | None = None
     """The frozen tensors that the node asks to write there, or writes."""
 
 
 class Report(Struct, frozen=True, tag="report", forbid_unknown_fields=True):
-    """From a keeper to the coordinator."""
+    """A message from a keeper to the coordinator."""
 
     node: Annotated[int, Meta(ge=0, lt=MAX_NODES)]
     epoch: Epoch
@@ -99,7 +99,7 @@ class Report(Struct, frozen=True, tag="report", forbid_unknown_fields=True):
 
 
 class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the coordinator says about one level."""
+    """The order of the coordinator for one level."""
 
     grant: Step | None
     source: Annotated[int, Meta(ge=0, lt=MAX_LEVELS)] | None
@@ -111,7 +111,7 @@ class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     lost: Steps
     """Steps that had to be stored, and that no node can store any more."""
     is_ready: bool = True
-    """Whether the level works on all nodes."""
+    """True if the level works on all nodes."""
     turn: Turn = 0
     """Grows with each change of the grant: a step may be granted again while reports on its first grant are on the way.
     """
@@ -120,7 +120,7 @@ class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 
 
 class Order(Struct, frozen=True, tag="order", forbid_unknown_fields=True):
-    """From the coordinator to every keeper."""
+    """A message from the coordinator to every keeper."""
 
     epoch: Epoch
     is_hello: bool
@@ -131,5 +131,5 @@ class Order(Struct, frozen=True, tag="order", forbid_unknown_fields=True):
 
 
 def newest(steps: Collection[int]) -> tuple[int, ...]:
-    """As many as a message may tell, in order."""
+    """Return the newest items that fit into a message, in order."""
     return tuple(sorted(heapq.nlargest(MAX_TOLD, steps)))

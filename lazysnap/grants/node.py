@@ -1,4 +1,4 @@
-"""What one node does with the coordinator's orders. Pure: values in, decisions out.
+"""A node's decisions on the coordinator's orders. Pure: values in, decisions out.
 
 After every call the caller brings shared memory up to date, in this order: it stores ``word`` in the control word that
 the trainers read, *then* it removes every pin of another step. A trainer does it the other way round: it pins, then it
@@ -13,7 +13,7 @@ from lazysnap.grants.messages import Epoch, LevelOrder, LevelReport, Order, Prog
 
 @dataclass(frozen=True)
 class SlotView:
-    """What the words of one slot said at one moment."""
+    """The words of one slot at one moment."""
 
     step: int
     is_whole: bool
@@ -28,7 +28,7 @@ class RankView:
     begun: int
     """Newest step that it began to capture; -1 before the first."""
     is_gone: bool
-    """Whether its trainer is dead."""
+    """True if its trainer is dead."""
     slots: tuple[SlotView, ...]
 
     def holding(self, step: int) -> SlotView | None:
@@ -37,7 +37,7 @@ class RankView:
 
 
 def _is_missed(step: int, ranks: Sequence[RankView]) -> bool:
-    """Whether a rank does not hold the step, and never will."""
+    """True if a rank does not hold the step, and never will."""
     # While other ranks of the node live, a dead one says nothing of steps that nobody began: the next grant would be
     # missed as fast, and the one after it.
     is_begun = any(rank.begun >= step for rank in ranks) or all(rank.is_gone for rank in ranks)
@@ -76,14 +76,14 @@ class Write:
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows from the words of the slots."""
+    """Decisions that follow from the words of the slots."""
 
     pin: tuple[int, ...] = ()
     """Ranks whose slot of the granted step (``NodeGrants.word``) is to be pinned by the keeper."""
     writes: tuple[Write, ...] = ()
     """Writes to begin, once the pins are set."""
     is_news: bool = False
-    """Whether to report."""
+    """True if there is something to report."""
 
 
 @dataclass
@@ -102,13 +102,13 @@ class NodeLevel:
     complete: set[StepKey] = field(default_factory=set)
     """The newest of all starts of the run."""
     remembered: int = 1024
-    """How many of these at least; no fewer than ``keep_last``."""
+    """The least number of these; no fewer than ``keep_last``."""
     cancelled: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
     works: bool = True
-    """Whether the level works on all nodes."""
+    """True if the level works on all nodes."""
     is_memory: bool = False
-    """See ``Coordinator``: what an order does not tell as complete is not complete any more."""
+    """See ``Coordinator``: what an order does not list as complete is not complete any more."""
     asked: str | None = None
     """The frozen tensors that this node asks to write, or writes."""
     named: str | None = None
@@ -116,11 +116,11 @@ class NodeLevel:
 
     @property
     def reads_slots(self) -> bool:
-        """Whether pins of the granted step stay."""
+        """True if pins of the granted step stay."""
         return self.source is None and self.progress in (Progress.WAITING, Progress.WRITING)
 
     def learn(self, order: LevelOrder) -> None:
-        """What is complete."""
+        """The complete steps."""
         self.complete.update(order.complete)
         if len(self.complete) > 2 * self.remembered:
             self.complete = set(sorted(self.complete)[-self.remembered :])
@@ -143,7 +143,7 @@ class NodeLevel:
         return self.progress is not Progress.WAITING
 
     def report(self, wishes: set[int]) -> LevelReport:
-        """What the coordinator is told."""
+        """Return the report for the coordinator."""
         stored = tuple(sorted({*newest(self.stored), *newest(self.stored & wishes)}))
         return LevelReport(self.grant, self.source, self.progress, self.is_ready, stored, self.turn, self.asked)
 
@@ -186,7 +186,7 @@ class NodeGrants:
         if len(order.levels) != len(self.levels):
             return False
         if order.epoch < self.epoch:
-            return True  # that coordinator must hear of the newer one
+            return True  # that coordinator must learn of the newer one
         is_news = order.is_hello or order.epoch != self.epoch
         self.epoch, self.is_parted, self.is_open = order.epoch, order.is_parted, not order.is_hello
         for level, said in zip(self.levels, order.levels, strict=True):
@@ -218,7 +218,7 @@ class NodeGrants:
         return not self.is_open or self.levels[level].named == digest
 
     def is_answered(self, step: int, levels: Collection[int] | None = None) -> bool:
-        """Whether the step is complete, or lost, at every level, or at these."""
+        """True if the step is complete, or lost, at every level, or at these."""
         chosen = self.levels if levels is None else [self.levels[index] for index in levels]
         return all(self._is_answered(level, step) for level in chosen)
 
@@ -265,7 +265,7 @@ class NodeGrants:
         return begun < step and any(wish <= begun and not self._is_answered(level, wish) for wish in self.wishes)
 
     def is_wanted(self, write: Write) -> bool:
-        """Ask before the commit, and obey: other nodes may have been told that this write is void."""
+        """Ask before the commit, and obey: other nodes may already know that this write is void."""
         return self.levels[write.level].attempt == write.attempt
 
     def committed(self, write: Write) -> bool:
@@ -285,7 +285,7 @@ class NodeGrants:
         return True
 
     def missed(self, write: Write) -> bool:
-        """What was to be written is not held any more. The level is well."""
+        """Record that the step to be written is not in memory any more. The level is well."""
         return self._end(write, Progress.MISSED)
 
     def failed(self, write: Write) -> bool:

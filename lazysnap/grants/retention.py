@@ -12,14 +12,14 @@ from lazysnap.grants.node import NodeLevel
 
 
 def is_milestone(level: PersistentLevel, step: int) -> bool:
-    """Whether a complete snapshot of the step stays for ever (``keep_every_n_steps``)."""
+    """True if a complete snapshot of the step stays for ever (``keep_every_n_steps``)."""
     return level.keep_every_n_steps is not None and step % level.keep_every_n_steps == 0
 
 
 def may_go(
     level: PersistentLevel, step: int, newer: int, *, is_complete: bool, protected: Collection[int] = ()
 ) -> bool:
-    """Whether a snapshot may be deleted. ``newer``: how many of its run are newer and complete; a damaged one is not.
+    """True if a snapshot may be deleted. ``newer``: how many of its run are newer and complete; a damaged one is not.
 
     A complete one may when ``keep_last`` newer ones are complete, an incomplete one when one newer is. So the newest
     complete one always stays. Milestones stay as well, and steps in ``protected``.
@@ -31,7 +31,7 @@ def may_go(
 
 @dataclass(frozen=True)
 class Retention:
-    """What one level keeps of the run that a start goes on with."""
+    """The snapshots that one level keeps of the run that a start goes on with."""
 
     settings: PersistentLevel
     start: str
@@ -51,7 +51,7 @@ class Retention:
         return may_go(self.settings, key.step, newer, is_complete=is_complete, protected=protected)
 
     def _is_untold(self, key: StepKey, level: NodeLevel) -> bool:
-        """Whether it may be complete without having been told. Of earlier starts the restart saw all."""
+        """True if it may be complete although no order lists it. Of earlier starts the restart saw all."""
         if self.settings.keep_last <= MAX_TOLD:
             return False
         if key.start != self.start:

@@ -48,7 +48,7 @@ class PeerReader:
         self._timeout_s = timeout_s
         self._peer = f"{address[0]}:{address[1]}"
         self.what: What | None = None
-        """What is read; ``None``: nothing is open."""
+        """The thing that is read; ``None``: nothing is open."""
         self.size_bytes = 0
         self._socket: socket.socket | None = None
         with self._or_unreachable():
@@ -68,7 +68,7 @@ class PeerReader:
             return answer.size_bytes
 
     def read_from(self, what: What) -> None:
-        """As ``open``, if something else is open."""
+        """Like ``open``, unless this is open already."""
         if self.what != what:
             self.open(what)
 

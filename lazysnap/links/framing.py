@@ -26,7 +26,7 @@ class Framing(Generic[M]):
         self.protocol, self._max_bytes, self._decoder = protocol, max_bytes, decoder
 
     def frame(self, message: Struct) -> bytes:
-        """Return the message as it is sent. Raises: Violation, if it is too long for the other end."""
+        """Return the bytes of a message. Raises: Violation, if it is too long for the other end."""
         data = msgpack.encode(message)
         if len(data) > self._max_bytes:
             raise Violation(f"a message of {len(data)} bytes, at most {self._max_bytes} can be sent")

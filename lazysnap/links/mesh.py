@@ -34,11 +34,11 @@ PROTOCOL = 3
 MAX_FRAME_BYTES = 1 << 20
 _CLOSE_S, _AGAIN_S = 5.0, 0.1
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
-"""Between two tries to connect: the pause doubles up to this."""
+"""Seconds between two tries to connect: the pause doubles from the first to the second."""
 
 
 class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """Who is at the other end."""
+    """The greeting: says which node is at the other end."""
 
     job: Annotated[str, Meta(max_length=4096)]
     start: StartId
@@ -101,7 +101,7 @@ class _Peer:
         return hello
 
     async def exchange(self, received: Callable[[Message], None], deadlines: Deadlines) -> None:
-        """Until the connection fails, which it does by an exception."""
+        """Exchange messages until the connection fails, which raises."""
         tasks = [
             asyncio.ensure_future(self._send_all(deadlines)),
             asyncio.ensure_future(self._receive(received, deadlines)),
@@ -160,7 +160,7 @@ class Links:
         self._loop.run_forever()
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Accept links on one address of this machine; the address. Blocks: until it is bound.
+        """Accept links on one address of this machine; return the address. Blocks: until it is bound.
 
         Raises: ConfigError, if ``host`` means every interface; OSError, if the address cannot be had, or all is closed.
         """
@@ -313,7 +313,7 @@ class Links:
         return peer
 
     async def _use(self, node: int, peer: _Peer) -> None:
-        """Until the link fails."""
+        """Exchange messages with a node until the link fails."""
         earlier = self._peers.get(node)
         self._peers[node] = peer
         if earlier is not None:

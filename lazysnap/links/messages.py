@@ -1,4 +1,4 @@
-"""What a peer asks of a ``PeerServer`` and what it answers, with their bounds.
+"""Requests to a ``PeerServer`` and its answers, with their bounds.
 
 ::
 
@@ -91,7 +91,7 @@ class Block(Struct, frozen=True, tag="block", forbid_unknown_fields=True):
 
 
 class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
-    """What was read was whole."""
+    """The answer to ``Finish``: the bytes that were read were whole."""
 
 
 class Refusal(Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):

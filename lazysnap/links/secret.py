@@ -1,4 +1,4 @@
-"""The secret of a start, and the handshake by which two of its processes prove to each other that they have it.
+"""The secret of a start, and the handshake by which two processes prove that they have it.
 
 Both ends do the same at the same time::
 

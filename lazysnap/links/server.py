@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1024
 """More are closed at once."""
 _DEADLINES = Deadlines(alive_s=1.0, silence_s=300.0)
-"""How often a client hears that its request is still in progress; how long it may ask nothing."""
+"""Seconds between two ``Alive`` messages; seconds that a client may ask nothing."""
 _CLOSE_S = 5.0
 """``close`` waits for so long."""
 _decoder: msgpack.Decoder[Request] = msgpack.Decoder(Request)
@@ -61,7 +61,7 @@ class PeerServer:
         self._start(self._send_alive, "alive")
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Serve on one address of this machine; the address.
+        """Serve on one address of this machine; return the address.
 
         Raises: ConfigError, if ``host`` means every interface; OSError, if the address cannot be had.
         """
@@ -125,7 +125,7 @@ class PeerServer:
                     continue
                 try:
                     self._take(connection, address)
-                except (OSError, RuntimeError, Violation) as error:  # RuntimeError: no thread to be had
+                except (OSError, RuntimeError, Violation) as error:  # RuntimeError: no thread can be started
                     connection.close()
                     self._refusals.warn(address, error)
 
@@ -182,7 +182,7 @@ class PeerServer:
 
 
 class _Reads:
-    """What one client reads."""
+    """The open reads of one client."""
 
     def __init__(self, channel: Channel[Request], open: Callable[[What], BlockSource]) -> None:
         self._channel, self._open = channel, open

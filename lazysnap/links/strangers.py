@@ -1,4 +1,4 @@
-"""What every listener of a keeper does with connections of strangers: one interface, few of them, one line per host."""
+"""Limits for connections that have not proven the secret: one interface, few at once, one log line per host."""
 
 import asyncio
 import ipaddress
@@ -19,7 +19,7 @@ MAX_UNKNOWN = 64
 _MAX_NAMED = 256
 """Addresses whose refusal is logged as a warning; a scanner must not fill the log."""
 _PORT_S, _AGAIN_S = 30.0, 0.1
-"""How long a keeper that takes a dead one's place waits for its port without a word, and how often it tries."""
+"""Seconds for which a replacement keeper waits silently for the dead one's port, and between two tries."""
 
 
 class Violation(Exception):
@@ -31,7 +31,7 @@ class Deadlines:
     """Seconds."""
 
     connect_s: float = 10.0
-    """For a connection, for the handshake and for the first message, each."""
+    """Seconds for connecting, for the handshake and for the first message, each."""
     send_s: float = 10.0
     """A peer that takes nothing for so long is dropped."""
     alive_s: float = 5.0
@@ -61,7 +61,7 @@ class Refusals:
 
 
 def listener_at(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address of this machine.
+    """Return a socket that listens on one address of this machine.
 
     Raises: ConfigError, if ``host`` means every interface; OSError, if the address cannot be had.
     """

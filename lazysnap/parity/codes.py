@@ -48,7 +48,7 @@ def quotient(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Code:
-    """Of stripes with so many data and parity pieces."""
+    """The code of stripes with this many data and parity pieces."""
 
     pieces: int
     """Data pieces: k."""
@@ -122,12 +122,13 @@ def multiply_add(weight: int, data: "Buffer", out: "Buffer") -> None:
 
 
 def library() -> str:
-    """What computes: ``"ISA-L"`` or ``"numpy"``. Raises: ConfigError, if neither is installed."""
+    """Return the name of the library that computes: ``"ISA-L"`` or ``"numpy"``. Raises: ConfigError, if neither is
+    installed."""
     return _arithmetic().name
 
 
 class Arithmetic(Protocol):
-    """What multiplies and adds buffers of equal, positive length; the weight is not 0."""
+    """Multiplies and adds buffers of equal, positive length; the weight is not 0."""
 
     name: str
 
@@ -146,7 +147,8 @@ def _arithmetic() -> Arithmetic:
 
 
 def isal_paths() -> "list[str | Path]":
-    """Where ISA-L may be: in the wheel of pyeclib, which need not be imported for it, then in the system."""
+    """Return the places where ISA-L may be: in the wheel of pyeclib, which need not be imported for it, then in the
+    system."""
     import importlib.util
     from ctypes.util import find_library
     from pathlib import Path
@@ -165,7 +167,7 @@ class IsaL:
 
     name = "ISA-L"
     MAX_BYTES = 1 << 30
-    """Of one call: lengths are C ints."""
+    """Limit of one call: lengths are C ints."""
 
     def __init__(self, path: "str | Path") -> None:
         import ctypes
@@ -210,7 +212,7 @@ class Numpy:
 
     name = "numpy"
     BLOCK_BYTES = 1 << 16
-    """At a time: numpy makes an index of eight bytes of each, and these must fit the cache."""
+    """Bytes computed at a time: numpy makes an index of eight bytes for each, and these must fit the cache."""
 
     def __init__(self) -> None:
         try:

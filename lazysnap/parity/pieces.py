@@ -1,4 +1,4 @@
-"""Where the parts of a group's nodes lie in its stripes, block by block. Pure.
+"""The layout of a group's parts in its stripes, block by block. Pure.
 
 The file of a stripe, which each of its parity holders has in memory, is the parity, then checksums (xxh3-64,
 little-endian) of the blocks of each data piece by column, then those of the blocks of the parity itself. So what is
@@ -17,7 +17,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Pieces:
-    """Of one snapshot of one group."""
+    """The layout for one snapshot of one group."""
 
     group: Group
     sizes: tuple[int, ...]
@@ -30,7 +30,7 @@ class Pieces:
 
     @cached_property
     def block_bytes(self) -> int:
-        """What is read and compared at a time."""
+        """Bytes read and compared at a time."""
         return min(self.most_block_bytes, -(-self._share // _ALIGN) * _ALIGN)
 
     @cached_property
@@ -68,7 +68,7 @@ class Pieces:
 
 
 def can_rebuild(group: Group, parts: Sequence[int], parities: Sequence[int]) -> bool:
-    """Whether every lost part can be rebuilt. ``parts``: positions whose part is there; ``parities``: positions whose
+    """True if every lost part can be rebuilt. ``parts``: positions whose part is there; ``parities``: positions whose
     parity is there. Neither implies the other: a keeper that died lost its parity alone.
     """
     for stripe in range(len(group.members)):

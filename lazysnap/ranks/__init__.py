@@ -1,1 +1,1 @@
-"""The ranks of a training: what each of them captures, and what they tell each other, never per snapshot."""
+"""The ranks of a training: what each of them captures, and the agreements between them, never one per snapshot."""

@@ -1,4 +1,4 @@
-"""What all ranks check together: that they are configured alike, and that where one cannot go on, none does."""
+"""Checks across all ranks: equal settings, and an error on one rank is raised on all."""
 
 import dataclasses
 import hashlib
@@ -49,7 +49,7 @@ _KINDS: dict[str, type[LazySnapError]] = {kind.__name__: kind for kind in _SHARE
 
 
 def common_settings(config: SnapshotConfig) -> Settings:
-    """What must be the same on all ranks, by the names of the settings; plain JSON."""
+    """Return the settings that must be equal on all ranks, by name; plain JSON."""
     found: Settings = {}
     for name, value in vars(config).items():
         if name == "job_id":

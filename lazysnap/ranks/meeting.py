@@ -1,4 +1,4 @@
-"""How the keepers of several nodes come to know each other: at the start, by way of the training's process group."""
+"""Discovery: the keepers of several nodes learn each other's addresses at the start, through the process group."""
 
 import contextlib
 import logging
@@ -28,13 +28,13 @@ _PORTS_OF_FIRST = 3
 
 @dataclass(frozen=True)
 class Meeting:
-    """What this rank's keeper is told of the others, and what a restart reads by."""
+    """The addresses of the other nodes' keepers, for this rank's keeper and for a restart that reads from them."""
 
     peers: Peers | None = None
     parity: Parity | None = None
     """``None``: other nodes do not protect this one."""
     reads: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """By node: where its keeper lets others read."""
+    """The address from which others read, by node."""
 
     @property
     def group(self) -> tuple[int, int]:
@@ -43,7 +43,7 @@ class Meeting:
 
     @property
     def secret(self) -> Secret:
-        """Of the job; there are ``peers``."""
+        """The secret of the job; only if there are ``peers``."""
         assert self.peers is not None
         return self.peers.secret
 
@@ -54,15 +54,15 @@ NOBODY = Meeting()
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """Where the keeper of a node is reached."""
+    """The addresses of a node's keeper."""
 
     host: str
     ports: list[int]
-    """For reads, and on node 0 for grants of storage and grants of protection; none: no port can be had."""
+    """Ports for reads, and on node 0 for grants of storage and of protection; empty if no port was free."""
     domain: str
-    """What may be lost at once: the node, or what the user says."""
+    """The failure domain: the node, or the text that the user gave."""
     library: str
-    """What computes parity there; empty: nothing."""
+    """The library that computes parity there; empty if there is none."""
     silence: str = ""
     """Why the keeper does not serve others yet; empty: it does."""
 
@@ -176,7 +176,7 @@ def _silence(client: KeeperClient, host: str, secret: Secret, timeout_s: float) 
     """Have this node's keeper serve the others. Blocks: at most ``timeout_s``. Why it does not yet; empty: it does."""
     try:
         client.connect(timeout_s)
-    except LazySnapError as error:  # the others wait for an answer; whoever needs the keeper hears of it again
+    except LazySnapError as error:  # the other nodes wait for an answer; the next use of the keeper raises it again
         return str(error)
     return "" if client.serve_peers(host, secret, timeout_s) else f"it did not answer within {timeout_s:g} s"
 

@@ -1,4 +1,4 @@
-"""What of the walked state this rank captures: its own tensors, its shards, and its share of what all ranks hold.
+"""The part of the state that this rank captures: its own tensors, its shards, its share of replicated ones.
 
 Replicated state (DDP) is cut by rows into shares of equal size over the ranks of a node, so that together they hold one
 copy per node (topology.share); so is a DTensor's local shard over those of them that hold the same one (HSDP, tensors
@@ -22,9 +22,9 @@ from lazysnap.state.walk import Walk
 from lazysnap.topology import Rows, share
 
 STORERS = 8
-"""So many nodes share out what many nodes hold: a restart opens their files, and no more with a thousand nodes."""
+"""Replicated state is spread over at most this many nodes: a restart opens that many files, also of 1,000 nodes."""
 Common = tuple[list[int], str, int, str]
-"""Of tensors that the same ranks hold: those of them on this node, a digest of all of them, how many they are, and a
+"""Facts about tensors that the same ranks hold: the ranks of this node, a digest of all ranks, their number, and a
 digest of the tensors' names, shapes and dtypes."""
 
 
@@ -38,18 +38,18 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What several ranks of a node hold."""
+    """A tensor that several ranks of a node hold."""
 
     index: int
     local: torch.Tensor
     scope: str
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Of ``local`` in the whole."""
+    """Where ``local`` begins in the global tensor."""
 
     @property
     def rows(self) -> tuple[int, int]:
-        """How many, and the bytes of each; a tensor without dimensions is one."""
+        """The number of rows and the bytes of each; a tensor without dimensions is one row."""
         rows = self.local.shape[0] if self.local.dim() else 1
         return rows, self.local.nbytes // max(1, rows)
 
@@ -71,14 +71,14 @@ class Partition:
         """
         self._of = walk.names
         self.facts: dict[str, dict[str, Any]] = {}
-        """By name: ``scope``, ``global_shape``, ``offsets``, ``order``, as in the manifest; nothing for what is
-        rank-scoped."""
+        """``scope``, ``global_shape``, ``offsets`` and ``order`` by name, like in the manifest; absent for rank-scoped
+        tensors."""
         self.shared_rows: dict[str, tuple[int, int]] = {}
-        """By name: of the captured rows those that this node stores at levels that all nodes see; absent: all."""
+        """The captured rows that this node stores at levels that all nodes see, by name; absent: all."""
         self.nodes: dict[str, int] = {}
-        """By name: how many nodes hold the captured rows, where it is more than one."""
+        """The number of nodes that hold the captured rows, by name, where it is more than one."""
         self.common: list[Common] = []
-        """What must be the same on all ranks that hold the same tensors."""
+        """Facts that must be equal on all ranks that hold the same tensors."""
         self._storers: set[int] = set()
         self._tied: dict[int, int] = {}
         parts, shared = self._sorted_out(walk, replicated, untrained, (rank, len(nodes)))
@@ -94,7 +94,7 @@ class Partition:
     def _sorted_out(
         self, walk: Walk, replicated: Collection[Key], untrained: Collection[str], of: tuple[int, int]
     ) -> tuple[list[_Part], dict[tuple[int, ...], list[_Shared]]]:
-        """What is this rank's own, and by the ranks that hold it what others hold as well; ``of``: rank, and ranks."""
+        """Return this rank's own tensors, and shared ones by the ranks that hold them; ``of``: rank, and ranks."""
         rank, everyone = of[0], tuple(range(of[1]))
         own: list[_Part] = []
         shared: dict[tuple[int, ...], list[_Shared]] = {}
@@ -157,7 +157,7 @@ class Partition:
         self.nodes.clear()
 
     def holds_for(self, walk: Walk) -> bool:
-        """Whether ``walk`` has the structure that this was made for; tensors are compared by the plan."""
+        """True if ``walk`` has the structure that this was made for; tensors are compared by the plan."""
         tensors = walk.tensors
         same = (local_of(tensors[a]).data_ptr() == local_of(tensors[b]).data_ptr() for a, b in self._tied.items())
         return (walk.names is self._of or walk.names == self._of) and all(same)
@@ -200,7 +200,7 @@ def _shared(
 
 
 def _both(mine: Rows, stored: Rows | None) -> tuple[int, int]:
-    """What of the rows ``mine`` is in ``stored``, too, counted from the first of ``mine``."""
+    """Return the rows of ``mine`` that are also in ``stored``, counted from the first of ``mine``."""
     start = max(mine.start, stored.start if stored else 0)
     stop = min(mine.stop, stored.stop if stored else 0)
     return (start - mine.start, stop - mine.start) if start < stop else (0, 0)

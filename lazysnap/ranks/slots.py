@@ -24,12 +24,12 @@ def slots_needed(
 
 
 def least_slots(config: SnapshotConfig, world_size: int = 1, *, runs_ahead: bool = False) -> int:
-    """With fewer slots there are no captures: those that are kept, and the one being written."""
+    """Return the least number of slots with which captures are possible: those that are kept and one to write."""
     return kept_whole(config, world_size, runs_ahead=runs_ahead) + 1
 
 
 def kept_whole(config: SnapshotConfig, world_size: int = 1, *, runs_ahead: bool = False) -> int:
-    """How many of the newest whole captures are never written over: one of them is whole on every rank.
+    """Return how many of the newest whole captures are never written over: one of them is whole on every rank.
 
     ``runs_ahead``: some rank trains on a device, whose copies the host does not wait for at the gate.
     """
@@ -46,7 +46,7 @@ def newest_whole(statuses: Sequence[SlotStatus], count: int) -> list[int]:
 
 
 def choose_slot(statuses: Sequence[SlotStatus], idle: Sequence[bool], kept: int = 1) -> int | None:
-    """The index of the slot to write next, ``None`` if all are in use.
+    """Return the index of the slot to write next, ``None`` if all are in use.
 
     Never a pinned slot (persistence reads it), never one that a device still writes into (not ``idle``), never one of
     the ``kept`` newest whole ones (until the next is whole, they are the restart points in memory); of the others the

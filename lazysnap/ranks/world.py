@@ -1,7 +1,8 @@
-"""The ranks of one training, and the few words they exchange: when planning and when resuming, never per snapshot.
+"""The ranks of one training, and their exchanges when planning and resuming, never per snapshot.
 
-On a gloo group of its own, in host memory, so that nothing of it meets the training's collectives; what is exchanged
-is JSON (``torch.distributed``'s object collectives would unpickle what arrives). Every exchange has a deadline.
+They run on a gloo group of its own, in host memory, so that nothing of it meets the training's collectives; what is
+exchanged is JSON (``torch.distributed``'s object collectives would unpickle what arrives). Every exchange has a
+deadline.
 """
 
 import datetime
@@ -86,17 +87,17 @@ class World:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one rank only."""
+        """True if there is one rank only."""
         return self.size == 1
 
     @cached_property
     def places(self) -> list[Place]:
-        """Where every rank runs. Collective at its first use."""
+        """The places of all ranks. Collective at its first use."""
         return places([str(name) for name in self.exchange("making the engine", node_name())])
 
     @property
     def place(self) -> Place:
-        """Where this rank runs. Collective at the first use of ``places``."""
+        """The place of this rank. Collective at the first use of ``places``."""
         return self.places[self.rank]
 
     @cached_property
@@ -137,7 +138,8 @@ class World:
             raise self._missing(what, error) from error
 
     def exchange_after(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Every rank's result of ``work`` (plain JSON), when all have theirs. Collective. Blocks: as long as they work.
+        """Return every rank's result of ``work`` (plain JSON), when all have theirs. Collective. Blocks: as long as
+        they work.
 
         One rank may read from memory in a moment what another one fetches from far away: while they work they tell each
         other so, and the deadline is for one that is dead or silent. Raises: as ``exchange``, after its own work.
@@ -172,7 +174,7 @@ class World:
         return list(outcome[0])
 
     def settle(self, walked: Walk, replicated: Collection[Key], untrained: Collection[str]) -> Partition:
-        """What this rank captures of the state. Collective at its first call, later ones are not.
+        """Return the part of the state that this rank captures. Collective at its first call, later ones are not.
 
         Where ranks of a node that should hold the same tensors do not, each of the node captures its own whole; where
         those of several nodes do not, each node stores its own whole.
@@ -200,7 +202,7 @@ class World:
         return partition
 
     def ends(self) -> bool:
-        """Whether all ranks came to the end of their training. Collective. Blocks: until the deadline."""
+        """True if all ranks came to the end of their training. Collective. Blocks: until the deadline."""
         try:
             if self._lost is not None:
                 raise self._lost
@@ -218,7 +220,8 @@ class World:
 
 
 def agree(told: Sequence[Sequence[Sequence[Any]]], node_ranks: Collection[int]) -> tuple[bool, bool]:
-    """Whether ranks that hold the same tensors all said the same of them: those of ``node_ranks``, and all. Pure.
+    """True if ranks that hold the same tensors all reported the same facts about them: those of ``node_ranks``, and
+    all. Pure.
 
     ``told``: by rank, see ``Partition.common``. The first is the same for a whole node_ranks, the second for all ranks.
     """

@@ -62,9 +62,9 @@ class Assembly:
         self._covers: dict[str, Cover] = {}
         self._missing: dict[str, None] = {}
         self._asked: dict[str, set[str]] = defaultdict(set)
-        """By name in the shards: names that are wanted of it."""
+        """The wanted names by the name in the shards."""
         self.names: frozenset[str] = frozenset()
-        """What is wanted."""
+        """All wanted names."""
 
     def want(self, names: Iterable[str]) -> None:
         """Say which tensors are wanted: those that the small state names. Before the other shards are added."""
@@ -181,8 +181,8 @@ class Assembly:
 
 
 def _room(shape: Extent, whole: Whole, target: "torch.Tensor | None") -> torch.Tensor:
-    """Where a tensor is put together: on the device of the live one that it is to fill, so that copies to the device
-    overlap with reading and comparing.
+    """Return the place where a tensor is put together: on the device of the live one that it is to fill, so that copies
+    to the device overlap with reading and comparing.
 
     Optimizer state is given to the optimizer as it is; of parameters the device holds two until the restart is over, as
     much as their gradients will take. Where it has no room, and for scalars (``step`` of most optimizers stays on the
@@ -195,15 +195,15 @@ def _room(shape: Extent, whole: Whole, target: "torch.Tensor | None") -> torch.T
 
 
 def is_part(target: Any, shape: Extent) -> TypeGuard[DTensor]:
-    """Whether a live tensor takes its part of a tensor of that global shape; all others get it whole."""
+    """True if a live tensor takes its part of a tensor of that global shape; all others get it whole."""
     return isinstance(target, DTensor) and tuple(target.shape) == shape
 
 
 def is_empty_part(target: Any) -> bool:
-    """Whether nothing of the tensor falls to this rank: no shard needs to be found for it."""
+    """True if nothing of the tensor falls to this rank: no shard needs to be found for it."""
     return isinstance(target, DTensor) and 0 in box_of(target)[1]
 
 
 def wanted_box(target: Any, shape: Extent) -> tuple[Extent, Extent]:
-    """What a live tensor, or none, is to be given of a tensor of that global shape: offsets and shape."""
+    """Return the part of a tensor of that global shape that a live tensor, or none, is given: offsets and shape."""
     return box_of(target) if is_part(target, shape) else ((0,) * len(shape), shape)

@@ -25,7 +25,7 @@ class Answer(Generic[_Result]):
     def __init__(self, work: "Watchdog[_Result]", timeout_s: float) -> None:
         self._work = work
         self.timeout_s = timeout_s
-        """How long it may show no progress."""
+        """Seconds for which it may show no progress."""
 
     def comes(self, until: float | None) -> bool:
         """True if the answer, or an error, is there by the monotonic time ``until``; ``None``: always. Blocks."""
@@ -48,7 +48,7 @@ class LevelReader:
 
     @property
     def url(self) -> str:
-        """Of the level."""
+        """The URL of the level."""
         return self._level.url
 
     def _open(self) -> SnapshotStore:

@@ -23,18 +23,18 @@ class LostPart:
     """See ``HeldParity``."""
     pieces: Pieces
     position: int
-    """Of the lost node."""
+    """The position of the lost node."""
     parts: dict[int, str]
-    """By position: the node that holds that member's captures; of other members."""
+    """The node that holds the captures of each other member, by position."""
     parities: dict[int, str]
-    """By position: the node that holds that member's parity."""
+    """The node that holds the parity of each member, by position."""
 
 
 def lost_parts(
     entries: Iterable[Entry], held: Sequence[tuple[str, HeldParity]]
 ) -> tuple[list[LostPart], list[Entry], list[str]]:
-    """What can be computed, lost or not; an entry for each of its shards, whose ``location`` begins with its number;
-    and why what is lost besides cannot be computed.
+    """Return what can be computed, lost or not; an entry for each of its shards, whose ``location`` begins with its
+    number; and why what is lost besides cannot be computed.
 
     ``entries``: of memory; ``held``: parity, and the node that holds it. The same on all ranks.
     """

@@ -1,4 +1,4 @@
-"""What memory of this node holds: captures of this rank's trainer before, and of ranks that are no more."""
+"""The contents of this node's memory: captures of this rank's last trainer, and of ranks that are no more."""
 
 from collections.abc import Callable
 
@@ -37,11 +37,12 @@ class NodeMemory:
 
     @property
     def own(self) -> MemoryInventory | None:
-        """What the keeper holds for this rank, as far as it was asked."""
+        """The keeper's captures of this rank, as far as it was asked."""
         return self._inventories.get(self._place.local_rank)
 
     def inventories(self) -> list[Inventory]:
-        """What the keeper holds for this rank; on the first rank of a node also for ranks that are no more. Blocks.
+        """Return the keeper's captures of this rank; on the first rank of a node also for ranks that are no more.
+        Blocks.
 
         Raises: JobBusy.
         """
@@ -86,7 +87,7 @@ class NodeMemory:
         return Inventory(f"{MEMORY} of local rank {number} of {self.node}", entries, images)
 
     def held(self, number: int) -> MemoryInventory:
-        """What the keeper holds for a local rank. Blocks, the first time."""
+        """Return the keeper's captures of a local rank. Blocks, the first time."""
         if number not in self._inventories:
             try:
                 neighbour = NeighbourMemory(self._identity, number, self._timeout_s)

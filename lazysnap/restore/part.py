@@ -25,7 +25,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Part:
-    """What was read."""
+    """The tensors and state that were read."""
 
     state: dict[str, Any]
     levels: list[str]

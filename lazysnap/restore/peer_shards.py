@@ -34,13 +34,14 @@ _FRESH_S = 60.0
 
 
 class Connections:
-    """To the keepers of other nodes, for one restart. An idle one is used again, whatever is read there next."""
+    """Connections to the keepers of other nodes, for one restart. An idle one is used again, whatever is read there
+    next."""
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[float, PeerReader]]] = defaultdict(list)
-        """By node, with the time since when."""
+        """Idle connections by node, each with the time since when."""
 
     @contextlib.contextmanager
     def reader(self, node: str, what: What) -> Iterator[PeerReader]:
@@ -151,7 +152,7 @@ class ParityBlocks:
         self._bad: dict[PeerFile, str] = {}
         """Sources that are passed over, and why."""
         self._known: dict[PeerFile, memoryview] = {}
-        """Of each holder the checksums that it knows."""
+        """The checksums that each holder knows."""
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -188,7 +189,7 @@ class ParityBlocks:
         return self._lost.pieces.group.data(stripe).index(position)
 
     def _sources(self, stripe: int) -> Iterator[_Source]:
-        """What is left of a stripe and not known to be bad: data first."""
+        """Yield what is left of a stripe and not known to be bad: data first."""
         group = self._lost.pieces.group
         for column, position in enumerate(group.data(stripe)):
             if position in self._parts and self._parts[position] not in self._bad:
@@ -288,11 +289,11 @@ class PeerShards:
         self._connections.meeting = meeting
 
     def reaches(self, node: str | None) -> bool:
-        """Whether the keeper of that node lets this process read."""
+        """True if the keeper of that node lets this process read."""
         return node in self._connections.meeting.reads
 
     def know(self, lost: list[LostPart]) -> None:
-        """What entries of parity refer to."""
+        """Add the parts that entries of parity refer to."""
         self._lost = lost
 
     def shard(self, node: str, local_rank: int, sequence: int, where: str) -> OpenShard:

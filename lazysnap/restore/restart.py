@@ -45,9 +45,9 @@ logger = logging.getLogger("lazysnap.engine")
 _FIRST_LEVEL = 2
 """Speed of the first level: behind memory, and what is computed from parity."""
 _PATIENCE_S = 3.0
-"""How long levels are waited for if memory has a whole snapshot."""
+"""Seconds to wait for levels if memory has a whole snapshot."""
 _LISTINGS = 3
-"""How often levels are listed until nothing vanishes between listing and reading."""
+"""Listings of levels at most, until nothing vanishes between listing and reading."""
 
 
 class Vanished(Exception):
@@ -56,7 +56,7 @@ class Vanished(Exception):
 
 @dataclass(frozen=True)
 class Restart:
-    """What a restart needs."""
+    """Inputs of a restart."""
 
     config: SnapshotConfig
     source: StateSource
@@ -64,13 +64,13 @@ class Restart:
     identity: JobIdentity
     world: World
     meeting: Meeting = NOBODY
-    """How other nodes are reached."""
+    """The addresses of other nodes."""
     has_storage: bool = True
-    """Whether levels are looked at; otherwise memory alone."""
+    """True if levels are looked at; otherwise memory alone."""
     start: str = ""
     """The id of this start: no earlier one has a greater id."""
     lends: bool = False
-    """Whether tensors of a snapshot may be views of memory, to be copied before the next boundary."""
+    """True if tensors of a snapshot may be views of memory, to be copied before the next boundary."""
     casts: bool = False
     """True for an evaluation, which may use another precision than the training: see ``part.check_fits``."""
 
@@ -191,7 +191,7 @@ class _Search:
         self._world = world = restart.world
         self._node = world.place.node
         self.problems: list[str] = []
-        """What was passed over, and why."""
+        """One line for each snapshot or level that was passed over, and why."""
         places = enumerate(restart.config.levels if restart.has_storage else ())
         self._levels = levels = {level.url: LevelReader(level, place + _FIRST_LEVEL) for place, level in places}
         for level in levels.values():
@@ -228,13 +228,13 @@ class _Search:
             follow(url, listing, restored, before=self._restart.start)
 
     def end(self) -> TrainerEnd | None:
-        """Of the trainer before, as far as this rank's keeper knows."""
+        """Return the end of the last trainer, as far as this rank's keeper knows it."""
         return None if self._memory.own is None else self._memory.own.end
 
     # ---------------------------------------------------------------- what there is
 
     def inventories(self, *, is_patient: bool) -> list[Inventory]:
-        """What all ranks found, the same list on every rank. Collective.
+        """Return what all ranks found, the same list on every rank. Collective.
 
         Levels are waited for as long as their settings say if ``is_patient``, or if memory has no whole snapshot; else
         for a few seconds in all.
@@ -265,7 +265,8 @@ class _Search:
         return found
 
     def _computed(self, memories: Sequence[Inventory], told: Sequence[list[Any]]) -> Inventory:
-        """What parity has of nodes that are gone. ``told``: by rank. Collective, if one node is left of several."""
+        """Return what parity has of nodes that are gone. ``told``: the reports by rank. Collective, if one node is left
+        of several."""
         client = self._restart.client
         if any(told) and client is not None and self._restart.meeting.peers is None:
             config, job_id = self._restart.config, self._restart.identity.job_id

@@ -1,4 +1,4 @@
-"""What a restart gives."""
+"""The result of a restart."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ class NewRun:
 
     run_id: str
     name: str
-    """What people see of its id."""
+    """The part of its id that people see."""
     left: SnapshotKey
     """The newest snapshot, which ``"latest"`` means until the new run has a complete one."""
     left_name: str
-    """What people see of the id of its run."""
+    """The part of the id of its run that people see."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Snapshot:
     """
 
     state: dict[str, Any] = field(repr=False)
-    """What ``StateSource.collect`` returned at that boundary."""
+    """The value that ``StateSource.collect`` returned at that boundary."""
     step: int
     run_id: str
     start: str
@@ -46,13 +46,13 @@ class Snapshot:
     """Ranks of the training that it was taken from; with another number of ranks now, random numbers could
     not be continued, and the position in the data counts other batches (``lazysnap.data.share``)."""
     newest_start: str | None = None
-    """Of all snapshots that were found."""
+    """The newest start of all snapshots that were found."""
     stored: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict, repr=False)
-    """By level: start and step of complete snapshots there that are not newer, of this run, oldest first."""
+    """Start and step of this run's complete snapshots that are not newer, by level, oldest first."""
     parameters: Mapping[str, Sequence[str]] | None = field(default=None, repr=False)
-    """By path of an optimizer in the state: the names of its parameters in its order, if they were known."""
+    """The parameter names of each optimizer in its order, by its path in the state, if they were known."""
     run: str = ""
-    """What people see of ``run_id``: its first digits, as many as tell it apart from the other runs there."""
+    """The first digits of ``run_id``, as many as distinguish it from the other runs there."""
     protected: SnapshotKey | None = None
     """The one in memory that other nodes protect best, and that stays until a newer one is protected."""
     new_run: NewRun | None = None
@@ -60,7 +60,7 @@ class Snapshot:
     captured_ns: int | None = None
     """When it was captured, in nanoseconds since the epoch."""
     end: TrainerEnd | None = None
-    """Of ``"latest"``: when the trainer before this one ended, and how far it came, if its keeper still knows."""
+    """For ``"latest"``: when the trainer before this one ended, and how far it came, if its keeper still knows."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Absence:
     """Why there is no snapshot to restore."""
 
     urls: tuple[str, ...] = ()
-    """Where it was looked for, besides memory."""
+    """The levels that were searched, besides memory."""
     incomplete: tuple[int, ...] = ()
     """Steps of which a part was found, in ascending order."""
     unreadable: tuple[int, ...] = ()
     """Steps that were complete and could not be read, in ascending order."""
     uncommitted: Mapping[str, int] = field(default_factory=dict)
-    """By level: directories of snapshots without any manifest, where there are some."""
+    """The number of snapshot directories without any manifest, by level, where there are some."""
     is_partial: bool = False
-    """Whether not every place could be looked at, as the messages before said."""
+    """True if not every place could be looked at; messages before said which."""

@@ -1,4 +1,4 @@
-"""What the levels hold, looked at by all ranks together: each reads its share of the manifests, once.
+"""The contents of all levels, looked at by all ranks together: each reads its share of the manifests.
 
 Names come first. A URL is listed by one rank of all, a path by one of each node: nodes that see the same directories,
 inode and times included, are at one place and share the work; a disk that only one node sees is shared by its ranks.
@@ -27,7 +27,7 @@ from lazysnap.topology import Place
 logger = logging.getLogger("lazysnap.engine")
 
 _SILENCE_S = 3.0
-"""How long a level that is waited for may be silent before the user is told."""
+"""Seconds that a level may be silent before the user is told that it is waited for."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Survey:
         self.reach: set[str] = set()
         """Labels of the places that only some ranks see, this one among them."""
         self.uncommitted: Counter[str] = Counter()
-        """By level: directories of snapshots without any manifest. The same on every rank."""
+        """The number of snapshot directories without any manifest, by level. The same on every rank."""
         self.unread: list[tuple[SnapshotName, str]] = []
         """Snapshots that a listing shows and that cannot be restored: a file has no manifest, or the manifests were
         not read in time. With the message about each. The same on every rank."""
@@ -62,7 +62,8 @@ class Survey:
         """Levels of which the user was told that they are waited for."""
 
     def look(self, problems: list[str], patience_s: float | None = None) -> list[Inventory]:
-        """What all ranks found, the same list on each; what this one could not is added to ``problems``. Collective.
+        """Return what all ranks found, the same list on each; what this one could not is added to ``problems``.
+        Collective.
 
         ``patience_s``: how long levels are waited for in all; ``None``: as long as their settings say.
         """
@@ -177,7 +178,7 @@ def check_levels(urls: Sequence[Sequence[str]], places: Sequence[Place]) -> None
 
 
 def is_path(url: str) -> bool:
-    """Whether what is there may be another place on another node."""
+    """True if the URL may mean another place on another node."""
     return urlsplit(url).scheme in ("", "file", "local")
 
 
@@ -208,7 +209,7 @@ def merged(inventories: list[Inventory]) -> list[Inventory]:
 
 
 def fields_of(inventory: Inventory) -> dict[str, Any]:
-    """As plain values."""
+    """Return plain values."""
     return {
         "level": inventory.level,
         "entries": [vars(entry) for entry in inventory.entries],
@@ -218,7 +219,7 @@ def fields_of(inventory: Inventory) -> dict[str, Any]:
 
 
 def inventory_of(fields: dict[str, Any]) -> Inventory:
-    """From parsed JSON."""
+    """Return the inventory in parsed JSON."""
     return Inventory(
         fields["level"],
         tuple(Entry(**{**item, "names": tuple(item["names"])}) for item in fields["entries"]),

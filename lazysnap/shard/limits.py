@@ -18,7 +18,7 @@ MAX_TENSORS = 1 << 20
 """Tensors in one file."""
 MAX_DIMS = 64
 MAX_BLOCK_BYTES = 256 << 20
-"""Of one checksum; a block is read as a whole before a byte of it is used."""
+"""The largest block of one checksum; it is read as a whole before a byte of it is used."""
 MAX_MANIFEST_BYTES = 64 << 20
 """About 250 bytes for each tensor of a sharded state: enough for 250,000 tensors in one file."""
 MAX_VALUES = 1 << 22
@@ -30,7 +30,7 @@ MAX_NESTING = 312
 """Lists and objects inside each other, in a manifest."""
 MAX_HEADER_NESTING = 3
 MAX_SMALL_OBJECT_BYTES = 4096
-"""Of an object that holds a name."""
+"""The largest object that holds a name."""
 
 MAX_STATE_DEPTH = 100
 """Containers inside each other in the training state, the state itself included."""

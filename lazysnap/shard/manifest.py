@@ -1,4 +1,4 @@
-"""The manifest beside a node's file: it describes the bytes, and it is the commit, because it is written last.
+"""The manifest beside a node's file: it describes the bytes and commits them, because it is written last.
 
 A file is ``{"digest":"xxh3-128:<hex>","manifest":<body>}`` and a newline; the digest is over the exact bytes of the
 body, so that a flipped byte anywhere in the file is found (docs/format.md).
@@ -31,7 +31,7 @@ from lazysnap.shard.names import NodeName, SnapshotName
 
 FORMAT = "lazysnap"
 TAG = "$"
-"""In the encoded state: the key of the type of a value that plain JSON does not have (docs/format.md)."""
+"""The key in the encoded state that holds the type of a value which plain JSON lacks (docs/format.md)."""
 FORMAT_VERSION = 1
 """The version that is written, and the newest one that is read."""
 _OPTIONAL = ("frozen", "parameters", "replicas")
@@ -71,7 +71,8 @@ class CaptureMeta:
     world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     captured_ns: Count
     tensors: dict[str, Any] = field(default_factory=dict)
-    """By name of a tensor, what safetensors cannot express: logical dtype, memory order, scope, place in the whole."""
+    """Facts that safetensors cannot express, by name of a tensor: logical dtype, memory order, scope, place in the
+    whole."""
     aliases: dict[Text, Text] = field(default_factory=dict)
     """Names of tied tensors, each with the name under which the bytes are stored."""
     state: Any = None
@@ -81,7 +82,7 @@ class CaptureMeta:
     frozen: FrozenReference | None = None
     """The frozen tensors that ``state`` refers to; absent in JSON if there are none."""
     parameters: dict[str, list[str]] | None = None
-    """By path of an optimizer in the state: the names of its parameters, as it numbers them. Absent if unknown."""
+    """The parameter names of each optimizer in its own order, by its path in the state. Absent if unknown."""
     replicas: Annotated[list[Count], Meta(max_length=MAX_RANKS)] | None = None
     """The ranks of the nodes that store what several nodes hold, where all nodes see the level. Absent if there is
     nothing of that."""
@@ -92,12 +93,12 @@ class CaptureMeta:
         return SnapshotName(self.run_id, self.step, self.start)
 
     def to_fields(self) -> dict[str, Any]:
-        """As plain values, the keys in the order of this class."""
+        """Return plain values, the keys in the order of this class."""
         fields = {name: value for name, value in vars(self).items() if value is not None or name not in _OPTIONAL}
         return fields if self.frozen is None else {**fields, "frozen": msgspec.structs.asdict(self.frozen)}
 
     def to_bytes(self) -> bytes:
-        """As one JSON object with the fields of this class as keys."""
+        """Return one JSON object with the fields of this class as keys."""
         return _dump(self.to_fields())
 
     @classmethod
@@ -144,12 +145,12 @@ class Shard:
 
     meta: CaptureMeta
     offset: int
-    """From the start of the file; a multiple of 4096."""
+    """Bytes from the start of the file; a multiple of 4096."""
     size_bytes: int
     header_bytes: int
 
     def layout(self, head: "bytes | memoryview", where: str) -> Layout:
-        """Where the tensors lie in the shard, from the header at its start. Raises: ShardCorrupt."""
+        """Return the places of the tensors in the shard, from the header at its start. Raises: ShardCorrupt."""
         return Layout.parse(head, self.size_bytes, where)
 
 
@@ -159,7 +160,7 @@ class Manifest:
 
     name: NodeName
     shards: tuple[Shard, ...]
-    """In the order of the file; at least one."""
+    """The shards in the order of the file; at least one."""
     checksums: Checksums
     created_ns: int
 
@@ -170,7 +171,7 @@ class Manifest:
 
     @property
     def meta(self) -> CaptureMeta:
-        """Of the first shard: run, step and start are those of all."""
+        """The facts of the first shard: run, step and start are those of all."""
         return self.shards[0].meta
 
     def of(self, rank: int) -> Shard:
@@ -251,7 +252,7 @@ class Manifest:
 
 
 def _damage(data: bytes, got: str) -> str:
-    """How a file differs from a valid one, in words."""
+    """Describe how a file differs from a valid one."""
     if not data:
         return "the file is empty"
     if not data.startswith(_HEAD):
@@ -294,7 +295,7 @@ def _load(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _is_facts(facts: Any) -> bool:
-    """Whether this is within the limits of an entry; its meaning is checked where it is used."""
+    """True if this is within the limits of an entry; its meaning is checked where it is used."""
     if not isinstance(facts, dict):
         return not isinstance(facts, (list, str))
     texts = [text for text in facts.values() if isinstance(text, str)]

@@ -39,7 +39,7 @@ def id_time_ns(text: str) -> int:
 
 
 def is_id(text: object) -> bool:
-    """Whether this is the id of a run or start: 16 hexadecimal digits."""
+    """True if this is the id of a run or start: 16 hexadecimal digits."""
     return isinstance(text, str) and _ID.fullmatch(text) is not None
 
 
@@ -76,12 +76,12 @@ def parse_frozen_directory_name(name: str) -> str | None:
 
 
 def is_directory_of_ours(name: str) -> bool:
-    """Whether this is the name of the directory of a snapshot or of frozen tensors."""
+    """True if this is the name of the directory of a snapshot or of frozen tensors."""
     return SnapshotName.parse(name) is not None or parse_frozen_directory_name(name) is not None
 
 
 def is_keep_name(name: object) -> bool:
-    """Whether this can be the name of a snapshot: 1 to 64 of ``A-Z a-z 0-9 . _ -``, the first a letter or digit."""
+    """True if this can be the name of a snapshot: 1 to 64 of ``A-Z a-z 0-9 . _ -``, the first a letter or digit."""
     return isinstance(name, str) and _KEEP_NAME.fullmatch(name) is not None
 
 

@@ -74,8 +74,8 @@ def overlaps(pieces: Sequence[Piece], offsets: Extent, shape: Extent) -> Iterato
 
 
 class Cover:
-    """How much of one wanted box the pieces added so far fill. They may overlap: where replicas were cut at different
-    places, as on nodes with different numbers of ranks.
+    """The part of one wanted box that the pieces added so far fill. They may overlap: where replicas were cut at
+    different places, as on nodes with different numbers of ranks.
     """
 
     def __init__(self, offsets: Extent, shape: Extent) -> None:
@@ -83,7 +83,7 @@ class Cover:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is missing."""
+        """True if nothing is missing."""
         return not self._holes
 
     @property
@@ -99,7 +99,7 @@ class Cover:
 
 
 def _without(hole: tuple[Extent, Extent], piece: Piece) -> Iterator[tuple[Extent, Extent]]:
-    """What is left of a box: up to two boxes for each dimension."""
+    """Yield the rest of a box without a piece: up to two boxes for each dimension."""
     part = next(overlaps([piece], *hole), None)
     if part is None:
         yield hole

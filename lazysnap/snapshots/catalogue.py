@@ -1,7 +1,7 @@
 """The catalogue of a level: which snapshots it holds, and which of them are complete.
 
-Names of directories tell run, step and start. Directories are listed and manifests are read only for the snapshots that
-a caller asks for.
+The name of a directory holds run, step and start. Directories are listed and manifests are read only for the snapshots
+that a caller asks for.
 """
 
 import os
@@ -73,16 +73,16 @@ class Found:
     key: SnapshotKey
     shards: tuple[Shard, ...]
     is_complete: bool
-    """Whether a restart could restore it from this level alone."""
+    """True if a restart could restore it from this level alone."""
 
     @property
     def step(self) -> int:
-        """Of the training."""
+        """The number of ranks of the training."""
         return self.key.step
 
     @property
     def run_id(self) -> str:
-        """Of the run that captured it."""
+        """The id of the run that captured it."""
         return self.key.run_id
 
     @property
@@ -92,7 +92,7 @@ class Found:
 
     @property
     def ranks(self) -> int:
-        """How many of these ranks are present."""
+        """The number of these ranks that are present."""
         return len({entry.rank for entry, _ in self.shards})
 
     @property
@@ -144,7 +144,7 @@ class Contents:
 
     @property
     def is_empty(self) -> bool:
-        """Whether lazysnap wrote nothing here."""
+        """True if lazysnap wrote nothing here."""
         return not (self.snapshots or self.uncommitted or self.frozen)
 
     @cached_property
@@ -153,7 +153,7 @@ class Contents:
         return short_ids(runs_in([self.inventory]))
 
     def references(self, frozen: FrozenEntry) -> int:
-        """How many of the snapshots refer to a file of frozen tensors."""
+        """The number of snapshots that refer to a file of frozen tensors."""
         return sum(frozen.digest in found.frozen for found in self.snapshots)
 
     def of_run(self, run_id: str) -> "Contents":
@@ -166,7 +166,7 @@ class Contents:
 
 
 class Catalogue:
-    """What a level held when it was first asked: each directory is listed, and each manifest read, at most once.
+    """The contents of a level when it was first asked: each directory is listed, and each manifest read, at most once.
 
     Every method blocks. Raises: LevelError, if the level does not answer.
     """
@@ -176,13 +176,13 @@ class Catalogue:
         self._directories: dict[str, Directory | None] = {}
         self._manifests: dict[FilePlace, Manifest | None] = {}
         self.problems: list[str] = []
-        """What cannot be used, and why: damaged, foreign or lost files."""
+        """One line for each file that cannot be used, and why: damaged, foreign or lost."""
         self.incomplete: list[str] = []
-        """What is missing of the snapshots that ``plans`` skipped."""
+        """One line for each snapshot that ``plans`` skipped: what is missing of it."""
 
     @property
     def listed(self) -> tuple[list[str], dict[str, Directory | None]]:
-        """What the listings showed so far: equal for two catalogues between which nothing changed."""
+        """The listings so far: equal for two catalogues between which nothing changed."""
         return self._names, self._directories
 
     @cached_property
@@ -257,7 +257,7 @@ class Catalogue:
         return short_ids(_name_of(directory).run_id for directory in self._list(lambda at: True) if directory.ranges)
 
     def shards(self, plan: RestartPlan) -> list[Shard]:
-        """By rank: the first source of a plan of this catalogue, and the manifest of its file."""
+        """Return the shard of each rank, from the first source of a plan of this catalogue."""
         found = []
         for entry in (offers[0] for offers in plan.sources):
             manifest = self._manifests[self.store.place(entry)]

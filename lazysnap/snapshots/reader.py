@@ -21,7 +21,7 @@ from lazysnap.snapshots.catalogue import Catalogue, in_parallel
 logger = logging.getLogger(__name__)
 
 _LOOKS = 10
-"""How often a level is listed, if a file that was listed is deleted before it is open."""
+"""Listings of a level before giving up, if listed files are deleted before they are open."""
 _MOST_OPEN = 128
 """Files of a snapshot that stay open. Each takes two of a process's descriptors, of which 1,024 are usual."""
 
@@ -38,7 +38,7 @@ class OpenShard:
     layout: Layout
     blocks: Blocks
     offset: int = 0
-    """Where it begins in these blocks."""
+    """The place in these blocks where it begins."""
     unverified: memoryview | None = None
     """The header, if it was not compared with its checksum yet: ``read`` does that."""
 
@@ -77,7 +77,7 @@ class Stored:
     name: str
     spec: TensorSpec
     offset: int
-    """In the blocks of the shard."""
+    """The place in the blocks of the shard."""
     facts: Mapping[str, object]
     """Its entry in the manifest."""
 
@@ -100,12 +100,12 @@ class Stored:
 
     @property
     def is_scoped(self) -> bool:
-        """Whether it is a box of a tensor of all ranks, rather than a tensor of one rank."""
+        """True if it is a box of a tensor of all ranks, rather than a tensor of one rank."""
         return "scope" in self.facts
 
     @property
     def shape(self) -> Extent:
-        """In the program: complex numbers may be stored as pairs of real ones."""
+        """The shape in the program: complex numbers may be stored as pairs of real ones."""
         is_pairs = self.logical is not None and self.logical.startswith("complex")
         return self.spec.shape[:-1] if is_pairs else self.spec.shape
 
@@ -309,7 +309,7 @@ def read(
     verify: bool = True,
     beat: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """As ``blocks.fill``; also compares headers that were not compared yet."""
+    """Like ``blocks.fill``; also compares headers that were not compared yet."""
     wanted: dict[Blocks, list[Wanted]] = {}
     for shard, parts in jobs.items():
         header = [_compared(shard, shard.unverified)] if verify and shard.unverified is not None else []

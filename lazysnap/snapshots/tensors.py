@@ -45,7 +45,7 @@ class Whole:
     """See ``Stored``. Ranks may differ in it; that of the part that was found first counts."""
     pieces: list[Piece] = field(default_factory=list)
     stored: dict[tuple[int, str], Stored] = field(default_factory=dict)
-    """By rank and name of a piece."""
+    """Where each piece is stored, by rank and name of the piece."""
 
     def add(self, stored: Stored, rank: int) -> Piece:
         """Add a part. Raises: ShardCorrupt, if it does not fit the others."""
@@ -77,10 +77,10 @@ class Span:
     start: int
     stop: int
     offsets: Extent
-    """Of the part in the box."""
+    """The offsets of the part in the box."""
     shape: Extent
     strides: Extent
-    """In elements, from ``start``."""
+    """Strides in elements, from ``start``."""
 
 
 def spans(place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], unit: int) -> Iterator[Span]:
@@ -248,7 +248,7 @@ class SnapshotTensors:
 
     @cached_property
     def _elsewhere(self) -> dict[str, Stored]:
-        """By name, for tensors of which this rank stored nothing: one box of each."""
+        """One box of each tensor of which this rank stored nothing, by name."""
         found: dict[str, Stored] = {}
         for shard in (shard for held in self.snapshot.ranks for shard in held):
             for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
@@ -292,7 +292,7 @@ class SnapshotTensors:
 
 
 def parts_of(names: Collection[str] | None) -> Callable[[Any], dict[str, Any]]:
-    """For ``state``: chooses these objects of the state (``None``: all), without decoding registered types.
+    """Return a choice for ``state``: these objects of the state (``None``: all), without decoding registered types.
 
     Raises: ShardCorrupt, if the state is no object.
     """

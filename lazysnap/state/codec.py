@@ -63,7 +63,7 @@ def _shortened(text: str) -> str:
 
 
 def encode(value: Any, *, tensor: TensorSink, depth: int = 0) -> Any:
-    """``value`` as plain JSON values; ``tensor(tensor, path)`` receives each tensor and returns its name.
+    """Return ``value`` as plain JSON values; ``tensor(tensor, path)`` receives each tensor and returns its name.
 
     ``depth``: the number of containers around ``value``.
     Raises: UnsupportedState, naming the path of the first value of an unknown type, or that is nested more than
@@ -307,7 +307,7 @@ class _Decoder:
         }
 
     def enter(self) -> None:
-        """As ``_Encoder.enter``."""
+        """Like ``_Encoder.enter``."""
         self.depth += 1
         if self.depth > MAX_STATE_DEPTH:
             raise ShardCorrupt(f"the small state is nested more than {MAX_STATE_DEPTH} deep")

@@ -14,7 +14,7 @@ _COMPILED = "_orig_mod"
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
-    """Whether its shape is not known before the first batch (``LazyLinear``)."""
+    """True if its shape is not known before the first batch (``LazyLinear``)."""
     return bool(is_lazy(tensor))
 
 
@@ -24,7 +24,7 @@ def without_compiled(name: str) -> str:
 
 
 def held_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
-    """By name of a live tensor: its name in a snapshot, also if only one of the two was compiled.
+    """Return the name in a snapshot by the name of a live tensor, also if only one of the two was compiled.
 
     Tensors that the snapshot does not have are left out.
     """

@@ -34,7 +34,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def _is_of_fabric(module: torch.nn.Module) -> bool:
-    """Whether Lightning Fabric wrapped it (``fabric.setup``); no package is imported to find out."""
+    """True if Lightning Fabric wrapped it (``fabric.setup``); no package is imported to find out."""
     return type(module).__name__ == "_FabricModule" and type(module).__module__.endswith("fabric.wrappers")
 
 
@@ -44,13 +44,13 @@ def plain_name(name: str) -> str:
 
 
 def is_local_sgd(module: object) -> bool:
-    """Whether weights differ between ranks until the next averaging."""
+    """True if weights differ between ranks until the next averaging."""
     hooks = [getattr(hook[0], "__name__", "") for hook in getattr(module, "_comm_hooks", [])]
     return "post_localSGD_hook" in hooks
 
 
 def _is_synchronised(module: torch.nn.Module) -> bool:
-    """Whether the gradients of all ranks are averaged at every step, so that parameters stay equal."""
+    """True if the gradients of all ranks are averaged at every step, so that parameters stay equal."""
     inner: Any = getattr(module, "_orig_mod", module)
     if _is_of_fabric(inner):
         inner = getattr(inner._forward_module, "_orig_mod", inner._forward_module)
@@ -68,12 +68,12 @@ def _state_of(value: Any) -> Any:
 
 
 def is_data_position(value: object) -> bool:
-    """Whether an object of the state is a data loader: its state is a position in the data."""
+    """True if an object of the state is a data loader: its state is a position in the data."""
     return isinstance(value, torch.utils.data.DataLoader) or getattr(value, "is_data_position", False) is True
 
 
 class NamedObjects:
-    """What a ``StateSource`` tells of its modules and optimizers, by the path of their state in ``collect()``."""
+    """The modules and optimizers of a ``StateSource``, by the path of their state in ``collect()``."""
 
     def named(self) -> Mapping[str, Any]:
         """They, and anything else, by name."""

@@ -99,7 +99,7 @@ def _check_class(path: str, there: str, here: str) -> None:
 
 
 def _fills_groups(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the class itself adds missing settings when it loads the state of an older version."""
+    """True if the class itself adds missing settings when it loads the state of an older version."""
     kind, base = type(optimizer), torch.optim.Optimizer
     return kind.__setstate__ is not base.__setstate__ or kind.load_state_dict is not base.load_state_dict
 

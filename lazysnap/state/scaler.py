@@ -7,7 +7,7 @@ import torch
 
 
 def state_of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """As ``scaler.state_dict()``, but what lies on a device stays a tensor there. Does not block."""
+    """Return ``scaler.state_dict()`` with the values on a device as tensors there. Does not block."""
     scale, growth = scaler._scale, scaler._growth_tracker
     if not scaler.is_enabled() or scale is None or growth is None or scale.device.type == "cpu":
         return scaler.state_dict()

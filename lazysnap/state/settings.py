@@ -83,7 +83,7 @@ class OptimizerSettings:
 
 
 def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By key: its value in every parameter group, or one value if all are equal."""
+    """Return for each key its value in every parameter group, or one value if all are equal."""
     values = {}
     groups = optimizer.param_groups
     for key in dict.fromkeys(key for group in groups for key in group if key not in _NOT_SETTINGS):

@@ -18,7 +18,7 @@ class Held:
     """A plain tensor that shares its memory with the live one."""
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Where ``local`` begins in the whole."""
+    """The place in the global tensor where ``local`` begins."""
     replicas: tuple[int, ...]
     """The ranks that hold the same part, this one included, in order; empty outside the mesh."""
 

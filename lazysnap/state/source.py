@@ -20,7 +20,7 @@ class StateSource(Protocol):
     """
 
     def collect(self) -> dict[str, Any]:
-        """The whole state as it is now: nested dicts, lists and tuples of tensors and plain values.
+        """The whole current state: nested dicts, lists and tuples of tensors and plain values.
 
         Called at every boundary. The tensors are the live ones (or detached aliases of them).
         """
@@ -48,13 +48,14 @@ class StateSource(Protocol):
         ...
 
     def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        """By the path of each optimizer's state in ``collect()``: its parameters, as it numbers them. The optimizers
+        """The parameters of each optimizer in its own order, by the path of its state in ``collect()``. The optimizers
         are in the order of ``optimizers()``.
         """
         ...
 
     def parameter_names(self) -> Mapping[int, str]:
-        """By ``id`` of a live parameter: its name in the model, without the wrappers of DDP and ``torch.compile``."""
+        """The name of each live parameter in the model by its ``id``, without the wrappers of DDP and
+        ``torch.compile``."""
         ...
 
     def expected(self) -> Mapping[str, torch.Tensor]:

@@ -108,7 +108,7 @@ class _Node:
 
 
 def _is_of_tensors(values: Iterable[Any]) -> bool:
-    """Whether there are some, and nothing but tensors."""
+    """True if there are some, and nothing but tensors."""
     kinds = set(map(type, values))
     return bool(kinds) and kinds <= _TENSOR_TYPES
 
@@ -136,7 +136,7 @@ class StateWalker:
         self._tensors: list[torch.Tensor] = []
 
     def walk(self, state: dict[str, Any]) -> Walk:
-        """As ``walk``. While the structure is the same, ``names`` and ``paths`` are the same objects as before.
+        """Like ``walk``. While the structure is the same, ``names`` and ``paths`` are the same objects as before.
 
         Raises: UnsupportedState, naming the path of a value that the safe encoding does not know.
         """
