@@ -150,7 +150,7 @@ class DirectStorage:
                 Watchdog(functools.partial(_store, slot, level), what).result(
                     min(level.timeout_s, self._config.gate_timeout_s)
                 )
-            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            except Exception as error:  # noqa: BLE001  storage packages may raise anything
                 logger.info("%s: %s", what, error)
                 continue
             slot.commit()  # only now: the keeper looks for the file

@@ -215,7 +215,7 @@ class _Copy:
     def _run(self) -> None:
         try:
             self._bring(digest_of(self._frozen.pieces(), self._beat))
-        except Exception as error:  # noqa: BLE001  the rim of the thread: they become part of every capture
+        except Exception as error:  # noqa: BLE001  the last handler of the thread: they become part of every capture
             self.error = str(error) if isinstance(error, LazySnapError) else f"{type(error).__name__}: {error}"
         finally:
             self._ended.set()

@@ -64,7 +64,7 @@ def _try(level: PersistentLevel, work: Callable[[Storage], bool | None]) -> bool
     attempt = Watchdog(lambda beat: work(open_store(level.url).storage), f"trying {shown(level.url)}")
     try:
         return attempt.result(min(_DEADLINE_S, level.timeout_s)) is True
-    except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+    except Exception as error:  # noqa: BLE001  storage packages may raise anything
         logger.info("%s: %s", shown(level.url), error)
         return False
 
@@ -76,7 +76,7 @@ def require_levels(levels: Sequence[PersistentLevel]) -> None:
     for level, attempt in attempts:
         try:
             attempt.result(level.timeout_s)
-        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
             problems.append(f"{shown(level.url)}: {type(error).__name__}: {error}")
     if problems:
         text = "; ".join(problems)

@@ -68,7 +68,7 @@ def _keep(listener: socket.socket, trainer: socket.socket | None, trouble: "Trou
 
 
 def _name_process() -> None:
-    """What top and ``ps -o comm`` show."""
+    """The name that top and ``ps -o comm`` show."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write("lazysnap-keeper")
 

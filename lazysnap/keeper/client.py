@@ -102,24 +102,24 @@ class KeeperClient:
         self._wanted: tuple[int, int, int] | None = None
         self._least = self._growth = 0
         self._progress = (0, 0)
-        """Of a drain: bytes that levels have, and bytes that all are to have."""
+        """The progress of a drain: bytes that levels have, and bytes that all shall have."""
         self._newest_held = 0
         """The greatest sequence number that a keeper held when this process came to it."""
         self._notes: deque[Message] = deque()
-        """What the keeper has not taken yet."""
+        """Messages that the keeper has not taken yet."""
         self._notes_lock = threading.Lock()
         self._events: deque[KeeperEvent] = deque()
         self._heartbeat = Heartbeat(config.keeper_timeout_s)
         self._patience = Patience(config.keeper_timeout_s)
-        """With the keeper that is being reached."""
+        """The connection to the keeper that is being reached."""
         self._questions = Questions(self._changed, lambda: self._connection)
         self._durable = DurableSteps()
         self._run: Run | None = None
-        """What the keeper is told of the run that goes on, also the next keeper."""
+        """The facts about the run that each keeper gets, the next one included."""
         self._ports: list[socket.socket] = []
         """Bound, for keepers to listen there."""
         self._serving: ServePeers | None = None
-        """What the keeper is told of other nodes, also the next keeper."""
+        """The addresses of other nodes that each keeper gets, the next one included."""
         self._lent: Sequence[Slot] = ()
         """Control words that the keeper sees, of captures that are not in its memory."""
         self._handed_over: Sequence[Slot] = ()
@@ -181,7 +181,7 @@ class KeeperClient:
                     if not is_over:
                         if self._serving is not None:
                             self._notes.append(self._serving)
-                        if self._run is not None:  # at once: nobody asks before it is told
+                        if self._run is not None:  # at once: nobody asks earlier
                             has_captured = any(slot.word(Word.SEQUENCE) for slot in self._lent)
                             if self._run.is_new and not has_captured:
                                 self._run = msgspec.structs.replace(self._run, floor=self._newest_sequence())
@@ -204,7 +204,7 @@ class KeeperClient:
                 died_early = died_early + 1 if time.monotonic() - attached_at < _EARLY_S else 0
         except (KeeperUnavailable, JobBusy) as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001  the rim of the thread: training goes on without a memory level
+        except Exception as error:  # noqa: BLE001  the last handler of the thread: training goes on without a memory level
             self._fail(KeeperUnavailable(f"the keeper's client failed: {type(error).__name__}: {error}"))
 
     def _leave(self, connection: Connection) -> None:
@@ -260,7 +260,7 @@ class KeeperClient:
             with self._changed:
                 self._connection = None
                 self._heartbeat = Heartbeat(self._config.keeper_timeout_s)
-                self._notes.clear()  # the next keeper is told anew
+                self._notes.clear()  # the next keeper gets it again
                 self._slots.orphan_all()
                 self._frozen.orphan_all()
                 connection.close()
@@ -270,7 +270,7 @@ class KeeperClient:
 
     @property
     def is_silent(self) -> bool:
-        """Whether a keeper is attached that does not answer: frozen, or its machine is overloaded."""
+        """True if a keeper is attached that does not answer: frozen, or its machine is overloaded."""
         return self._heartbeat.is_silent
 
     def _silent(self, connection: Connection) -> None:
@@ -339,7 +339,7 @@ class KeeperClient:
 
     @property
     def is_attached(self) -> bool:
-        """Whether there is a keeper now."""
+        """True if there is a keeper now."""
         return self._connection is not None
 
     def lend(self, slots: Sequence[Slot]) -> None:
@@ -400,7 +400,7 @@ class KeeperClient:
             return self._newest_sequence()
 
     def _newest_sequence(self) -> int:
-        # What is held is told with the welcome, and the slots come later.
+        # The welcome lists what is held; the slots come later.
         return max(self._newest_held, self._slots.newest_sequence())
 
     def refusal(self) -> JobBusy | None:
@@ -417,7 +417,7 @@ class KeeperClient:
             return self._slots.whole()
 
     def state_of(self, sequence: int) -> CaptureState:
-        """What became of the capture with that sequence number."""
+        """Return the state of the capture with that sequence number."""
         with self._changed:
             return self._slots.state_of(sequence)
 
@@ -449,7 +449,7 @@ class KeeperClient:
             connection.sock.shutdown(2)
 
     def supersede(self, first: int) -> bool:
-        """Say that nobody will need what ranks from local rank ``first`` on left in memory. Does not block.
+        """Let the keeper free the captures of ranks from local rank ``first`` on. Does not block.
 
         ``False`` if no keeper is attached that could be told.
         """
@@ -459,7 +459,7 @@ class KeeperClient:
         return True
 
     def poll_events(self) -> list[KeeperEvent]:
-        """What happened since the last call."""
+        """Return the events since the last call."""
         self._send_notes()
         with self._changed:
             events, self._events = list(self._events), deque()
@@ -479,7 +479,8 @@ class KeeperClient:
             return MemoryInventory.of(reply, self._slots.get, self._frozen.get)
 
     def frozen_slot(self, digest: str) -> Slot | None:
-        """Where frozen tensors of that digest are, or go; ``None`` if no live keeper holds them."""
+        """Return the slot of frozen tensors of that digest, filled or to be filled; ``None`` if no live keeper holds
+        them."""
         with self._changed:
             return self._frozen.get(digest)
 
@@ -522,7 +523,7 @@ class KeeperClient:
             return [level.url for level in self._config.levels if self._durable.newest(level.url) < step]
 
     def is_durable(self, step: int) -> bool:
-        """Whether that step of this start, or a later one, is known to be complete at the first level."""
+        """True if that step of this start, or a later one, is known to be complete at the first level."""
         with self._changed:
             return self._durable.newest(self._config.levels[0].url) >= step
 
@@ -616,7 +617,7 @@ class KeeperClient:
         self._slots.join(_JOIN_S)
 
     def forget_in_child(self) -> None:
-        """In a forked child: the connection and the slots are the parent's."""
+        """Forget all in a forked child: the connection and the slots are the parent's."""
         self._closing = True
         if self._connection is not None:
             os.close(self._connection.sock.detach())

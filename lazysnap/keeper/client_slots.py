@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class CaptureState(enum.Enum):
-    """What a trainer can say of one of its captures by the words in the slots."""
+    """The state of a trainer's capture, as the words in the slots show it."""
 
     COPYING = "copying"
     HELD = "held"
@@ -69,7 +69,7 @@ class MappedSlots:
         return max((slot.status().sequence for slot in self._slots.values()), default=0)
 
     def state_of(self, sequence: int) -> CaptureState:
-        """What became of the capture with that sequence number."""
+        """Return the state of the capture with that sequence number."""
         for slot in (*self._slots.values(), *self._orphans):
             status = slot.status()
             if status.sequence == sequence and status.phase is SlotPhase.CAPTURING:
@@ -117,7 +117,7 @@ class MappedSlots:
         except (OSError, ValueError) as error:  # no memory for page tables, or closed meanwhile
             logger.debug("a slot cannot be populated: %s", error)
             return
-        except Exception as error:  # noqa: BLE001  the rim of the thread: a capture tries once more
+        except Exception as error:  # noqa: BLE001  the last handler of the thread: a capture tries once more
             logger.warning("a slot could not be made ready: %s: %s", type(error).__name__, error)
         with self._lock:
             # Else it was dropped meanwhile, and nothing may hold it.
@@ -195,7 +195,7 @@ class MappedFrozen:
         self._held.clear()
 
     def orphans(self) -> list[tuple[str, Slot]]:
-        """For the next keeper to adopt."""
+        """Return the slots for the next keeper to adopt."""
         return [(digest, slot) for digest, slot in self._slots.items() if digest not in self._held]
 
     def take_all(self) -> list[Slot]:

@@ -34,7 +34,7 @@ _FRESH_S = 60.0
 
 
 class Encoding:
-    """Of one node. Not thread-safe."""
+    """Computes the parity of one node. Not thread-safe."""
 
     def __init__(self, parity: Parity, run: Run, team: Team, secret: Secret, pace: RateLimiter) -> None:
         self._parity, self._run, self._secret, self._pace = parity, run, secret, pace
@@ -42,7 +42,7 @@ class Encoding:
         self._group = Group(tuple(number for number, _, _ in parity.members), parity.parity)
         self._position = self._group.members.index(team.node)
         self._readers: dict[int, PeerReader] = {}
-        """By position."""
+        """The peers by position."""
         self._used_at = 0.0
 
     @property
@@ -143,7 +143,7 @@ class _Stripe:
         self._lock = threading.Lock()
 
     def num_blocks(self, position: int) -> int:
-        """Of the piece of that member here, without zeros behind its end."""
+        """Return the bytes of that member's piece here, without zeros behind its end."""
         if position not in self._data:
             return 0
         return sum(self.span(position, block)[1] > 0 for block in range(self._pieces.num_blocks))

@@ -1,4 +1,4 @@
-"""What a keeper tells its trainer, and what the trainer remembers of it."""
+"""Events from a keeper to its trainer, and the trainer's record of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -53,16 +53,16 @@ class MemoryEntry:
 
 @dataclass(frozen=True)
 class MemoryInventory:
-    """What the keeper holds: whole captures, and whole files of frozen tensors by their digest."""
+    """The keeper's contents: whole captures, and whole files of frozen tensors by their digest."""
 
     entries: tuple[MemoryEntry, ...] = ()
     frozen: Mapping[str, Slot] = field(default_factory=dict)
     end: TrainerEnd | None = None
-    """Of the trainer before."""
+    """The end of the last trainer."""
     local_ranks: tuple[int, ...] = ()
-    """Of the ranks for which the keeper holds anything, this one included."""
+    """The ranks for which the keeper holds anything, this one included."""
     parity: tuple[HeldParity, ...] = ()
-    """For other nodes; with the first rank of a node alone."""
+    """The listener for other nodes; only for the first rank of a node."""
 
     @classmethod
     def of(
@@ -101,7 +101,7 @@ class KeeperReady:
 
 @dataclass(frozen=True)
 class KeeperSilent:
-    """The keeper lives, as far as the trainer can tell, and does not answer."""
+    """The keeper seems to live, and does not answer."""
 
     text: str
 
@@ -131,7 +131,7 @@ KeeperEvent = News | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent
 
 
 class DurableSteps:
-    """What a trainer knows to be durable of the start that goes on, by level. Not thread-safe."""
+    """The durable steps of the current start that a trainer knows, by level. Not thread-safe."""
 
     def __init__(self) -> None:
         self._steps: dict[str, set[int]] = {}
@@ -142,7 +142,7 @@ class DurableSteps:
         self._start, self._steps = start, {}
 
     def add(self, event: Complete) -> list[int]:
-        """What of it is news, oldest first."""
+        """Return the new steps, oldest first."""
         if event.start != self._start:
             return []
         known = self._steps.setdefault(event.level, set())

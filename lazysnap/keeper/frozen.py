@@ -29,12 +29,12 @@ class FrozenPool:
     """Slots by digest, for all ranks of the node. Thread-safe."""
 
     def __init__(self, dropped: Callable[[str], None]) -> None:
-        """``dropped`` is told of each digest that is let go."""
+        """``dropped`` is called with each digest that is let go."""
         self._dropped = dropped
         self._lock = threading.Lock()
         self._slots: dict[str, Slot] = {}
         self._asked: dict[int, list[str]] = {}
-        """By local rank: the digests that its trainer asked for, the last one last."""
+        """The digests that each trainer asked for, by local rank, the last one last."""
         self._fillers: dict[str, int] = {}
         """The local rank whose trainer fills the slot."""
         self._making: dict[str, threading.Lock] = {}
@@ -51,7 +51,7 @@ class FrozenPool:
             return list(self._slots.items())
 
     def digests(self) -> list[str]:
-        """Of the whole ones."""
+        """The digests of the whole ones."""
         return [digest for digest, slot in self.items() if _is_whole(slot)]
 
     def size_bytes(self, local_rank: int, *, without: str = "") -> int:
@@ -155,7 +155,7 @@ def _is_whole(slot: Slot) -> bool:
 
 
 def _reference(slot: Slot) -> str | None:
-    """The digest that the capture in ``slot`` refers to. Raises: FormatError, if it cannot be told now."""
+    """The digest that the capture in ``slot`` refers to. Raises: FormatError, if it cannot be read now."""
     status = slot.status()
     if status.phase not in (SlotPhase.WHOLE, SlotPhase.CAPTURING):
         return None

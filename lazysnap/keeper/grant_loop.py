@@ -32,7 +32,7 @@ _IDLE_S = 1.0
 
 
 class GrantActions(Protocol):
-    """What the keeper does for the grants. Called on the grants' thread: nothing here may take long."""
+    """The keeper's work for the grants. Called on the grants' thread: nothing here may take long."""
 
     def views(self) -> Sequence[RankView]:
         """The words of the slots of all ranks of the node."""
@@ -114,7 +114,7 @@ class GrantLoop:
     # What the links tell
 
     def link_is_up(self, node: int) -> None:
-        """What was sent before may be lost: send the whole state."""
+        """Send the whole state: earlier messages may be lost."""
         self._events.put(lambda: self._greet(node))
 
     def link_is_down(self, node: int) -> None:
@@ -136,7 +136,7 @@ class GrantLoop:
         self._events.put(lambda: self._node.wish(step, is_urgent=is_urgent))
 
     def listed(self, level: int, steps: set[int]) -> None:
-        """What an earlier keeper of this start stored, read back."""
+        """Record the snapshots that an earlier keeper of this start stored, read back."""
         with self._lock:
             self._node.levels[level].stored |= steps
 
@@ -160,7 +160,7 @@ class GrantLoop:
         self._events.put(lambda: self._end(write, self._node.verified))
 
     def missed(self, write: Write) -> None:
-        """What was to be written is not held any more."""
+        """Record that the step to be written is not in memory any more."""
         self._events.put(lambda: self._end(write, self._node.missed))
 
     def failed(self, write: Write) -> None:
@@ -201,7 +201,7 @@ class GrantLoop:
                 logger.exception("grants: an event could not be dealt with; storage goes on with the next")
 
     def _wait(self) -> list[Callable[[], bool] | None]:
-        """What happened; at least one thing, or it is time to look."""
+        """Return the events; at least one, or none when it is time to look."""
         is_waiting = self._node.word is not None
         timeout_s = self._poll_s if is_waiting else _IDLE_S
         if self._timers:
@@ -257,14 +257,14 @@ class GrantLoop:
             return True
 
     def _send(self, report: Report, *, is_news: bool) -> None:
-        """To the coordinator; the own one always has the newest."""
+        """Send the report to the coordinator; the own one always has the newest."""
         if self._coordinator is not None:
             self._hear(report)
         elif is_news and self._links is not None:
             self._links.send(COORDINATOR_NODE, report)
 
     def _take(self, node: int, message: Message) -> bool:
-        """Whether to report."""
+        """True if there is something to report."""
         if isinstance(message, Report):
             if self._coordinator is not None and message.node == node:
                 self._hear(message)
@@ -311,7 +311,7 @@ class GrantLoop:
         return False
 
     def _decide(self, views: Sequence[RankView]) -> bool:
-        """Whether the own node got an order."""
+        """True if the own node got an order."""
         if self._coordinator is None:
             return False
         held = set.intersection(*({slot.step for slot in rank.slots} for rank in views)) if views else set()

@@ -51,7 +51,8 @@ def _times_run(pid: int) -> str | None:
 
 
 class Heartbeat:
-    """Of one connection, on the thread that receives its messages; ``fall_silent`` and ``is_silent`` on any.
+    """The heartbeat of one connection, on the thread that receives its messages; ``fall_silent`` and ``is_silent`` on
+    any.
 
     Answering -> silent, when nothing was heard for ``timeout_s``, pings or not; back with the next message.
     """
@@ -64,7 +65,7 @@ class Heartbeat:
         self.is_silent = False
 
     def wait(self, connection: Connection) -> bool:
-        """Whether there is something to receive; asks for a sign of life where there was none for a while. Blocks."""
+        """True if there is something to receive; asks for a sign of life where there was none for a while. Blocks."""
         poll = select.poll()
         poll.register(connection.sock, select.POLLIN)
         if poll.poll(self._pause_ms):
@@ -77,7 +78,7 @@ class Heartbeat:
 
     @property
     def is_over(self) -> bool:
-        """Whether the keeper should have answered by now."""
+        """True if the keeper should have answered by now."""
         return self._pings > _UNANSWERED and time.monotonic() - self._heard >= self._timeout_s
 
     def fall_silent(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which keeper is mine: the same command started again must find its memory without being told."""
+"""The identity of a job's keeper: the same command, started again, finds its memory by itself."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""What a keeper holds that a restart could read: sent to its trainer, and to other processes of the same user."""
+"""The captures of a keeper that a restart could read: sent to its trainer, and to other processes of the same user."""
 
 import contextlib
 import os

@@ -46,7 +46,7 @@ class Starting:
     """Ends with ``process``."""
 
     def failure(self) -> str:
-        """How the process that starts it failed; empty, if it did not, or has not ended yet."""
+        """The error of the process that starts it; empty, if it did not, or has not ended yet."""
         status = self.process.returncode
         return f" ({sys.executable} ended with status {status})" if status else ""
 

@@ -28,10 +28,10 @@ class LevelNames:
         self._settled: set[Naming] = set()
         """Given, or refused for good."""
         self._tries: Counter[Naming] = Counter()
-        """Of what failed."""
+        """The names that failed."""
 
     def want(self, wanted: Collection[tuple[int, str]]) -> None:
-        """The steps that are here, each with its names. What was tried in vain is tried again."""
+        """The steps that are here, each with its names. Failed ones are tried again."""
         with self._lock:
             self._wanted = frozenset(Naming(step, name) for step, name in wanted)
             self._tries = Counter({naming: 1 for naming in self._tries})
@@ -44,7 +44,7 @@ class LevelNames:
             self._taken.append(Naming(None, name))
 
     def first(self) -> Naming | None:
-        """What is to be done next."""
+        """Return the next thing to do."""
         with self._lock:
             if self._taken:
                 return self._taken[0]

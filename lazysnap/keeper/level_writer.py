@@ -44,16 +44,16 @@ _IDLE_S = 0.5
 _MAX_HANGING = 3
 """Threads that may hang at one level at a time; then it is left alone until one comes back."""
 _STANDS_S = 30.0
-"""Who waits for the last work of a level does not wait for an operation that did not move for so long."""
+"""An operation without progress for this long (seconds) no longer counts as pending."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-"""Between two small writes to a level that failed: the pause doubles up to this."""
+"""Seconds between two small writes to a level that failed: the pause doubles from the first to the second."""
 
 
 class WriterContext(Protocol):
-    """What a writer reads from, and tells. Any thread."""
+    """The source of a writer, and the receiver of its results. Any thread."""
 
     def slots_of(self, step: int) -> Sequence[Slot | None]:
-        """Of each rank the slot that holds a capture of this start."""
+        """Return the slot of each rank that holds a capture of this start."""
 
     def frozen(self, digest: str) -> Slot | None:
         """The slot that holds the frozen tensors of a digest, if there is one."""
@@ -69,7 +69,8 @@ class WriterContext(Protocol):
 
 
 class LevelPlace:
-    """What all starts of a job share at one level: the bound of bytes per second, and the threads that hang there."""
+    """State that all starts of a job share at one level: the bound of bytes per second, and the threads that hang
+    there."""
 
     def __init__(self, level: PersistentLevel, before: "LevelPlace | None" = None) -> None:
         """``before``: the place of an earlier start at the same level."""
@@ -121,10 +122,10 @@ class LevelWriter:
         self._slots: tuple[Slot, ...] = ()
         self._names = LevelNames()
         self.step: int | None = None
-        """What is being stored; ``None``: nothing."""
+        """The step that is being stored; ``None``: nothing."""
 
     def start(self, loop: GrantLoop, writers: Sequence["LevelWriter"]) -> None:
-        """Begin. ``writers``: of all levels, fast to slow; ``loop`` is told what becomes of each write."""
+        """Begin. ``writers``: of all levels, fast to slow; ``loop`` gets the result of each write."""
         self._loop, self._above, self._below = loop, writers[: self._index], writers[self._index + 1 :]
         threading.Thread(target=self._run, name="lazysnap-level", daemon=True).start()
 
@@ -146,7 +147,7 @@ class LevelWriter:
         self._put(lambda: self._list(told))
 
     def learned(self, levels: Sequence[NodeLevel], names: Mapping[int, set[str]]) -> None:
-        """What is complete at all levels, and the names by step: names may be given, old snapshots may go."""
+        """Take the complete steps of all levels, and the names by step: names may be given, old snapshots may go."""
         # On every node: what it stores may be where no other one sees it.
         complete = levels[self._index].complete
         here = [step for step in names if StepKey(step, self._files.start) in complete]
@@ -176,17 +177,17 @@ class LevelWriter:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether an operation of the level runs."""
+        """True if an operation of the level runs."""
         return self._attempt is not None
 
     @property
     def has_names(self) -> bool:
-        """Whether names are still to be given or taken away, as far as the level works."""
+        """True if names are still to be given or taken away, as far as the level works."""
         return self._fails_since is None and self._names.first() is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do that a level which works could do."""
+        """True if there is nothing to do that a level which works could do."""
         with self._changed:
             stands = self.idle_s > _STANDS_S
             is_done = stands or not (self._is_busy or self._work)
@@ -199,11 +200,11 @@ class LevelWriter:
 
     @property
     def moved_bytes(self) -> int:
-        """How much of the step at hand was read so far."""
+        """The bytes read so far of the current step."""
         return sum(source.moved_bytes for source in self._reading)
 
     def is_reading(self, slot: Slot) -> bool:
-        """Whether the slot is read now."""
+        """True if the slot is read now."""
         return any(slot is other for other in self._slots)
 
     # ---------------------------------------------------------------- the thread
@@ -216,7 +217,7 @@ class LevelWriter:
                     return
                 self._began = time.monotonic()
                 work()
-            except Exception:  # the rim of the thread: a bug here must not end persistence
+            except Exception:  # the last handler of the thread: a bug here must not end persistence
                 logger.exception("%s", self._where)
             finally:
                 self._attempt, self._reading, self._slots, self.step = None, [], (), None
@@ -287,7 +288,7 @@ class LevelWriter:
         except CaptureAborted as error:
             logger.info("%s: step %d is not stored: %s", self._where, step, error)
             loop.missed(write)
-        except Exception as error:  # noqa: BLE001  the rim to storage packages; what cannot be read back is not there
+        except Exception as error:  # noqa: BLE001  what cannot be read back is not there
             self._failed(step, error)
             loop.failed(write)
         else:
@@ -303,7 +304,7 @@ class LevelWriter:
 
         def obey() -> None:
             beat()
-            if not loop.is_wanted(write):  # other nodes may have been told that this write is void
+            if not loop.is_wanted(write):  # other nodes may already know that this write is void
                 raise WriteCancelled(f"step {write.step} was cancelled")
 
         store = self._opened(obey)
@@ -339,7 +340,7 @@ class LevelWriter:
         return manifest
 
     def _stored(self, meta: CaptureMeta, source: BlockSource) -> tuple[CaptureMeta, BlockSource]:
-        """What this level gets of a shard."""
+        """Return the part of a shard that this level gets."""
         if not self._files.is_shared or not has_shared_rows(meta):
             return meta, source
         part = SharedPart(meta, source)
@@ -384,7 +385,7 @@ class LevelWriter:
         return manifest
 
     def _copy(self, store: SnapshotStore, write: Write, beat: Beat) -> list[Manifest]:
-        """From the files of a faster level."""
+        """Copy from the files of a faster level."""
         assert write.source is not None
         above, turn = self._above[write.source], self._turn(write)
         if above._files.is_shared and not self._files.is_shared:
@@ -454,7 +455,7 @@ class LevelWriter:
     def _list(self, told: Callable[[set[int]], bool]) -> None:
         try:
             found = self._within_deadline("looking for what is there", self._look)
-        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
             self._failed(None, error)
             told(set())
         else:
@@ -496,11 +497,11 @@ class LevelWriter:
             self._memory.emit(LevelFailed(self._level.url, step, str(error)))
 
     def _probe(self) -> None:
-        """Whether a small write works again."""
+        """True if a small write works again."""
         assert self._loop is not None
         try:
             self._within_deadline("trying a small write", lambda beat: probe(self._opened(beat).storage, beat))
-        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
             self._store = None
             self._rest()
             logger.info("%s: a small write fails: %s", self._where, error)
@@ -531,7 +532,7 @@ class LevelWriter:
             self._within_deadline(f"naming a snapshot {name!r}", apply)
         except ConfigError as error:  # that does not pass, and the level is well
             self._not_named(naming, str(error), is_final=True)
-        except Exception as error:  # noqa: BLE001  the rim to storage packages
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
             self._failed(None, error)
             self._not_named(naming, f"{error}; it is tried again once the level works", is_final=False)
         else:
@@ -569,7 +570,7 @@ class LevelWriter:
                 delete_files(self._files.mine(store.storage, directory, key), beat)
 
     def _is_known(self, key: StepKey, own: NodeLevel) -> bool:
-        """Whether it would have been told that the snapshot is complete, if it is."""
+        """True if an order would have listed the snapshot as complete, if it is."""
         if key.start != self._files.start:
             return self._knows_earlier
         return self._knows_own or key in own.complete or key.step in own.cancelled

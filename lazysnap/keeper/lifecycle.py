@@ -1,4 +1,4 @@
-"""What becomes of a rank that a keeper serves. Pure: values in, decisions out.
+"""The life of a rank that a keeper serves. Pure: values in, decisions out.
 
 ::
 
@@ -20,7 +20,7 @@ import enum
 from collections.abc import Mapping
 
 START_GRACE_S = 30.0
-"""How long a keeper waits for its first trainer."""
+"""Seconds that a keeper waits for its first trainer."""
 
 
 class Phase(enum.Enum):
@@ -35,7 +35,7 @@ class Phase(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What can happen to a keeper."""
+    """Events in the life of a keeper."""
 
     HELLO = "hello"
     GOODBYE = "goodbye"

@@ -58,7 +58,7 @@ from lazysnap.topology import Team
 logger = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S = 3600.0
-"""What a rank without a trainer holds goes after so long even if a level still hangs."""
+"""Seconds after which captures of a rank without a trainer are freed, even if a level still hangs."""
 _RUNS_KEPT = 4
 _AWAY_GRACE_S = 1.5
 """A trainer that lives and lost its connection comes back sooner; until then no other process takes its place. Less
@@ -67,7 +67,7 @@ than the time for which a new trainer asks again (``attach._BUSY_GRACE_S``).
 
 
 class LocalRank:
-    """What a keeper holds, and does, for one rank of its node. Used on the keeper's main thread."""
+    """The captures and duties of a keeper for one rank of its node. Used on the keeper's main thread."""
 
     def __init__(
         self,
@@ -108,26 +108,26 @@ class LocalRank:
         self._memory_wake = threading.Event()
         self._drain: tuple[Drain, Wait | None] | None = None
         self._is_superseded = False
-        """Whether nobody needs what it holds."""
+        """True if nobody needs what it holds."""
         self._last: Wait | None = None
-        """While it drains: what becomes of the newest step that the node holds."""
+        """The wait for the newest step that the node holds, while it drains."""
         self._progress = (0, 0)
         self._has_missed = False
         """True if the trainer did not take some message."""
         self.is_choosing = False
-        """Whether its trainer did not tell yet which run it goes on with: until then nothing may be deleted."""
+        """True if its trainer did not name its run yet: until then nothing may be deleted."""
         self._runs: list[tuple[Run, Team]] = []
-        """What its trainers were capturing, and who they were then, the newest last."""
+        """The starts that its trainers captured, and the ranks they had then, the newest last."""
         threading.Thread(target=self._provide_memory, name="memory", daemon=True).start()
 
     @property
     def is_used(self) -> bool:
-        """Whether it has a trainer, which may have lost its connection for a moment."""
+        """True if it has a trainer, which may have lost its connection for a moment."""
         return self.phase in (Phase.ATTACHED, Phase.AWAY)
 
     @property
     def is_gone(self) -> bool:
-        """Whether its trainer is dead, or said goodbye: what is whole in its slots stays as it is."""
+        """True if its trainer is dead, or said goodbye: whole captures in its slots do not change any more."""
         return self.phase not in (Phase.WAITING, Phase.ATTACHED, Phase.AWAY)
 
     def has_left(self, start: str) -> bool:
@@ -139,7 +139,7 @@ class LocalRank:
         return [*self._pool.all(), *self._lent]
 
     def holds(self, slot: Slot, start: str) -> bool:
-        """Whether what the slot shows is a capture of that start. Its words alone tell: this is asked often."""
+        """True if what the slot shows is a capture of that start. Only its words are read: this is asked often."""
         sequence, found = slot.word(Word.SEQUENCE), None
         for run, _ in self._runs:
             if sequence > run.floor:
@@ -147,11 +147,11 @@ class LocalRank:
         return found == start
 
     def has_begun(self, start: str) -> bool:
-        """Whether its trainer captures, or captured, for that start."""
+        """True if its trainer captures, or captured, for that start."""
         return any(run.start == start for run, _ in self._runs)
 
     def num_ranks_of(self, start: str) -> int:
-        """How many ranks the node had in that start; 0, if its trainer does not know it."""
+        """The number of ranks that the node had in that start; 0, if its trainer does not know it."""
         return next((len(team.node_ranks) for run, team in self._runs if run.start == start), 0)
 
     def tick(self) -> None:
@@ -222,11 +222,11 @@ class LocalRank:
         return self._last is None or self._last.result() is not None
 
     def is_durable(self) -> bool:
-        """Whether it is at every level; also if nobody wants it any more."""
+        """True if it is at every level; also if nobody wants it any more."""
         return self.phase is not Phase.LINGERING or self._last is None or self._last.result() is True
 
     def newest_step(self) -> int | None:
-        """Of the newest whole capture."""
+        """The step of the newest whole capture."""
         held = [slot.status() for slot in self._pool.all()]
         newest = max((s for s in held if s.phase is SlotPhase.WHOLE), key=lambda s: s.sequence, default=None)
         return None if newest is None else newest.step
@@ -242,7 +242,7 @@ class LocalRank:
             self._trainer_died()
 
     def _is_trainer_alive(self) -> bool:
-        """``False`` also where it cannot be told: on a kernel before 5.3, and of processes of another container."""
+        """``False`` also where it cannot be known: on a kernel before 5.3, and of processes of another container."""
         if self._pidfd < 0:
             return False
         poll = select.poll()
@@ -250,7 +250,7 @@ class LocalRank:
         return not poll.poll(0)
 
     def refuses(self, connection: Connection) -> bool:
-        """Whether another process than the one at the other end is this rank's trainer."""
+        """True if another process than the one at the other end is this rank's trainer."""
         if self.trainer is not None:
             return True
         if self.phase is not Phase.AWAY or connection.peer_pid == self._trainer_pid:
@@ -262,7 +262,7 @@ class LocalRank:
         return False
 
     def busy(self) -> Busy:
-        """What a second trainer is told."""
+        """Return the refusal for a second trainer."""
         return Busy(self._trainer_pid, self._trainer_since)
 
     def attach(self, trainer: Connection, hello: Hello) -> None:
@@ -291,7 +291,7 @@ class LocalRank:
         """Notice the trainer's death even if a forked child of it still holds the socket."""
         try:
             self._pidfd = os.pidfd_open(connection.peer_pid)
-        except OSError:  # it is dead already, or the kernel is too old: the end of the connection tells
+        except OSError:  # it is dead already, or the kernel is too old: the end of the connection shows it
             self._pidfd = -1
             return
         self._selector.register(self._pidfd, selectors.EVENT_READ, self._on_trainer_exit)
@@ -406,7 +406,7 @@ class LocalRank:
 
     @property
     def last(self) -> tuple[Run, Team] | None:
-        """What its trainers were capturing last, as far as anything of it may be held, and who they were then."""
+        """The starts that its trainers captured last, as far as anything of it may be held, and who they were then."""
         return self._runs[-1] if self._runs else None
 
     def forget_run(self, start: str) -> None:
@@ -422,7 +422,7 @@ class LocalRank:
         self.emit(SlotMade(number), (kept.fd,))
 
     def _lend(self, slot: Slot) -> None:
-        """Of several the newest: a trainer that needs larger ones, or connects again, lends all of them anew."""
+        """Take the newest of several: a trainer that needs larger ones, or connects again, lends all of them anew."""
         self._lent, gone = [*self._lent, slot][-LENT:], [*self._lent, slot][:-LENT]
         _let_go(gone)
 
@@ -489,7 +489,7 @@ class LocalRank:
                     self._settled = None
             except LazySnapError as error:
                 self.emit(MemoryRefused(str(error)))
-            except Exception:  # the rim of the thread
+            except Exception:  # the last handler of the thread
                 logger.exception("memory")
         self._free()  # what was made meanwhile
 
@@ -508,7 +508,7 @@ class LocalRank:
                 free = self._max_bytes - others - self._capture_bytes()
             slot, fills = self._frozen.provide(rank, asked.digest, sizes, free)
             reply, fds = FrozenSlot(id=asked.id, digest=asked.digest, fills=fills), (slot.fd,)
-        except Exception as error:  # noqa: BLE001  the rim of the thread; the trainer tells what it means
+        except Exception as error:  # noqa: BLE001  the last handler of the thread; the trainer says what it means
             reply, fds = FrozenRefused(id=asked.id, text=str(error)), ()
         try:
             trainer.send(reply, fds)
@@ -516,7 +516,7 @@ class LocalRank:
             logger.info("could not tell the trainer: %s", error)
 
     def _capture_bytes(self) -> int:
-        """What the slots for captures take, or will when all are made."""
+        """The bytes of the slots for captures, once all are made."""
         held = sum(slot.size_bytes for slot in self._pool.all())
         if self._wanted is None:
             return held

@@ -1,4 +1,4 @@
-"""Messages between trainer and keeper: JSON behind a short header, descriptors beside it, on a Unix socket.
+"""Messages between trainer and keeper: JSON behind a short header, with descriptors, on a Unix socket.
 
 Both ends check that the other runs under the same user before anything is read (``SO_PEERCRED``).
 """
@@ -126,7 +126,7 @@ class Connection:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this end was closed."""
+        """True if this end was closed."""
         return self.sock.fileno() < 0
 
     def receive(self, *, wait: bool = True) -> Received | None:

@@ -1,4 +1,4 @@
-"""What the keeper of a job holds for another rank of this node, to be read: mapped, not copied."""
+"""Read the captures of another rank of this node from the job's keeper: mapped, not copied."""
 
 import contextlib
 import select
@@ -16,7 +16,7 @@ from lazysnap.keeper.protocol import FrozenSlot, Inventory, ShowRank, SlotMade
 
 
 class NeighbourMemory:
-    """What a keeper holds for one rank, readable as long as this is open, whatever becomes of the keeper."""
+    """The captures of one rank in a keeper, readable while this is open, even if the keeper ends."""
 
     def __init__(self, identity: JobIdentity, local_rank: int, timeout_s: float) -> None:
         """Blocks: at most ``timeout_s``. Raises: KeeperUnavailable, if there is no keeper, or it does not answer."""

@@ -15,26 +15,26 @@ from lazysnap.topology import Team
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """Names files, and tells which are the node's. Pure, but for what takes a storage."""
+    """Names files, and decides which are the node's. Pure, but for what takes a storage."""
 
     team: Team
     run_id: str
     start: str
     is_shared: bool
-    """Whether all nodes see the same place."""
+    """True if all nodes see the same place."""
 
     def directory(self, step: int) -> str:
-        """Of a snapshot of this start."""
+        """The directory of a snapshot of this start."""
         return SnapshotName(self.run_id, step, self.start).directory
 
     @property
     def name(self) -> NodeName:
-        """Of the file that the node writes."""
+        """The name of the file that the node writes."""
         team = self.team
         return self.alone(team.node_ranks[0]) if len(team.node_ranks) == 1 else NodeName(team.node, team.nodes)
 
     def alone(self, rank: int) -> NodeName:
-        """Of the file of a rank that stores its shard by itself."""
+        """The name of the file of a rank that stores its shard by itself."""
         return NodeName(rank, self.team.world_size)
 
     def found(self, storage: Storage, step: int) -> list[Manifest]:
@@ -51,11 +51,11 @@ class NodeFiles:
         return manifests
 
     def place(self, storage: Storage, step: int, name: NodeName) -> FilePlace:
-        """Where a file of the node is, or will be."""
+        """The place of a file of the node, written or not."""
         return FilePlace(storage, self.directory(step), name)
 
     def entry(self, url: str, speed: int, step: int) -> Entry:
-        """What the first shard of the node offers."""
+        """The facts of the first shard of the node."""
         facts = (self.run_id, self.start, step, self.team.node_ranks[0], self.team.world_size)
         return Entry(url, speed, *facts, self.directory(step))
 
@@ -77,14 +77,14 @@ class NodeFiles:
         return [FilePlace(storage, directory, name) for name in _manifests(storage, directory) if is_mine(name)]
 
     def looks_after(self, name: NodeName) -> bool:
-        """Whether this node removes what dead writers left of files of that name."""
+        """True if this node removes what dead writers left of files of that name."""
         return self._is_own(name) or self._is_left_to(name)
 
     def _is_own(self, name: NodeName) -> bool:
         return name == self.name or (name.nodes == self.team.world_size and name.node in self.team.node_ranks)
 
     def _is_left_to(self, name: NodeName) -> bool:
-        """Where all nodes see the same, files are shared out by number, so that each goes once.
+        """Share out files by number where all nodes see the same ones, so that each goes once.
 
         On a disk of its own a node finds files of whatever number it had when it wrote them.
         """

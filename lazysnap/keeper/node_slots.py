@@ -17,20 +17,20 @@ class RankMemory(Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """Whether its trainer is dead, or said goodbye."""
+        """True if its trainer is dead, or said goodbye."""
 
     def has_left(self, start: str) -> bool:
-        """Whether nothing more is captured for that start: its trainer is gone, or began another one."""
+        """True if nothing more is captured for that start: its trainer is gone, or began another one."""
 
     @property
     def is_choosing(self) -> bool:
-        """Whether its trainer did not tell yet which run it goes on with."""
+        """True if its trainer did not name its run yet."""
 
     def holds(self, slot: Slot, start: str) -> bool:
-        """Whether what the slot shows is a capture of that start."""
+        """True if what the slot shows is a capture of that start."""
 
     def has_begun(self, start: str) -> bool:
-        """Whether its trainer captures, or captured, for that start."""
+        """True if its trainer captures, or captured, for that start."""
 
 
 Ranks = Callable[[], Sequence[RankMemory | None]]
@@ -41,7 +41,7 @@ class NodeSlots:
     """Read from any thread."""
 
     def __init__(self, ranks: Ranks, start: str, step: int = -1) -> None:
-        """``step``: where that start went on from."""
+        """``step``: the step that the start resumed from."""
         self._ranks, self._start, self._step = ranks, start, step
 
     def ranks(self) -> list[RankMemory]:
@@ -49,11 +49,11 @@ class NodeSlots:
         return [rank for rank in self._ranks() if rank is not None]
 
     def all(self) -> list[Slot]:
-        """Of all of them, also those of other starts."""
+        """The slots of all ranks, also those of other starts."""
         return [slot for rank in self.ranks() for slot in rank.slots()]
 
     def views(self, pin: Word = Word.PIN) -> list[RankView]:
-        """What ``grants.node`` decides by. ``pin``: the word that says for which step a slot is pinned."""
+        """Return the input of ``grants.node``. ``pin``: the word that says for which step a slot is pinned."""
         return [self._view(rank, pin) for rank in self._ranks()]
 
     def _view(self, rank: RankMemory | None, pin: Word) -> RankView:
@@ -75,7 +75,7 @@ class NodeSlots:
         return [one for one in found if one[1].phase in _HELD and rank.holds(one[0], self._start)]
 
     def of_step(self, step: int) -> list[Slot | None]:
-        """Of each rank the slot that holds a capture of that step."""
+        """Return the slot of each rank that holds a capture of that step."""
         found: list[Slot | None] = []
         for rank in self._ranks():
             slots = [] if rank is None else [one for one in self._held(rank, rank.slots()) if one[1].step == step]

@@ -1,4 +1,4 @@
-"""What a keeper stores for one start of a job: its ranks' slots, the grants, and one writer per level.
+"""The storage of a keeper for one start of a job: its ranks' slots, the grants, and one writer per level.
 
 The decisions are those of ``grants.coordinator`` and ``grants.node``; here they meet shared memory and the levels.
 """
@@ -38,22 +38,22 @@ logger = logging.getLogger(__name__)
 _MOVING_S = 5.0
 """A reader that did not move for so long does not hold a slot any more."""
 _REST_S = 0.25
-"""How often a thread that has nothing to do looks again."""
+"""Seconds after which an idle thread looks again."""
 _ALONE_S = 20.0
-"""How long other nodes may be silent before a node without trainers stores what it holds."""
+"""Seconds that other nodes may be silent before a node without trainers stores its captures alone."""
 _UNREACHED_S, _REMINDER_S = 10.0, 600.0
-"""When trainers are told that a node is not reached, and how often again."""
+"""Seconds until the warning that a node is not reached, and until it is repeated."""
 _NAMES_S = 300.0
-"""How long snapshots of this start may get their names beside the next start."""
+"""Seconds for which snapshots of this start may get their names beside the next start."""
 _LIST_S = 3.0
-"""How long the first grant of a new keeper waits for levels to list what the keeper before it stored."""
+"""Seconds that the first grant of a new keeper waits for levels to list what the keeper before it stored."""
 _AFTER_ERROR_S = 5.0
 """Pause after an error that nobody foresaw."""
 
 
 @dataclass(frozen=True)
 class StorageContext:
-    """What a node's storage needs of its keeper."""
+    """The keeper's side of a node's storage."""
 
     ranks: Ranks
     frozen: Callable[[str], Slot | None]
@@ -62,7 +62,8 @@ class StorageContext:
 
 
 class NodeStorage:
-    """Of one node, for one start. Methods may be called from any thread, and do not block but for ``close``."""
+    """The storage of one node, for one start. Methods may be called from any thread, and do not block but for
+    ``close``."""
 
     def __init__(
         self,
@@ -86,23 +87,23 @@ class NodeStorage:
         self._slots = NodeSlots(context.ranks, run.start, run.step)
         self._lock = threading.Lock()
         self._telling = threading.Lock()
-        """Held while writers are told what is known, so that they hear of each name and level together."""
+        """Held while writers get the complete steps, so that each sees names and levels together."""
         self._names: dict[int, set[str]] = {}
         self._lost_names: set[tuple[int, int, str]] = set()
-        """Level, step and name of what trainers were told to be lost."""
+        """Level, step and name of snapshots that were reported lost."""
         self._levels: tuple[NodeLevel, ...] = tuple(map(self._known, self.levels))
-        """As they were when the last order was obeyed."""
+        """The complete steps at the last order."""
         self._stopped: list[float | None] = [None] * len(levels)
-        """By level: since when it does not work on all nodes, by the monotonic clock."""
+        """The monotonic time since when a level does not work on all nodes, by level."""
         self._news: queue.SimpleQueue[Message | tuple[NodeLevel, ...] | None] = queue.SimpleQueue()
-        """What trainers are told, or what was learned; ``None``: no more."""
+        """Messages for trainers and orders for writers; ``None``: the end."""
         self._is_closed = False
         self._is_retired = False
         """True once memory belongs to the next start."""
         self._has_begun = False
         """True once steps are granted."""
         self._tells_unreached_at: float | None = None
-        """When trainers are told again, by the time that it lasts; ``None``: they were not told, or that it is over."""
+        """The time of the next warning; ``None``: none was given, or it is over."""
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
         self._node = NodeGrants(team.node, run.start, tuple(map(self._known, self.levels)))
         alone = StoringAlone(self._node, run.num_kept, _ALONE_S)
@@ -128,7 +129,7 @@ class NodeStorage:
         return LevelWriter(LevelPlace(level, before), index, files, self, knows_earlier=level.url in run.stored)
 
     def _known(self, level: PersistentLevel) -> NodeLevel:
-        """What the restart saw there is complete. The coordinator tells only the newest."""
+        """Take as complete what the restart saw there. The coordinator lists only the newest."""
         known = NodeLevel(complete={*self._earlier(level)})
         return replace(known, remembered=max(known.remembered, level.keep_last))
 
@@ -159,7 +160,7 @@ class NodeStorage:
             if self._before is not None:
                 self._before.end()
                 self._before = None
-        except Exception:  # the rim of the thread
+        except Exception:  # the last handler of the thread
             logger.exception("storage")
 
     def _begin_protection(self) -> None:
@@ -177,7 +178,7 @@ class NodeStorage:
             self._protection.close()
 
     def _wish_kept(self) -> None:
-        """What trainers asked an earlier keeper to store."""
+        """Take over what trainers asked an earlier keeper to store."""
         for rank in self._slots.ranks():
             for slot in rank.slots():
                 step = slot.kept_step
@@ -248,13 +249,13 @@ class NodeStorage:
                     slot.unpin()
 
     def _is_kept(self, rank: RankMemory, slot: Slot) -> bool:
-        """Whether a trainer pinned it for a step of which it is not known yet what becomes of it."""
+        """True if a trainer pinned it for a step that is neither complete nor lost yet."""
         step = slot.kept_step
         is_ours = step is not None and rank.holds(slot, self.run.start)
         return is_ours and step is not None and not self._node.is_answered(step, self._from_slots)
 
     def _is_read(self, slot: Slot, granted: int) -> bool:
-        """Whether it is pinned for the granted step, by which a level that does not stand still profits."""
+        """True if it is pinned for the granted step, and a level that works reads it."""
         readers = [writer for writer in self._writers if writer.is_reading(slot)]
         is_granted = slot.word(Word.PIN) & ~KEEP == granted
         return is_granted and not any(writer.idle_s > _MOVING_S for writer in readers)
@@ -280,14 +281,14 @@ class NodeStorage:
         )
 
     def _learn(self) -> None:
-        """The thread that tells: a trainer that does not listen may hold it up for seconds."""
+        """Run the thread that sends messages: a trainer that does not listen may block it for seconds."""
         while (known := self._news.get()) is not None:
             try:
                 if isinstance(known, Message):
                     self._context.emit(known)
                 else:
                     self._take(known)
-            except Exception:  # the rim of the thread: what comes next is told all the same
+            except Exception:  # the last handler of the thread: later messages are sent all the same
                 logger.exception("telling")
 
     def _take(self, known: tuple[NodeLevel, ...]) -> None:
@@ -299,7 +300,7 @@ class NodeStorage:
         with self._telling:
             if known != before:
                 self._tell(known)
-            # Only now: whoever waits for a step hears of it after trainers, and after writers that name and delete.
+            # Only now: those who wait for a step are woken after trainers, and after writers that name and delete.
             with self._lock:
                 self._levels, now = known, time.monotonic()
                 stopped = zip(self._stopped, known, strict=True)
@@ -366,7 +367,7 @@ class NodeStorage:
         """Name a snapshot, at every level."""
         with self._lock:
             self._names.setdefault(step, set()).add(name)
-        # A new keeper is told of old names, too: what is being written does not give way to those.
+        # A new keeper gets old names, too: what is being written does not give way to those.
         self.wish(step, is_urgent=any(slot is not None for slot in self.slots_of(step)))
         with self._telling:
             self._tell(self._levels)
@@ -379,13 +380,13 @@ class NodeStorage:
         with self._lock:
             for names in self._names.values():
                 names.discard(name)
-        with self._telling:  # else a writer that was just told of the name would give it again
+        with self._telling:  # else a writer that just got the name would give it again
             for writer in self._writers:
                 writer.release(name)
             self._tell(self._levels)
 
     def again(self) -> list[Message]:
-        """What a trainer that comes back is told."""
+        """Return the messages for a trainer that comes back."""
         told: list[Message] = [] if self._protection is None else self._protection.again()
         with self._lock:
             for settings, level in zip(self.levels, self._levels, strict=True):
@@ -395,7 +396,7 @@ class NodeStorage:
             return told
 
     def wait_for(self, step: int) -> Wait:
-        """Ask for a step at every level, and see what becomes of it."""
+        """Ask for a step at every level; the result shows if it arrives."""
         self.wish(step)
         return Wait(lambda: self._at_levels(step), lambda: self._size_of(step))
 
@@ -419,7 +420,7 @@ class NodeStorage:
         return self._slots.newest_common()
 
     def is_abandoned(self) -> bool:
-        """Whether all trainers that there were are gone, and none captured anything whole for this start."""
+        """True if all trainers that there were are gone, and none captured anything whole for this start."""
         ranks = self._slots.ranks()
         return bool(ranks) and all(rank.is_gone for rank in ranks) and self.common_step() is None
 
@@ -432,15 +433,15 @@ class NodeStorage:
         return sum(0 if slot is None else slot.status().image_bytes for slot in self.slots_of(step))
 
     def is_reading(self, slot: Slot) -> bool:
-        """Whether a level reads this slot now."""
+        """True if a level reads this slot now."""
         return any(writer.is_reading(slot) for writer in self._writers)
 
     def fails_everywhere(self) -> bool:
-        """Whether every level failed at its last try."""
+        """True if every level failed at its last try."""
         return all(writer.fails_since is not None for writer in self._writers)
 
     def is_at_work(self) -> bool:
-        """Whether an operation of any level runs."""
+        """True if an operation of any level runs."""
         return any(writer.is_at_work for writer in self._writers)
 
     def has_names(self) -> bool:
@@ -498,7 +499,7 @@ class NodeStorage:
         return time.monotonic() > deadline or (bool(nodes) and seconds > _UNREACHED_S)
 
     def end(self) -> None:
-        """Close, once names are given; what was not named is told. Blocks: at most ``_NAMES_S``."""
+        """Close, once names are given; what was not named is reported. Blocks: at most ``_NAMES_S``."""
         deadline = time.monotonic() + _NAMES_S
         while (self._before is not None or self.has_names()) and not self._is_closed:
             if self._is_to_be_left(deadline):
@@ -532,7 +533,7 @@ class NodeStorage:
                 if self._protection is None and len(whole_before_newest(self._slots.views())) >= self.run.num_kept:
                     self._context.parity.clear()
                 pause_s = 0.0 if self._add_checksums() else _REST_S
-            except Exception:  # the rim of the thread
+            except Exception:  # the last handler of the thread
                 logger.exception("memory at rest")
                 pause_s = _AFTER_ERROR_S
             time.sleep(pause_s)

@@ -39,7 +39,7 @@ def _search(levels: Sequence[PersistentLevel], run_id: str, emit: Callable[[Mess
         try:
             search = Watchdog(partial(_newest_other, level, run_id), f"{shown(level.url)}: looking for other runs")
             found += [one for one in [search.result(level.timeout_s)] if one is not None]
-        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
             logger.info("%s: whether other runs are there is not known: %s", shown(level.url), error)
     if found:
         other = max(found, key=lambda item: item.newest)

@@ -13,11 +13,11 @@ from lazysnap.memory.budget import NODE
 
 @dataclass(frozen=True, eq=False)
 class ParitySet:
-    """Of one step."""
+    """The parity of one step."""
 
     held: HeldParity
     files: dict[int, memoryview]
-    """By stripe; see ``parity.pieces``."""
+    """Stripes by number; see ``parity.pieces``."""
 
 
 class ParityStore:

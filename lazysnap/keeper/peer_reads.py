@@ -1,4 +1,4 @@
-"""What a keeper lets other keepers and restarting trainers of its job read: slots, its node's part, parity."""
+"""Reads that a keeper serves to other keepers and restarting trainers of its job: slots, its node's part, parity."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class PeerReads:
             server.close()
 
     def _beat(self) -> None:
-        """What is waited for ends with the server; until then the reader's deadline counts. Raises: CaptureAborted."""
+        """Wait until the server ends at most; until then the reader's deadline counts. Raises: CaptureAborted."""
         if self._server is None:
             raise CaptureAborted("this keeper serves no reads of this start any more")
 

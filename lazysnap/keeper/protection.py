@@ -33,31 +33,31 @@ from lazysnap.topology import Team
 logger = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-"""Between two tries to reach the others after a failure: the pause doubles up to this."""
+"""Seconds between two tries to reach the others: the pause doubles from the first to the second."""
 _LATE_S, _REMINDER_S = 60.0, 600.0
-"""When trainers are told that nothing was protected since, and how often again."""
+"""Seconds until the warning that nothing was protected since, and until it is repeated."""
 _LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
 class ProtectionContext:
-    """What protection needs of the keeper."""
+    """The keeper's side of protection."""
 
     emit: Callable[[Message], None]
     """Tell the trainers of the node; does not block."""
     has_stored: Callable[[], bool]
-    """Whether a snapshot is complete at some level, and with it the frozen tensors."""
+    """True if a snapshot is complete at some level, and with it the frozen tensors."""
 
 
 @dataclass
 class _News:
-    """What trainers were told."""
+    """The messages that trainers got."""
 
     newest: int = -1
     since: float = field(default_factory=time.monotonic)
     """When something that was due was protected last, or nothing was due."""
     tells_at_s: float | None = None
-    """After how many seconds trainers are told again; ``None``: they were told nothing, or that it is over."""
+    """Seconds until the next warning; ``None``: none was given, or it is over."""
 
 
 def interval_of(parity: Parity, run: Run) -> int:
@@ -78,22 +78,22 @@ class HeldSteps:
     kept: int | None = None
     """The step whose slots and parity stay until a newer one is protected."""
     protected: int | None = None
-    """The newest protected step, as trainers were told."""
+    """The newest protected step that trainers know."""
     is_earlier_over: bool = False
-    """Whether this start does without what earlier ones held, though it protected nothing."""
+    """True if captures of earlier starts are released, although this start protected nothing."""
 
     def inherit(self, ranks: Sequence[RankView]) -> None:
         """Take over what a keeper before this one held of this start: of two steps the older one was protected."""
         self.kept = min((slot.step for rank in ranks for slot in rank.slots if slot.pin == slot.step), default=None)
 
     def stays(self, step: int | None, *, is_own: bool) -> bool:
-        """Whether slots and parity of that step stay. ``is_own``: of this start."""
+        """True if slots and parity of that step stay. ``is_own``: of this start."""
         if is_own:
             return step in (self.kept, self.level.grant)
         return self.kept is None and not self.is_earlier_over
 
     def learn(self) -> bool:
-        """An order was obeyed; whether trainers are to be told."""
+        """Take an obeyed order; True if trainers must be informed."""
         before = self.protected
         self.protected = max((key.step for key in self.level.complete if key.start == self.start), default=None)
         # If parity was lost with a keeper, what is left of it is the best there is.
@@ -111,7 +111,8 @@ class HeldSteps:
 
 
 class NodeProtection:
-    """Of one node, for one start. Methods may be called from any thread, and do not block but for ``close``."""
+    """Protection of one node, for one start. Methods may be called from any thread, and do not block but for
+    ``close``."""
 
     def __init__(self, run: Run, team: Team, slots: NodeSlots, store: ParityStore, context: ProtectionContext) -> None:
         """``run.peers`` and ``run.parity`` are there."""
@@ -158,7 +159,7 @@ class NodeProtection:
         self._loop.wish(step)
 
     def again(self) -> list[Message]:
-        """What a trainer that comes back is told."""
+        """Return the messages for a trainer that comes back."""
         protected = self._held.protected
         return [] if protected is None else [Protected(protected, self._run.start)]
 
@@ -228,7 +229,7 @@ class NodeProtection:
                 if not isinstance(error, WriteCancelled):
                     self._why = f"step {write.step}: {error}"
                 self._loop.missed(write)
-            except Exception as error:  # noqa: BLE001  the rim of the thread
+            except Exception as error:  # noqa: BLE001  the last handler of the thread
                 self._encoding.close()
                 if self._is_closed:
                     continue
@@ -276,19 +277,19 @@ class NodeProtection:
             )
 
     def _num_slots(self) -> int:
-        """Of the rank that has the fewest."""
+        """The slots of the rank that has the fewest."""
         ranks = [rank.slots() for rank in self._slots.ranks()]
         counts = [sum(slot.image_capacity > 0 and slot.status().ready for slot in slots) for slots in ranks]
         return min(counts, default=self._parity.slots)
 
     def _await_peers(self) -> None:
-        """Until all of the group can be reached again; then steps are granted again."""
+        """Try until all of the group can be reached again; then steps are granted again."""
         pause_s = _SHORTEST_PAUSE_S
         while not self._is_closed:
             try:
                 self._check_slots()
                 self._encoding.connect()
-            except Exception as error:  # noqa: BLE001  the rim of the thread
+            except Exception as error:  # noqa: BLE001  the last handler of the thread
                 self._why = str(error)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -303,7 +304,7 @@ class NodeProtection:
         while not self._is_closed:
             try:
                 self._tell()
-            except Exception:  # the rim of the thread
+            except Exception:  # the last handler of the thread
                 logger.exception("telling")
             time.sleep(_LOOK_S)
 

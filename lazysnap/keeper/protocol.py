@@ -1,4 +1,4 @@
-"""What trainer and keeper say to each other: one class per message, checked when it arrives."""
+"""Messages between trainer and keeper: one class each, checked when it arrives."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ class Question(Message, frozen=True):
 
 
 class Answer(Message, frozen=True):
-    """To a question of the same number."""
+    """The answer to the question of the same number."""
 
     id: int = 0
 
@@ -58,64 +58,64 @@ class AdoptFrozen(Message, frozen=True):
 
 
 class Peers(msgspec.Struct, frozen=True):
-    """How the keepers of several nodes reach each other."""
+    """Addresses by which the keepers of several nodes reach each other."""
 
     job: str
     host: str
     port: int
-    """Where the keeper of node 0 listens for grants of storage."""
+    """The address at which the keeper of node 0 listens for grants of storage."""
     secret: Secret
     parity_port: int = 0
-    """Where the keeper of node 0 listens for grants of protection."""
+    """The address at which the keeper of node 0 listens for grants of protection."""
     own: tuple[str, int] = ("", 0)
-    """Where the keeper of this node lets others read; no port, if it does not."""
+    """The address at which the keeper of this node lets others read; no port, if it does not."""
 
 
 class Parity(msgspec.Struct, frozen=True):
-    """How a node and the others of its group protect each other."""
+    """The group in which nodes protect each other."""
 
     members: list[tuple[int, str, int]]
-    """Of each node of the group: its number, and where its keeper lets others read."""
+    """Number and read address of each node of the group."""
     parity: int
-    """So many of them may be lost."""
+    """The number of nodes that may be lost."""
     most_lost: int
     """And of all nodes, where there are several groups: what more nodes hold needs no parity."""
     slots: int
-    """Of each rank: with fewer there are too few for captures beside those that are held."""
+    """The least slots of each rank: with fewer there are too few for captures beside those that are held."""
     every_n_steps: int
     max_bytes_per_s: int | None
     block_bytes: int
 
 
 class Run(Message, frozen=True):
-    """What is captured from now on: which run it is of, and which start."""
+    """The run and the start of all captures from now on."""
 
     run_id: str
     start: str
     step: int
-    """Where training stands: captures are of later steps."""
+    """The step of training: captures are of later steps."""
     floor: int
     """The greatest sequence number of a capture before it."""
     every_n_steps: int
-    """From one capture to the next."""
+    """Steps from one capture to the next."""
     num_kept: int
-    """So many of its newest whole captures a rank never writes over."""
+    """The number of newest whole captures that a rank never writes over."""
     stored: dict[str, list[tuple[str, int]]]
-    """By level: start and step of the complete snapshots that it goes on from."""
+    """Start and step of the complete snapshots that it continues, by level."""
     shared: list[str]
     """The levels at which all nodes see the same place, by their URL on this node. With several nodes."""
     peers: Peers | None
-    """With several nodes."""
+    """The other nodes, with several nodes."""
     is_new: bool
-    """Whether no keeper was told before."""
+    """True if no keeper got this before."""
     names_others: bool
-    """Whether to look for other runs at the levels; see ``OtherRun``."""
+    """True if other runs are looked for at the levels; see ``OtherRun``."""
     parity: Parity | None = None
-    """With several nodes that protect each other."""
+    """The group, with several nodes that protect each other."""
 
 
 class Reserve(Message, frozen=True):
-    """So many slots of these capacities, in bytes, are wanted."""
+    """Ask for this many slots of these capacities, in bytes."""
 
     meta: int
     image: int
@@ -145,7 +145,7 @@ class AskFrozen(Question, frozen=True, kw_only=True):
 
 
 class FrozenFilled(Message, frozen=True):
-    """The trainer writes no more into the slot of these frozen tensors. Whether they are whole, its words tell."""
+    """The trainer writes no more into the slot of these frozen tensors. Its words show if they are whole."""
 
     digest: str
 
@@ -268,7 +268,7 @@ class FrozenSlot(Answer, frozen=True, kw_only=True):
 
     digest: str
     fills: bool = False
-    """Whether this trainer is to fill it; else another one does, or it is whole."""
+    """True if this trainer shall fill it; else another one does, or it is whole."""
 
 
 class FrozenRefused(Answer, frozen=True, kw_only=True):
@@ -301,7 +301,7 @@ class DrainProgress(Message, frozen=True):
 
 
 class Drained(Answer, frozen=True, kw_only=True):
-    """Whether it is at every level."""
+    """True if it is at every level."""
 
     ok: bool
 
@@ -332,9 +332,9 @@ class HeldMember(msgspec.Struct, frozen=True):
 
     ranks: list[int]
     size_bytes: int
-    """Of its part (``keeper.node_part``)."""
+    """The bytes of its part (``keeper.node_part``)."""
     frozen: list[str | None]
-    """Of each rank the digest of the frozen tensors that belong with its capture."""
+    """The digest of each rank's frozen tensors that its capture needs."""
 
 
 class HeldParity(msgspec.Struct, frozen=True):
@@ -347,9 +347,9 @@ class HeldParity(msgspec.Struct, frozen=True):
     members: list[HeldMember]
     parity: int
     most_lost: int
-    """As of ``Parity``."""
+    """Like that of ``Parity``."""
     block_bytes: int
-    """At most so many are read and compared at a time."""
+    """The most bytes that are read and compared at a time."""
     position: int
     """Which member the holder is."""
 
@@ -358,24 +358,24 @@ class TrainerEnd(msgspec.Struct, frozen=True):
     """The end of the last trainer that captured anything, as its keeper saw it."""
 
     ended_ns: int
-    """In nanoseconds since the epoch."""
+    """Nanoseconds since the epoch."""
     run_id: str
     step: int
-    """Of the last boundary that it passed."""
+    """The step of the last boundary that it passed."""
 
 
 class Inventory(Answer, frozen=True, kw_only=True):
-    """What the keeper holds for one rank."""
+    """The captures of a keeper for one rank."""
 
     entries: list[Held]
     frozen: list[str]
     """Digests of frozen tensors."""
     end: TrainerEnd | None
-    """Of the trainer before."""
+    """The end of the last trainer."""
     local_ranks: list[int]
-    """Of all ranks for which it holds anything."""
+    """All ranks for which it holds anything."""
     parity: list[HeldParity] = []
-    """Of the whole node; with the first rank alone."""
+    """The memory of the whole node; only for the first rank."""
 
 
 class Durable(Message, frozen=True):
@@ -404,7 +404,7 @@ class Protected(Message, frozen=True):
 
 
 class Unprotected(Message, frozen=True):
-    """Nothing was protected for a while; said again and again. Empty: it is again."""
+    """Nothing was protected for a while; a repeated reminder. Empty: protection works again."""
 
     text: str
 
@@ -418,13 +418,13 @@ class LevelFailed(Message, frozen=True):
 
 
 class Unlinked(Message, frozen=True):
-    """Keepers of nodes do not reach each other, so nothing is stored; said again and again. Empty: they do again."""
+    """Keepers of nodes do not reach each other, so nothing is stored; a repeated reminder. Empty: they do again."""
 
     text: str
 
 
 class KeeperFailed(Message, frozen=True):
-    """An error in the keeper that nothing else tells of."""
+    """An error in the keeper that no other message shows."""
 
     text: str
 
@@ -436,7 +436,7 @@ class NameFailed(Message, frozen=True):
     name: str
     text: str
     is_lost: bool = False
-    """Whether the snapshot itself will never be there."""
+    """True if the snapshot itself will never be there."""
 
 
 class OtherRun(Message, frozen=True):
@@ -446,9 +446,9 @@ class OtherRun(Message, frozen=True):
     step: int
     """The newest complete one of that run."""
     name: str
-    """What people see of its id."""
+    """The part of its id that people see."""
     own_name: str
-    """What people see of the id of the run that starts."""
+    """The part of the id of the starting run that people see."""
 
 
 def _leaves(kind: type[Message]) -> list[type[Message]]:
@@ -462,7 +462,7 @@ msgspec.json.Decoder(_ANY)
 
 
 def encode(message: Message) -> bytes:
-    """As JSON. Not by msgspec's own encoder: names of files may hold bytes that are no UTF-8."""
+    """Return JSON. Not by msgspec's own encoder: names of files may hold bytes that are no UTF-8."""
     return json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode()
 
 

@@ -1,4 +1,4 @@
-"""What a trainer asked its keeper, and waits for."""
+"""Questions of a trainer to its keeper that have no answer yet."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ class Questions:
         self._connection = connection
         self._last = 0
         self._open: dict[int, Answer | None] = {}
-        """By number; ``None``: not answered yet."""
+        """The answers by number; ``None``: not answered yet."""
 
     def ask(
         self,

@@ -54,7 +54,7 @@ _FAILING_S = 60.0
 _TROUBLES = 8
 """Errors that wait for a trainer; older ones are in the log alone."""
 IDLE_LIMIT_S = 300.0
-"""How long the keeper of a job that is over gives names and deletes old snapshots."""
+"""Seconds for which the keeper of a finished job gives names and deletes old snapshots."""
 
 
 def run_keeper(
@@ -92,13 +92,13 @@ class Server:
         self._has_served = False
         self._is_terminated = False
         self._is_leaving = False
-        """True if it was told to leave, and no trainer came since."""
+        """True if it was asked to leave, and no trainer came since."""
         self._asked_to_stop: Connection | None = None
         self._storage: NodeStorage | None = None
         self._idle_until: float | None = None
         """When it ends whatever the levels still do."""
         self._num_ranks = 1
-        """How many ranks the node has."""
+        """The number of ranks of the node."""
         self._parity = ParityStore()
         self._reads = PeerReads(self._all_ranks, self._parity, self._frozen)
 
@@ -139,7 +139,7 @@ class Server:
             self._failing_since = None
 
     def _tell_trouble(self) -> None:
-        """Tell trainers of errors; without any, the next one is told."""
+        """Send errors to trainers; without any trainer, the next one gets them."""
         if self._trouble is not None:
             while not self._trouble.texts.empty():
                 self._untold.append(self._trouble.texts.get())
@@ -156,7 +156,7 @@ class Server:
         return time.monotonic() > self._first_until
 
     def _is_idle(self) -> bool:
-        """Whether names are given and old snapshots are gone, or that takes too long."""
+        """True if names are given and old snapshots are gone, or that takes too long."""
         self._idle_until = self._idle_until or time.monotonic() + IDLE_LIMIT_S
         return self._storage is None or self._storage.is_idle() or time.monotonic() > self._idle_until
 
@@ -189,14 +189,14 @@ class Server:
         rank.begin_run(run)
         storage = self._storage
         if storage is not None and storage.run.start == run.start:
-            for message in storage.again():  # also what was told while it was away
+            for message in storage.again():  # also messages of the time while it was away
                 rank.emit(message)
             storage.slots_changed()
         elif storage is None or run.is_new or run.start > storage.run.start:
             self._store(rank, run, rank.team)
 
     def _store(self, rank: LocalRank, run: Run, team: Team) -> None:
-        """From now on captures of this start are stored, and of no other."""
+        """Store captures of this start from now on, and of no other."""
         self._num_ranks = len(team.node_ranks)
         if run.peers is not None and run.peers.own[1]:  # a keeper before this one may have served them
             self._reads.serve(run.peers.own, run.peers.secret)

@@ -10,22 +10,22 @@ _FAILING_S = 5.0
 
 @dataclass(frozen=True)
 class AtLevel:
-    """How it is with a step at one level. Times are by the monotonic clock."""
+    """The state of a step at one level. Times are by the monotonic clock."""
 
     is_complete: bool
     is_lost: bool
     is_cancelled: bool
-    """Whether it was granted, and the grant cancelled."""
+    """True if it was granted, and the grant cancelled."""
     stopped_at: float | None
-    """Since when the level does not work on all nodes; ``None``: it does."""
+    """The time since when the level does not work on all nodes; ``None``: it does."""
     failed_at: float | None
     """When the last try of this node began that failed; ``None``: the level works here."""
     moved_bytes: int
-    """Of this node, by a write under way."""
+    """The progress of this node, by a write under way."""
 
 
 class Wait:
-    """For one step. Looked at now and then, on one thread."""
+    """The wait for one step. Looked at now and then, on one thread."""
 
     def __init__(self, look: Callable[[], Sequence[AtLevel]], size: Callable[[], int]) -> None:
         """``look``: how it is at each level; ``size``: bytes of the step on this node."""
@@ -34,10 +34,10 @@ class Wait:
         there = look()
         self._done = [0] * len(there)
         self._was_granted = [not one.is_cancelled for one in there]
-        """By level: whether a cancelled grant of the step is a new one."""
+        """True if a cancelled grant of the step is a new one, by level."""
 
     def result(self) -> bool | None:
-        """Whether the step is at every level; ``None``: not known yet. ``False``, once every other level was tried."""
+        """True if the step is at every level; ``None``: not known yet. ``False``, once every other level was tried."""
         outcomes = [self._outcome(index, one) for index, one in enumerate(self._look())]
         return None if None in outcomes else all(outcomes)
 
@@ -54,7 +54,7 @@ class Wait:
         return False if one.failed_at is None or one.failed_at >= self._since else None
 
     def is_anywhere(self) -> bool:
-        """Whether the step is at some level."""
+        """True if the step is at some level."""
         return any(one.is_complete for one in self._look())
 
     def progress(self) -> tuple[int, int]:

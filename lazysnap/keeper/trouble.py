@@ -1,4 +1,4 @@
-"""Errors of a keeper: written to a bounded log file, and told to whoever trains."""
+"""Errors of a keeper: written to a bounded log file, and sent to the trainers."""
 
 import contextlib
 import hashlib
@@ -18,7 +18,7 @@ _LOG_BYTES = 1 << 20
 _KEPT_S = 7 * 86400.0
 """Log files of other jobs are removed when nothing was written to them for so long."""
 _AGAIN_S = 600.0
-"""The same error is told again after so long."""
+"""Seconds after which the same error is sent again."""
 
 
 def private_directory() -> pathlib.Path:
@@ -45,7 +45,7 @@ class Trouble(logging.Handler):
         self._address = address
         self._told: dict[str, float] = {}
         self.texts: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """One line for each error that trainers are to be told."""
+        """Return one line for each error that trainers must see."""
 
     def watch(self) -> None:
         """Take note of errors from now on, and remove log files that nobody uses any more."""
@@ -59,7 +59,7 @@ class Trouble(logging.Handler):
                     path.unlink()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it down and have it told, once in a while."""
+        """Log an error, and send it to trainers once in a while."""
         what, where = record.getMessage(), f"{record.filename}:{record.lineno}"
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:

@@ -21,7 +21,7 @@ def follow(url: str, listing: Answer[Listing], restored: SnapshotName, *, before
         where = shown(url)
         try:
             directories = listing().directories
-        except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
             logger.warning(
                 "%s: whether it has a snapshot newer than step %d, which was resumed from memory, is not known: %s",
                 where,

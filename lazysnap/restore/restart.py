@@ -300,7 +300,7 @@ class _Search:
                     parts.append(self._read(plan, self._world.rank % plan.world_size))
             except StateMismatch as error:
                 mismatch = f"{by_rank}{error}"
-            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            except Exception as error:  # noqa: BLE001  storage packages may raise anything
                 failure = f"step {plan.step} passed over: {by_rank}{error}"
             faults.point("restore.read")
             return [mismatch, failure, self._gone]

@@ -101,7 +101,7 @@ class ShardOpener:
                 if entry not in self._opened:
                     shard = self._opened[entry] = self._open_frozen(entry, wanted)
                     self._sources[shard.blocks] = entry
-            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            except Exception as error:  # noqa: BLE001  storage packages may raise anything
                 self._refuse(entry, error)
                 continue
             return replace(self._opened[entry], rank=rank)

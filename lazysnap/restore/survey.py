@@ -109,7 +109,7 @@ class Survey:
             self._name_silent(url, listing, until)
             try:
                 mine.append([url, listing().to_fields()])
-            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            except Exception as error:  # noqa: BLE001  storage packages may raise anything
                 problems.append(f"{shown(url)} passed over: {error}")
         return [mine, list(self.unanswered)]
 
@@ -133,7 +133,7 @@ class Survey:
             self._name_silent(site.url, looked, until)
             try:
                 inventory = looked()
-            except Exception as error:  # noqa: BLE001  the rim to storage packages, which raise what they like
+            except Exception as error:  # noqa: BLE001  storage packages may raise anything
                 problems.append(f"{shown(site.url)} passed over: {error}")
                 continue
             entries = tuple(dataclasses.replace(entry, node=site.label) for entry in inventory.entries)
