@@ -1,4 +1,4 @@
-"""What a door is given: a place and intervals, as one ``SnapshotConfig``; and a path in place of a snapshot."""
+"""Arguments of the integrations: a place and intervals as one ``SnapshotConfig``; a path in place of a snapshot."""
 
 import os
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ EVERY_N_STEPS, PERSIST_EVERY_N_STEPS = 1, 100
 
 
 def place_beside(directory: object) -> str:
-    """Where the snapshots of a training go that writes to ``directory``, if nothing else is said. The job is then named
+    """Return the default place for snapshots of a training that writes to ``directory``. The job is then named
     by this place, too.
     """
     return resolve_url(os.path.join(str(directory), "lazysnap"))
@@ -22,7 +22,7 @@ def place_beside(directory: object) -> str:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a callback was made with. Raises: ConfigError, for what is wrong or contradictory."""
+    """Arguments of a callback. Raises: ConfigError, for what is wrong or contradictory."""
 
     dirpath: "str | os.PathLike[str] | None"
     every_n_steps: int
@@ -68,7 +68,7 @@ class Arguments:
             )
 
     def config_for(self, default_url: str) -> SnapshotConfig:
-        """``config`` as it is, or one persistent level at ``dirpath``."""
+        """Return a copy of ``config``, or one persistent level at ``dirpath``."""
         if self.config is not None:
             return replace(self.config)
         place: Any = default_url if self.dirpath is None else self.dirpath

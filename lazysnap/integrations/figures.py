@@ -24,7 +24,7 @@ class Figures:
             del self._passed_s[next(iter(self._passed_s))]
 
     def values(self, statistics: Statistics, levels: Sequence[PersistentLevel]) -> dict[str, float]:
-        """What is known now; nothing before the first capture.
+        """Return the current figures; none before the first capture.
 
         ``stall_ms``: the training thread waited at the last capture. ``device_wait_s``: devices stood still at gates so
         far (only on devices). ``copy_gb_per_s``: mean of all. ``skipped``, ``torn``: so far. ``lag_steps/…``,

@@ -1,10 +1,10 @@
-"""Whether a framework is here: before any other import, so that it is missed, and not one of the packages it brings."""
+"""A check for a framework before any other import, so that the error names it, and not a package that it brings."""
 
 from importlib.util import find_spec
 
 
 def is_installed(package: str) -> bool:
-    """Whether ``package`` can be imported; it is not imported."""
+    """True if ``package`` can be imported; it is not imported."""
     try:
         return find_spec(package) is not None
     except (ImportError, ValueError):  # an import hook refuses it, or a test put None in its place

@@ -19,11 +19,11 @@ class Bar(Protocol):
         """Show how far it is."""
 
     def close(self) -> None:
-        """Leave it as it is."""
+        """Do nothing."""
 
 
 class RichBar:
-    """Of rich; ``column``: the bar's own look."""
+    """A bar of rich; ``column``: the bar's own look."""
 
     def __init__(self, console: Console | None = None, column: BarColumn | None = None) -> None:
         columns = (TextColumn("{task.description}"), column or BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -42,7 +42,7 @@ class Session:
         self.engine.check_required()
 
     def has_passed(self, step: int) -> bool:
-        """Whether ``step`` is over and was not captured; else an accumulation of gradients is under way."""
+        """True if ``step`` is over and was not captured; else an accumulation of gradients is under way."""
         return step > self.step
 
     def passes(self, step: int) -> bool:
@@ -60,7 +60,7 @@ class Session:
         (self.engine.last_boundary if is_last else self.engine.boundary)(self.step)
 
     def figures(self) -> dict[str, float]:
-        """For loggers: see ``Figures.values``."""
+        """Return figures for loggers: see ``Figures.values``."""
         return self._figures.values(self.engine.statistics(), self.engine.config.levels)
 
     def judge(self, loss: Any, policy: NonFinite) -> None:
@@ -73,7 +73,7 @@ class Session:
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether a loss was bad, and training did not go back yet."""
+        """True if a loss was bad, and training did not go back yet."""
         return self._watch is not None and self._watch.is_spoilt
 
     def go_back(self) -> None:
@@ -119,13 +119,13 @@ class Session:
 
 
 class WithEngine:
-    """What a door offers of its running training, and of the last one."""
+    """The public view of the running training, and of the last one."""
 
     _arguments: Arguments
     session: Session | None = None
-    """Of the running training; ``None`` outside."""
+    """The session of the running training; ``None`` outside."""
     _statistics: Statistics | None = None
-    """Of the last training."""
+    """The statistics of the last training."""
 
     @property
     def engine(self) -> SnapshotEngine | None:

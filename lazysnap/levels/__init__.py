@@ -1,4 +1,4 @@
-"""Where bytes rest: storage backends, and the snapshots kept on them."""
+"""Persistent levels: storage backends, and the snapshots kept on them."""
 
 from lazysnap.levels.store import SnapshotStore, open_store
 

@@ -56,7 +56,7 @@ class Blocks(Protocol):
     where: str
     """The file, for messages."""
     threads: int
-    """How many blocks to read at a time."""
+    """Return the number of blocks to read at a time."""
     size_bytes: int
     block_bytes: int
 
@@ -98,7 +98,7 @@ class FileBlocks:
             yield data
 
     def header(self, shard: Shard) -> memoryview:
-        """Of a shard, verified. Its blocks are kept for the next ``block``. Raises: as ``block``."""
+        """Return a range of a shard, verified. Its blocks are kept for the next ``block``. Raises: as ``block``."""
         header = map_anonymous(shard.header_bytes)
         first, stop = shard.offset, shard.offset + shard.header_bytes
         for index in range(first // self.block_bytes, -(-stop // self.block_bytes)):

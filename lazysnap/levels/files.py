@@ -12,7 +12,7 @@ from lazysnap.errors import LevelFull, LevelUnavailable, ShardCorrupt
 from lazysnap.levels.storage import level_error
 
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9]{1,10}-[0-9a-f]{8}")
-"""What ``temp_name`` makes, and in it the name of the file that is being written."""
+"""The names that ``temp_name`` makes, each with the name of the file that is being written."""
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -100,7 +100,7 @@ def allocate(handle: int, size_bytes: int) -> None:
 
 
 def is_file(handle: int, path: str) -> bool:
-    """Whether ``path`` names this open file."""
+    """True if ``path`` names this open file."""
     try:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What dead writers left at a level: files that nobody needs and no writer of ours will come back for.
+"""Files that dead writers left at a level: nobody needs them, and no writer of ours returns to them.
 
 Listed is only what bears exactly a name of ours, in a snapshot's directory that is no symbolic link:
 
@@ -28,11 +28,11 @@ from lazysnap.shard.names import (
 )
 
 _NODE_0 = NodeName(0, 1)
-"""Whose share the temporary files of names are."""
+"""The share of a node or run: which temporary files are its to remove."""
 
 
 IsOurs = Callable[[NodeName], bool]
-"""Whether a writer looks after files of that name."""
+"""True if a writer removes leftovers of that name."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Leftover:
 
 
 def is_node_file_path(path: str) -> bool:
-    """Whether this is where a file of ours would be."""
+    """True if a file of ours could have this path."""
     directory, _, name = path.rpartition("/")
     parsed = parse_file_name(name)
     return is_directory_of_ours(directory) and parsed is not None and parsed[1] == "safetensors"
 
 
 def _owner_of(name: str) -> NodeName | None:
-    """Whose temporary file this is; ``None`` for any other name."""
+    """Return the owner of a temporary file; ``None`` for any other name."""
     match = TEMPORARY.fullmatch(name)
     if match is None:
         return None
@@ -63,7 +63,7 @@ def _owner_of(name: str) -> NodeName | None:
 
 
 def leftovers(storage: Storage, directory: str, is_ours: IsOurs | None) -> Iterator[Leftover]:
-    """What of a writer's files (``None``: of all files) may go in a directory of ours.
+    """Return which of a writer's files (``None``: of all files) may go from a directory of ours.
 
     Blocks. Raises: LevelError.
     """
@@ -86,7 +86,7 @@ def leftovers(storage: Storage, directory: str, is_ours: IsOurs | None) -> Itera
 
 
 def is_given_by_a_run(storage: Storage, path: str) -> bool:
-    """Whether a run wrote a ``keep-…`` object: its content is the run's id. Blocks. Raises: LevelError."""
+    """True if a run wrote a ``keep-…`` object: its content is the run's id. Blocks. Raises: LevelError."""
     try:
         return storage.size(path) <= MAX_SMALL_OBJECT_BYTES and is_id(storage.get(path).decode("ascii").strip())
     except (FileNotFoundError, FormatError, UnicodeDecodeError):
@@ -103,7 +103,7 @@ def lone_names(storage: Storage, directory: str) -> list[str]:
 
 
 def is_empty_and_settled(storage: Storage, directory: str) -> bool:
-    """Whether nothing is in a directory, and nobody just made it to put something there."""
+    """True if nothing is in a directory, and nobody just made it to put something there."""
     if storage.list(directory) or storage.is_link(directory):
         return False
     try:
@@ -113,7 +113,7 @@ def is_empty_and_settled(storage: Storage, directory: str) -> bool:
 
 
 def is_settled(storage: Storage, path: str) -> bool:
-    """Whether an object is there that did not change for a day. Raises: LevelError."""
+    """True if an object is there that did not change for a day. Raises: LevelError."""
     try:
         return storage.is_settled(path)
     except FileNotFoundError:

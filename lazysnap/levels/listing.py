@@ -1,4 +1,4 @@
-"""Which files a level has by their names alone: one listing per directory, whatever the number of ranks.
+"""The files of a level by their names alone: one listing per directory, whatever the number of ranks.
 
 Small enough to be told to all ranks, who then look at the manifests together, each at its share.
 """
@@ -27,7 +27,7 @@ class Directory:
     bare: str = ""
     """The first file of a node that has no manifest; empty if each has one."""
     mark: Any = None
-    """Of a file system: tells directories of the same name on different disks apart."""
+    """The id of a file system: distinguishes directories of the same name on different disks."""
 
     @property
     def is_whole(self) -> bool:
@@ -53,12 +53,12 @@ class Listing:
     problems: tuple[str, ...] = ()
 
     def to_fields(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return asdict(self)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Listing":
-        """From parsed JSON."""
+        """Return the listing in parsed JSON."""
         directories = (
             Directory(
                 item["name"],
@@ -72,7 +72,7 @@ class Listing:
 
 
 def list_names(storage: Storage, *, marked: bool = False, beat: Beat = lambda: None) -> Listing:
-    """What is there. Blocks: one listing per directory, each behind a ``beat``, which may raise.
+    """Return the names at a level. Blocks: one listing per directory, each behind a ``beat``, which may raise.
 
     Raises: LevelUnavailable, if the level does not answer.
     """
@@ -85,7 +85,8 @@ def list_names(storage: Storage, *, marked: bool = False, beat: Beat = lambda: N
 
 
 def list_directory(storage: Storage, name: str, problems: list[str], *, marked: bool = False) -> Directory | None:
-    """What one directory holds; ``None``, if it was just deleted or cannot be listed, added to ``problems``."""
+    """Return the names in one directory; ``None``, if it was just deleted or cannot be listed, added to
+    ``problems``."""
     try:
         files = storage.list(name)
         mark = storage.stamp(name) if marked else None

@@ -29,12 +29,12 @@ from lazysnap.shard.names import (
 logger = logging.getLogger(__name__)
 
 FROZEN_NAME = NodeName(0, 1)
-"""Of every file of frozen tensors."""
+"""The name of every file of frozen tensors."""
 
 
 @dataclass(frozen=True)
 class FilePlace:
-    """Where the file of one node and its manifest are, or will be."""
+    """The place of the file of one node and of its manifest, written or not."""
 
     storage: Storage
     directory: str
@@ -121,7 +121,7 @@ def delete_files(places: Sequence[FilePlace], beat: Beat = lambda: None) -> bool
 
 
 def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> list[Entry]:
-    """What a committed file offers, by rank."""
+    """Return the entries of a committed file, one for each rank."""
     found = []
     for meta in (shard.meta for shard in manifest.shards):
         facts = (meta.run_id, meta.start, meta.step, meta.rank, meta.world_size)
@@ -131,7 +131,7 @@ def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> li
 
 
 def check_place(manifest: Manifest, place: FilePlace) -> None:
-    """Whether a manifest stands where it says. Raises: ShardCorrupt."""
+    """Check that a manifest stands where it says. Raises: ShardCorrupt, if not."""
     meta, where = manifest.meta, f"{place.storage.url}/{place.manifest_path}"
     frozen = parse_frozen_directory_name(place.directory)
     if frozen is not None:

@@ -52,7 +52,7 @@ class Redaction:
         self._values = sorted((value for value in found if len(value) >= _MIN_LENGTH), key=len, reverse=True)
 
     def hides(self, text: str) -> bool:
-        """Whether ``text`` holds a secret."""
+        """True if ``text`` holds a secret."""
         return any(value in text for value in self._values)
 
     def clean(self, text: object) -> str:

@@ -26,7 +26,7 @@ class _Run:
 
 
 Cut = Callable[[TensorSpec, Any, int], tuple[TensorSpec | None, int]]
-"""What of a tensor with that entry in the manifest, of that rank, is in the part, and its first row there."""
+"""Return the rows of a rank's tensor that are in the part, and its first row there, by its manifest entry."""
 
 
 class SharedPart:
@@ -85,7 +85,7 @@ class SharedPart:
         return out
 
     def _block(self, index: int) -> memoryview:
-        """Of the source, asked for whole: files are read and compared by blocks."""
+        """Return checksums of the source, asked for whole: files are read and compared by blocks."""
         start = index * BLOCK_BYTES
         return self._source.view(start, min(BLOCK_BYTES, -(-(self._source.size_bytes - start) // PAGE) * PAGE))
 
@@ -104,7 +104,7 @@ def held_by_few(most: int) -> Cut:
 
 
 def is_held_by_few(meta: CaptureMeta, most: int) -> bool:
-    """Whether at most so many nodes hold each of its tensors."""
+    """True if at most this many nodes hold each of its tensors."""
     return all(_num_nodes(facts) <= most for facts in meta.tensors.values())
 
 
@@ -114,7 +114,7 @@ def _num_nodes(facts: Any) -> int:
 
 
 def has_shared_rows(meta: CaptureMeta) -> bool:
-    """Whether other nodes store something of this shard, too."""
+    """True if other nodes store something of this shard, too."""
     return any(_rows(facts) is not None for facts in meta.tensors.values())
 
 
@@ -123,7 +123,7 @@ def _rows(facts: Any) -> Any:
 
 
 def _cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, int]:
-    """What of a tensor is in the part, and its first row there. Raises: ShardCorrupt."""
+    """Return the rows of a tensor that are in the part, and its first row there. Raises: ShardCorrupt."""
     rows = _rows(facts)
     if rows is None:
         return spec, 0
@@ -138,7 +138,7 @@ def _cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, in
 
 
 def _facts(facts: dict[str, Any], start: int) -> dict[str, Any]:
-    """Of what is stored, whose first row is ``start``."""
+    """Return facts about the stored rows, of which ``start`` is the first."""
     kept = {name: value for name, value in facts.items() if name != "shared_rows"}
     if start:
         kept["offsets"] = [kept["offsets"][0] + start, *kept["offsets"][1:]]

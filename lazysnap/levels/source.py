@@ -40,7 +40,7 @@ class BlockSource(Protocol):
 
 
 def shard_of(meta: CaptureMeta, source: BlockSource) -> Shard:
-    """What a manifest says of a shard. Blocks: until its header is there. Raises: CaptureAborted."""
+    """Return the manifest's facts about a shard. Blocks: until its header is there. Raises: CaptureAborted."""
     return Shard(meta, 0, source.size_bytes, _header_bytes(source, 0))
 
 

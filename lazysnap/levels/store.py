@@ -1,4 +1,4 @@
-"""Snapshots at one level: file first, manifest last; the manifest is the commit, and the first thing to go.
+"""Snapshots at one level: file first, manifest last. The manifest commits, and is deleted first.
 
 Layout (docs/format.md)::
 
@@ -188,11 +188,11 @@ class SnapshotStore:
     # ---------------------------------------------------------------- looking
 
     def listing(self, *, marked: bool = False) -> Listing:
-        """What is here by its name alone; see ``levels.listing``. Raises: LevelUnavailable."""
+        """Return what is here by its name alone; see ``levels.listing``. Raises: LevelUnavailable."""
         return list_names(self.storage, marked=marked)
 
     def inventory(self, listing: Listing | None = None, share: tuple[int, int] | None = None) -> Inventory:
-        """What can be restored from here, and what cannot and why. Nothing found there makes it raise.
+        """Return what can be restored from here, and what cannot and why. Nothing found there makes it raise.
 
         With a ``listing`` nothing is listed again, with ``share`` (number, of how many) only that part is looked at.
         Raises: LevelUnavailable, if the level does not answer.
@@ -245,13 +245,13 @@ class SnapshotStore:
     # ---------------------------------------------------------------- reading
 
     def place(self, entry: Entry | FrozenEntry) -> FilePlace:
-        """Where the files of an entry are."""
+        """Return the place of an entry's files."""
         name = FROZEN_NAME if isinstance(entry, FrozenEntry) else NodeName.parse(entry.file)
         assert name is not None, f"{entry} is in memory"
         return FilePlace(self.storage, entry.location, name)
 
     def read_manifest(self, entry: Entry | FrozenEntry) -> Manifest:
-        """What is written beside the file of a shard or of frozen tensors.
+        """Return the manifest beside the file of a shard or of frozen tensors.
 
         Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable.
         """
@@ -300,11 +300,11 @@ class SnapshotStore:
         return freed
 
     def _is_of_others(self, directory: str, file: str) -> bool:
-        """Whether a ``keep-…`` object is there that no run gave. Another node may just have taken it away."""
+        """True if a ``keep-…`` object is there that no run gave. Another node may just have taken it away."""
         return not self._is_our_name(directory, file) and self.storage.exists(f"{directory}/{file}")
 
     def _is_our_name(self, directory: str, file: str) -> bool:
-        """Whether a ``keep-…`` object is one that a run gave, which can be told by its content."""
+        """True if a run gave a ``keep-…`` object, which its content shows."""
         path = f"{directory}/{file}"
         return is_given_by_a_run(self.storage, path) and not self.storage.is_link(path)
 

@@ -15,7 +15,7 @@ _CHECK_S = 0.25
 
 
 class WriteCancelled(CaptureAborted):
-    """What is written is not wanted any more; whoever waits goes on waiting, until it is cleaned up."""
+    """Abandon what is written; a caller that waits goes on waiting until it is cleaned up."""
 
 
 class Watchdog(Generic[Result]):
@@ -58,7 +58,7 @@ class Watchdog(Generic[Result]):
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread still works, whether or not anybody waits."""
+        """True if the thread still works, also if nobody waits."""
         return not self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -66,7 +66,7 @@ class Watchdog(Generic[Result]):
         return self._done.wait(timeout_s)
 
     def result(self, timeout_s: float) -> Result:
-        """What ``work`` returned or raised. Blocks: while there is progress, and up to ``timeout_s`` without.
+        """Return or raise what ``work`` did. Blocks: while there is progress, and up to ``timeout_s`` without.
 
         Raises: LevelHangs.
         """

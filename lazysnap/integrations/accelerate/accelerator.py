@@ -49,19 +49,19 @@ class _WithSnapshots:
         return self._lazysnap_door.statistics()
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; a model in DDP is captured in shares."""
+        """Like Accelerate's; a model in DDP is captured in shares."""
         model = super().prepare_model(*args, **kwargs)  # type: ignore[misc]
         self._lazysnap_door.note_model(model)
         return model
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; the loader's position is part of the state."""
+        """Like Accelerate's; the loader's position is part of the state."""
         loader = super().prepare_data_loader(*args, **kwargs)  # type: ignore[misc]
         self._lazysnap_door.watch_loader(loader)
         return loader
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; the optimizer's steps are noticed."""
+        """Like Accelerate's; the optimizer's steps are noticed."""
         optimizer = super().prepare_optimizer(*args, **kwargs)  # type: ignore[misc]
         self._lazysnap_door.watch_optimizers()
         return optimizer
@@ -69,10 +69,10 @@ class _WithSnapshots:
     def save_state(
         self, output_dir: "str | os.PathLike[str] | None" = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """Without a directory: the boundary between two steps. Captures lazily and returns in milliseconds; the step
-        that it captured, or ``None``. With a directory, or with ``automatic_checkpoint_naming``: a checkpoint in
-        Accelerate's layout; its directory. A state below 64 MB is written at once. Of a larger one the directory
-        exists at once, marked as unfinished, and is filled in the background: see ``wait_for_checkpoints``.
+        """Mark the boundary between two steps, without a directory. Captures lazily and returns in milliseconds; the
+        step that it captured, or ``None``. With a directory, or with ``automatic_checkpoint_naming``: a checkpoint in
+        Accelerate's layout; its directory. A state below 64 MB is written at once. Of a larger one the directory exists
+        at once, marked as unfinished, and is filled in the background: see ``wait_for_checkpoints``.
 
         Call it behind everything that belongs to a step, or not at all: steps are captured anyway, every
         ``SnapshotConfig.every_n_steps``, before the next batch is fetched. A large checkpoint is written while training
@@ -121,7 +121,7 @@ class _WithSnapshots:
         return None
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As Accelerate's; a loader that was restored in mid-epoch goes on where it was, and skips nothing twice."""
+        """Like Accelerate's; a loader that was restored in mid-epoch goes on where it was, and skips nothing twice."""
         position = self._lazysnap_door.boundaries.position_of(dataloader)
         if position is None:
             return super().skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
@@ -130,7 +130,7 @@ class _WithSnapshots:
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """As Accelerate's; where processes then have different numbers of batches, nothing is captured within it.
+        """Like Accelerate's; where processes then have different numbers of batches, nothing is captured within it.
 
         Collective at its end then.
         """
@@ -141,22 +141,22 @@ class _WithSnapshots:
             yield
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """As Accelerate's; with ``rollback_on`` the loss is judged, which waits for it and is collective."""
+        """Like Accelerate's; with ``rollback_on`` the loss is judged, which waits for it and is collective."""
         super().backward(loss, **kwargs)  # type: ignore[misc]
         self._lazysnap_door.see(loss)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; trackers get what snapshots cost as well, under ``lazysnap/…``: see ``Figures.values``."""
+        """Like Accelerate's; trackers get what snapshots cost as well, under ``lazysnap/…``: see ``Figures.values``."""
         super().log({**values, **self._lazysnap_door.figures()}, *args, **kwargs)  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's; the training ends before, as in ``end_training``."""
+        """Like Accelerate's; the training ends before, as in ``end_training``."""
         self._lazysnap_door.close()
         self._lazysnap_door.forget()
         return super().free_memory(*objects)  # type: ignore[misc]
 
     def end_training(self) -> None:
-        """As Accelerate's; before it, the last snapshot becomes durable and its memory is freed.
+        """Like Accelerate's; before it, the last snapshot becomes durable and its memory is freed.
 
         Blocks: at most ``drain_timeout_s``. Collective. A program that ends without it does the same at its exit.
         """

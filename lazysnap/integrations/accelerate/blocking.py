@@ -36,7 +36,7 @@ def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str]
 
 
 def by_main(accelerator: Accelerator, directory: str, work: Callable[[], Any]) -> Any:
-    """What ``work`` returns on the main process. Collective. Raises: as ``save_blocking``."""
+    """Return what ``work`` returns on the main process. Collective. Raises: as ``save_blocking``."""
     return together(directory, lambda: work() if accelerator.is_main_process else None)[0]
 
 

@@ -47,7 +47,7 @@ class Boundaries:
         self._stepped_at = None
 
     def note(self) -> None:
-        """What is done at a boundary is due before the next batch, with or without an optimizer step."""
+        """Act on the boundary before the next batch, with or without an optimizer step."""
         self._stepped_at = tick()
 
     def watch_loader(self, loader: Any) -> None:

@@ -1,4 +1,4 @@
-"""What an accelerator with snapshots has beside a stock one: engine, boundaries, named copies, the end."""
+"""The parts that an accelerator with snapshots has beside a stock one: engine, boundaries, named copies, the end."""
 
 import contextlib
 import logging

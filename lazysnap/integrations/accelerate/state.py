@@ -66,7 +66,7 @@ class AcceleratorState(ObjectState):
         super().__init__({})
 
     def note_wrapper(self, model: Any, wrapper: Any) -> None:
-        """``model``, which is listed, was prepared to ``wrapper``: DDP, which tells that all ranks hold the same."""
+        """``model``, which is listed, was prepared to ``wrapper``: DDP, so all ranks hold the same."""
         self._wrapped[id(model)] = wrapper
 
     def refresh(self) -> None:

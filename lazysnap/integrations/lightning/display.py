@@ -1,4 +1,4 @@
-"""What a fit shows of its snapshots: figures in the trainer's loggers, and a bar while the last one is stored."""
+"""The display of snapshots during a fit: figures in the trainer's loggers, and a bar while the last one is stored."""
 
 import logging
 from typing import Any

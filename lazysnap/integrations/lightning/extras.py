@@ -1,4 +1,4 @@
-"""What Lightning's checkpoints leave out: what was logged, states of metrics, what callbacks hold beside their
+"""State that Lightning's checkpoints leave out: logged values, states of metrics, what callbacks hold beside their
 ``state_dict``, and flags and hidden buffers of modules.
 """
 
@@ -14,7 +14,7 @@ from lazysnap.state.scalars import pack, unpack
 
 _CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
 _LIVE = _CONNECTOR[-2:]
-"""What the connector knows of the hook that runs now."""
+"""The connector's record of the hook that runs now."""
 _LAST_FILE = "_last_checkpoint_saved"
 _FIELDS = (
     _LAST_FILE,
@@ -27,7 +27,7 @@ _FIELDS = (
 
 
 def collect_metrics(trainer: Any, module: torch.nn.Module) -> dict[str, Any]:
-    """The metrics of training as they are now; nothing is computed, reset or synchronised."""
+    """Return the current metrics of training; nothing is computed, reset or synchronised."""
     connector = trainer._logger_connector
     return {
         "results": [[key, _collect_result(item)] for key, item in trainer.fit_loop.epoch_loop._results.items()],
@@ -156,7 +156,7 @@ class ModuleExtras:
 
 
 def _collect_metric(metric: Any) -> dict[str, Any]:
-    """What a ``torchmetrics.Metric`` has accumulated; nothing is computed, reset or synchronised."""
+    """Return the accumulated state of a ``torchmetrics.Metric``; nothing is computed, reset or synchronised."""
     return {
         "states": {name: pack(getattr(metric, name)) for name in metric._defaults},
         "update_count": metric._update_count,

@@ -38,6 +38,6 @@ def neighbour(instance: Any, name: str) -> Any:
 
 
 def overrides(instance: Any, hook: str) -> bool:
-    """Whether the program defines ``hook`` itself."""
+    """True if the program defines ``hook`` itself."""
     owner = next(cls for cls in type(instance).__mro__ if hook in vars(cls))
     return not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))

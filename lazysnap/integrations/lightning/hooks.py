@@ -33,7 +33,7 @@ _MOST_FILES = 10_000
 
 @dataclass
 class _Hook:
-    """What is known of one hook."""
+    """The record of one hook."""
 
     name: str
     calls: int = 0

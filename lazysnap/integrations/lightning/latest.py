@@ -24,7 +24,7 @@ _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch 
 
 
 class Latest:
-    """What one run of a trainer does about ``"latest"``, and about a run that was chosen."""
+    """The handling of ``"latest"``, and of a chosen run, in one run of a trainer."""
 
     def __init__(self, trainer: Any, state: LightningState, engine: Callable[[], Any]) -> None:
         self._trainer = trainer
@@ -34,10 +34,10 @@ class Latest:
         self._path: str | None = None
         """The ``ckpt_path`` that meant the snapshot."""
         self._snapshot: Snapshot | None = None
-        """What is being restored."""
+        """The snapshot that is being restored."""
 
     def resume_start(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
-        """In place of the connector's ``resume_start``: any other path goes to the original.
+        """Replace the connector's ``resume_start``: any other path goes to the original.
 
         Blocks: reads and verifies one snapshot. Raises: SnapshotNotFound, if there is none and nothing to train, or if
         a run was chosen that is not there; ConfigError, as ``means_snapshot`` and ``check_path``; StateMismatch, if it
@@ -68,7 +68,7 @@ class Latest:
             self._state.admit(snapshot.state)
 
     def restore_training_state(self, original: Callable[[], Any]) -> None:
-        """In place of the connector's. Collective. Raises: as ``SnapshotEngine.load``."""
+        """Replace the connector's method. Collective. Raises: as ``SnapshotEngine.load``."""
         connector, snapshot = self._connector, self._snapshot
         # Tuners that run first (LR finder) restore their own file, and forget ours.
         if snapshot is None or (connector._loaded_checkpoint and not self._state.is_loading):
@@ -85,7 +85,7 @@ class Latest:
         self._engine().load(replace(snapshot, state=state), position=self._state.position_of(state))
 
     def resume_end(self, original: Callable[[], None]) -> None:
-        """In place of the connector's, which would only say "Restored all states from the checkpoint at latest"."""
+        """Replace the connector's method, which would only say "Restored all states from the checkpoint at latest"."""
         snapshot = self._snapshot
         if snapshot is None or not self._state.is_loading:
             original()
@@ -97,7 +97,7 @@ class Latest:
             say(report.loaded(snapshot, time.time_ns()))
 
     def reset_epoch(self, original: Callable[[], None]) -> None:
-        """In place of the epoch loop's ``reset``: the position in the data is restored, whatever the loader can do."""
+        """Replace the epoch loop's ``reset``: the position in the data is restored, whatever the loader can do."""
         with warnings.catch_warnings():
             if self._state.lands_in_epoch():
                 warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
@@ -111,7 +111,7 @@ class Latest:
         digits of float64.
         """
         strategy = self._trainer.strategy
-        # Averages were copied from the module as it is now, and stay in these dtypes.
+        # Averages were copied from the current module, and stay in these dtypes.
         if not strategy.restore_checkpoint_after_setup and not self._state.averages():
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)
 

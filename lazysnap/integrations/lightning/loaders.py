@@ -1,4 +1,4 @@
-"""Where the training data loaders stand: each has a ``Position`` of its own, under Lightning's ``CombinedLoader``.
+"""Positions of the training data loaders: each has its own, under Lightning's ``CombinedLoader``.
 
 A single loader that saves its own state (torchdata's ``StatefulDataLoader``) is asked for it; all others are driven
 forward after a restart. Fetchers of loaders without a length hold one batch that was not trained.
@@ -22,7 +22,7 @@ class LoaderPositions:
         self._kind: type = object
         self._watched: list[Recorded] = []
         self._landing: dict[str, Any] | None = None
-        """What was loaded and not iterated yet."""
+        """The state that was loaded and not iterated yet."""
 
     def watch(self, combined: Any) -> None:
         """Iterate the loaders of ``combined`` by their positions from now on. Cheap where they are the same."""
@@ -49,7 +49,7 @@ class LoaderPositions:
             one.position.check_repeatable()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where they stand, as plain values (and what a loader's own state holds)."""
+        """Return the positions as plain values (and what a loader's own state holds)."""
         if self._landing is not None:
             return self._landing
         consumed = getattr(self._combined._iterator, "_consumed", [])

@@ -1,4 +1,4 @@
-"""The counters and flags of Lightning's loops, as they are at a boundary, and as a restart puts them back."""
+"""The counters and flags of Lightning's loops: collected at a boundary, put back by a restart."""
 
 import time
 from typing import Any
@@ -17,7 +17,7 @@ def recount(fit_loop: Any, state: dict[str, Any], passed: int) -> None:
 
 
 def collect_loops(trainer: Any) -> dict[str, Any]:
-    """What the loops' own ``state_dict`` leaves out."""
+    """Attributes that the loops' own ``state_dict`` leaves out."""
     fit_loop = trainer.fit_loop
     epochs = fit_loop.epoch_progress.current
     state = {

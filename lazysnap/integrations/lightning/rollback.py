@@ -25,7 +25,7 @@ _OF_STEPS = (
 
 
 def with_present_data(trainer: Any, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> dict[str, Any]:
-    """The collected ``state``, but the data and all that counts it as they are now, at the end of a batch."""
+    """Return ``state`` with the current data and its counters, at the end of a batch."""
     fit_loop, own, then = trainer.fit_loop, state[KEY], state["loops"]["fit_loop"]
     now = fit_loop.state_dict()
     is_same_epoch = then["epoch_progress"]["current"]["processed"] == fit_loop.epoch_progress.current.processed

@@ -55,7 +55,7 @@ _OWN = (
     "optimizer_states",
     "lr_schedulers",
 )
-"""What Lightning itself writes into a checkpoint; all else is from the program, or from its callbacks."""
+"""Keys that Lightning itself writes into a checkpoint; all else is from the program, or from its callbacks."""
 _OLDER = "older"
 """Below ``KEY``: by hook of the program, the step of an entry that is older than the snapshot."""
 _MOST_NAMED = 8
@@ -247,11 +247,11 @@ class LightningState(NamedObjects):
 
     @property
     def is_loading(self) -> bool:
-        """Whether the connector is restoring our state, and not a file."""
+        """True if the connector is restoring our state, and not a file."""
         return isinstance(self._connector._loaded_checkpoint, _Ours)
 
     def load_model(self, original: Callable[..., None], checkpoint: Any, *, strict: bool = True) -> None:
-        """In place of the strategy's: a sharded one would expect that its own files were read before."""
+        """Replace the strategy's method: a sharded one would expect that its own files were read before."""
         if not self.is_loading:
             original(checkpoint, strict=strict)
             return
@@ -309,12 +309,12 @@ class LightningState(NamedObjects):
 
     @property
     def is_landing(self) -> bool:
-        """Whether a restored state still waits for its point X."""
+        """True if a restored state still waits for its point X."""
         return self._landing is not None
 
     @staticmethod
     def position_of(state: dict[str, Any]) -> str:
-        """Where a collected state stands in the data, in words: epoch and batch index of the next batch."""
+        """Describe the position of a collected state in the data: epoch and batch index of the next batch."""
         position = state[KEY]["position"]
         epoch = state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         return f"epoch {epoch}, batch {position['trained'] if position is not None else 0}"
@@ -333,7 +333,7 @@ class LightningState(NamedObjects):
         if self._landing is not None and self._landing["position"] is not None:
             fit_loop = self._trainer.fit_loop
             for loader in self.loaders.loaders:
-                # Workers fetch as soon as they are iterated, before Lightning tells the sampler the epoch.
+                # Workers fetch as soon as they are iterated, before Lightning sets the sampler's epoch.
                 epoch = self._landing["fit_loop"]["epoch_progress"]["current"]["processed"]
                 neighbour(fit_loop, "_set_sampler_epoch")(loader, epoch)
             self.loaders.load_state_dict(self._landing["position"]["loaders"])
@@ -341,7 +341,7 @@ class LightningState(NamedObjects):
                 recount(fit_loop, self._landing["fit_loop"], self.loaders.passed)
 
     def lands_in_epoch(self) -> bool:
-        """Whether the landing is inside an epoch (else at the start of one)."""
+        """True if the landing is inside an epoch (else at the start of one)."""
         return self._landing is not None and self._landing["position"] is not None
 
     def land(self) -> None:

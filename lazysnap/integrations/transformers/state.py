@@ -59,10 +59,10 @@ class TrainingState(ObjectState):
         super().__init__({})
         self._trainer = trainer
         self.position: Position | None = None
-        """Of the loader of training data."""
+        """The position of the loader of training data."""
         self.epoch = 0
         self.is_finished = False
-        """Whether no batch follows."""
+        """True if no batch follows."""
         self.landing: dict[str, Any] | None = None
         """A restored state that still waits for the point where it was collected."""
         self.end_reason = ""
@@ -82,7 +82,7 @@ class TrainingState(ObjectState):
     def prepare(self) -> None:
         """Model, optimizer and scheduler are there now, as training uses them."""
         trainer = self._trainer
-        # With several ranks the wrapper tells which parameters they keep equal. DataParallel has nothing to tell, and
+        # With several ranks the wrapper shows which parameters they keep equal. DataParallel shows nothing, and
         # would change the names.
         if not isinstance(trainer.model_wrapped, torch.nn.DataParallel):
             self._objects["model"] = trainer.model_wrapped
@@ -127,7 +127,7 @@ class TrainingState(ObjectState):
         return {name: value for name, value in values.items() if value is not None}
 
     def _numbers(self) -> dict[str, Any]:
-        """What the class of the trainer counts for itself."""
+        """Counters of the trainer's own class."""
         trainer = self._trainer
         if type(trainer) is Trainer:
             return {}
@@ -227,7 +227,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _restore(item: Any, exported: dict[str, Any]) -> None:
-    """In place, unlike ``from_state``: the program may hold the callback."""
+    """Load in place, unlike ``from_state``: the program may hold the callback."""
     for name, value in exported.get("args", {}).items():
         if hasattr(item, name):
             setattr(item, name, value)

@@ -1,4 +1,4 @@
-"""What lazysnap does in one ``Trainer``: methods of that object are replaced while it trains, and put back.
+"""The work of lazysnap in one ``Trainer``: methods of that object are replaced while it trains, and put back.
 
 The boundary is just before the batches of the next optimizer step are fetched (``get_batch_samples``). By then
 everything of step k is over: schedule, callbacks, logs, evaluation, stock checkpoints, the end of an epoch; nothing of
@@ -228,7 +228,7 @@ class Training:
 
 
 def _tqdm_bar() -> Bar:
-    """As the trainer's own."""
+    """Like the trainer's own."""
     return TqdmBar(tqdm(dynamic_ncols=True))
 
 
