@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lazysnap.data import ResumableLoader
     from lazysnap.engine import SnapshotEngine
     from lazysnap.engine.losses import LossSpike, LossWatch, NonFinite
-    from lazysnap.export.load_weights import load_weights
+    from lazysnap.exports.load_weights import load_weights
     from lazysnap.integrations.accelerate import LazyAccelerator
     from lazysnap.integrations.attach import attach
     from lazysnap.integrations.lightning import LazySnapshotCallback
@@ -57,7 +57,7 @@ _LAZY = {
     "SnapshotEngine": "lazysnap.engine",
     "attach": "lazysnap.integrations.attach",
     "latest_path": "lazysnap.snapshots.catalogue",
-    "load_weights": "lazysnap.export.load_weights",
+    "load_weights": "lazysnap.exports.load_weights",
     "register_type": "lazysnap.state.codec",
 }
 

@@ -40,7 +40,7 @@ TORCH_FREE = (
     "lazysnap.cli",
     "lazysnap.config",
     "lazysnap.errors",
-    "lazysnap.export",
+    "lazysnap.exports",
     "lazysnap.faults",
     "lazysnap.keeper",
     "lazysnap.levels",

@@ -13,10 +13,10 @@ from rich.filesize import decimal
 from lazysnap.cli.output import Output
 from lazysnap.cli.stores import open_existing, open_place
 from lazysnap.errors import ConfigError, LazySnapError, LevelError, SnapshotNotFound
-from lazysnap.export.folder import in_place_when_whole, place_now
-from lazysnap.export.safetensors import bytes_of, located, write_weights
-from lazysnap.export.target import format_of, replaced_when_whole
-from lazysnap.export.weights import chosen_tensors, registered_names
+from lazysnap.exports.folder import in_place_when_whole, place_now
+from lazysnap.exports.safetensors import bytes_of, located, write_weights
+from lazysnap.exports.target import format_of, replaced_when_whole
+from lazysnap.exports.weights import chosen_tensors, registered_names
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import RestartPlan
@@ -101,7 +101,7 @@ def _is_removed(args: argparse.Namespace) -> bool:
 
 def _layout(catalogue: Catalogue, plan: RestartPlan, args: argparse.Namespace, to: str) -> list[str]:
     """Write the layout of Accelerate, from any number of ranks."""
-    from lazysnap.export.accelerate import OF_EVERY_RANK, write_stock  # torch: seconds to import
+    from lazysnap.exports.accelerate import OF_EVERY_RANK, write_stock  # torch: seconds to import
     from lazysnap.snapshots.tensors import SnapshotTensors, parts_of
 
     facts = {"layout": ACCELERATE, "step": plan.step, "run_id": plan.run_id}
@@ -140,7 +140,7 @@ def _weights(snapshot: OpenSnapshot, only: str | None, path: str, output: Output
 
 
 def _state(snapshot: OpenSnapshot, args: argparse.Namespace, path: str, advance: Callable[[int], None]) -> list[str]:
-    from lazysnap.export.checkpoint import write_checkpoint, write_distributed  # torch: seconds to import
+    from lazysnap.exports.checkpoint import write_checkpoint, write_distributed  # torch: seconds to import
     from lazysnap.snapshots.tensors import SnapshotTensors, parts_of
 
     state = SnapshotTensors(snapshot, rank=0).state(parts_of(None), advance)

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 
-from lazysnap.export.accelerate_folders import stock_prefix
+from lazysnap.exports.accelerate_folders import stock_prefix
 
 BATCHES = 12
 

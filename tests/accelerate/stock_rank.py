@@ -15,8 +15,8 @@ from stock_net import Prepared
 import lazysnap
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import LevelUnavailable
-from lazysnap.export.copies import Copy, NamedCopies
-from lazysnap.export.folder import mark_unfinished
+from lazysnap.exports.copies import Copy, NamedCopies
+from lazysnap.exports.folder import mark_unfinished
 from lazysnap.integrations.accelerate import saving
 from lazysnap.integrations.accelerate.blocking import save_blocking
 

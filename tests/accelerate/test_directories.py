@@ -7,7 +7,7 @@ from accelerate.utils import ProjectConfiguration
 
 from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig, latest_path
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.export.folder import mark_unfinished
+from lazysnap.exports.folder import mark_unfinished
 from lazysnap.integrations.accelerate import saving
 from lazysnap.integrations.accelerate.state import AcceleratorState
 

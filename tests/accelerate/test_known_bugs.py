@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from lazysnap.data.streams import collect_rng
-from lazysnap.export import accelerate_folders as folders
-from lazysnap.export.accelerate import write_stock
-from lazysnap.export.folder import in_place_when_whole, mark_of
+from lazysnap.exports import accelerate_folders as folders
+from lazysnap.exports.accelerate import write_stock
+from lazysnap.exports.folder import in_place_when_whole, mark_of
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
 

@@ -19,9 +19,9 @@ from support.listing import files_below
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.export.accelerate_folders import Parts, problem
-from lazysnap.export.copies import Copy, NamedCopies
-from lazysnap.export.folder import in_place_when_whole, is_unfinished, mark_of, mark_unfinished
+from lazysnap.exports.accelerate_folders import Parts, problem
+from lazysnap.exports.copies import Copy, NamedCopies
+from lazysnap.exports.folder import in_place_when_whole, is_unfinished, mark_of, mark_unfinished
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
 
@@ -365,8 +365,8 @@ def test_an_end_that_waits_for_copies_says_so(trained, tmp_path, caplog):
 TRAINER = """
 import sys
 from lazysnap import PersistentLevel
-from lazysnap.export.copies import Copy, NamedCopies
-from lazysnap.export.folder import mark_unfinished
+from lazysnap.exports.copies import Copy, NamedCopies
+from lazysnap.exports.folder import mark_unfinished
 copies = NamedCopies(PersistentLevel(sys.argv[1]), lambda name: None)
 for directory, name in zip(sys.argv[2::2], sys.argv[3::2]):
     mark_unfinished(directory)

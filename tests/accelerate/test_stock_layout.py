@@ -9,10 +9,10 @@ from stock_net import Net, plain
 
 from lazysnap.data.streams import collect_rng
 from lazysnap.errors import StateMismatch, UnsupportedState
-from lazysnap.export.accelerate import write_stock
-from lazysnap.export.accelerate_folders import stock_prefix
-from lazysnap.export.folder import mark_of
-from lazysnap.export.target import MARK
+from lazysnap.exports.accelerate import write_stock
+from lazysnap.exports.accelerate_folders import stock_prefix
+from lazysnap.exports.folder import mark_of
+from lazysnap.exports.target import MARK
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
 

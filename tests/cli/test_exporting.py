@@ -362,7 +362,7 @@ def test_memory_for_weights_is_a_few_blocks(make_url, tmp_path):
     code = """
 import resource, sys
 from lazysnap.cli import main
-import lazysnap.export.safetensors
+import lazysnap.exports.safetensors
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert main(["export", sys.argv[1], "10", "--to", sys.argv[2]]) == 0
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -17,7 +17,7 @@ from cli_level import run, run_json
 from plain_lightning import EPOCHS, STEPS_PER_EPOCH, Classifier, Record, data, trainer
 
 from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig
-from lazysnap.export.weights import LIGHTNING_EXTRAS
+from lazysnap.exports.weights import LIGHTNING_EXTRAS
 from lazysnap.integrations.lightning import state as lightning_state
 
 HERE = Path(__file__).parent

@@ -4,11 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lazysnap.export.folder import in_place_when_whole, sweep
+from lazysnap.exports.folder import in_place_when_whole, sweep
 
 PROGRAM = """
 import sys
-from lazysnap.export.folder import in_place_when_whole
+from lazysnap.exports.folder import in_place_when_whole
 with in_place_when_whole(sys.argv[1], {}) as place:
     print(place, flush=True)
     sys.stdin.read()

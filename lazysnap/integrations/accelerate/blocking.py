@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from lazysnap.errors import LevelUnavailable
-from lazysnap.export.folder import in_place_when_whole
+from lazysnap.exports.folder import in_place_when_whole
 
 
 def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str], Any]) -> None:

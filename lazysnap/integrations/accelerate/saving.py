@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import SnapshotNotFound
-from lazysnap.export.accelerate_folders import (
+from lazysnap.exports.accelerate_folders import (
     Parts,
     delete_superseded,
     newest_complete,
@@ -20,8 +20,8 @@ from lazysnap.export.accelerate_folders import (
     number_of,
     stock_prefix,
 )
-from lazysnap.export.copies import Copy, NamedCopies
-from lazysnap.export.folder import give_up, is_unfinished, mark_unfinished
+from lazysnap.exports.copies import Copy, NamedCopies
+from lazysnap.exports.folder import give_up, is_unfinished, mark_unfinished
 from lazysnap.integrations.accelerate.blocking import by_main, save_blocking
 from lazysnap.integrations.accelerate.state import AcceleratorState
 

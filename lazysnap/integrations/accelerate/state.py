@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lazysnap.data import Position
-from lazysnap.export.accelerate import FACTS
+from lazysnap.exports.accelerate import FACTS
 from lazysnap.state.objects import ObjectState
 
 _EPOCH = re.compile(
@@ -25,7 +25,7 @@ class _Counters:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self.facts: dict[str, Any] = {}
-        """More for a snapshot that becomes a checkpoint: see ``export.accelerate``."""
+        """More for a snapshot that becomes a checkpoint: see ``exports.accelerate``."""
 
     def state_dict(self) -> dict[str, Any]:
         accelerator = self._accelerator

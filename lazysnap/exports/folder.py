@@ -18,7 +18,7 @@ from typing import Any
 
 from lazysnap import faults
 from lazysnap.errors import ConfigError
-from lazysnap.export.target import MARK, check_outside, sync
+from lazysnap.exports.target import MARK, check_outside, sync
 from lazysnap.levels.files import TEMPORARY, sync_directory, temp_name
 from lazysnap.levels.locks import lock, share
 from lazysnap.shard.limits import load_json

@@ -7,7 +7,7 @@ from typing import Any
 
 from lazysnap.config import checked_url
 from lazysnap.errors import StateMismatch
-from lazysnap.export.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
+from lazysnap.exports.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
 from lazysnap.levels import open_store
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import TAG

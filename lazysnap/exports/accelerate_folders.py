@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lazysnap.export.folder import STOCK_FILE, discard, is_unfinished, mark_of
-from lazysnap.export.target import MARK
+from lazysnap.exports.folder import STOCK_FILE, discard, is_unfinished, mark_of
+from lazysnap.exports.target import MARK
 from lazysnap.shard.limits import MAX_HEADER_BYTES, load_json
 
 logger = logging.getLogger("lazysnap.accelerate")

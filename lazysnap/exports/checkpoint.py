@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from lazysnap.errors import UnsupportedState
-from lazysnap.export.weights import LIGHTNING_EXTRAS, is_lightning
-from lazysnap.export.weights_only import WeightsOnlyConverter
+from lazysnap.exports.weights import LIGHTNING_EXTRAS, is_lightning
+from lazysnap.exports.weights_only import WeightsOnlyConverter
 from lazysnap.state.scalars import unpack
 from lazysnap.state.scaler import plain_numbers
 

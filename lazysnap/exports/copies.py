@@ -17,7 +17,7 @@ from typing import IO
 from lazysnap.config import PersistentLevel
 from lazysnap.console import say
 from lazysnap.errors import ConfigError
-from lazysnap.export.folder import give_up, handle_of, place_now, sweep
+from lazysnap.exports.folder import give_up, handle_of, place_now, sweep
 
 logger = logging.getLogger("lazysnap.accelerate")
 
