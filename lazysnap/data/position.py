@@ -216,9 +216,9 @@ class Position:
         return {} if self.counted_epochs is None else self.counted_epochs()
 
     def _may_end_after(self, given: int) -> bool:
-        """True if the next batch may be the last one of several."""
+        """True if the next batch may be the last one."""
         length = length_of(self._loader)
-        return given > 0 and (given == length - 1 if length is not None else self._looks_ahead)
+        return given == length - 1 if length is not None else self._looks_ahead
 
     def _is_at_end(self, given: int) -> bool:
         """True if the running iteration has given its last batch."""
@@ -241,8 +241,20 @@ class Position:
         if pending is None or not pending.get("at_end"):
             return
         now = self.epochs()
-        if any(now.get(name) == count + 1 for name, count in pending.get("epochs", {}).items()):
-            self._leave_epoch(pending)
+        if "epochs" in pending:
+            if _raised(pending["epochs"], now) is not None:
+                self._leave_epoch(pending)
+            return
+        # In the body of an epoch's only batch a counter is set to this epoch, or to the next one: nothing tells which.
+        count = _raised(pending.get("epochs_before", {}), now)
+        if count is not None:
+            self._say(
+                [
+                    f"the snapshot is of an epoch with one batch, in whose body a counter of epochs went from {count} "
+                    f"to {count + 1}. The first iteration is empty now, as nothing is left of that epoch; if epoch "
+                    f"{count + 1} begins there, it is not trained. Raise such a counter behind the loop over batches"
+                ]
+            )
 
     def note_draws(self, before: dict[str, Any]) -> None:
         """A batch of an iterable dataset was read: warn, once, if that drew from the global generators."""
@@ -317,7 +329,7 @@ class _Iteration:
         if not self.given or position._looks_ahead:
             self._note_streams()
         if position._may_end_after(self.given):
-            self.recorded["epochs"] = position.epochs()
+            self.recorded["epochs" if self.given else "epochs_before"] = position.epochs()
         # The first batch may fill a buffer, and set up what is drawn from later.
         before = collect_rng() if self.given == 1 and position.may_draw else None
         try:
@@ -493,6 +505,11 @@ def _resumable(kind: type) -> type:
 
     methods = {"__iter__": __iter__, "__reduce_ex__": __reduce_ex__, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), methods)
+
+
+def _raised(before: dict[str, int], now: dict[str, int]) -> int | None:
+    """Return the first count in ``before`` that is greater by one in ``now``; ``None``, if there is none."""
+    return next((count for name, count in before.items() if now.get(name) == count + 1), None)
 
 
 def _held(value: Any) -> dict[str, Any]:

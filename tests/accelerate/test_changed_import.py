@@ -193,6 +193,42 @@ def test_wherever_a_script_counts_its_epochs_a_restart_loses_and_repeats_none(tm
     assert script.weights() == whole.weights()
 
 
+ONE = torch.arange(2.0).reshape(2, 1)
+"""One batch."""
+
+
+def counted_behind_the_loop(script, epochs, trained):
+    for epoch in range(script.progress.epoch, epochs):
+        for batch in script.loader:
+            script.step(batch)
+            trained.append((epoch, batch.flatten().tolist()))
+        script.progress.epoch += 1
+
+
+@pytest.mark.parametrize("train", [counted_at_the_last_batch, counted_behind_the_loop])
+def test_an_epoch_of_one_batch_is_exact_if_counted_behind_the_loop_and_named_if_counted_in_its_body(
+    tmp_path, caplog, train
+):
+    """A body that counts in its only batch names this epoch or the next one: nothing tells which."""
+    trained = []
+    for epochs in (2, 4):
+        script = Script(ONE, project_dir=tmp_path)
+        script.accelerator.load_state("latest")
+        assert script.accelerator.engine.wait_ready(60)
+        train(script, epochs, trained)
+        if epochs == 2:  # left in the body of the last batch, as by a death
+            script.accelerator.engine.abandon()
+        script.accelerator.end_training()
+    said = [record.getMessage() for record in caplog.records if "an epoch with one batch" in record.getMessage()]
+    if train is counted_behind_the_loop:
+        assert said == []
+        assert [epoch for epoch, _ in trained] == [0, 1, 2, 3]
+    else:
+        [message] = said
+        assert "went from 1 to 2" in message
+        assert "Raise such a counter behind the loop" in message
+
+
 @pytest.fixture
 def with_large(tmp_path):
     """Makes scripts whose last tensor takes a while to be copied."""
@@ -224,6 +260,8 @@ def test_a_checkpoint_that_is_loaded_right_behind_a_step_does_not_tear_its_snaps
 def test_averages_that_are_swapped_in_behind_an_epoch_are_never_captured(with_large):
     script = with_large()
     script.epoch()
+    assert script.accelerator.engine.wait_ready(60)  # memory for every step from here on
+    script.epoch()
     trained = script.weights()
     for one in script.model.parameters():
         one.data.fill_(0.5)
@@ -232,6 +270,6 @@ def test_averages_that_are_swapped_in_behind_an_epoch_are_never_captured(with_la
     script.accelerator._lazysnap_door.abandon()
 
     again = with_large()
-    assert again.accelerator.load_state("latest").step == 4
+    assert again.accelerator.load_state("latest").step == 8
     assert again.weights() == trained
     again.accelerator.end_training()
