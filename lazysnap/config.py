@@ -240,10 +240,6 @@ class SnapshotConfig:
     link_address: str | None = None
     """With several nodes: the address of rank 0's node at which the keepers of the other nodes reach its keeper.
     Default: ``MASTER_ADDR`` as other nodes resolve it, if that is the node's own, else that of its default route."""
-    averaging_period: int | None = None
-    """With local SGD, where ranks synchronise by averaging their weights: steps from one averaging to the next.
-    Captures fall on averagings, so ``every_n_steps`` must be a multiple of it. Default: gradients are averaged at every
-    step."""
     collective_timeout_s: float = 300.0
     """With several ranks: how long to wait for a silent rank when engines are made, resume, plan their first snapshot,
     and close. Time for reading does not count."""
@@ -285,14 +281,6 @@ class SnapshotConfig:
         if self.require == "storage" and not levels:
             raise ConfigError('SnapshotConfig.require is "storage", and no level is named: give levels=(...,)')
         self._check_text("job_id")
-        _check_positive("SnapshotConfig", "averaging_period", self.averaging_period, optional=True)
-        period = self.averaging_period or 1
-        if self.every_n_steps % period:
-            raise ConfigError(
-                f"SnapshotConfig.every_n_steps must be a multiple of averaging_period ({period}), got "
-                f"{self.every_n_steps}: ranks have a state in common only where they average; set every_n_steps to "
-                f"{-(-self.every_n_steps // period) * period}"
-            )
         for name in ("gate_timeout_s", "keeper_timeout_s", "collective_timeout_s", "flush_budget_s", "drain_timeout_s"):
             _check_seconds("SnapshotConfig", name, getattr(self, name))
 

@@ -418,7 +418,7 @@ class SnapshotEngine:
         call ``gate`` first. A write through ``.data`` or NumPy, such as averaged weights that are swapped in for an
         evaluation, goes unseen: without ``gate`` it would be captured as if it were the state of this step.
         ``step``: one more than ``engine.step`` if not given. ``force``: capture it also between the steps that
-        ``every_n_steps`` names (the last one, or before an exit), but never between two averagings of local SGD.
+        ``every_n_steps`` names (the last one, or before an exit).
         Blocks: the first capture, and the first after ``restore``, waits until there is memory for one snapshot, at
         most ``gate_timeout_s``, and no longer than until it is known that there is none: if the keeper does not answer,
         after ``keeper_timeout_s``. Later ones do not block on copies, storage or the keeper. With several ranks the
@@ -480,8 +480,8 @@ class SnapshotEngine:
             self._recorder.planner.forget()
 
     def last_boundary(self, step: int) -> bool:
-        """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Between two
-        averagings of local SGD it is not, nor after the end of the engine.
+        """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Not after the
+        end of the engine.
 
         Blocks: until there is a slot, at most ``keeper_timeout_s``, and until the copies are done: what comes after a
         training may change weights. Raises: as ``boundary``.

@@ -9,7 +9,6 @@ from torch.nn import Parameter
 
 from lazysnap.capture.frozen import FrozenSet
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature, storage_of
-from lazysnap.config import SnapshotConfig
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
 from lazysnap.ranks.partition import Partition, replicated_keys
@@ -26,10 +25,7 @@ _SLOW_S = 0.1
 class Planner:
     """Part and plan are worked out anew when the structure of the state changed. Used on the training thread."""
 
-    def __init__(
-        self, config: SnapshotConfig, source: StateSource, world: World, frozen: FrozenTensors, log: EventLog
-    ) -> None:
-        self._config = config
+    def __init__(self, source: StateSource, world: World, frozen: FrozenTensors, log: EventLog) -> None:
         self._source = source
         self._world = world
         self._frozen = frozen
@@ -52,8 +48,7 @@ class Planner:
 
     def replicated(self) -> list[Parameter]:
         """Parameters that are equal on all ranks."""
-        # Between two averagings of local SGD no rank's parameters are those of another, in whatever wrapper.
-        return [] if self._config.averaging_period is not None else list(self._source.replicated_parameters())
+        return list(self._source.replicated_parameters())
 
     # ---------------------------------------------------------------- the state
 

@@ -69,7 +69,7 @@ class Recorder:
         self.names = Names(client)
         self.outcomes = Outcomes(direct, log)
         self.frozen = FrozenTensors(source, client, log, self.meta)
-        self.planner = Planner(config, source, world, self.frozen, log)
+        self.planner = Planner(source, world, self.frozen, log)
         self._direct = direct
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
@@ -148,10 +148,10 @@ class Recorder:
         """Whether the boundary after ``step`` is to be captured."""
         self.seen_step = step
         self._reach(step)
-        if step == self.last_step or step % (self._config.averaging_period or 1):
-            return False  # between two averagings ranks have no step in common
+        if step == self.last_step:
+            return False
         # Of the step alone: on all ranks alike. The first boundary shows whether the state can be captured at all.
-        is_first = self.last_step is None and self._config.averaging_period is None
+        is_first = self.last_step is None
         return is_first or step % self._config.every_n_steps == 0 or force or bool(self.names.wanted)
 
     def _reach(self, step: int) -> None:

@@ -14,7 +14,7 @@ from lazysnap.state.optimizers import check_optimizers, put_back, stepping
 from lazysnap.state.scaler import load_scaler, state_of_scaler
 from lazysnap.state.settings import OptimizerSettings, warn
 from lazysnap.state.source import KEY, OPTIMIZERS
-from lazysnap.state.unsupported import check_supported
+from lazysnap.state.unsupported import check_averages_gradients, check_supported
 
 _RNG = "rng"
 
@@ -43,18 +43,12 @@ def plain_name(name: str) -> str:
     return without_compiled(name.removeprefix("module."))
 
 
-def is_local_sgd(module: object) -> bool:
-    """True if weights differ between ranks until the next averaging."""
-    hooks = [getattr(hook[0], "__name__", "") for hook in getattr(module, "_comm_hooks", [])]
-    return "post_localSGD_hook" in hooks
-
-
-def _is_synchronised(module: torch.nn.Module) -> bool:
-    """True if the gradients of all ranks are averaged at every step, so that parameters stay equal."""
-    inner: Any = getattr(module, "_orig_mod", module)
-    if _is_of_fabric(inner):
+def ddp_of(value: object) -> torch.nn.parallel.DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` that ``value`` is, or that ``torch.compile`` or Fabric wrapped."""
+    inner: Any = getattr(value, "_orig_mod", value)
+    if isinstance(inner, torch.nn.Module) and _is_of_fabric(inner):
         inner = getattr(inner._forward_module, "_orig_mod", inner._forward_module)
-    return isinstance(inner, torch.nn.parallel.DistributedDataParallel) and not is_local_sgd(inner)
+    return inner if isinstance(inner, torch.nn.parallel.DistributedDataParallel) else None
 
 
 def _state_of(value: Any) -> Any:
@@ -96,7 +90,7 @@ class NamedObjects:
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
         """See ``StateSource.replicated_parameters``: the trained ones in ``DistributedDataParallel``."""
         for value in self.named().values():
-            if isinstance(value, torch.nn.Module) and _is_synchronised(value):
+            if isinstance(value, torch.nn.Module) and ddp_of(value) is not None:
                 yield from (parameter for parameter in value.parameters() if parameter.requires_grad)
 
     def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
@@ -152,16 +146,24 @@ class ObjectState(NamedObjects):
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``.
 
-        Raises: UnsupportedState, at the first call, for what FSDP 1, DeepSpeed or similar packages shard.
+        Raises: UnsupportedState, at the first call, for what FSDP 1, DeepSpeed or similar packages shard; for local
+        SGD.
         """
         if not self._checked:
             self._check()
+        self.check_averages_gradients()
         state = {name: _state_of(value) for name, value in self._objects.items()}
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
         state = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
         state[_RNG] = collect_rng()
         state[KEY] = {OPTIMIZERS: self._settings.fields}
         return state
+
+    def check_averages_gradients(self) -> None:
+        """Raises: UnsupportedState, if optimizer steps are taken within ``no_sync()``."""
+        for name, value in self._objects.items():
+            if (module := ddp_of(value)) is not None:
+                check_averages_gradients(name, module)
 
     def expected(self) -> Mapping[str, torch.Tensor]:
         """See ``StateSource.expected``: all tensors of the modules. Raises: as ``collect``."""

@@ -1,19 +1,22 @@
-"""Models and optimizers that cannot be captured, because their package shards them in its own way: refused by name.
+"""Models and optimizers that cannot be captured: refused by name.
 
-Their ``state_dict()`` returns a part, or needs collectives. A capture of it would be wrong, and only a restart would
-show that. None of these packages is imported here.
+Some packages shard them in their own way, so that ``state_dict()`` returns a part, or needs collectives. With local SGD
+ranks have different weights between two averagings, so that no step is common to all. A capture would be wrong, and
+only a restart would show that. None of these packages is imported here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from lazysnap.errors import UnsupportedState
 
 _FSDP1 = "FSDP 1"
 _DEEPSPEED = "DeepSpeed"
 _ZERO = "an optimizer that shards its state"
+_LOCAL_SGD = "local SGD"
 _CLASSES = {
     "FullyShardedDataParallel": _FSDP1,
     "XlaFullyShardedDataParallel": _FSDP1,
@@ -24,6 +27,7 @@ _CLASSES = {
     "ZeROOptimizer": _DEEPSPEED,
     "DeepSpeedZeroOptimizer": _DEEPSPEED,
     "DeepSpeedZeroOptimizer_Stage3": _DEEPSPEED,
+    "PostLocalSGDOptimizer": _LOCAL_SGD,
 }
 _MARKS = {"_fsdp_flattened": _FSDP1, "ds_tensor": _DEEPSPEED}
 """Attributes of parameters that they shard, also in a module without its wrapper."""
@@ -31,32 +35,57 @@ _WHY = {
     _FSDP1: "its parameters are pieces of one flat tensor, its state_dict() gathers them by collectives",
     _DEEPSPEED: "each process holds a part of weights and optimizer state that no state_dict() returns",
     _ZERO: "each process holds a part of it, and collectives gather it",
+    _LOCAL_SGD: "the weights of ranks differ until they are averaged, so no step is common to all ranks",
 }
+_SHARD = (
+    "Shard by FSDP2 (torch.distributed.fsdp.fully_shard) and give the optimizer its parameters, or use "
+    "DistributedDataParallel with a plain optimizer"
+)
+_AVERAGE = (
+    "Average the gradients at every optimizer step: DistributedDataParallel without such a hook, and no_sync() at most "
+    "for the micro batches of an accumulation"
+)
 _INSIDE = ("_optimizer", "optimizer", "optim")
 """Attributes in which wrappers hold an optimizer."""
 
 
 def check_supported(objects: Mapping[str, Any]) -> None:
-    """``objects``: modules, optimizers and others, by name. Walks all modules; not for every step.
+    """Refuse what cannot be captured in ``objects``: modules, optimizers and others, by name. Walks all modules.
 
-    Raises: UnsupportedState, if FSDP 1, DeepSpeed or a similar package shards one of them, or a module in it.
+    Raises: UnsupportedState, if FSDP 1, DeepSpeed or a similar package shards one of them, or a module in it, or if
+    one of them is trained by local SGD.
     """
     for name, value in objects.items():
         for path, part in _parts(name, value):
             package = _package_of(part)
             if package is not None:
-                raise UnsupportedState(
-                    f"{path}: {type(part).__qualname__} ({package}) cannot be captured: {_WHY[package]}, so a restart "
-                    "would not restore what was trained. Shard by FSDP2 (torch.distributed.fsdp.fully_shard) and give "
-                    "the optimizer its parameters, or use DistributedDataParallel with a plain optimizer"
-                )
+                raise _refusal(path, part, package)
+
+
+def check_averages_gradients(path: str, module: DistributedDataParallel) -> None:
+    """Refuse a module that is within ``no_sync()`` at a boundary. Cheap: for every step. Raises: UnsupportedState."""
+    if not module.require_backward_grad_sync:
+        raise _refusal(path, module, _LOCAL_SGD)
+
+
+def _refusal(path: str, part: object, package: str) -> UnsupportedState:
+    return UnsupportedState(
+        f"{path}: {type(part).__qualname__} ({package}) cannot be captured: {_WHY[package]}, so a restart would not "
+        f"restore what was trained. {_AVERAGE if package == _LOCAL_SGD else _SHARD}"
+    )
 
 
 def _package_of(part: Any) -> str | None:
     known = (_CLASSES[cls.__name__] for cls in type(part).__mro__ if cls.__name__ in _CLASSES)
     marks = (package for mark, package in _MARKS.items() if isinstance(part, torch.Tensor) and hasattr(part, mark))
     shards = _ZERO if hasattr(type(part), "consolidate_state_dict") else None  # also classes with other names
-    return next(known, None) or next(marks, shards)
+    averages_weights = _LOCAL_SGD if _has_local_sgd_hook(part) else shards
+    return next(known, None) or next(marks, averages_weights)
+
+
+def _has_local_sgd_hook(part: Any) -> bool:
+    hooks = part._comm_hooks if isinstance(part, DistributedDataParallel) else []
+    return any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook, _ in hooks)
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:

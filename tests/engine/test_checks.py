@@ -43,7 +43,6 @@ def test_the_name_of_a_job_may_come_from_the_environment(monkeypatch):
     ("others", "text"),
     [
         (settings(PersistentLevel("/x"), every_n_steps=3), "every_n_steps is 1 and 3"),
-        (settings(PersistentLevel("/x"), averaging_period=1), "averaging_period is None and 1"),
         (settings(), "number of levels is 1 and 0"),
         (settings(PersistentLevel("/x", keep_last=9)), "levels[0].keep_last is 2 and 9"),
         (settings(PersistentLevel("/x", every_n_steps=7)), "levels[0].every_n_steps is"),

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_training import TIMEOUT_S
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 from lazysnap import SnapshotEngine
 from lazysnap.errors import UnsupportedState
@@ -111,6 +114,37 @@ def test_what_another_package_has_cut_is_refused(case, asked, group, make_engine
             calls[asked]()
 
     assert not engine.statistics().began
+
+
+def local_by_hook():
+    model = DistributedDataParallel(linear())
+    model.register_comm_hook(PostLocalSGDState(None, None, start_localSGD_iter=5), post_localSGD_hook)
+    return {"model": model}
+
+
+def local_by_optimizer():
+    return {"optimizer": PostLocalSGDOptimizer(adam(linear()), PeriodicModelAverager(4))}
+
+
+@pytest.mark.parametrize("make", [local_by_hook, local_by_optimizer])
+def test_local_sgd_is_refused(make, group, make_engine):
+    engine = make_engine(make())
+
+    for _ in range(2):
+        with pytest.raises(UnsupportedState, match=r"local SGD\) cannot be captured.*Average the gradients at every"):
+            engine.prepare()
+
+
+def test_optimizer_steps_within_no_sync_are_refused_and_accumulation_is_not(group, make_engine):
+    model = DistributedDataParallel(linear())
+    engine = make_engine({"model": torch.compile(model)})
+    assert engine.wait_ready(TIMEOUT_S)
+
+    with model.no_sync(), pytest.raises(UnsupportedState, match=r"model: .*local SGD\) cannot be captured"):
+        engine.boundary(1)
+
+    assert not engine.statistics().began
+    assert engine.boundary(2)
 
 
 def test_fsdp2_and_a_plain_optimizer_in_a_group_of_one_are_captured(group, make_engine, tmp_path):

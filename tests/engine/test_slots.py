@@ -43,11 +43,10 @@ def test_two_slots_without_persistence_and_three_with():
 
 
 def test_several_ranks_keep_the_one_that_all_have():
-    """At every step two whole ones stay, else one, with local SGD, too."""
+    """At every step two whole ones stay, else one."""
     stored = (PersistentLevel("/x"),)
     assert slots_needed(SnapshotConfig(levels=stored), 8) == 4
     assert slots_needed(SnapshotConfig(every_n_steps=2, levels=stored), 8) == 3
-    assert slots_needed(SnapshotConfig(averaging_period=5, every_n_steps=5, levels=stored), 8) == 3
     assert slots_needed(SnapshotConfig(levels=stored), 8, runs_ahead=True) == 5
     assert slots_needed(SnapshotConfig(every_n_steps=2, levels=stored), 8, runs_ahead=True) == 4
     assert slots_needed(SnapshotConfig(levels=stored), 1, runs_ahead=True) == 3
@@ -100,16 +99,13 @@ def walked(kind, config, ranks, seed, moments):
     return machines, None
 
 
-WAYS = [(1, None, 2), (1, None, 5), (3, None, 3), (1, 1, 3), (6, 3, 2), (4, 4, 4)]
-
-
 @pytest.mark.parametrize("swells", [False, True])
-@pytest.mark.parametrize(("every", "period", "ranks"), WAYS)
+@pytest.mark.parametrize(("every", "ranks"), [(1, 2), (1, 5), (2, 4), (3, 3)])
 @pytest.mark.parametrize("seed", range(5))
-def test_at_every_moment_of_any_run_some_step_is_whole_on_all_ranks(every, period, ranks, seed, swells):
-    """Ranks in any order that gradients, averagings and gates allow; storage lets go of slots when it likes."""
+def test_at_every_moment_of_any_run_some_step_is_whole_on_all_ranks(every, ranks, seed, swells):
+    """Ranks in any order that gradients and gates allow; storage lets go of slots when it likes."""
     chance = random.Random(seed)
-    config = SnapshotConfig(every_n_steps=every, averaging_period=period, levels=(PersistentLevel("/x"),))
+    config = SnapshotConfig(every_n_steps=every, levels=(PersistentLevel("/x"),))
     machines = [(Swelling if swells else Machine)(config, ranks, chance) for _ in range(ranks)]
     runs = [machine.run(machines) for machine in machines]
     last = None
@@ -119,8 +115,8 @@ def test_at_every_moment_of_any_run_some_step_is_whole_on_all_ranks(every, perio
         if last is not None:
             assert common is not None
             assert common >= last
-            # One interval, and the step in flight; with local SGD what fits between two averagings.
-            assert max(machine.step for machine in machines) - common <= every + (period or 1)
+            # One interval, and the step in flight.
+            assert max(machine.step for machine in machines) - common <= every + 1
         last = common
     assert last > 20
 
@@ -133,26 +129,22 @@ class Machine:
         self.kept = kept_whole(config, ranks)
         self.slots = [status(SlotPhase.EMPTY, 0) for _ in range(slots_needed(config, ranks))]
         self.chance = chance
-        self.step = self.sent = self.averaged = 0
+        self.step = self.sent = 0
         self.writing = None
 
     def whole(self):
         return {slot.step for slot in self.slots if slot.phase is SlotPhase.WHOLE}
 
     def run(self, all_ranks):
-        every, period = self.config.every_n_steps, self.config.averaging_period
+        every = self.config.every_n_steps
         while True:
             self.sent += 1
-            while period is None and min(rank.sent for rank in all_ranks) < self.sent:
+            while min(rank.sent for rank in all_ranks) < self.sent:
                 yield self.beside()
             yield self.beside()
             self.finish()  # the gate
             yield
             self.step += 1
-            if period is not None and self.step % period == 0:
-                self.averaged = self.step
-                while min(rank.averaged for rank in all_ranks) < self.step:
-                    yield self.beside()
             if self.step % every == 0:
                 while (index := self.choose()) is None:
                     yield self.beside()

@@ -48,6 +48,14 @@ def test_others_are_not(strategy, world_size):
     check_strategy(Stub(strategy, world_size))
 
 
+def test_averaging_of_weights_is_refused_before_anything_starts():
+    trainer = Stub(DDPStrategy, 2)
+    trainer.strategy._model_averaging_period = 4
+
+    with pytest.raises(ConfigError, match=r"DDPStrategy\(model_averaging_period=...\) is not supported: .*local SGD"):
+        LazySnapshotCallback().setup(trainer, Net(), "fit")
+
+
 @pytest.fixture
 def group(tmp_path):
     """A process group of this process alone."""

@@ -2,7 +2,7 @@
 
 usage: rank.py SETTINGS_JSON     (kind, rank, world, meeting, directory, steps, journal, result, every, levels)
 
-``kind``: ddp, fsdp (FSDP2), hsdp, tp (FSDP2 x TP), local (local SGD), plain; beat, talk: no training at all. Without
+``kind``: ddp, fsdp (FSDP2), hsdp, tp (FSDP2 x TP), plain; beat, talk: no training at all. Without
 ``rank``, rank and world are those of a launcher. ``by_rank`` holds what differs. The journal gets one line per event,
 each a single append. Where there are as many GPUs as ranks, each rank trains on one, over NCCL; else on the CPU.
 """
@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.waiting import until
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -111,14 +110,10 @@ def device_of(rank: int, world: int) -> torch.device:
 def build(kind: str, world: int, settings: dict, device: torch.device) -> torch.nn.Module:
     torch.manual_seed(0)
     model = Net(base=settings.get("base", False), tied=settings.get("tied", False)).to(device)
-    if kind in ("ddp", "local"):
+    if kind == "ddp":
         # Unless parameters may be unused, DDP changes its buckets after the first step: with more than two ranks
         # gradients are then added up in another order right after a start than later on, and no two runs are equal.
-        model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
-        if kind == "local" and settings["period"] == 3:
-            alone = [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
-            model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=0), post_localSGD_hook)
-        return model
+        return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
     if kind == "tp":
         mesh = init_device_mesh(device.type, (world // 2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
@@ -137,12 +132,6 @@ def build(kind: str, world: int, settings: dict, device: torch.device) -> torch.
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def average(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.data)
-        parameter.data /= dist.get_world_size()
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -290,7 +279,6 @@ def main() -> None:
         levels=levels,
         memory=MemoryLevel(linger_s=settings.get("linger_s", 30.0), max_bytes=settings.get("max_bytes")),
         require=settings.get("require"),
-        averaging_period=settings.get("period"),
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
         gate_timeout_s=settings.get("gate_timeout_s", 60.0),
         keeper_timeout_s=settings.get("keeper_timeout_s", 20.0),
@@ -329,18 +317,13 @@ def main() -> None:
         part, parts = (rank // 2, world // 2) if kind == "tp" else (rank, world)
         tokens = torch.randint(0, 37, (16,), generator=generator)[part::parts].to(device)
         loop["drawn"] = torch.rand(()).item() + random.random()
-        # Ranks that train apart may do so by a hook, too: see build().
-        apart = model.no_sync() if kind == "local" and settings["period"] != 3 else contextlib.nullcontext()
-        with apart:
-            loss = torch.nn.functional.cross_entropy(model(tokens), tokens)
-            # Ranks of one tensor-parallel group draw different numbers, and must have the same loss.
-            (loss if kind == "tp" else loss * loop["drawn"]).backward()
+        loss = torch.nn.functional.cross_entropy(model(tokens), tokens)
+        # Ranks of one tensor-parallel group draw different numbers, and must have the same loss.
+        (loss if kind == "tp" else loss * loop["drawn"]).backward()
         optimizer.step()
         for group in optimizer.param_groups:  # as a schedule does
             group["lr"] *= 0.98
         optimizer.zero_grad()
-        if kind == "local" and step % settings["period"] == 0:
-            average(model)
         if settings.get("averaged") and step > 2:
             for parameter in model.parameters():
                 if not parameter.requires_grad:  # as teachers are updated

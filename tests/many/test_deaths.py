@@ -165,27 +165,6 @@ def test_eight_ranks_die_and_go_on_as_if_nothing_had_happened(make_job, wanted):
     assert job.results() == wanted("fsdp", 8, steps=8)
 
 
-@pytest.mark.parametrize(("every", "period", "victims"), [(3, 3, (1,)), (2, 2, (0,)), (2, 2, (0, 1)), (4, 2, (1,))])
-def test_with_local_sgd_a_common_step_survives_too(make_job, wanted, every, period, victims):
-    """Nothing but the averaging holds the ranks together: one may train on to the next while the other one dies."""
-    settings = {"every": every, "period": period, "steps": 12}
-    job = make_job(levels=[])
-    lags = {"1": {"lag_s": 0.03}}
-    deaths = dict.fromkeys(victims, f"engine.begun:{9 // every}:kill")
-    codes = job.run("local", 2, faults=deaths, by_rank=lags, **settings)
-    assert -9 in codes, job.output()
-    # All came to the last averaging that any rank passed, by the gates of all boundaries before it.
-    averaged = max(trained(job, 2)) // period * period
-    least = (averaged - 1) // every * every
-    assert least > 0
-    reached = max([least, *whole(job, 2)])
-
-    assert set(job.run("local", 2, **settings)) == {0}, job.output()
-
-    assert job.resumed() >= reached
-    assert job.results() == wanted("local", 2, period=period, every=period, steps=12)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "victims", "every"), [(0, (0,), 1), (1, (1,), 2), (2, (0, 1), 1)])
 def test_ranks_and_their_memory_lost_at_any_point_of_storage_leave_what_all_have_there(

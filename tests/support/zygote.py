@@ -30,7 +30,6 @@ from functools import partial
 IMPORTED = (
     "accelerate",
     "torch._dynamo",
-    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",

@@ -99,6 +99,11 @@ class AcceleratorState(ObjectState):
                 found += tree_leaves(custom.state_dict())
         return sum(one.numel() * one.element_size() for one in found if isinstance(one, torch.Tensor))
 
+    def check_averages_gradients(self) -> None:
+        """See ``ObjectState.check_averages_gradients``. Accelerate accumulates within ``no_sync()``, too."""
+        if self._accelerator.sync_gradients:
+            super().check_averages_gradients()
+
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
         """See ``StateSource.replicated_parameters``."""
         return () if self.is_uneven else super().replicated_parameters()

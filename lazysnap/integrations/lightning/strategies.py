@@ -26,6 +26,12 @@ _OTHERS = {
 
 def check_strategy(trainer: Any) -> None:
     """Raises: ConfigError, where a strategy keeps its state in a way that would be captured wrongly."""
+    if getattr(trainer.strategy, "_model_averaging_period", None) is not None:
+        raise ConfigError(
+            f"LazySnapshotCallback: {type(trainer.strategy).__name__}(model_averaging_period=...) is not supported: "
+            "with local SGD the weights of ranks differ until they are averaged, so no step is common to all; leave it "
+            "out, or take the callback out and use ModelCheckpoint"
+        )
     kinds = _kinds(trainer.strategy)
     # DeepSpeedStrategy is a DDPStrategy, too, and cuts parameters also for one process.
     advice = next((text for name, text in _OTHERS.items() if name in kinds), None)
