@@ -1,12 +1,14 @@
 """What ``LazyTrainerCallback`` and ``attach_trainer`` promise beside exact restarts."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 from hf_training import BATCH_SIZE, SAMPLES, Recorded, Recorder, Texts, collate, digest, gpt2, make_trainer
-from transformers import TrainerCallback, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import lazysnap
 from lazysnap.errors import ConfigError
@@ -136,8 +138,62 @@ def test_a_training_that_stopped_early_stays_stopped(new_trainer, caplog):
     again = new_trainer(lazysnap.LazyTrainerCallback(), case="stopped")
     with caplog.at_level("WARNING", "lazysnap"):
         again.train(resume_from_checkpoint="latest")
-    assert "stopped early" in caplog.text
+    assert "EarlyStoppingCallback had stopped it" in caplog.text
     assert again.state.global_step == first.state.global_step
+
+
+class Stop(TrainerCallback):
+    """Stops the training behind ``step``, as a limit of time does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+class Terminated(TrainerCallback):
+    """Asks for a checkpoint just in time, as SIGTERM does when its time of grace is over."""
+
+    def __init__(self, trainer, step):
+        self.trainer, self.step = trainer, step
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.step:
+            [jit] = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, JITCheckpointCallback)]
+            jit.jit_manager._enable_checkpoint()
+
+
+@pytest.mark.parametrize("way", ["by a callback", "by a signal"])
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_training_that_was_stopped_from_outside_goes_on_exactly(new_trainer, way, step):
+    whole = new_trainer()
+    whole.train()
+    handler = signal.getsignal(signal.SIGTERM)
+    first = new_trainer(lazysnap.LazyTrainerCallback(), enable_jit_checkpoint=way == "by a signal")
+    first.add_callback(Stop(step) if way == "by a callback" else Terminated(first, step - 1))
+    first.train()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert first.state.global_step == step
+    again = new_trainer(lazysnap.LazyTrainerCallback())
+    set_seed(1000)
+    again.train(resume_from_checkpoint="latest")
+    assert final(again) == final(whole)
+
+
+def test_the_state_of_a_callback_that_the_program_no_longer_has_is_named(new_trainer, caplog):
+    lazy = lazysnap.LazyTrainerCallback()
+    first = new_trainer(lazy, Fail(lazy, 3), case="best")
+    with pytest.raises(ZeroDivisionError):
+        first.train()
+    again = new_trainer(lazysnap.LazyTrainerCallback(), case="best")
+    again.pop_callback(EarlyStoppingCallback)
+    again.train(resume_from_checkpoint="latest")
+    said = [record.getMessage() for record in caplog.records if "which this Trainer does not have" in record.message]
+    assert said == [
+        "the snapshot has the state of EarlyStoppingCallback, which this Trainer does not have: that state is dropped"
+    ]
 
 
 def test_checkpoints_of_transformers_are_resumed_as_ever(new_trainer, caplog):

@@ -8,6 +8,7 @@ keeps for itself; other attributes of subclasses.
 """
 
 import json
+import logging
 import time
 from typing import Any
 
@@ -21,6 +22,8 @@ from lazysnap.errors import ShardCorrupt, StateMismatch, UnsupportedState
 from lazysnap.state.codec import decode, encode, path_text
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.settings import differences, plain, warn
+
+logger = logging.getLogger(__name__)
 
 _STATE = (
     "epoch",
@@ -112,8 +115,6 @@ class TrainingState(ObjectState):
             "loss": trainer._tr_loss,
             "epoch": self.epoch,
             "given": position.given,
-            "is_finished": self.is_finished,
-            "max_steps": trainer.state.max_steps,
             "seconds": time.time() - self.began_s + self.earlier_s,
             "settings": self._arguments(),
         }
@@ -193,9 +194,23 @@ class TrainingState(ObjectState):
         step = parts["state"]["global_step"]
         if step >= limit:
             return f"it had ended (max_steps={limit}, at step {step})"
-        if parts["is_finished"] and step < parts["max_steps"]:
-            return f"it had been stopped early, after step {step} of {parts['max_steps']}"
+        # Any other stop (a signal, a limit of time) is an interruption: if its reason still holds, it stops again.
+        if any(_has_run_out(exported) for _, exported in self._matched(parts["callbacks"])[0]):
+            return (
+                f"EarlyStoppingCallback had stopped it, after step {step} of {limit}; to go on all the same, leave that "
+                "callback out"
+            )
         return ""
+
+    def _matched(self, exported: list[list[Any]]) -> tuple[list[tuple[Any, dict[str, Any]]], list[str]]:
+        """Return the program's callbacks with their states in the snapshot, and the names of those it does not have."""
+        left, found = list(exported), []
+        for item in self._stateful():
+            known = next((pair for pair in left if pair[0] == type(item).__name__), None)
+            if known is not None:
+                left.remove(known)
+                found.append((item, known[1]))
+        return found, [name for name, _ in left]
 
     def land(self) -> None:
         """Put back what the ``Trainer`` and callbacks set when training begins, last of all the random generators."""
@@ -210,12 +225,14 @@ class TrainingState(ObjectState):
             setattr(trainer.control, name, value)
         if not self.end_reason:
             trainer.control.should_training_stop = False  # the limit was raised
-        left = list(parts["callbacks"])
-        for item in self._stateful():
-            known = next((pair for pair in left if pair[0] == type(item).__name__), None)
-            if known is not None:
-                left.remove(known)
-                _restore(item, known[1])
+        found, unknown = self._matched(parts["callbacks"])
+        for item, exported in found:
+            _restore(item, exported)
+        if unknown and trainer.is_world_process_zero():
+            logger.warning(
+                "the snapshot has the state of %s, which this Trainer does not have: that state is dropped",
+                " and ".join(unknown),
+            )
         restore_rng(landing["rng"])
 
 
@@ -224,6 +241,13 @@ def _are_numbers(value: Any) -> bool:
         items = [*value.values()] if isinstance(value, dict) else value
         return len(items) <= _MOST_NUMBERS and all(map(_are_numbers, items))
     return type(value) in (int, float)
+
+
+def _has_run_out(exported: dict[str, Any]) -> bool:
+    """True for the state of an ``EarlyStoppingCallback`` that has stopped the training."""
+    patience = exported.get("args", {}).get("early_stopping_patience")
+    count = exported.get("attributes", {}).get("early_stopping_patience_counter")
+    return patience is not None and count is not None and count >= patience
 
 
 def _restore(item: Any, exported: dict[str, Any]) -> None:

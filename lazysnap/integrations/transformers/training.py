@@ -221,7 +221,6 @@ class Training:
         session = self._callback.session
         if session is None or not session.passes(self.trainer.state.global_step):
             return
-        self._state.is_finished = is_last
         session.capture(is_last=is_last)
         if any(callable(getattr(optimizer, "train", None)) for optimizer in self._state.optimizers()):
             session.engine.gate()  # schedule-free ones exchange the weights before the next step, after an evaluation
