@@ -197,8 +197,8 @@ class TrainingState(ObjectState):
         # Any other stop (a signal, a limit of time) is an interruption: if its reason still holds, it stops again.
         if any(_has_run_out(exported) for _, exported in self._matched(parts["callbacks"])[0]):
             return (
-                f"EarlyStoppingCallback had stopped it, after step {step} of {limit}; to go on all the same, leave that "
-                "callback out"
+                f"EarlyStoppingCallback had stopped it, after step {step} of {limit}; to go on all the same, leave "
+                "that callback out"
             )
         return ""
 
