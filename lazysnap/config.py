@@ -226,8 +226,8 @@ class SnapshotConfig:
     ranks always wait."""
     require: Literal["memory", "storage"] | None = None
     """Protection that a training must have at its start, or it raises: ``"memory"``: captures in memory that outlives
-    it; ``"storage"``: every level accepts a small write. ``None``: it warns and goes on. Without memory it writes each
-    due snapshot to storage itself, and waits for that."""
+    it; ``"storage"``: every level accepts a small write. ``None``: it warns and goes on. Without memory nothing
+    is captured."""
     job_id: str | None = None
     """The name of the job, by which a restart finds its memory. Default: the environment variable
     ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.console import has_terminal, said_after
-from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.outcomes import Outcomes
 from lazysnap.errors import WaitTimeout
+from lazysnap.keeper.client import KeeperClient
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.world import World
 
@@ -24,10 +24,9 @@ Progress = Callable[[int, int], None]
 class Durability:
     """Of one engine, from its making to its end."""
 
-    def __init__(self, config: SnapshotConfig, direct: DirectStorage, world: World, outcomes: Outcomes) -> None:
+    def __init__(self, config: SnapshotConfig, client: KeeperClient, world: World, outcomes: Outcomes) -> None:
         self._config = config
-        self._direct = direct
-        self._client = direct.client
+        self._client = client
         self._world = world
         self._outcomes = outcomes
         self._has_dismissed = world.place.local_rank != 0
@@ -39,12 +38,7 @@ class Durability:
         """Block until the newest capture of this rank is durable at every level; ``False`` after the deadline. Without
         levels: until a keeper has it.
         """
-        return self._drain(self._outcomes.newest_whole(), timeout_s, progress)
-
-    def _drain(self, step: int | None, timeout_s: float, progress: Progress | None) -> bool:
-        if self._direct.has_newest:
-            return self._direct.drain(timeout_s)
-        return self._client.drain(step, timeout_s, progress)
+        return self._client.drain(self._outcomes.newest_whole(), timeout_s, progress)
 
     def end(self, progress: Progress | None, *, is_common: bool) -> bool:
         """As ``flush``, at the end: all ranks wait for each other, and hear if one of them failed. Blocks: at most
@@ -55,11 +49,10 @@ class Durability:
         newest = self._outcomes.newest_whole()
 
         def drain(last: int | None) -> bool:
-            has_any = self._client.was_attached or self._direct.has_newest
-            if not has_any:
+            if not self._client.was_attached:
                 return True
             with self._telling(last, has_bar=progress is not None and has_terminal()):
-                return self._drain(last, self._config.drain_timeout_s, progress)
+                return self._client.drain(last, self._config.drain_timeout_s, progress)
 
         if self._world.is_alone or not is_common:
             return drain(newest)

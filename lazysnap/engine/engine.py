@@ -18,7 +18,6 @@ from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.console import say
 from lazysnap.data.position import position_in
 from lazysnap.engine import report
-from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.durability import Durability, Progress
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.level_checks import require_levels, shared_levels
@@ -92,12 +91,11 @@ class SnapshotEngine:
         self._events = EventLog(config, self._statistics)
         self._protection = self._events.protection
         self._events.speaks_for_node = world.place.local_rank == 0
-        self._direct = DirectStorage(config, self._client, team)
-        self._recorder = Recorder(config, self._source, self._direct, self._events, world)
+        self._recorder = Recorder(config, self._source, self._client, self._events, world)
         check_places(world, config, identity.job_id)
         self._captures, self._outcomes = self._recorder.captures, self._recorder.outcomes
         self._gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
-        self._durability = Durability(config, self._direct, world, self._outcomes)
+        self._durability = Durability(config, self._client, world, self._outcomes)
         self._meeting = meet_keepers(world, self._client, config, identity.job_id)
         self._recorder.group = self._meeting.group
         self._shared = shared_levels(world, config.levels)
@@ -457,7 +455,7 @@ class SnapshotEngine:
             self.tell_start()
             if not self._is_begun:
                 self._begin_run(is_fresh=True)
-            began = self._capture(step, started, force=force)
+            began = self._capture(step, started)
             if not self._is_past_first:
                 self._is_past_first = True
                 try:
@@ -466,7 +464,7 @@ class SnapshotEngine:
                     logger.info("what the training takes is not known: %s", error)
                 self.check_required()
                 if not began and self.config.require == "memory":
-                    began = self._capture(step, started, force=force)
+                    began = self._capture(step, started)
             self._durability.dismiss_former()
             return began
 
@@ -494,8 +492,6 @@ class SnapshotEngine:
             if time.monotonic() > deadline or not self.wait_ready(max(0.0, deadline - time.monotonic())):
                 break  # ``close`` says so
             time.sleep(0.005)
-        # Where there turned out to be no memory it is written to storage now; else this does nothing.
-        self.boundary(step, force=True)
         self._finish_copies()
         return self._recorder.last_step == step
 
@@ -511,13 +507,13 @@ class SnapshotEngine:
             for shortage in report.shortages(self.config, snapshot_bytes, len(self._world.node_ranks)):
                 logger.warning("%s", shortage)
 
-    def _capture(self, step: int, started: float, *, force: bool) -> bool:
+    def _capture(self, step: int, started: float) -> bool:
         self._recorder.resend_to_new_keeper()
         waited_before_s = self._statistics.memory_wait_s
         try:
             self._gates.install(self._source.optimizers())
             with collector_paused():
-                began = self._recorder.begin(step, force=force)
+                began = self._recorder.begin(step)
         except UnsupportedState as error:
             if not self._recorder.encoded_once:
                 raise
@@ -636,7 +632,7 @@ class SnapshotEngine:
         timeout_s = self.config.gate_timeout_s
         faults.point("engine.rollback.capture")
         with self._lock:
-            began = self._capture(step, time.perf_counter(), force=True)
+            began = self._capture(step, time.perf_counter())
         is_held = began and self.wait(step, until="captured", timeout_s=timeout_s)
         faults.point("engine.rollback.captured")
         if not all(self._world.exchange("capturing after a rollback", is_held)):
@@ -718,8 +714,6 @@ class SnapshotEngine:
             return self._client.is_durable(step)
         if until == "protected":
             return self._await_protected(step, timeout_s)
-        if self._direct.has_step(step):
-            return True  # not in memory, and at a level already
         deadline = time.monotonic() + timeout_s
         # A copy that hangs may still end. A keeper that was lost is being replaced.
         while (state := self._outcomes.state_of(step)) in (CaptureState.COPYING, CaptureState.ALONE):
@@ -814,7 +808,7 @@ class SnapshotEngine:
 
     def _has_own(self) -> bool:
         """Whether anything is captured since this start, or since the last restore."""
-        return self._outcomes.newest_whole() is not None or self._direct.has_newest
+        return self._outcomes.newest_whole() is not None
 
     def _tell_end(self, ending: report.Ending, error: BaseException | None = None) -> None:
         self._drain_events()
@@ -839,9 +833,7 @@ class SnapshotEngine:
 
     def _failure(self, error: BaseException) -> report.Failure:
         held, resumed = self._statistics.last_whole_step, self._resumed
-        if self._direct.has_newest:
-            held = None
-        elif held is None and resumed is not None and resumed.in_memory:
+        if held is None and resumed is not None and resumed.in_memory:
             held = resumed.step
         return report.Failure(error, self.step + 1, self._newest_durable(), held)
 
@@ -869,7 +861,7 @@ class SnapshotEngine:
         """Why captures are missing, and what helps, as far as it is known."""
         cause = self._protection.cause
         if cause is not None:
-            return f"This training is NOT protected in memory: {cause}; {self._protection.what_is_done()}"
+            return f"This training is NOT protected in memory: {cause}; {self._protection.what_is_lost()}"
         if self._statistics.skipped["no slots yet"]:
             return "Its memory was not ready in time (gate_timeout_s)"
         return "The messages above say why"

@@ -1,8 +1,8 @@
 """What became of the captures since the start, or since the last resume."""
 
 from lazysnap.capture.job import CaptureJob, CapturePhase
-from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.events import EventLog
+from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.memory.arena import SlotPhase
 
@@ -12,9 +12,8 @@ _REMEMBERED = 64
 class Outcomes:
     """Of one engine; used on the training thread. Sequence numbers grow with every capture, whatever its step."""
 
-    def __init__(self, direct: DirectStorage, log: EventLog) -> None:
-        self._direct = direct
-        self._client = direct.client
+    def __init__(self, client: KeeperClient, log: EventLog) -> None:
+        self._client = client
         self._log = log
         self._last_number = 0
         self._first_sequence = 0
@@ -35,7 +34,7 @@ class Outcomes:
         return self._last_number
 
     def began(self, job: CaptureJob) -> None:
-        """A capture began, into a slot or to storage."""
+        """Note a capture that began."""
         self._newest = job.sequence, job.step
         self._first_sequence = self._first_sequence or job.sequence
 
@@ -69,14 +68,14 @@ class Outcomes:
         """The step of the newest capture that became whole and is not void since. Its keeper may just have died."""
         while self._whole:
             sequence = max(self._whole)
-            if self._state_of(sequence) is not CaptureState.LOST:
+            if self._client.state_of(sequence) is not CaptureState.LOST:
                 return self._whole[sequence]
             self.lost(sequence)
         return None
 
     def last_held_step(self) -> int | None:
         """The step of the newest capture that is whole in the memory of a live keeper."""
-        held = (n for n in sorted(self._whole, reverse=True) if self._state_of(n) is CaptureState.HELD)
+        held = (n for n in sorted(self._whole, reverse=True) if self._client.state_of(n) is CaptureState.HELD)
         return self._whole.get(next(held, 0))
 
     def is_past_resumed(self) -> bool:
@@ -91,11 +90,7 @@ class Outcomes:
         if self._newest is not None and self._newest[1] == step:
             sequence = max(sequence, self._newest[0])
         if sequence:
-            return self._state_of(sequence)
+            return self._client.state_of(sequence)
         statuses = [slot.status() for slot in self._client.slots()]  # what was resumed
         is_there = any(status.step == step and status.phase is SlotPhase.WHOLE for status in statuses)
         return CaptureState.HELD if is_there else CaptureState.LOST
-
-    def _state_of(self, sequence: int) -> CaptureState:
-        # One that this process wrote to storage itself is held there.
-        return CaptureState.HELD if self._direct.has(sequence) else self._client.state_of(sequence)

@@ -36,15 +36,12 @@ class Planner:
         self._has_dtensors: tuple[list[str], bool] = ([], False)
         """Whether there are DTensors among the tensors of these names."""
         self.plan: CapturePlan | None = None
-        """For captures into memory."""
-        self.storage_plan: CapturePlan | None = None
-        """For snapshots that are written to storage at once: frozen tensors are part of each of them."""
         self.parameters: dict[str, list[str]] | None = None
         """See ``names_of_parameters``."""
 
     def forget(self) -> None:
         """What all ranks hold alike has changed, or nothing is captured any more."""
-        self._partition = self.plan = self.storage_plan = None
+        self._partition = self.plan = None
 
     def replicated(self) -> list[Parameter]:
         """Parameters that are equal on all ranks."""
@@ -94,7 +91,7 @@ class Planner:
 
     # ---------------------------------------------------------------- plans
 
-    def for_memory(self, walked: Walk, everything: Walk, *, holds: bool) -> CapturePlan:
+    def for_capture(self, walked: Walk, everything: Walk, *, holds: bool) -> CapturePlan:
         """The plan for a capture of ``walked``, this rank's part; ``holds``: frozen tensors are as they were."""
         if self.plan is not None:
             cause = self.plan.mismatch(walked, optimizer_signature(self._source))
@@ -104,24 +101,13 @@ class Planner:
             self._log.statistics.replans += 1
             # Loading a checkpoint does this, too: nothing is lost, and the next step is captured as any other.
             logger.info("the capture plan is made anew: %s", cause)
-        self._check(everything)
+        check_walk(everything)
+        self.parameters = names_of_parameters(self._source, everything, self._log)
         chosen = self._frozen.choose(zip(everything.names, everything.tensors, strict=True))
         captured, parts = list(zip(walked.names, walked.tensors, strict=True)), self._partition
         aliases, facts = ({}, {}) if parts is None else (parts.aliases, parts.facts)
         self.plan = self._make(walked, self._frozen.settle(chosen, captured, aliases, facts))
         return self.plan
-
-    def for_storage(self, walked: Walk, everything: Walk) -> CapturePlan:
-        """The plan for a snapshot that is written to storage at once."""
-        plan = self.storage_plan
-        if plan is None or plan.mismatch(walked, optimizer_signature(self._source)) is not None:
-            self._check(everything)
-            plan = self.storage_plan = self._make(walked, None)
-        return plan
-
-    def _check(self, everything: Walk) -> None:
-        check_walk(everything)
-        self.parameters = names_of_parameters(self._source, everything, self._log)
 
     def _make(self, walked: Walk, frozen: FrozenSet | None) -> CapturePlan:
         if self._partition is None:

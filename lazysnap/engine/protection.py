@@ -1,7 +1,6 @@
-"""Whether captures go into memory that outlives the training process, and what the user is told while they do not."""
+"""The memory that outlives the training process: if captures go there, and what the user reads while they do not."""
 
 import logging
-import math
 import time
 from collections.abc import Callable
 
@@ -52,7 +51,7 @@ class Protection:
         if is_new:
             self._since, self._next_reminder = now, now + FIRST_REMINDER_S
             if not is_told:
-                logger.warning("NOT protected in memory: %s; %s", error, self.what_is_done())
+                logger.warning("NOT protected in memory: %s; %s", error, self.what_is_lost())
 
     def regained(self) -> None:
         """Captures are in memory again."""
@@ -75,29 +74,24 @@ class Protection:
             return
         self._next_reminder = now + REMINDER_S
         minutes = (now - self._since) / 60
-        logger.warning("still NOT protected in memory, for %.0f min: %s; %s", minutes, self.error, self.what_is_done())
+        logger.warning("still NOT protected in memory, for %.0f min: %s; %s", minutes, self.error, self.what_is_lost())
 
     def sum_up(self) -> None:
         """At the end: say what was not protected, if anything."""
-        statistics = self._statistics
-        if statistics.unprotected_steps:
+        count = self._statistics.skipped["no memory"]
+        if count:
             logger.warning(
-                "%d steps of this training were NOT protected in memory: %s; training waited %.1f s for blocking "
-                "writes; newest snapshot on storage: %s",
-                statistics.unprotected_steps,
+                "%d step%s of this training were NOT protected in memory, so not captured: %s; newest snapshot on "
+                "storage: %s",
+                count,
+                "s" * (count != 1),
                 self._last,
-                statistics.direct.total_s,
-                ", ".join(f"{shown(url)}: step {step}" for url, step in statistics.last_durable_step.items()) or "none",
+                ", ".join(f"{shown(url)}: step {step}" for url, step in self._statistics.last_durable_step.items())
+                or "none",
             )
 
-    def what_is_done(self) -> str:
-        """What becomes of snapshots meanwhile, for a message."""
-        levels, writes, every = self._config.levels, self._statistics.direct, self._config.every_n_steps
-        if not levels:
-            return "nothing is captured or stored, a crash loses all: name a place with SnapshotConfig(levels=...)"
-        places = ", ".join(f"{shown(level.url)} every {math.lcm(level.every_n_steps, every)} steps" for level in levels)
-        cost = f" (the last one took {writes.last_s:.1f} s)" if writes.count else ""
-        return (
-            f"stored at {places} by blocking writes: training waits for each{cost}, and a crash loses the steps since "
-            "the last one"
-        )
+    def what_is_lost(self) -> str:
+        """Return, for a message, what a crash loses as long as there is no memory."""
+        newest = max(self._statistics.last_durable_step.values(), default=None)
+        since = "the start of this training" if newest is None else f"step {newest}, the newest one on storage"
+        return f"nothing is captured, so nothing is stored: a crash loses every step since {since}"

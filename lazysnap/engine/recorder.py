@@ -13,7 +13,6 @@ from lazysnap.capture.plan import CapturePlan
 from lazysnap.capture.registration import registrar
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
-from lazysnap.engine.direct import DirectStorage
 from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
@@ -23,6 +22,7 @@ from lazysnap.engine.outcomes import Outcomes
 from lazysnap.engine.planner import Planner
 from lazysnap.engine.report import Sizes
 from lazysnap.errors import MemoryBoundExceeded
+from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import SlotsChanged, Wish
 from lazysnap.memory.arena import Slot, SlotPhase, Word, capacity_fits
 from lazysnap.memory.budget import NODE
@@ -54,23 +54,22 @@ class Recorder:
         self,
         config: SnapshotConfig,
         source: StateSource,
-        direct: DirectStorage,
+        client: KeeperClient,
         log: EventLog,
         world: World,
     ) -> None:
         """Collective."""
         self._config = config
         self._source = source
-        self._client = client = direct.client
+        self._client = client
         self.captures = Captures()
         self._log = log
         self._world = world
         self.meta = MetaWriter.agreed(world, config)
         self.names = Names(client)
-        self.outcomes = Outcomes(direct, log)
+        self.outcomes = Outcomes(client, log)
         self.frozen = FrozenTensors(source, client, log, self.meta)
         self.planner = Planner(source, world, self.frozen, log)
-        self._direct = direct
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
         self._expects_first_step = True
@@ -109,7 +108,7 @@ class Recorder:
 
     def sizes(self) -> Sizes | None:
         """What the state and its memory take; ``None`` before the first plan."""
-        plan = self.planner.plan or self.planner.storage_plan
+        plan = self.planner.plan
         if plan is None:
             return None
         slot_bytes = Slot.bytes_for(*(self._reserved or (self._meta_capacity, plan.layout.size_bytes)))
@@ -162,25 +161,27 @@ class Recorder:
             except ValueError:  # this slot was given back, for captures of another size
                 self._begun = None
 
-    def begin(self, step: int, *, force: bool = False) -> bool:
+    def begin(self, step: int) -> bool:
         """Begin the capture; ``False``, and the reason counted, if it cannot be.
 
-        Where no memory can be had, it is written to storage at once, if it is due there or ``force`` is set.
         Blocks: the first one until its memory is there, at most ``gate_timeout_s``.
         Raises: UnsupportedState; JobBusy; whatever a capture meets.
         """
         try:
-            return self._begin(step, force=force)
+            return self._begin(step)
         finally:
             self.waits_for_memory = False  # a capture that waited in vain is the last one that waits
 
-    def _begin(self, step: int, *, force: bool) -> bool:
+    def _begin(self, step: int) -> bool:
         if not self.captures.wait_released(self._config.gate_timeout_s):
             return self.skip("an earlier copy hangs")
         self.settle()
         if self.is_unprotected():
-            return self._store(step, force=force)
-        if self.waits_for_memory:
+            # The first boundary raises what no snapshot can hold; and with several ranks a walk may end in a
+            # collective, which all of them take at the same steps.
+            if self.encoded_once and self._world.is_alone:
+                return self._skip_unprotected()
+        elif self.waits_for_memory:
             self.register_slots()  # before slots that an earlier start left are made ready
             self._client.start()
         elif self.planner.plan is not None and not self._client.slots():
@@ -191,7 +192,7 @@ class Recorder:
             return self._skip_frozen()
         everything = self.planner.collect()
         walked = self.planner.own_part(everything)
-        plan = self.planner.for_memory(walked, everything, holds=holds)
+        plan = self.planner.for_capture(walked, everything, holds=holds)
         self.meta.parameters, self.encoded_once = self.planner.parameters, True
         is_whole = self.frozen.is_whole()
         meta = self.meta.write(step, plan, walked, self.frozen.reference())
@@ -205,7 +206,7 @@ class Recorder:
             refusal = self._client.refusal()
             if refusal is not None:
                 raise refusal
-            return self._store(step, force=force)
+            return self._skip_unprotected()
         if not is_whole:
             return self._skip_frozen()
         if not slots:
@@ -217,7 +218,7 @@ class Recorder:
         return True
 
     def is_unprotected(self) -> bool:
-        """Whether captures cannot go into the keeper's memory, so that storage is all there is. Hot."""
+        """True if captures cannot go into the keeper's memory, so that there are none. Hot."""
         protection = self._log.protection
         if self.frozen.refusal and protection.cause is None:
             protection.lost(MemoryBoundExceeded(f"the frozen tensors do not fit: {self.frozen.refusal}"))
@@ -238,35 +239,6 @@ class Recorder:
         else:
             self._request(*self._reserved)
 
-    def _store(self, step: int, *, force: bool) -> bool:
-        """Write the state to storage now, if it is due there. Blocks: until a level has it, or fails."""
-        self._log.statistics.unprotected_steps += 1
-        self._log.protection.remind()
-        is_wanted = force or self.stores_next or bool(self.names.wanted)
-        is_due = bool(self._config.levels) and (is_wanted or self._direct.is_due(step))
-        # With several ranks the walk may end in a collective: all of them take it at the same steps.
-        if not is_due and self.encoded_once and self._world.is_alone:
-            return self.skip("no memory")
-        everything = self.planner.collect()
-        walked = self.planner.own_part(everything)
-        plan = self.planner.for_storage(walked, everything)
-        self.meta.parameters, self.encoded_once = self.planner.parameters, True
-        if not is_due:
-            return self.skip("no memory")
-        if self._direct.is_resting() and not force:
-            return self.skip("storage failed just now")
-        meta = self.meta.write(step, plan, walked, None)
-        self.last_step, self.stores_next = step, False
-        job = self._direct.write(plan, walked.tensors, meta, (step, self.outcomes.next_sequence()))
-        self._log.statistics.direct.add(job.copy_s)
-        self._log.statistics.shard_bytes = plan.layout.size_bytes
-        self.outcomes.began(job)
-        self.outcomes.ended(job)
-        if job.phase is not CapturePhase.WHOLE:
-            return False
-        self.names.give_wanted(step)
-        return True
-
     def _start(self, job: CaptureJob, meta: bytes) -> None:
         slot, step, size = job.slot, job.step, job.plan.layout.size_bytes
         job.sequence = self.outcomes.next_sequence()
@@ -279,7 +251,6 @@ class Recorder:
             self._client.tell(SlotsChanged())
         self.captures.begin(job)
         self._log.protection.regained()
-        self._direct.retire()
         faults.point("engine.begun")
         self.outcomes.began(job)
         self._begun = _Begun(step, slot, job.sequence, job.versions)
@@ -301,6 +272,10 @@ class Recorder:
             self._skipped = self.seen_step, reason
             self._log.statistics.skipped[reason] += 1
         return False
+
+    def _skip_unprotected(self) -> bool:
+        self._log.protection.remind()
+        return self.skip("no memory")
 
     def _skip_frozen(self) -> bool:
         return self.skip("frozen tensors are being captured")
@@ -447,9 +422,6 @@ class Recorder:
             begun.slot.pin(begun.step, until_stored=True)
             self.names.give(begun.step, [name])
             return begun.step
-        if self.seen_step is not None and self._direct.has_step(self.seen_step):
-            self.names.give(self.seen_step, [name])
-            return self.seen_step
         self.names.wanted.append(name)
         return (self.seen_step or 0) + 1
 
@@ -494,5 +466,4 @@ class Recorder:
     def close(self) -> None:
         """Let go of the state and of the slots. Blocks: at most some seconds."""
         self.frozen.close()
-        self._direct.close()
         self.planner.forget()

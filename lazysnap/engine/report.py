@@ -273,7 +273,7 @@ def summary(statistics: Statistics, end: End) -> list[str]:
     """What was captured and stored, if a step was due. Of what is not durable see ``not_durable``."""
     lines = [] if end.failure is None else [failed(end.failure, has_levels=bool(end.urls))]
     left_out = statistics.skipped.total()
-    if not statistics.began and not left_out and not statistics.direct.count:
+    if not statistics.began and not left_out:
         resumed = end.untrained
         if resumed is None:
             return lines
@@ -339,13 +339,11 @@ def not_durable(statistics: Statistics, end: End) -> str:
 
 
 def _captured(statistics: Statistics) -> str:
-    direct = statistics.direct.count
-    due = statistics.began + direct + statistics.skipped.total()
+    due = statistics.began + statistics.skipped.total()
     text = f"{statistics.whole} of {due} due step{'s' * (due != 1)}"
     if statistics.shard_bytes:
         text += f" ({decimal(statistics.shard_bytes)} each)"
-    notes = [f"{direct} written by training itself, past memory"] if direct else []
-    return ", ".join([text, *notes, *missing(statistics)])
+    return ", ".join([text, *missing(statistics)])
 
 
 def missing(statistics: Statistics) -> list[str]:

@@ -63,12 +63,8 @@ class Statistics:
     """Time that training waited for copies."""
     copy: Timing = field(default_factory=Timing)
     """Duration of the copies themselves, beside training."""
-    direct: Timing = field(default_factory=Timing)
-    """Time that training waited while it wrote snapshots to storage itself, for want of memory: see ``unprotected``."""
     unprotected: str | None = None
-    """Why captures are not in memory that outlives this process now; ``None`` if they are."""
-    unprotected_steps: int = 0
-    """Boundaries that were due while captures could not go into such memory."""
+    """Why nothing is captured now: there is no memory that outlives this process. ``None`` if there is."""
     waited_s: float = 0.0
     """Seconds that the training thread waited in all: at gates, and at boundaries that were due, captured or not."""
     device_wait_s: float = 0.0

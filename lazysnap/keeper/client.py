@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -64,7 +64,7 @@ from lazysnap.keeper.protocol import (
 )
 from lazysnap.keeper.questions import Questions
 from lazysnap.links.secret import Secret
-from lazysnap.memory.arena import Slot, Word
+from lazysnap.memory.arena import Slot
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
@@ -120,12 +120,6 @@ class KeeperClient:
         """Bound, for keepers to listen there."""
         self._serving: ServePeers | None = None
         """The addresses of other nodes that each keeper gets, the next one included."""
-        self._lent: Sequence[Slot] = ()
-        """Control words that the keeper sees, of captures that are not in its memory."""
-        self._handed_over: Sequence[Slot] = ()
-        """Those of them that this keeper was given with the hello."""
-        self.note_listener: Callable[[Message], None] = lambda message: None
-        """Receives every note for the keeper as well; must not block. For a process that also writes to storage."""
         self._said_goodbye = False
         self.was_attached = False
         _live_clients.add(self)
@@ -182,8 +176,7 @@ class KeeperClient:
                         if self._serving is not None:
                             self._notes.append(self._serving)
                         if self._run is not None:  # at once: nobody asks earlier
-                            has_captured = any(slot.word(Word.SEQUENCE) for slot in self._lent)
-                            if self._run.is_new and not has_captured:
+                            if self._run.is_new:
                                 self._run = msgspec.structs.replace(self._run, floor=self._newest_sequence())
                             self._notes.append(self._run)
                             self._run = msgspec.structs.replace(self._run, is_new=False)
@@ -194,8 +187,6 @@ class KeeperClient:
                 if is_over:
                     self._leave(connection)
                     return
-                if self._lent is not self._handed_over:  # lent while the keeper was starting
-                    self._send_lent(connection)
                 self._send_notes()
                 if self._wanted is not None:
                     self._reserve()
@@ -228,11 +219,11 @@ class KeeperClient:
     def _hand_over(self, connection: Connection) -> None:
         """After a keeper's death: its successor gets the slots that this process still maps, before it even runs."""
         with self._changed:
-            orphans, frozen, self._handed_over = self._slots.orphans(), self._frozen.orphans(), self._lent
+            orphans, frozen = self._slots.orphans(), self._frozen.orphans()
         # Frozen tensors first: no capture is taken up before what it refers to.
         for digest, slot in frozen:
             connection.send(AdoptFrozen(digest), (slot.fd,))
-        for slot in [*orphans, *self._handed_over]:
+        for slot in orphans:
             connection.send(Adopt(), (slot.fd,))
         if (
             self._run is not None and not self._run.is_new
@@ -342,18 +333,6 @@ class KeeperClient:
         """True if there is a keeper now."""
         return self._connection is not None
 
-    def lend(self, slots: Sequence[Slot]) -> None:
-        """Let the keeper see the control words of slots that stay this process's. Does not block for long."""
-        with self._changed:
-            self._lent, connection = slots, self._connection
-        if connection is not None:
-            self._send_lent(connection)
-
-    def _send_lent(self, connection: Connection) -> None:
-        with contextlib.suppress(OSError):  # the next keeper gets them with the hello
-            for slot in self._lent:
-                connection.send(Adopt(), (slot.fd,))
-
     def make_ready(self, work: Callable[[Slot], None]) -> None:
         """Have ``work`` done for every slot in the background, before ``slots`` shows it."""
         self._slots.make_ready = work
@@ -407,10 +386,6 @@ class KeeperClient:
         """Why this process is not the job's trainer: another one is attached. ``None`` as long as nothing says so."""
         return self._fatal if isinstance(self._fatal, JobBusy) and not self.was_attached else None
 
-    def receive_local(self, message: Message) -> None:
-        """Take a message as if the keeper had sent it: from a persister in this process. Thread-safe."""
-        self._take(message, ())
-
     def whole(self) -> list[int]:
         """The sequence numbers of all whole captures in this process's memory."""
         with self._changed:
@@ -425,7 +400,6 @@ class KeeperClient:
         """Send a message that has no answer, now or as soon as the keeper takes it: one that is stopped for a moment
         keeps its trainer. Without a keeper it is dropped. Does not block.
         """
-        self.note_listener(message)
         with self._changed:  # what is there when a connection ends is cleared; later notes wait for no keeper
             if self._connection is None:
                 return

@@ -277,13 +277,13 @@ class LevelWriter:
         self.step = step
         doing = "writing" if write.source is None else "copying"
         try:
-            manifests = self._within_deadline(f"{doing} step {step}", lambda beat: self._bring(write, beat))
+            manifest = self._within_deadline(f"{doing} step {step}", lambda beat: self._bring(write, beat))
             seconds, self._slots, self._reading = time.monotonic() - started, (), []
-            size = sum(manifest.size_bytes for manifest in manifests)
+            size = manifest.size_bytes
             logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, size, seconds)
             faults.point("keeper.persist.committed")
             loop.committed(write)
-            self._read_back(manifests)
+            self._read_back(manifest)
             faults.point("keeper.persist.verified")
         except CaptureAborted as error:
             logger.info("%s: step %d is not stored: %s", self._where, step, error)
@@ -297,7 +297,7 @@ class LevelWriter:
                 self._memory.emit(Durable(self._level.url, step, size, seconds))
             loop.verified(write)
 
-    def _bring(self, write: Write, beat: Beat) -> list[Manifest]:
+    def _bring(self, write: Write, beat: Beat) -> Manifest:
         """The files of all ranks of the node; each is committed by its manifest."""
         loop = self._loop
         assert loop is not None
@@ -314,11 +314,7 @@ class LevelWriter:
         faults.point("keeper.persist.begin")
         held = [self._source(number, write.step, obey) for number in range(len(self._files.team.node_ranks))]
         self._slots = tuple(slot for slot, _ in held)
-        shards = [(slot, source) for slot, source in held if slot.image_capacity]
-        manifests = [self._store_slots(store, shards, obey, self._turn(write))] if shards else []
-        # A rank that has no memory writes its shard itself; the slot has its words alone.
-        alone = [source for slot, source in held if not slot.image_capacity]
-        return manifests + [self._await_trainer(store, source, obey) for source in alone]
+        return self._store_slots(store, held, obey, self._turn(write))
 
     def _turn(self, write: Write) -> FrozenTurn | None:
         """Return ``None`` if no other node writes the same frozen tensors there, or none answers."""
@@ -371,20 +367,7 @@ class LevelWriter:
                 f"expected rank {wanted[2]} of {wanted[3]} of {files.directory(meta.step)}"
             )
 
-    def _await_trainer(self, store: SnapshotStore, source: SlotSource, beat: Beat) -> Manifest:
-        """Raises: CaptureAborted."""
-        source.finish()
-        beat()
-        place = self._files.place(store.storage, source.meta.step, self._files.alone(source.meta.rank))
-        try:
-            manifest = place.read_manifest()
-        except FileNotFoundError as error:
-            raise CaptureAborted(f"{place.where}: its rank did not store it") from error
-        if manifest.meta != source.meta:
-            raise CaptureAborted(f"{place.where}: of another capture")
-        return manifest
-
-    def _copy(self, store: SnapshotStore, write: Write, beat: Beat) -> list[Manifest]:
+    def _copy(self, store: SnapshotStore, write: Write, beat: Beat) -> Manifest:
         """Copy from the files of a faster level."""
         assert write.source is not None
         above, turn = self._above[write.source], self._turn(write)
@@ -395,12 +378,12 @@ class LevelWriter:
             found = self._files.found(origin.storage, write.step)
         except (FileNotFoundError, FormatError) as error:
             raise CaptureAborted(str(error)) from error
-        return [self._copy_file(store, origin, manifest, beat, turn) for manifest in found]
+        return self._copy_file(store, origin, found, beat, turn)
 
     def _copy_file(
         self, store: SnapshotStore, origin: SnapshotStore, manifest: Manifest, beat: Beat, turn: FrozenTurn | None
     ) -> Manifest:
-        place = self._files.place(origin.storage, manifest.meta.step, manifest.name)
+        place = self._files.place(origin.storage, manifest.meta.step)
         blocks = FileBlocks(place, manifest)
         try:
             with contextlib.closing(blocks):
@@ -420,7 +403,7 @@ class LevelWriter:
         self._reading = [*self._reading, paced]
         return paced
 
-    def _read_back(self, manifests: Sequence[Manifest]) -> None:
+    def _read_back(self, manifest: Manifest) -> None:
         """Raises: ShardCorrupt, and it is no snapshot any more."""
         store = self._store
         if store is None:
@@ -429,21 +412,20 @@ class LevelWriter:
         if wanted is None:
             wanted = not store.storage.checks_writes
         if wanted:
-            what = f"reading back step {manifests[0].meta.step}"
-            self._within_deadline(what, lambda beat: self._check(store, manifests, beat))
+            what = f"reading back step {manifest.meta.step}"
+            self._within_deadline(what, lambda beat: self._check(store, manifest, beat))
 
-    def _check(self, store: SnapshotStore, manifests: Sequence[Manifest], beat: Beat) -> None:
-        step = manifests[0].meta.step
-        for name in (manifest.name for manifest in manifests):
-            place = self._files.place(store.storage, step, name)
-            try:
-                self._verify(store, place, beat)
-            except (FormatError, FileNotFoundError) as error:
-                with contextlib.suppress(FileNotFoundError):
-                    place.withdraw()
-                if not place.why_it_stays():
-                    place.delete_or_leave()  # a place where all is read back damaged would fill up
-                raise ShardCorrupt(f"{store.url}: step {step}: it was read back damaged: {error}") from error
+    def _check(self, store: SnapshotStore, manifest: Manifest, beat: Beat) -> None:
+        step = manifest.meta.step
+        place = self._files.place(store.storage, step)
+        try:
+            self._verify(store, place, beat)
+        except (FormatError, FileNotFoundError) as error:
+            with contextlib.suppress(FileNotFoundError):
+                place.withdraw()
+            if not place.why_it_stays():
+                place.delete_or_leave()  # a place where all is read back damaged would fill up
+            raise ShardCorrupt(f"{store.url}: step {step}: it was read back damaged: {error}") from error
 
     @staticmethod
     def _verify(store: SnapshotStore, place: FilePlace, beat: Beat) -> None:
@@ -469,15 +451,14 @@ class LevelWriter:
             if key.start != self._files.start:
                 continue
             try:
-                manifests = self._files.found(store.storage, key.step)
+                manifest = self._files.found(store.storage, key.step)
             except FileNotFoundError:
                 continue  # it was never whole
             except FormatError as error:
                 logger.warning("%s: step %d does not count: %s", self._where, key.step, error)
                 continue
             try:
-                for manifest in manifests:
-                    self._files.place(store.storage, key.step, manifest.name).check_size(manifest.size_bytes)
+                self._files.place(store.storage, key.step).check_size(manifest.size_bytes)
             except (FormatError, FileNotFoundError) as error:
                 # It does not count, but stays: what it refers to may be brought again.
                 logger.warning("%s: step %d does not count: %s", self._where, key.step, error)

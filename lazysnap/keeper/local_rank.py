@@ -6,9 +6,8 @@ import select
 import selectors
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
@@ -20,7 +19,6 @@ from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.node_storage import NodeStorage
 from lazysnap.keeper.other_runs import begin_search
 from lazysnap.keeper.protocol import (
-    LENT,
     Abandon,
     Adopt,
     AdoptFrozen,
@@ -93,8 +91,6 @@ class LocalRank:
         self._trainer_pid = 0
         self._pidfd = -1
         self._pool = SlotPool(lambda number, slot: self.emit(SlotMade(number), (slot.fd,)))
-        self._lent: list[Slot] = []
-        """The words of captures that are not in this memory: their trainer stores them itself."""
         self._frozen = frozen
         self._frozen_asked: deque[tuple[Connection, AskFrozen]] = deque()
         self.levels: tuple[PersistentLevel, ...] = ()
@@ -135,8 +131,8 @@ class LocalRank:
         return self.is_gone or (self.last is not None and self.last[0].start != start)
 
     def slots(self) -> list[Slot]:
-        """All of them, also those that have their words alone."""
-        return [*self._pool.all(), *self._lent]
+        """All of them."""
+        return self._pool.all()
 
     def holds(self, slot: Slot, start: str) -> bool:
         """True if what the slot shows is a capture of that start. Only its words are read: this is asked often."""
@@ -204,10 +200,6 @@ class LocalRank:
         self.phase = Phase.GONE
         self._frozen.forget(self.team.local_rank)
         self._memory_wake.set()
-        self._free()
-
-    def _free(self) -> None:
-        self._forget_lent()
         self._pool.close()
 
     # ---------------------------------------------------------------- what a person who stops the keeper wants to know
@@ -314,7 +306,6 @@ class LocalRank:
         """Nothing is written into the slots any more. What is not whole is void."""
         self._unwatch()
         NODE.forget(self)
-        self._forget_lent()
         self._frozen.filled(self.team.local_rank)
         self.inventory.trainer_ended()
         self.is_choosing = False
@@ -415,20 +406,8 @@ class LocalRank:
 
     def _adopt(self, slot: Slot) -> None:
         """A trainer outlived the keeper before: its slot, and the capture in it, are kept on."""
-        if slot.image_capacity == 0:
-            self._lend(slot)
-            return
         number, kept = self._pool.adopt(slot)
         self.emit(SlotMade(number), (kept.fd,))
-
-    def _lend(self, slot: Slot) -> None:
-        """Take the newest of several: a trainer that needs larger ones, or connects again, lends all of them anew."""
-        self._lent, gone = [*self._lent, slot][-LENT:], [*self._lent, slot][:-LENT]
-        _let_go(gone)
-
-    def _forget_lent(self) -> None:
-        self._lent, gone = [], self._lent
-        _let_go(gone)
 
     def _look_at_drain(self, request: Drain, wait: Wait | None) -> None:
         if wait is None:  # without levels, what counts is that this keeper has it
@@ -491,7 +470,7 @@ class LocalRank:
                 self.emit(MemoryRefused(str(error)))
             except Exception:  # the last handler of the thread
                 logger.exception("memory")
-        self._free()  # what was made meanwhile
+        self._pool.close()  # what was made meanwhile
 
     def _is_reading(self, slot: Slot) -> bool:
         storage = self._storage()
@@ -522,9 +501,3 @@ class LocalRank:
             return held
         meta, image, count = self._wanted
         return max(held, count * Slot.bytes_for(meta, image))
-
-
-def _let_go(slots: Iterable[Slot]) -> None:
-    """Close slots once no other thread reads them."""
-    for slot in slots:
-        weakref.finalize(slot, os.close, slot.fd)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from lazysnap.grants.messages import StepKey
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.storage import Storage
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import Manifest
@@ -31,28 +30,24 @@ class NodeFiles:
     def name(self) -> NodeName:
         """The name of the file that the node writes."""
         team = self.team
-        return self.alone(team.node_ranks[0]) if len(team.node_ranks) == 1 else NodeName(team.node, team.nodes)
+        if len(team.node_ranks) == 1:
+            return NodeName(team.node_ranks[0], team.world_size)
+        return NodeName(team.node, team.nodes)
 
-    def alone(self, rank: int) -> NodeName:
-        """The name of the file of a rank that stores its shard by itself."""
-        return NodeName(rank, self.team.world_size)
+    def found(self, storage: Storage, step: int) -> Manifest:
+        """Read the manifest of the node's committed file. Blocks.
 
-    def found(self, storage: Storage, step: int) -> list[Manifest]:
-        """The committed files of the node. Blocks.
-
-        Raises: FileNotFoundError, if shards of its ranks are missing; ShardCorrupt; LevelUnavailable.
+        Raises: FileNotFoundError, if it or a shard of its ranks is missing; ShardCorrupt; LevelUnavailable.
         """
-        directory = self.directory(step)
-        names = [name for name in _manifests(storage, directory) if self._is_own(name)]
-        manifests = [FilePlace(storage, directory, name).read_manifest() for name in names]
-        held = {shard.meta.rank for manifest in manifests for shard in manifest.shards}
-        if missing := set(self.team.node_ranks) - held:
-            raise FileNotFoundError(f"{shown(storage.url)}/{directory}: nothing of rank {min(missing)}")
-        return manifests
+        place = self.place(storage, step)
+        manifest = place.read_manifest()
+        if missing := set(self.team.node_ranks) - {shard.meta.rank for shard in manifest.shards}:
+            raise FileNotFoundError(f"{place.where}: nothing of rank {min(missing)}")
+        return manifest
 
-    def place(self, storage: Storage, step: int, name: NodeName) -> FilePlace:
-        """The place of a file of the node, written or not."""
-        return FilePlace(storage, self.directory(step), name)
+    def place(self, storage: Storage, step: int) -> FilePlace:
+        """The place of the node's file, written or not."""
+        return FilePlace(storage, self.directory(step), self.name)
 
     def entry(self, url: str, speed: int, step: int) -> Entry:
         """The facts of the first shard of the node."""
@@ -81,7 +76,7 @@ class NodeFiles:
         return self._is_own(name) or self._is_left_to(name)
 
     def _is_own(self, name: NodeName) -> bool:
-        return name == self.name or (name.nodes == self.team.world_size and name.node in self.team.node_ranks)
+        return name == self.name
 
     def _is_left_to(self, name: NodeName) -> bool:
         """Share out files by number where all nodes see the same ones, so that each goes once.

@@ -88,8 +88,6 @@ def open_part(slots: NodeSlots, step: int, most_lost: int, beat: Callable[[], No
         beat()
         time.sleep(_POLL_S)
     opened = [open_slot(partial(_slot, slots, step, number), step, beat) for number in range(len(found))]
-    if not all(slot.image_capacity for slot, _ in opened):
-        raise CaptureAborted(f"step {step}: a rank of this node has no memory")
     return NodePart([source for _, source in opened], most_lost)
 
 

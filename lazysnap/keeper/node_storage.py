@@ -436,10 +436,6 @@ class NodeStorage:
         """True if a level reads this slot now."""
         return any(writer.is_reading(slot) for writer in self._writers)
 
-    def fails_everywhere(self) -> bool:
-        """True if every level failed at its last try."""
-        return all(writer.fails_since is not None for writer in self._writers)
-
     def is_at_work(self) -> bool:
         """True if an operation of any level runs."""
         return any(writer.is_at_work for writer in self._writers)
@@ -546,8 +542,7 @@ class NodeStorage:
         ranks = self._slots.ranks()
         if not ranks or not all(rank.is_gone for rank in ranks) or self.is_at_work():
             return False
-        slots = [slot for slot in self._slots.all() if slot.image_capacity]
-        bare = [slot for slot in slots if slot.status().phase is SlotPhase.WHOLE and slot.checksums is None]
+        bare = [slot for slot in self._slots.all() if slot.status().phase is SlotPhase.WHOLE and slot.checksums is None]
         if not bare:
             return False
         newest = max(bare, key=lambda slot: slot.word(Word.SEQUENCE))

@@ -84,7 +84,7 @@ class PeerReads:
         rank = ranks[what.local_rank] if what.local_rank < len(ranks) else None
         for slot in () if rank is None else rank.slots():
             status = slot.status()
-            if status.sequence == what.sequence and status.phase is SlotPhase.WHOLE and slot.image_capacity:
+            if status.sequence == what.sequence and status.phase is SlotPhase.WHOLE:
                 return _of_slot(slot, is_meta=what.part == "meta")
         raise CaptureAborted(f"capture {what.sequence} of local rank {what.local_rank} is not in memory any more")
 

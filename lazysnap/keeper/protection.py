@@ -279,7 +279,7 @@ class NodeProtection:
     def _num_slots(self) -> int:
         """The slots of the rank that has the fewest."""
         ranks = [rank.slots() for rank in self._slots.ranks()]
-        counts = [sum(slot.image_capacity > 0 and slot.status().ready for slot in slots) for slots in ranks]
+        counts = [sum(slot.status().ready for slot in slots) for slots in ranks]
         return min(counts, default=self._parity.slots)
 
     def _await_peers(self) -> None:

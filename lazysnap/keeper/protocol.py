@@ -12,11 +12,8 @@ from lazysnap.errors import KeeperUnavailable
 from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
-
-LENT = 2
-"""Slots that a rank lends whose captures are not in its keeper's memory: one of them the keeper may be looking at."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -48,7 +45,7 @@ class Hello(Message, frozen=True):
 
 
 class Adopt(Message, frozen=True):
-    """Comes with a slot that an earlier keeper gave it, or that it lends (``LENT``)."""
+    """Comes with a slot that an earlier keeper gave it."""
 
 
 class AdoptFrozen(Message, frozen=True):

@@ -53,10 +53,6 @@ class Wait:
         # A level that may be back by now is tried once more.
         return False if one.failed_at is None or one.failed_at >= self._since else None
 
-    def is_anywhere(self) -> bool:
-        """True if the step is at some level."""
-        return any(one.is_complete for one in self._look())
-
     def progress(self) -> tuple[int, int]:
         """Bytes that levels have, and bytes that all of them together are to have, of this node."""
         size = self._size()

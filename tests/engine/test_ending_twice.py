@@ -1,11 +1,5 @@
 """What ``close`` says when it is called again: the same, and nothing better."""
 
-import os
-
-from support.waiting import until
-
-from lazysnap.engine.live_slot import LiveSlot
-
 
 def test_what_could_not_be_made_durable_is_not_durable_when_asked_again(job, tmp_path):
     place = tmp_path / "level"
@@ -29,19 +23,3 @@ def test_a_training_that_was_abandoned_did_not_end_well(job, tmp_path):
     training.engine.abandon()
 
     assert not training.engine.close()
-
-
-def test_a_slot_without_an_image_leaves_no_descriptor():
-    slot = LiveSlot.make(1 << 20)
-    fd = slot.fd
-    name = os.readlink(f"/proc/self/fd/{fd}")
-    assert "lazysnap" in name
-    del slot
-
-    def is_closed():
-        try:
-            return os.readlink(f"/proc/self/fd/{fd}") != name
-        except FileNotFoundError:
-            return True
-
-    assert until(is_closed)

@@ -1,7 +1,6 @@
 """The lines that tell how a run starts and ends: they say no more than is known."""
 
 import logging
-from collections import Counter
 
 import pytest
 from small_training import TIMEOUT_S
@@ -39,15 +38,6 @@ def test_that_there_is_no_storage_level_is_told_beside_parity_too():
     sizes = report.Sizes(100, 0, slots=3, slot_bytes=200, available_bytes=5000, group=(4, 1))
     line = report.opening(SnapshotConfig(), sizes, 4)
     assert line.endswith("any one of 4 nodes may be lost, no storage level: nothing outlives these machines")
-
-
-def test_steps_that_training_wrote_itself_were_due_too():
-    statistics = Statistics(skipped=Counter({"no memory": 54}))
-    for _ in range(6):
-        statistics.direct.add(0.1)
-    statistics.last_whole_step = 51
-    told = report.summary(statistics, report.End(report.Ending.CLOSED, (), 1800))
-    assert told[0].startswith("captured 0 of 60 due steps, 6 written by training itself, past memory, 54 left out")
 
 
 def test_a_training_that_was_over_when_it_was_resumed_says_that_no_step_was_trained(job, tmp_path, caplog):

@@ -110,7 +110,7 @@ def test_ranks_that_ask_at_once_are_given_what_there_is_and_no_more():
 
 
 @pytest.mark.slow
-def test_a_training_whose_group_cannot_hold_its_slots_is_stored_instead_of_killed(tmp_path):
+def test_a_training_whose_group_cannot_hold_its_slots_goes_on_without_them(tmp_path):
     """It takes 250 MB of weights, gradients and optimizer state itself; three slots of 190 MB do not fit as well."""
     with memory_group(900 * MIB, inner=True) as group:
         output = run(group, HERE / "limited_training.py", tmp_path, 4000, 4)
@@ -120,7 +120,7 @@ def test_a_training_whose_group_cannot_hold_its_slots_is_stored_instead_of_kille
 
 
 @pytest.mark.slow
-def test_ranks_of_one_group_that_cannot_hold_all_slots_are_stored_instead_of_killed(tmp_path):
+def test_ranks_of_one_group_that_cannot_hold_all_slots_go_on_without_them(tmp_path):
     with memory_group(1500 * MIB, inner=True) as group:
         output = run(group, *TWO_RANKS, HERE / "limited_training.py", tmp_path, 4000, 4)
 
