@@ -4,16 +4,21 @@
 ``software`` with PyTorch and returns this module, which PyTorch then uses as ``torch.software``. The device belongs to
 the whole process, so its tests run in a process of their own (``test_on_software_device.py``).
 
-Streams are threads. Copies honour ``non_blocking`` only where the host memory is page-locked. Shapes of results come
-from meta kernels, values from CPU kernels on the stream's thread. Two nets catch a missing wait:
+Streams are queues. A scheduler runs their tasks late, in an order that the seed draws, one at a time. It takes turns
+when the host calls the device, and as many as are needed when the host waits: no thread and no pause of its own. Copies
+honour ``non_blocking`` only where the host memory is page-locked. Shapes of results come from meta kernels, values from
+CPU kernels. Two nets catch a missing wait:
 
 * the checker: ``races()`` lists every access that no event orders behind an earlier one, in program order and so
   whatever the timing was. The host's own accesses to page-locked memory are told by ``host_reads``;
-* bytes: work is delayed at random (``configure(seed=, max_pause_us=)``), copies land in pieces, freed memory is
-  poisoned.
+* bytes: work is late by chance (``configure(seed=)``), copies land in pieces, freed memory is poisoned.
+
+The same seed and the same calls of the host give the same order of all work (``counters()["order"]``). A thread that
+waits for the device beside training lets it work only while every other thread of the process sleeps; when exactly it
+goes on itself is up to the operating system.
 
 Not there: convolutions, memory statistics, process groups, real graphs (``capturing_graph`` only says that one is
-being captured). Draws of delays are seeded; the interleaving of threads is the operating system's.
+being captured).
 """
 
 import atexit
@@ -109,7 +114,7 @@ def load(devices: int = 2):
         torch.utils.generate_methods_for_privateuse1_backend()
         # Only now does torch count the device as initialised: before, is_pinned() is False for all memory.
         torch.empty(1, pin_memory=True)
-        atexit.register(_drain)  # streams run kernels of PyTorch, which is taken down
+        atexit.register(_drain)  # tasks run kernels of PyTorch, which is taken down
     return sys.modules[__name__]
 
 
@@ -124,9 +129,15 @@ _backend = None
 # ---------------------------------------------------------------- what tests ask for
 
 
-def configure(*, seed: int = 0, max_pause_us: int = 0, failing_allocation: int = 0, has_streams: bool = True) -> None:
-    """Draw delays anew from ``seed``; let the n-th allocation from now on fail (0: none); take streams away."""
-    _backend.configure(seed, max_pause_us, failing_allocation, has_streams)
+def configure(
+    *, seed: int = 0, failing_allocation: int = 0, has_streams: bool = True, dies_at: int = 0, report_to: int = -1
+) -> None:
+    """Draw the order of work anew from ``seed``; let the n-th allocation from now on fail (0: none); take streams away.
+
+    ``dies_at``: SIGKILL ends the process at the n-th turn of the scheduler from now on. ``report_to``: an open file
+    that gets each line of ``races`` at once.
+    """
+    _backend.configure(seed, failing_allocation, has_streams, dies_at, report_to)
 
 
 def races() -> list[str]:

@@ -35,7 +35,7 @@ def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench): 
     )
     for number in range(1, 50):
         job = it.prepared(number)
-        accelerator.SOFTWARE.configure(seed=number, max_pause_us=200, failing_allocation=number)
+        accelerator.SOFTWARE.configure(seed=number, failing_allocation=number)
         try:
             with accelerator.busy_stream():
                 try:

@@ -136,9 +136,9 @@ def test_the_capture_is_of_the_boundary_though_the_next_step_is_queued_at_once(b
 
 @pytest.mark.parametrize("seed", range(8))
 def test_in_any_schedule_what_stands_below_the_watermark_is_the_state_of_the_boundary(bench, seed):
-    """The software device draws the delays of streams and pieces anew for each seed."""
+    """The software device draws the order of work anew for each seed."""
     if accelerator.SOFTWARE is not None:
-        accelerator.SOFTWARE.configure(seed=seed, max_pause_us=500)
+        accelerator.SOFTWARE.configure(seed=seed)
     slow = torch.nn.Linear(64, 64)
     it = bench(extra={"counts": torch.arange(100)}, others={"cpu": slow, "sgd": torch.optim.SGD(slow.parameters())})
     for step in range(1, 4):

@@ -5,6 +5,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -17,16 +18,18 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include <future>
 #include <set>
-#include <thread>
 #include <unordered_map>
 
 #include "runtime.h"
 
 namespace software {
 
-void init_worker() { at::set_num_threads(1); }
+void run_clean(const Task& task) {
+  static const at::ThreadLocalState clean;
+  const at::ThreadLocalStateGuard guard(clean);
+  task();
+}
 
 namespace {
 using c10::Device;
@@ -290,7 +293,7 @@ void grow(const at::Tensor& self, size_t bytes) {
     void *from = shadow(storage->data()), *to = shadow(fresh.get());
     const auto a = reinterpret_cast<uintptr_t>(storage->data()), b = reinterpret_cast<uintptr_t>(fresh.get());
     Here(self.device().index()).enqueue("resize_", {{a, a + old, false}, {b, b + old, true}},
-                                        [from, to, old](Pacer&) { memcpy(to, from, old); });
+                                        [from, to, old]() { memcpy(to, from, old); });
   }
   storage->set_data_ptr_noswap(std::move(fresh));
   storage->set_nbytes(bytes);
@@ -324,25 +327,25 @@ at::Tensor& set_nothing(at::Tensor& self) {
 
 // ------------------------------------------------------------------ copies
 
-// Piece by piece, with pauses, so that a missing wait tears it.
-void copy_pieces(void* to, const void* from, size_t bytes, Pacer& pacer) {
+// Piece by piece, other streams in between, so that a missing wait tears it.
+void copy_pieces(void* to, const void* from, size_t bytes) {
   for (size_t done = 0; done < bytes;) {
-    const size_t piece = std::min(pacer.piece(), bytes - done);
-    memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, piece);
-    done += piece;
-    if (done < bytes) pacer.small_pause();
+    const size_t next = std::min(piece(), bytes - done);
+    memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, next);
+    done += next;
+    if (done < bytes) breathe();
   }
 }
 
-void copy_places(const Place& to, const Place& from, Pacer& pacer) {
+void copy_places(const Place& to, const Place& from) {
   at::AutoDispatchBelowADInplaceOrView below;
   auto a = to.on_cpu(), b = from.on_cpu();
   if (a.is_contiguous() && b.is_contiguous() && a.dtype() == b.dtype() && a.sizes() == b.sizes()) {
-    copy_pieces(a.data_ptr(), b.const_data_ptr(), a.nbytes(), pacer);
+    copy_pieces(a.data_ptr(), b.const_data_ptr(), a.nbytes());
   } else if (a.dim() && a.size(0) > 1 && a.sizes() == b.sizes()) {
     const int64_t half = a.size(0) / 2;
     a.narrow(0, 0, half).copy_(b.narrow(0, 0, half));
-    pacer.small_pause();
+    breathe();
     a.narrow(0, half, a.size(0) - half).copy_(b.narrow(0, half, a.size(0) - half));
   } else {
     a.copy_(b);
@@ -360,7 +363,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     // As CUDA: a copy between devices waits for both current streams, and both for it.
     if (is_far) software::wait(here.device, here.stream, record(there.device, there.stream));
     here.enqueue("copy_ on the device", {from.access(false), to.access(true)},
-                 [from, to](Pacer& pacer) { copy_places(to, from, pacer); });
+                 [from, to]() { copy_places(to, from); });
     if (is_far) software::wait(there.device, there.stream, record(here.device, here.stream));
     return dst;
   }
@@ -380,7 +383,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     const Place from(host);
     if (is_direct) host = at::Tensor();
     here.enqueue("copy_ from the host", {from.access(false), to.access(true)},
-                 [from, to, host](Pacer& pacer) { copy_places(to, from, pacer); });
+                 [from, to, host]() { copy_places(to, from); });
     if (is_direct) pin_record_use(from.pointer, here.device, here.stream);
     if (!non_blocking) here.synchronize();
     return dst;
@@ -394,7 +397,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   const Place from(source), to(dst);
   const bool is_direct = dst.is_contiguous() && is_pinned(to.pointer, to.bytes());
   here.enqueue("copy_ to the host", {from.access(false), to.access(true)},
-               [from, to](Pacer& pacer) { copy_places(to, from, pacer); });
+               [from, to]() { copy_places(to, from); });
   if (is_direct) pin_record_use(to.pointer, here.device, here.stream);
   if (non_blocking && is_direct) {
     count("asynchronous copies to the host");
@@ -414,7 +417,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
   const Here here(self.device().index());
   const Place from(self);
   auto host = at::empty({}, self.options().device(at::kCPU));
-  here.enqueue("item", {from.access(false)}, [from, host](Pacer&) { host.copy_(from.on_cpu()); });
+  here.enqueue("item", {from.access(false)}, [from, host]() { host.copy_(from.on_cpu()); });
   here.synchronize();
   return host.item();
 }
@@ -583,9 +586,21 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         accesses.push_back(Place(made).access(true));
         return made;
       }));
+    // What a task keeps must not belong to Python, as meta kernels that are written in it leave their tensors: it is
+    // destroyed under the runtime's lock.
+    std::unordered_map<Impl, Place> known;
+    std::vector<IValue> given;
+    for (const IValue& value : template_)
+      given.push_back(mapped(value, at::kMeta, [&](const at::Tensor& tensor) {
+        auto made = tensor.detach();
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+        if (places.count(tensor.unsafeGetTensorImpl()))
+          known[made.unsafeGetTensorImpl()] = places[tensor.unsafeGetTensorImpl()];
+        return made;
+      }));
     here.enqueue(what, accesses,
-                 [op, template_ = std::move(template_), places = std::move(places), outputs = std::move(outputs), on_cpu](Pacer&) {
-                   auto cpu = on_cpu(places, template_);
+                 [op, given = std::move(given), known = std::move(known), outputs = std::move(outputs), on_cpu]() {
+                   auto cpu = on_cpu(known, given);
                    run_on_cpu(op, cpu);
                    if (outputs.empty()) return;
                    std::vector<at::Tensor> made;
@@ -598,7 +613,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return;
   }
 
-  // Drain the stream, run the CPU kernel on its thread, wait.
+  // Drain the stream, run the CPU kernel behind what it holds, wait.
   count("kernels run synchronously");
   count(("synchronous " + name).c_str());
   take_places();
@@ -612,7 +627,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::Stack cpu;
   std::string error;
   std::unordered_map<Impl, Impl> origin;
-  here.enqueue(what, accesses, [&](Pacer&) {
+  here.enqueue(what, accesses, [&]() {
     try {
       for (const IValue& value : template_)
         cpu.push_back(mapped(value, at::kCPU, [&](const at::Tensor& tensor) -> at::Tensor {
@@ -684,11 +699,7 @@ PYBIND11_MODULE(_software, m) {
   m.def("host_access", &host_access);
   m.def("host_join", &host_join);
   // Holds a stream until the returned function is called.
-  m.def("hold", [](int device, int64_t stream) {
-    auto open = std::make_shared<std::promise<void>>();
-    enqueue(device, stream, "hold", {}, [waits = open->get_future().share()](Pacer&) { waits.wait(); });
-    return py::cpp_function([open] { open->set_value(); });
-  });
+  m.def("hold", [](int device, int64_t stream) { return py::cpp_function(hold(device, stream)); });
   m.def("forked", &forked);
   m.def("races", &take_races);
   m.def("counters", [] {
@@ -699,7 +710,7 @@ PYBIND11_MODULE(_software, m) {
   m.def("synchronize_device", &synchronize_device, py::call_guard<py::gil_scoped_release>());
   m.def("default_generator", [](int device) { return default_generator(DeviceIndex(device)); });
   m.def("synchronisations", &synchronisations);
-  m.def("configure", [](uint64_t seed, int max_pause_us, int failing_allocation, bool has_streams) {
-    configure({seed, max_pause_us, failing_allocation, has_streams});
+  m.def("configure", [](uint64_t seed, int failing_allocation, bool has_streams, uint64_t dies_at, int report_to) {
+    configure({seed, failing_allocation, has_streams, dies_at, report_to});
   });
 }

@@ -1,19 +1,22 @@
 #include "runtime.h"
 
+#include <dirent.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
-#include <time.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <stdexcept>
-#include <thread>
 
 namespace software {
 namespace {
@@ -25,15 +28,16 @@ constexpr size_t kGrain = 512;
 
 using Steady = std::chrono::steady_clock;
 
+struct Item {
+  Task task;        // or
+  RecordingP until;  // go no further before this is done
+};
+
 struct Stream {
   int number;
-  std::mutex mutex;
-  std::condition_variable change;
-  std::deque<Task> tasks;
-  Pacer pacer;
-  uint64_t seeded = ~uint64_t{0};
+  std::deque<Item> items;
+  bool is_running = false;  // in the middle of a task, which breathes
   Clock clock;
-  bool started = false;
 };
 
 struct Epoch {
@@ -62,7 +66,8 @@ struct Waiting {
 };
 
 struct State {
-  std::recursive_mutex mutex;  // enqueueing, memory and clocks; threads of streams never take it
+  std::recursive_mutex mutex;  // all that follows, and every task of a stream
+  std::condition_variable_any change;  // a recording is done
   int devices = 1;
   std::map<int, std::unique_ptr<Stream>> streams;
   std::vector<int64_t> next_stream = std::vector<int64_t>(8, 0);
@@ -80,8 +85,15 @@ struct State {
   std::map<uintptr_t, size_t> pinned;
   std::map<void*, std::pair<size_t, std::vector<RecordingP>>> pin_blocks;
   std::deque<std::pair<void*, std::pair<size_t, std::vector<RecordingP>>>> pin_waiting;
-  std::mutex error_mutex;
   std::string error;
+  // The scheduler.
+  uint64_t dice = 1;
+  uint64_t calls = 0;         // of the host, since the seed was set
+  uint64_t turns = 0;
+  uint64_t order = 0;         // a digest of which streams took turns
+  int eagerness = 0;          // of 16: how far the device follows the host at each call; drawn anew now and then
+  uint64_t lag = 0;           // streams that are passed over while others can go on, by bits
+  long driver = 0;            // thread of the host that enqueued last
 };
 
 State& state() {
@@ -92,11 +104,12 @@ State& state() {
 using Guard = std::lock_guard<std::recursive_mutex>;
 std::atomic<bool> is_forked{false};
 thread_local uint64_t waits_of_this_thread = 0;
-std::atomic<uint64_t> epoch_of_seed{0};
-std::atomic<int> max_pause_us{0};  // as in the options, for threads of streams
 
+// As with CUDA, what was forked before the device was used may use it.
 struct AtFork {
-  AtFork() { pthread_atfork(nullptr, nullptr, [] { is_forked = true; }); }
+  AtFork() {
+    pthread_atfork(nullptr, nullptr, [] { is_forked = !state().streams.empty(); });
+  }
 } at_fork;
 
 // What a thread of the host knows to be done. Another thread that waited does not order what this one enqueues.
@@ -114,28 +127,6 @@ uint64_t at(const Clock& clock, int index) { return size_t(index) < clock.size()
 
 int number_of(int device, int64_t stream) { return device * kPerDevice + int(stream); }
 
-void run(Stream* stream) {
-  init_worker();
-  while (true) {
-    Task task;
-    {
-      std::unique_lock<std::mutex> lock(stream->mutex);
-      stream->change.wait(lock, [&] { return !stream->tasks.empty(); });
-      task = std::move(stream->tasks.front());
-      stream->tasks.pop_front();
-    }
-    try {
-      task(stream->pacer);
-    } catch (const std::exception& error) {
-      std::lock_guard<std::mutex> lock(state().error_mutex);
-      if (state().error.empty()) state().error = error.what();
-    } catch (...) {
-      std::lock_guard<std::mutex> lock(state().error_mutex);
-      if (state().error.empty()) state().error = "an unknown error";
-    }
-  }
-}
-
 Stream& stream_of(int device, int64_t id) {
   if (is_forked) throw std::runtime_error("software device: a forked process cannot use the device");
   State& s = state();
@@ -148,23 +139,90 @@ Stream& stream_of(int device, int64_t id) {
   return *found;
 }
 
-void push(Stream& stream, Task task) {
-  if (!stream.started) {
-    stream.started = true;
-    std::thread(run, &stream).detach();
+// ------------------------------------------------------------------ the scheduler
+
+uint64_t draw() {
+  uint64_t z = (state().dice += 0x9E3779B97F4A7C15ull);
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+
+long this_thread() { return syscall(SYS_gettid); }  // another one behind a fork
+
+bool is_done(const RecordingP& recording);
+
+bool can_go_on(const Stream& stream) {
+  return !stream.is_running && !stream.items.empty() && (!stream.items.front().until || is_done(stream.items.front().until));
+}
+
+// One stream that can go on does one thing. False if none can.
+bool turn() {
+  State& s = state();
+  std::vector<Stream*> able, prompt;
+  for (auto& [number, stream] : s.streams) {
+    if (!can_go_on(*stream)) continue;
+    able.push_back(stream.get());
+    if (!(s.lag >> (number % 64) & 1)) prompt.push_back(stream.get());
   }
-  if (stream.seeded != epoch_of_seed) {
-    stream.seeded = epoch_of_seed;
-    const uint64_t seed = state().options.seed;
-    const int number = stream.number;
-    std::lock_guard<std::mutex> lock(stream.mutex);
-    stream.tasks.push_back([seed, number](Pacer& pacer) { pacer.reseed(seed, number); });
+  if (able.empty()) return false;
+  const auto& among = prompt.empty() ? able : prompt;
+  Stream& chosen = *among[draw() % among.size()];
+  s.order = (s.order ^ uint64_t(chosen.number + 1)) * 0x100000001B3ull;
+  if (++s.turns == s.options.dies_at) kill(getpid(), SIGKILL);
+  Item item = std::move(chosen.items.front());
+  chosen.items.pop_front();
+  if (item.until) return true;
+  chosen.is_running = true;
+  try {
+    run_clean(item.task);
+  } catch (const std::exception& error) {
+    if (s.error.empty()) s.error = error.what();
+  } catch (...) {
+    if (s.error.empty()) s.error = "an unknown error";
   }
-  {
-    std::lock_guard<std::mutex> lock(stream.mutex);
-    stream.tasks.push_back(std::move(task));
+  chosen.is_running = false;
+  return true;
+}
+
+// The host made a call: the device follows it, more or less.
+void follow() {
+  State& s = state();
+  s.driver = this_thread();
+  if (s.calls++ % 64 == 0) {
+    static const int kinds[] = {0, 1, 4, 15};  // far behind the host, to nearly with it
+    s.eagerness = kinds[draw() % 4];
+    s.lag = draw() & draw();
   }
-  stream.change.notify_one();
+  for (int done = 0; done < 8 && int(draw() % 16) < s.eagerness; ++done)
+    if (!turn()) return;
+}
+
+void push(Stream& stream, Item item) {
+  stream.items.push_back(std::move(item));
+  follow();
+}
+
+// True if no other thread of this process runs: all wait for something.
+bool others_sleep() {
+  DIR* tasks = opendir("/proc/self/task");
+  if (!tasks) return true;
+  bool all = true;
+  while (const dirent* entry = readdir(tasks)) {
+    const long number = atol(entry->d_name);
+    if (number <= 0 || number == this_thread()) continue;
+    char path[64], text[512];
+    snprintf(path, sizeof path, "/proc/self/task/%ld/stat", number);
+    FILE* file = fopen(path, "r");
+    if (!file) continue;  // it has ended
+    const size_t read = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    text[read] = 0;
+    const char* behind = strrchr(text, ')');  // of its name
+    if (behind && behind[1] && behind[2] != 'S') all = false;
+  }
+  closedir(tasks);
+  return all;
 }
 
 // ------------------------------------------------------------------ the detector
@@ -180,6 +238,7 @@ void report(const char* kind, const Epoch& before, int stream, const char* what,
                      before.what + " on " + name_of(before.stream) + " (" + std::to_string(end - begin) + " bytes)";
   s.counters["races"]++;
   if (s.races.size() < 1000) s.races.push_back(text);
+  if (s.options.report_to >= 0) dprintf(s.options.report_to, "%s\n", text.c_str());
 }
 
 void split(uintptr_t where) {
@@ -246,55 +305,66 @@ bool is_done(const std::vector<RecordingP>& all);
 
 }  // namespace
 
-// ------------------------------------------------------------------ delays
-
-uint64_t Pacer::next() {
-  uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return z ^ (z >> 31);
-}
-
-void Pacer::reseed(uint64_t seed, int stream) {
-  state_ = seed * 1000003 + uint64_t(stream) * 7919 + 1;
-  next();
-  speed_ = int(next() % 4);  // streams of very different speed in one schedule
-}
-
-void nap(uint64_t us) {
-  timespec time{time_t(us / 1000000), long(us % 1000000) * 1000};
-  nanosleep(&time, nullptr);
-}
-
-void Pacer::pause() {
-  const uint64_t most = uint64_t(max_pause_us.load());
-  if (!most) return;
-  const uint64_t dice = next();
-  static const uint64_t chance[] = {0, 4, 16, 64};  // of 128
-  if (dice % 128 < chance[speed_]) nap((dice >> 8) % (most * (speed_ == 3 ? 2 : 1)));
-}
-
-void Pacer::small_pause() {
-  const uint64_t most = uint64_t(max_pause_us.load());
-  if (!most) return;
-  const uint64_t dice = next();
-  if (dice % 4 < uint64_t(speed_)) nap((dice >> 8) % (most / 2 + 1));
-}
-
-size_t Pacer::piece() {
-  if (!max_pause_us) return size_t{1} << 30;
-  return size_t{1024} << (next() % 7);
-}
-
 // ------------------------------------------------------------------ streams and events
 
 struct Recording {
-  std::mutex mutex;
-  std::condition_variable change;
   bool done = false;
   Steady::time_point time;
   Clock clock;
 };
+
+namespace {
+bool is_done(const RecordingP& recording) { return recording->done; }
+
+void finish(const RecordingP& recording) {
+  recording->time = Steady::now();
+  recording->done = true;
+  state().change.notify_all();
+}
+
+// Lets the device work until the recording is done. The thread that works with the device does so at once; any other
+// (a thread that copies beside training) only while nothing else in this process runs: so the order is not the
+// operating system's. It does not wait for a thread that never rests. A stream that is held is waited for.
+void drive(const RecordingP& recording) {
+  State& s = state();
+  std::unique_lock<std::recursive_mutex> lock(s.mutex);
+  const auto patient_until = Steady::now() + std::chrono::milliseconds(100);
+  while (!recording->done) {
+    bool is_mine = s.driver == this_thread() || Steady::now() > patient_until;
+    for (int looks = 0; !is_mine && looks < 2; ++looks) {
+      const uint64_t calls = s.calls, turns = s.turns;
+      s.change.wait_for(lock, std::chrono::microseconds(100));
+      if (recording->done) return;
+      lock.unlock();
+      const bool is_quiet = others_sleep();
+      lock.lock();
+      if (!is_quiet || s.calls != calls || s.turns != turns) looks = -1;
+      is_mine = looks == 1 || Steady::now() > patient_until;
+    }
+    const uint64_t calls = s.calls;
+    while (!recording->done && s.calls == calls && turn()) {
+    }
+    if (!recording->done) s.change.wait_for(lock, std::chrono::microseconds(200));
+  }
+}
+}  // namespace
+
+size_t piece() { return size_t{1024} << (draw() % 7); }
+
+void breathe() {
+  for (int done = 0; done < 4 && draw() % 4 == 0; ++done)
+    if (!turn()) return;
+}
+
+std::function<void()> hold(int device, int64_t id) {
+  Guard guard(state().mutex);
+  auto open = std::make_shared<Recording>();
+  push(stream_of(device, id), {nullptr, open});
+  return [open] {
+    Guard guard(state().mutex);
+    finish(open);
+  };
+}
 
 int device_count() { return state().devices; }
 void set_device_count(int count) { state().devices = std::min(std::max(count, 0), 8); }
@@ -317,10 +387,7 @@ void enqueue(int device, int64_t id, const char* what, const std::vector<Access>
     for (const Access& access : accesses)
       if (access.write) look(access, stream.number, stream.clock, tick, what);
   }
-  push(stream, [task = std::move(task)](Pacer& pacer) {
-    pacer.pause();
-    task(pacer);
-  });
+  push(stream, {std::move(task), nullptr});
 }
 
 RecordingP record(int device, int64_t id) {
@@ -329,12 +396,7 @@ RecordingP record(int device, int64_t id) {
   auto made = std::make_shared<Recording>();
   join(stream.clock, host());
   made->clock = stream.clock;
-  push(stream, [made](Pacer&) {
-    std::lock_guard<std::mutex> lock(made->mutex);
-    made->time = Steady::now();
-    made->done = true;
-    made->change.notify_all();
-  });
+  push(stream, {[made] { finish(made); }, nullptr});
   return made;
 }
 
@@ -343,37 +405,28 @@ void wait(int device, int64_t id, const RecordingP& recording) {
   Guard guard(state().mutex);
   Stream& stream = stream_of(device, id);
   join(stream.clock, recording->clock);
-  push(stream, [recording](Pacer&) {
-    std::unique_lock<std::mutex> lock(recording->mutex);
-    recording->change.wait(lock, [&] { return recording->done; });
-  });
+  push(stream, {nullptr, recording});
 }
 
 void throw_pending() {
-  std::lock_guard<std::mutex> lock(state().error_mutex);
+  Guard guard(state().mutex);
   if (state().error.empty()) return;
   std::string text = "software device: a task failed: " + state().error;
   state().error.clear();
   throw std::runtime_error(text);
 }
 
-static bool peek(const RecordingP& recording) {
-  std::lock_guard<std::mutex> lock(recording->mutex);
-  return recording->done;
-}
-
 bool query(const RecordingP& recording) {
   if (!recording) return true;
-  return peek(recording);
+  Guard guard(state().mutex);
+  if (!recording->done) turn();  // who polls does so until it is done
+  return recording->done;
 }
 
 void synchronize(const RecordingP& recording) {
   if (!recording) return;
   ++waits_of_this_thread;
-  {
-    std::unique_lock<std::mutex> lock(recording->mutex);
-    recording->change.wait(lock, [&] { return recording->done; });
-  }
+  drive(recording);
   {
     Guard guard(state().mutex);
     join(host(), recording->clock);
@@ -382,7 +435,8 @@ void synchronize(const RecordingP& recording) {
 }
 
 double milliseconds(const RecordingP& from, const RecordingP& to) {
-  if (!from || !to || !peek(from) || !peek(to)) throw std::runtime_error("software device: an event is not done");
+  Guard guard(state().mutex);
+  if (!from || !to || !from->done || !to->done) throw std::runtime_error("software device: an event is not done");
   return std::chrono::duration<double, std::milli>(to->time - from->time).count();
 }
 
@@ -410,7 +464,7 @@ void synchronize_device(int device) {
 
 namespace {
 bool is_done(const std::vector<RecordingP>& all) {
-  return std::all_of(all.begin(), all.end(), [](const RecordingP& one) { return peek(one); });
+  return std::all_of(all.begin(), all.end(), [](const RecordingP& one) { return one->done; });
 }
 
 void reuse(const Block& block) {
@@ -420,7 +474,7 @@ void reuse(const Block& block) {
     const size_t bytes = block.bytes;
     const auto begin = reinterpret_cast<uintptr_t>(block.pointer);
     enqueue(block.device, block.stream, "poison of freed memory", {{begin, begin + bytes, true}},
-            [where, bytes](Pacer&) { memset(where, 0xDB, bytes); });
+            [where, bytes]() { memset(where, 0xDB, bytes); });
   }
   s.free[{block.device, block.stream}].emplace(block.bytes, block.pointer);
 }
@@ -642,9 +696,10 @@ void host_join() {
 
 void configure(const Options& options) {
   Guard guard(state().mutex);
-  max_pause_us = options.max_pause_us;
-  epoch_of_seed++;
-  state().options = options;
+  State& s = state();
+  s.options = options;
+  s.dice = options.seed * 1000003 + 1;
+  s.calls = s.turns = s.order = 0;
 }
 Options options() {
   Guard guard(state().mutex);
@@ -665,6 +720,8 @@ uint64_t synchronisations() { return waits_of_this_thread; }
 
 std::vector<std::pair<std::string, uint64_t>> counters() {
   Guard guard(state().mutex);
+  state().counters["turns"] = state().turns;
+  state().counters["order"] = state().order;
   return {state().counters.begin(), state().counters.end()};
 }
 }  // namespace software

@@ -1,9 +1,11 @@
-// Runtime of the asynchronous software device: streams, events, memory, seeded delays and the happens-before checker.
+// Runtime of the asynchronous software device: streams, events, memory, a seeded scheduler and the happens-before checker.
 //
-// A stream is a thread and a queue. Work is put into the queue by the host, runs later, and is delayed at random (seeded).
+// A stream is a queue. The host puts work into it; the scheduler runs that later, one task at a time, of a stream that
+// the seed chooses among those that may go on. It takes turns whenever the host calls the device: a few that the seed
+// draws, and at a wait as many as it needs. So the same calls of the host lead to the same order of work.
 // The checker works when work is *enqueued*: every stream and every host thread has a vector clock, every piece of
 // memory remembers its last writer and its readers since. A read or write that no event orders behind them is reported,
-// however lucky the timing was. Delays, copies that land in pieces and poison in freed memory are the second net: they
+// however lucky the order was. Late work, copies that land in pieces and poison in freed memory are the second net: they
 // make a missing wait visible in the bytes.
 //
 // No torch here; backend.cpp ties this to PyTorch.
@@ -25,22 +27,9 @@ struct Access {
   bool write;
 };
 
-// A stream's own dice and speed. Only its thread uses it.
-class Pacer {
- public:
-  void reseed(uint64_t seed, int stream);
-  void pause();        // before a task
-  void small_pause();  // between two pieces of a copy
-  size_t piece();      // bytes of the next piece
- private:
-  uint64_t next();
-  uint64_t state_ = 1;
-  int speed_ = 1;
-};
-
 struct Recording;  // one recording of an event
 using RecordingP = std::shared_ptr<Recording>;
-using Task = std::function<void(Pacer&)>;
+using Task = std::function<void()>;
 
 int device_count();
 void set_device_count(int count);
@@ -48,6 +37,9 @@ int64_t new_stream(int device);  // from a pool of 32, round robin, as CUDA; 0 i
 
 // Puts a task at the end of a stream; the detector compares its accesses at once, in program order.
 void enqueue(int device, int64_t stream, const char* what, const std::vector<Access>& accesses, Task task);
+size_t piece();  // bytes of the next piece of a copy
+void breathe();  // between two pieces: other streams may take turns
+std::function<void()> hold(int device, int64_t stream);  // the stream goes no further until the function is called
 RecordingP record(int device, int64_t stream);
 void wait(int device, int64_t stream, const RecordingP& recording);
 bool query(const RecordingP& recording);  // orders nothing for the checker: code that polls must not rely on luck
@@ -61,7 +53,7 @@ void throw_pending();  // an error that a task met is thrown at the next synchro
 void* allocate(int device, int64_t stream, size_t bytes);  // null: out of memory
 void release(void* pointer);
 void record_use(void* pointer, int device, int64_t stream);
-void* shadow(const void* device_pointer);  // where threads of streams find what stands at a device address
+void* shadow(const void* device_pointer);  // where tasks find what stands at a device address
 int device_of(const void* pointer);        // -1: host memory
 
 void* pin_allocate(size_t bytes);
@@ -77,9 +69,10 @@ void host_join();  // a test says: this thread waited for what all other threads
 
 struct Options {
   uint64_t seed = 0;
-  int max_pause_us = 0;        // 0: no delays
   int failing_allocation = 0;  // the n-th allocation from now on finds no memory; 0: none
   bool has_streams = true;     // false: as a device without streams, of which torch.Stream cannot be made
+  uint64_t dies_at = 0;        // the turn of the scheduler at which SIGKILL ends this process; 0: none
+  int report_to = -1;          // a file that gets each report of the checker at once, for processes that are killed
 };
 void configure(const Options& options);
 Options options();
@@ -88,5 +81,5 @@ std::vector<std::pair<std::string, uint64_t>> counters();
 void count(const char* what);
 uint64_t synchronisations();  // how often this thread waited for the device so far
 bool forked();
-void init_worker();  // defined beside torch: what each thread of a stream does first
+void run_clean(const Task& task);  // defined beside torch: without what the calling thread has set for itself
 }  // namespace software
