@@ -245,7 +245,7 @@ class SnapshotEngine:
             reseed(snapshot, self._world)
         self.resume(snapshot, position=position, seconds=snapshot.seconds + time.perf_counter() - started)
 
-    def together(self, what: str, work: Callable[[], None]) -> None:
+    def together(self, what: str, work: Callable[[], object]) -> None:
         """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
         together(self._world, what, work)
 

@@ -105,7 +105,7 @@ def check_places(world: World, config: SnapshotConfig, job_id: str) -> None:
                 )
 
 
-def together(world: World, what: str, work: Callable[[], None]) -> None:
+def together(world: World, what: str, work: Callable[[], object]) -> None:
     """Do ``work`` on every rank; if it raises on one of them, all raise, naming that rank and its reason. Collective.
 
     Blocks: until all have done theirs. Raises: as ``work`` does, of the kinds in ``_SHARED``; for

@@ -3,14 +3,19 @@
 usage: stock_rank.py SETTINGS_JSON     (mode, directory, level, result, name, stock, stateful, fails)
 """
 
+import datetime
 import json
 import os
 import pathlib
+import signal
 import sys
+import threading
+import time
 
 import torch
 from accelerate import Accelerator
 from stock_net import Prepared
+from support.waiting import until
 
 import lazysnap
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
@@ -21,6 +26,7 @@ from lazysnap.integrations.accelerate import saving
 from lazysnap.integrations.accelerate.blocking import save_blocking
 
 TIMEOUT_S = 200
+DEADLINE_S = 6
 
 
 def save(settings: dict) -> dict:
@@ -76,6 +82,44 @@ def door(settings: dict) -> dict:
     return {"saved": bits, "loaded": loaded}
 
 
+def slow(settings: dict) -> dict:
+    """Wait for a checkpoint that takes longer than the deadline of the program's process group, then load it."""
+    saving.SMALL_BYTES = 0
+    prepared = Prepared(seed=1)
+    accelerator = prepared.accelerator
+    config = SnapshotConfig(levels=(PersistentLevel(settings["level"], every_n_steps=1000),), job_id=settings["level"])
+    lazysnap.attach(accelerator, config)
+    assert accelerator.engine.wait_ready(TIMEOUT_S)
+    prepared.train(3)
+    os.environ["LAZYSNAP_FAULT"] = "export.folder.whole:1:stop"  # of the process that makes the checkpoint
+    accelerator.save_state(settings["directory"])
+    del os.environ["LAZYSNAP_FAULT"]
+    bits = prepared.bits(draw=False)
+    prepared.train(1)
+    if accelerator.is_main_process:
+        threading.Thread(target=_go_on_later, args=(pathlib.Path(settings["directory"]),)).start()
+    torch.distributed.barrier()
+    gloo = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    gloo._set_default_timeout(datetime.timedelta(seconds=DEADLINE_S))
+    waited = accelerator.wait_for_checkpoints()
+    gloo._set_default_timeout(datetime.timedelta(seconds=TIMEOUT_S))
+    accelerator.load_state(settings["directory"])
+    loaded = prepared.bits(draw=False)
+    accelerator.end_training()
+    return {"waited": waited, "saved": bits, "loaded": loaded}
+
+
+def _go_on_later(directory: pathlib.Path) -> None:
+    """Let the stopped process go on when the deadline of the group is long over."""
+    [busy] = until(lambda: [path for path in directory.parent.iterdir() if ".tmp-" in path.name], timeout_s=TIMEOUT_S)
+    child = int(busy.name.rpartition("-")[0].rpartition("-")[2])
+    state = pathlib.Path(f"/proc/{child}/stat")
+    until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", timeout_s=TIMEOUT_S)
+    stopped = time.monotonic()
+    until(lambda: time.monotonic() > stopped + 2 * DEADLINE_S, timeout_s=TIMEOUT_S)
+    os.kill(child, signal.SIGCONT)
+
+
 def block(settings: dict) -> dict:
     """Save with blocking stock code; on the rank ``fails`` the second time it fails."""
     prepared = Prepared(seed=1)
@@ -99,7 +143,7 @@ def block(settings: dict) -> dict:
 
 def main(settings: dict) -> None:
     torch.set_num_threads(1)
-    result = {"save": save, "door": door, "load": load, "block": block}[settings["mode"]](settings)
+    result = {"save": save, "door": door, "load": load, "block": block, "slow": slow}[settings["mode"]](settings)
     rank = int(os.environ.get("RANK", "0"))
     pathlib.Path(f"{settings['result']}.{rank}").write_text(json.dumps(result))
     if torch.distributed.is_initialized():

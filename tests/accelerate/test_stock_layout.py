@@ -61,6 +61,15 @@ def test_all_ranks_load_at_once_what_they_had_saved(ranks, tmp_path, size):
     assert [path.name for path in out.parent.iterdir()] == ["out"], "nothing is left beside it"
 
 
+@pytest.mark.slow
+def test_ranks_wait_for_a_checkpoint_longer_than_the_deadline_of_their_process_group(ranks, tmp_path):
+    out = tmp_path / "copies" / "out"
+    found = ranks.run("slow", 2, level=str(tmp_path / "level"), directory=str(out))
+    for bits in found:
+        assert bits["waited"] is True
+        assert bits["loaded"] == {**bits["saved"], "model": found[0]["saved"]["model"]}
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_without_a_level_stock_saves_in_one_act_or_not_at_all(ranks, tmp_path, world):
     """The second save fails on the last rank: all hear of it, and the first one stays."""

@@ -60,6 +60,9 @@ class Directories:
         self._accelerator = accelerator
         self._state = state
         self._copies: NamedCopies | None = None
+        """On the main process, once a checkpoint is made in the background."""
+        self._engine: SnapshotEngine | None = None
+        """On all processes, from then on until the end."""
         self._numbers = itertools.count()
         self._has_told = False
 
@@ -162,6 +165,7 @@ class Directories:
         return None
 
     def _copy(self, directory: str, name: str, engine: SnapshotEngine) -> None:
+        self._engine = engine
         if not self._accelerator.is_main_process:
             return
         if self._copies is None:
@@ -198,11 +202,15 @@ class Directories:
 
     def wait(self, timeout_s: float, directory: str | None = None) -> bool:
         """Block until the checkpoints (or that of ``directory``) are complete; ``False`` after the deadline, or if one
-        cannot be made. Collective.
+        cannot be made. Collective. Raises: WaitTimeout, if a rank is dead or does not call this.
         """
+        if self._engine is None:
+            return True
         copies, where = self._copies, directory or "checkpoints"
-        done = by_main(self._accelerator, where, lambda: copies is None or copies.wait(timeout_s, directory))
-        return bool(done)
+        # The main process alone waits; beside that all ranks exchange signs of life in the engine's own group. The
+        # deadline of the program's group may be shorter than the wait.
+        self._engine.together("waiting for checkpoints", lambda: copies and copies.wait(timeout_s, directory))
+        return bool(by_main(self._accelerator, where, lambda: copies is None or copies.wait(0, directory)))
 
     def find(self, directory: str | None) -> str | None:
         """The directory to load: ``directory``, or the newest complete one by automatic naming (else ``None``: stock
@@ -243,6 +251,6 @@ class Directories:
 
     def close(self, timeout_s: float) -> None:
         """Wait for the copies, and name those that are not made. Blocks: at most ``timeout_s``."""
-        copies, self._copies = self._copies, None
+        copies, self._copies, self._engine = self._copies, None, None
         if copies is not None:
             copies.close(timeout_s)
