@@ -116,7 +116,7 @@ class KeeperClient:
         self._durable = DurableSteps()
         self._run: Run | None = None
         """The facts about the run that each keeper gets, the next one included."""
-        self._ports: list[socket.socket] = []
+        self._port: socket.socket | None = None
         """Bound, for keepers to listen there."""
         self._serving: ServePeers | None = None
         """The addresses of other nodes that each keeper gets, the next one included."""
@@ -469,27 +469,27 @@ class KeeperClient:
             raise MemoryBoundExceeded(reply.text)
         return (self.frozen_slot(digest), reply.fills) if isinstance(reply, FrozenSlot) else (None, False)
 
-    def reserve_ports(self, host: str, count: int) -> list[int]:
-        """Reserve so many ports of this address for keepers of this node, until this process ends or lets go of them.
+    def reserve_port(self, host: str) -> int:
+        """Reserve a port of this address for the keepers of this node, until this process ends or releases it.
 
-        They are the same ones for the next keeper, so other nodes are told once. Raises: OSError, if none can be had.
+        It is the same one for the next keeper, so other nodes learn it once. Raises: OSError, if there is none.
         """
-        self._release_ports()
-        for _ in range(count):
-            self._ports.append(_bound(host))
-        return [port.getsockname()[1] for port in self._ports]
+        self._release_port()
+        self._port = _bound(host)
+        return int(self._port.getsockname()[1])
 
     def serve_peers(self, host: str, secret: Secret, timeout_s: float) -> bool:
-        """Have the keeper, and each later one, let those with that secret read at the first reserved port.
+        """Have the keeper, and each later one, serve those with that secret at the reserved port.
 
         Blocks: at most ``timeout_s``. ``False`` if it does not answer in time: it serves as soon as it runs again.
         """
-        self._serving = ServePeers(host=host, port=self._ports[0].getsockname()[1], secret=secret)
+        assert self._port is not None
+        self._serving = ServePeers(host=host, port=self._port.getsockname()[1], secret=secret)
         return self._questions.ask(self._serving, timeout_s) is not None
 
-    def _release_ports(self) -> None:
-        while self._ports:
-            self._ports.pop().close()
+    def _release_port(self) -> None:
+        if self._port is not None:
+            self._port.close()
 
     def lacking(self, step: int) -> list[str]:
         """URLs of the levels that are not known to have that step of this start, or a later one. Thread-safe."""
@@ -583,7 +583,7 @@ class KeeperClient:
             return self._connection
 
     def _release(self) -> None:
-        self._release_ports()
+        self._release_port()
         with self._changed:
             slots = [*self._slots.take_all(), *self._frozen.take_all()]
         for slot in slots:

@@ -18,7 +18,7 @@ from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, Own
 from lazysnap.grants.messages import Order, Report
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write
-from lazysnap.links.mesh import Links, Message
+from lazysnap.links.links import Links, Message
 
 logger = logging.getLogger(__name__)
 

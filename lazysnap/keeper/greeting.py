@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.messages import Connection
+from lazysnap.links.listener import Violation
 from lazysnap.links.secret import Secret, handshake
-from lazysnap.links.strangers import Violation
 
 _PROTOCOL = b"lazykeep", 1
 

@@ -26,9 +26,8 @@ from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protection import NodeProtection, ProtectionContext
 from lazysnap.keeper.protocol import Complete, Message, NameFailed, Run, Unlinked
 from lazysnap.keeper.step_wait import AtLevel, Wait
-from lazysnap.links.mesh import Hello as LinkHello
-from lazysnap.links.mesh import Links
-from lazysnap.links.strangers import listen_when_free
+from lazysnap.links.links import About, Links
+from lazysnap.links.links import Hello as LinkHello
 from lazysnap.memory.arena import KEEP, Slot, SlotPhase, Word
 from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
@@ -58,6 +57,8 @@ class StorageContext:
     ranks: Ranks
     frozen: Callable[[str], Slot | None]
     emit: Callable[[Message], None]
+    admit: Callable[[Links], None]
+    """Accepts links of other nodes, at node 0."""
     parity: ParityStore = field(default_factory=ParityStore)
 
 
@@ -156,7 +157,7 @@ class NodeStorage:
             if not self.run.is_new:
                 self._wish_kept()
                 self._list()
-            self._loop.start(self._linked(self._loop))
+            self._loop.start(self._linked(self._loop, "storage"))
             if self._before is not None:
                 self._before.end()
                 self._before = None
@@ -208,18 +209,16 @@ class NodeStorage:
         with self._lock:
             self._has_begun = True
 
-    def _linked(self, loop: GrantLoop, port: int | None = None) -> Links | None:
-        """The links of a loop, by way of a port of node 0; default: that of storage. Blocks: until they listen."""
+    def _linked(self, loop: GrantLoop, about: About) -> Links | None:
+        """Return the links of a loop, for that kind of grants; ``None``: there is one node."""
         peers = self.run.peers
         if self._team.nodes == 1 or peers is None:
             return None
-        port = peers.port if port is None else port
-        links = Links(peers.secret, LinkHello(peers.job, self.run.start, self._team.node), loop)
+        links = Links(peers.secret, LinkHello(peers.job, self.run.start, self._team.node, about), loop)
         if self._team.node == 0:
-            trouble = "keepers of other nodes cannot reach this one"
-            listen_when_free(links.listen, (peers.host, port), lambda: not self._is_closed, trouble)
+            self._context.admit(links)
         else:
-            links.connect(0, peers.host, port)
+            links.connect(0, peers.host, peers.port)
         return links
 
     # ---------------------------------------------------------------- the grants' side (``grant_loop.GrantActions``)

@@ -10,10 +10,11 @@ from lazysnap.keeper.node_part import open_part
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.levels.source import BlockSource, MemorySource
+from lazysnap.links.links import Links
+from lazysnap.links.listener import listen_when_free
 from lazysnap.links.messages import FrozenOf, ParityOf, PartOf, What
 from lazysnap.links.secret import Secret
 from lazysnap.links.server import PeerServer
-from lazysnap.links.strangers import listen_when_free
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.shard.checksum import Checksums
 
@@ -47,7 +48,7 @@ class PeerReads:
             server = self._server = PeerServer(secret, self._open)
         try:
             if port:
-                trouble = "other nodes cannot read from this keeper"
+                trouble = "other nodes cannot reach this keeper"
                 listen_when_free(server.listen, address, lambda: server is self._server, trouble)
             else:
                 self._serves = secret, server.listen(host)[1]
@@ -55,6 +56,12 @@ class PeerReads:
             self.close()
             raise
         return self._serves[1]
+
+    def admit(self, links: Links) -> None:
+        """Accept these links, if the server of their start is the newest: links of an earlier one stay as they are."""
+        with self._lock:
+            if self._server is not None and self._serves is not None and self._serves[0] == links.secret:
+                self._server.admit(links)
 
     def close(self) -> None:
         """Serve nobody any more. Blocks: for a moment."""

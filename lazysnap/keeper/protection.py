@@ -26,7 +26,7 @@ from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import HeldParity, Message, Parity, Peers, Protected, Run, Unprotected
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
-from lazysnap.links.mesh import Links
+from lazysnap.links.links import About, Links
 from lazysnap.memory.arena import SlotPhase, Word
 from lazysnap.topology import Team
 
@@ -146,9 +146,9 @@ class NodeProtection:
         levels = (LevelGrants(settings),)
         return Coordinator(secrets.randbits(62), self._run.start, team.nodes, levels, is_memory=True)
 
-    def start(self, linked: Callable[[GrantLoop, int], Links | None]) -> None:
-        """Begin. ``linked`` makes the links of a loop, by way of that port of node 0. Blocks: until they listen."""
-        self._loop.start(linked(self._loop, self._peers.parity_port))
+    def start(self, linked: Callable[[GrantLoop, About], Links | None]) -> None:
+        """Begin. ``linked`` makes the links of a loop for that kind of grants."""
+        self._loop.start(linked(self._loop, "protection"))
 
     def slots_changed(self) -> None:
         """Something changed in the slots, or a trainer came or went."""

@@ -60,12 +60,10 @@ class Peers(msgspec.Struct, frozen=True):
     job: str
     host: str
     port: int
-    """The address at which the keeper of node 0 listens for grants of storage."""
+    """The address at which the keeper of node 0 listens."""
     secret: Secret
-    parity_port: int = 0
-    """The address at which the keeper of node 0 listens for grants of protection."""
     own: tuple[str, int] = ("", 0)
-    """The address at which the keeper of this node lets others read; no port, if it does not."""
+    """The address at which the keeper of this node listens; port 0, if it does not."""
 
 
 class Parity(msgspec.Struct, frozen=True):
@@ -183,7 +181,7 @@ class Drain(Question, frozen=True, kw_only=True):
 
 
 class ServePeers(Question, frozen=True, kw_only=True):
-    """Serve reads at this address and port of the machine from now on. Answered by ``ServingPeers``."""
+    """Serve other nodes at this address and port of the machine from now on. Answered by ``ServingPeers``."""
 
     host: str
     port: int

@@ -200,7 +200,7 @@ class Server:
         self._num_ranks = len(team.node_ranks)
         if run.peers is not None and run.peers.own[1]:  # a keeper before this one may have served them
             self._reads.serve(run.peers.own, run.peers.secret)
-        context = StorageContext(self._ranks_here, self._frozen.get, self._emit, self._parity)
+        context = StorageContext(self._ranks_here, self._frozen.get, self._emit, self._reads.admit, self._parity)
         self._storage = NodeStorage(rank.levels, run, team, context, self._storage)
 
     def _go_back(self) -> None:

@@ -1,7 +1,7 @@
 """A channel between two processes of a start: frames and raw bytes over one TCP connection, by blocking calls.
 
-On the wire: the handshake of ``links.secret`` with the letters ``lazyread``, then ``links.framing``. The raw bytes of a
-payload go from and to the caller's memory.
+On the wire: the handshake of ``links.secret``, then ``links.framing``. The raw bytes of a payload go from and to the
+caller's memory.
 """
 
 import contextlib
@@ -16,11 +16,10 @@ from msgspec import Struct, msgpack
 from lazysnap.links.framing import HEAD_BYTES, Framing, M
 from lazysnap.links.secret import Secret, handshake
 
-PROTOCOL = 2
-"""Version of the messages. Raised with every change that the other end sees."""
-MAX_FRAME_BYTES = 1 << 16
+PROTOCOL = b"lazysnap", 4
+"""Letters, and the version of all messages between keepers: raised with every change that the other end sees."""
+MAX_FRAME_BYTES = 1 << 20
 _PROGRESS_BYTES = 1 << 18
-_LETTERS = b"lazyread"
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -32,7 +31,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 class Channel(Generic[M]):
-    """One connection, to be used after ``authenticate``.
+    """One connection whose ends have proven themselves (``authenticate``, ``connect``).
 
     Its calls raise OSError, EOFError or Violation: it is of no use then. One thread uses it. Inside ``waiting`` another
     one may call ``send_beside``.
@@ -41,19 +40,9 @@ class Channel(Generic[M]):
     def __init__(self, connection: socket.socket, decoder: "msgpack.Decoder[M]", send_s: float) -> None:
         """``send_s``: an other end that takes nothing for so long has failed."""
         self._connection, self._send_s = connection, send_s
-        self._framing = Framing((_LETTERS, PROTOCOL), MAX_FRAME_BYTES, decoder)
+        self._framing = Framing(MAX_FRAME_BYTES, decoder)
         self._in_use = threading.Lock()
         self._in_use.acquire()  # by the one thread, except inside ``waiting``
-
-    def authenticate(self, secret: Secret, timeout_s: float, *, is_server: bool) -> None:
-        """Prove both ends to each other. Blocks: at most ``timeout_s``. Raises: Violation, if the other one fails."""
-        deadline, steps = time.monotonic() + timeout_s, handshake(secret, self._framing.protocol, is_server=is_server)
-        with contextlib.suppress(StopIteration):
-            outgoing, expected = next(steps)
-            while True:
-                self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
-                self._connection.sendall(outgoing)
-                outgoing, expected = steps.send(bytes(self._read(expected, deadline)))
 
     def send(self, message: Struct, payload: memoryview | None = None) -> None:
         """Send a frame, and behind it the bytes of ``payload``. Blocks: while the other end takes some of them."""
@@ -66,8 +55,8 @@ class Channel(Generic[M]):
     def receive(self, timeout_s: float) -> M:
         """The next message. Blocks: at most ``timeout_s`` until all of it is there."""
         deadline = time.monotonic() + timeout_s
-        length, checksum = self._framing.head(self._read(HEAD_BYTES, deadline))
-        return self._framing.decode(self._read(length, deadline), checksum)
+        length, checksum = self._framing.head(_read(self._connection, HEAD_BYTES, deadline))
+        return self._framing.decode(_read(self._connection, length, deadline), checksum)
 
     def receive_into(self, out: memoryview, silence_s: float) -> None:
         """Fill ``out`` with raw bytes. Blocks: while they arrive, at most ``silence_s`` without any."""
@@ -77,15 +66,6 @@ class Channel(Generic[M]):
             if not (received := self._connection.recv_into(out[got:])):
                 raise EOFError
             got += received
-
-    def _read(self, size_bytes: int, deadline: float) -> bytearray:
-        data, got = bytearray(size_bytes), 0
-        while got < size_bytes:
-            self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            if not (received := self._connection.recv_into(memoryview(data)[got:])):
-                raise EOFError
-            got += received
-        return data
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -109,7 +89,46 @@ class Channel(Generic[M]):
             self._in_use.release()
 
 
+def authenticate(connection: socket.socket, secret: Secret, timeout_s: float, *, is_server: bool) -> None:
+    """Prove both ends to each other. Blocks: at most ``timeout_s``.
+
+    Raises: Violation, if the other end cannot prove itself; OSError, EOFError.
+    """
+    deadline, steps = time.monotonic() + timeout_s, handshake(secret, PROTOCOL, is_server=is_server)
+    with contextlib.suppress(StopIteration):
+        outgoing, expected = next(steps)
+        while True:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            connection.sendall(outgoing)
+            outgoing, expected = steps.send(bytes(_read(connection, expected, deadline)))
+
+
+def connect(address: tuple[str, int], secret: Secret, timeout_s: float) -> socket.socket:
+    """Connect to a process of the start, and prove both ends to each other.
+
+    Blocks: at most ``timeout_s`` for each of connection and handshake. Raises: OSError, EOFError, Violation.
+    """
+    connection = socket.create_connection(address, timeout_s)
+    try:
+        keep_alive(connection)
+        authenticate(connection, secret, timeout_s, is_server=False)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def shut(connection: socket.socket) -> None:
     """End a connection from any thread: whoever uses it gets an error at once."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def _read(connection: socket.socket, size_bytes: int, deadline: float) -> bytearray:
+    data, got = bytearray(size_bytes), 0
+    while got < size_bytes:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        if not (received := connection.recv_into(memoryview(data)[got:])):
+            raise EOFError
+        got += received
+    return data

@@ -9,7 +9,8 @@ import xxhash
 from msgspec import Struct, msgpack
 
 from lazysnap.errors import ConfigError, PeerRefused, PeerUnreachable, ShardCorrupt
-from lazysnap.links.channel import Channel, keep_alive, shut
+from lazysnap.links.channel import Channel, connect, shut
+from lazysnap.links.listener import Violation, reason
 from lazysnap.links.messages import (
     MAX_READ_BYTES,
     Alive,
@@ -24,7 +25,6 @@ from lazysnap.links.messages import (
     What,
 )
 from lazysnap.links.secret import Secret
-from lazysnap.links.strangers import Violation, reason
 from lazysnap.memory.slot_source import STALL_S
 
 ANSWER_S = 120.0
@@ -52,10 +52,8 @@ class PeerReader:
         self.size_bytes = 0
         self._socket: socket.socket | None = None
         with self._or_unreachable():
-            self._socket = socket.create_connection(address, timeout_s)
-            keep_alive(self._socket)
+            self._socket = connect(address, secret, timeout_s)
             self._channel = Channel(self._socket, _decoder, timeout_s)
-            self._channel.authenticate(secret, timeout_s, is_server=False)
 
     def open(self, what: What) -> int:
         """Read this from now on; its size in bytes. Blocks: until the peer has it."""

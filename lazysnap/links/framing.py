@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import xxhash
 from msgspec import DecodeError, Struct, msgpack
 
-from lazysnap.links.strangers import Violation
+from lazysnap.links.listener import Violation
 
 _HEAD = struct.Struct("!IQ")
 HEAD_BYTES = _HEAD.size
@@ -19,11 +19,11 @@ M = TypeVar("M", bound=Struct)
 
 
 class Framing(Generic[M]):
-    """One protocol, with the kinds of message that one side receives."""
+    """Frames with the kinds of message that one side receives."""
 
-    def __init__(self, protocol: tuple[bytes, int], max_bytes: int, decoder: "msgpack.Decoder[M]") -> None:
-        """``protocol``: letters and number. ``max_bytes``: of a frame."""
-        self.protocol, self._max_bytes, self._decoder = protocol, max_bytes, decoder
+    def __init__(self, max_bytes: int, decoder: "msgpack.Decoder[M]") -> None:
+        """``max_bytes``: of a frame."""
+        self._max_bytes, self._decoder = max_bytes, decoder
 
     def frame(self, message: Struct) -> bytes:
         """Return the bytes of a message. Raises: Violation, if it is too long for the other end."""

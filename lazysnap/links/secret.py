@@ -17,7 +17,7 @@ import struct
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
-from lazysnap.links.strangers import Violation
+from lazysnap.links.listener import Violation
 
 _PREAMBLE = struct.Struct("!8sH")
 _SECRET_BYTES = _NONCE_BYTES = 32

@@ -1,6 +1,8 @@
-"""Serves reads of this node's memory to the other processes of the job: slots, parts, parity.
+"""The port of a keeper at which other processes of the start read this node's memory, and keepers link to node 0.
 
-Each connection has a thread. It answers one request at a time, out of a ``BlockSource``, which may still fill.
+Each connection has a thread. The first message says what it is for: a ``Hello`` begins a link (``links.links``), which
+takes the connection over; anything else reads. Reads are answered one after the other, out of a ``BlockSource``, which
+may still fill.
 """
 
 import contextlib
@@ -15,7 +17,9 @@ from msgspec import Struct, msgpack
 
 from lazysnap.errors import LazySnapError, PeerRefused
 from lazysnap.levels.source import BlockSource
-from lazysnap.links.channel import Channel, keep_alive, shut
+from lazysnap.links.channel import Channel, authenticate, keep_alive, shut
+from lazysnap.links.links import Hello, Links
+from lazysnap.links.listener import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
 from lazysnap.links.messages import (
     MAX_TEXT,
     Alive,
@@ -29,7 +33,6 @@ from lazysnap.links.messages import (
     What,
 )
 from lazysnap.links.secret import Secret
-from lazysnap.links.strangers import MAX_UNKNOWN, Deadlines, Refusals, Violation, listener_at, reason
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +42,11 @@ _DEADLINES = Deadlines(alive_s=1.0, silence_s=300.0)
 """Seconds between two ``Alive`` messages; seconds that a client may ask nothing."""
 _CLOSE_S = 5.0
 """``close`` waits for so long."""
-_decoder: msgpack.Decoder[Request] = msgpack.Decoder(Request)
+_decoder: msgpack.Decoder[Hello | Request] = msgpack.Decoder(Hello | Request)
 
 
 class PeerServer:
-    """All reads that other processes do here."""
+    """All connections from other processes of the start."""
 
     def __init__(self, secret: Secret, open: Callable[[What], BlockSource], deadlines: Deadlines = _DEADLINES) -> None:
         """``open`` finds what is read, on the thread of the connection.
@@ -53,10 +56,12 @@ class PeerServer:
         self._secret, self._open, self._deadlines = secret, open, deadlines
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
-        self._connections: dict[socket.socket, Channel[Request] | None] = {}
+        self._links: dict[str, Links] = {}
+        """What links are accepted for, by the kind of grants."""
+        self._connections: dict[socket.socket, Channel[Hello | Request] | None] = {}
         """``None``: it has not proven that it has the secret yet."""
         self._threads: set[threading.Thread] = set()
-        self._refusals = Refusals("reads by peers")
+        self._refusals = Refusals("peers")
         self._is_closed = threading.Event()
         self._start(self._send_alive, "alive")
 
@@ -75,8 +80,15 @@ class PeerServer:
         self._start(lambda: self._accept(listener), "accept")
         return bound[0], bound[1]
 
+    def admit(self, links: Links) -> None:
+        """Hand connections of these links over to them from now on. Until then they are closed, and tried again."""
+        self._links[links.me.about] = links
+
     def close(self) -> None:
-        """End all connections. Blocks: some seconds; a source that is waited for may hold its thread longer."""
+        """End all reads, and accept nothing more; links go on.
+
+        Blocks: some seconds; a source that is waited for may hold its thread longer.
+        """
         self._is_closed.set()
         with self._lock:
             connections, listeners = list(self._connections), list(self._listeners)
@@ -120,7 +132,7 @@ class PeerServer:
                     connection, address = listener.accept()
                 except OSError as error:  # no descriptors left, for example
                     if not self._is_closed.is_set():
-                        logger.warning("reads by peers: a connection cannot be accepted: %s", error)
+                        logger.warning("peers: a connection cannot be accepted: %s", error)
                         self._is_closed.wait(1.0)
                     continue
                 try:
@@ -147,26 +159,29 @@ class PeerServer:
 
     def _forget(self, connection: socket.socket) -> None:
         with self._lock:
-            del self._connections[connection]
+            self._connections.pop(connection, None)
         connection.close()
 
     def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
         is_known = False
         try:
+            authenticate(connection, self._secret, self._deadlines.connect_s, is_server=True)
             channel = Channel(connection, _decoder, self._deadlines.send_s)
-            channel.authenticate(self._secret, self._deadlines.connect_s, is_server=True)
             is_known = True
             with self._lock:
                 self._connections[connection] = channel
             reads = _Reads(channel, self._open)
             while True:
                 request = channel.receive(self._deadlines.silence_s)
+                if isinstance(request, Hello):
+                    self._link(connection, request, address)
+                    return
                 try:
                     answer, payload = reads.do(request)
                 except (LazySnapError, OSError) as error:  # of the source; the connection itself is well
                     if isinstance(error, PeerRefused):
                         self._refusals.warn(address, error)
-                    logger.debug("reads by peers: %s asked for what failed: %s", address, error)
+                    logger.debug("peers: a read of %s failed: %s", address, error)
                     answer, payload = Refusal(str(error)[:MAX_TEXT]), None
                 channel.send(answer, payload)
                 payload = None  # memory that is viewed cannot be unmapped
@@ -174,17 +189,29 @@ class PeerServer:
             self._refusals.warn(address, error)
         except (OSError, EOFError) as error:
             if is_known or self._is_closed.is_set():  # clients come and go
-                logger.debug("reads by peers: %s is gone: %s", address, reason(error))
+                logger.debug("peers: %s is gone: %s", address, reason(error))
             else:
                 self._refusals.warn(address, error)
         finally:
             self._forget(connection)
 
+    def _link(self, connection: socket.socket, hello: Hello, address: tuple[str, int]) -> None:
+        """Hand the connection over to the links that it is for; they outlive this server."""
+        links = self._links.get(hello.about)
+        if links is None:
+            logger.debug("links: node %d is closed: this keeper does not decide on %s yet", hello.node, hello.about)
+            return
+        with self._lock:
+            self._connections.pop(connection, None)
+            self._threads.discard(threading.current_thread())
+        threading.current_thread().name = "lazysnap-link"
+        links.serve(connection, hello, f"{address[0]}:{address[1]}")
+
 
 class _Reads:
     """The open reads of one client."""
 
-    def __init__(self, channel: Channel[Request], open: Callable[[What], BlockSource]) -> None:
+    def __init__(self, channel: "Channel[Hello | Request]", open: Callable[[What], BlockSource]) -> None:
         self._channel, self._open = channel, open
         self._what: What | None = None
         self._source: BlockSource | None = None

@@ -22,9 +22,6 @@ from lazysnap.ranks.world import World
 
 logger = logging.getLogger("lazysnap.engine")
 
-_PORTS_OF_FIRST = 3
-"""Node 0 listens for reads, for grants of storage and for grants of protection."""
-
 
 @dataclass(frozen=True)
 class Meeting:
@@ -57,8 +54,8 @@ class _Endpoint:
     """The addresses of a node's keeper."""
 
     host: str
-    ports: list[int]
-    """Ports for reads, and on node 0 for grants of storage and of protection; empty if no port was free."""
+    port: int
+    """The port at which others read, and at node 0 keepers link; 0: none was free."""
     domain: str
     """The failure domain: the node, or the text that the user gave."""
     library: str
@@ -96,31 +93,23 @@ def meet_keepers(
         targets = list(dict.fromkeys(targets)) if len(nodes) > 1 else ["127.0.0.1"]
         host = targets[0] if config.link_address and world.rank == 0 else own_address(targets)
         domain = config.failure_domain or world.place.node
-        count = _PORTS_OF_FIRST if world.place.node == nodes[0] else 1
         try:
-            ports = client.reserve_ports(host, count)
+            port = client.reserve_port(host)
         except OSError as error:
-            mine = vars(_Endpoint(f"{host}: {error}", [], domain, _library()))
+            mine = vars(_Endpoint(f"{host}: {error}", 0, domain, _library()))
         else:
             silence = _silence(client, host, secret, config.keeper_timeout_s)
-            mine = vars(_Endpoint(host, ports, domain, _library(), silence))
+            mine = vars(_Endpoint(host, port, domain, _library(), silence))
     told = world.exchange("where keepers are", mine)
     endpoints = {place.node: _Endpoint(**told[place.rank]) for place in places if place.local_rank == 0}
     first, own = endpoints[nodes[0]], endpoints[world.place.node]
     if world.rank == 0:
         for node in nodes:
             _tell(node.split("/")[0], endpoints[node], is_first=node == nodes[0])
-    if not first.ports:
+    if not first.port:
         return NOBODY
-    peers = Peers(
-        job_id,
-        first.host,
-        first.ports[1],
-        secret,
-        parity_port=first.ports[2],
-        own=(own.host, own.ports[0] if own.ports else 0),
-    )
-    reads = {node: (endpoint.host, endpoint.ports[0]) for node, endpoint in endpoints.items() if endpoint.ports}
+    peers = Peers(job_id, first.host, first.port, secret, own=(own.host, own.port))
+    reads = {node: (endpoint.host, endpoint.port) for node, endpoint in endpoints.items() if endpoint.port}
     return Meeting(
         peers, _parity(world, config, [endpoints[node] for node in nodes], nodes.index(world.place.node)), reads
     )
@@ -133,7 +122,7 @@ def _parity(world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint]
     lack = ""
     if not all(endpoint.library for endpoint in endpoints):
         lack = "parity needs ISA-L or numpy on every node: pip install 'lazysnap[parity]'"
-    if not all(endpoint.ports for endpoint in endpoints):
+    if not all(endpoint.port for endpoint in endpoints):
         lack = "not every node has an address at which the others reach its keeper"
     if lack:
         if world.rank == 0:
@@ -151,7 +140,7 @@ def _parity(world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint]
             say(f"parity is computed by {min(slow)} on some nodes; ISA-L is faster: pip install 'lazysnap[parity]'")
     group = next(one for one in groups if own in one.members)
     return Parity(
-        [(number, endpoints[number].host, endpoints[number].ports[0]) for number in group.members],
+        [(number, endpoints[number].host, endpoints[number].port) for number in group.members],
         group.parity,
         group.parity * len(groups),
         slots_needed(config, world.size, runs_ahead=world.runs_ahead, is_redundant=True),
@@ -191,7 +180,7 @@ def _library() -> str:
 
 def _tell(node: str, endpoint: _Endpoint, *, is_first: bool) -> None:
     lost = "nothing new is complete at a level or protected" if is_first else "nothing is protected by other nodes"
-    if not endpoint.ports:
+    if not endpoint.port:
         logger.warning(
             "other nodes cannot reach the keeper of %s, so %s: no port can be had: %s; set "
             "SnapshotConfig(link_address=...) to an address of the first node that all others reach",

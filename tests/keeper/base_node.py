@@ -23,6 +23,8 @@ class OneOfTwo(Rig):
         level = PersistentLevel(url, every_n_steps=1, shared=True)
         super().__init__(level, nodes=2, frozen={self.reference.digest: slot})
         self._peers = Peers("job", "127.0.0.1", port, secret)
+        if node == 0:
+            self.reads[0].serve(("127.0.0.1", port), secret)
         self.start, self.told_to = STARTS[0], [[], []]
         self.rank = self.nodes[node][0]
         self.rank.begin_run(self.start)

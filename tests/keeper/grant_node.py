@@ -22,9 +22,10 @@ from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.grants.retention import Retention
 from lazysnap.keeper.grant_loop import GrantLoop
-from lazysnap.links.mesh import Hello, Links
+from lazysnap.links.links import Hello, Links
+from lazysnap.links.listener import Deadlines
 from lazysnap.links.secret import Secret
-from lazysnap.links.strangers import Deadlines
+from lazysnap.links.server import PeerServer
 
 NUM_RANKS = 2
 QUICK = Deadlines(connect_s=20, send_s=20, alive_s=0.2, silence_s=20)
@@ -117,10 +118,12 @@ def main():
         coordinator = Coordinator(random.getrandbits(60), "s1", num_nodes, levels)
     grants = NodeGrants(number, "s1", (NodeLevel(node.stored()),))
     node.loop = GrantLoop(grants, node, coordinator, StoringAlone(grants, 1, 0.5))
-    links = Links(secret, Hello("job", "s1", number), node.loop, QUICK)
+    links = Links(secret, Hello("job", "s1", number, "storage"), node.loop, QUICK)
     node.loop.start(links)
     if number == 0:
-        say("port", links.listen("127.0.0.1", port)[1])
+        server = PeerServer(secret, lambda what: None, QUICK)
+        server.admit(links)
+        say("port", server.listen("127.0.0.1", port)[1])
     else:
         links.connect(0, "127.0.0.1", port)
         say("port", port)

@@ -4,7 +4,7 @@ import sys
 import threading
 
 from lazysnap.grants.messages import Epoch, Report
-from lazysnap.links.mesh import Hello, Links
+from lazysnap.links.links import Hello, Links
 from lazysnap.links.secret import Secret
 
 
@@ -22,7 +22,7 @@ class Answering:
 def main():
     port, secret = int(sys.argv[1]), Secret(sys.stdin.read())
     handler = Answering()
-    handler.links = Links(secret, Hello("job", "s1", 1), handler)
+    handler.links = Links(secret, Hello("job", "s1", 1, "storage"), handler)
     handler.links.connect(0, "127.0.0.1", port)
     threading.Event().wait()
 

@@ -14,11 +14,8 @@ WAIT_S = 30.0
 """For the other end to close: less than the deadlines by which it closes what it could not refuse."""
 
 
-PROTOCOLS = {b"lazysnap": 3, b"lazyread": 2}
-
-
-def preamble(letters, protocol=None):
-    return struct.pack("!8sH", letters, protocol or PROTOCOLS[letters])
+def preamble(protocol=4):
+    return struct.pack("!8sH", b"lazysnap", protocol)
 
 
 def exactly(connection, length):
@@ -28,9 +25,9 @@ def exactly(connection, length):
     return received
 
 
-def prove(connection, secret, letters, *, is_server=False, nonce=None):
+def prove(connection, secret, *, is_server=False, nonce=None):
     """The handshake, as ``links.secret`` describes it; True if the other end has the secret."""
-    opening, nonce = preamble(letters), nonce or os.urandom(32)
+    opening, nonce = preamble(), nonce or os.urandom(32)
     connection.sendall(opening + nonce)
     theirs = exactly(connection, 42)
     assert theirs[:10] == opening
@@ -43,10 +40,10 @@ def prove(connection, secret, letters, *, is_server=False, nonce=None):
     return exactly(connection, 32) == proof(b"client" if is_server else b"server")
 
 
-def authenticated(address, secret, letters):
+def authenticated(address, secret):
     """A raw connection of one who has the secret."""
     connection = socket.create_connection(address, timeout=WAIT_S)
-    assert prove(connection, secret, letters)
+    assert prove(connection, secret)
     return connection
 
 

@@ -21,11 +21,12 @@ from lazysnap.errors import ConfigError
 from lazysnap.grants.messages import Epoch, LevelOrder, Order, Report
 from lazysnap.grants.node import NodeGrants
 from lazysnap.keeper.grant_loop import GrantLoop
-from lazysnap.links.mesh import MAX_FRAME_BYTES, Hello, Links
+from lazysnap.links.channel import MAX_FRAME_BYTES
+from lazysnap.links.links import Hello, Links
+from lazysnap.links.listener import Deadlines
 from lazysnap.links.secret import draw_secret
-from lazysnap.links.strangers import Deadlines
+from lazysnap.links.server import PeerServer
 
-LETTERS = b"lazysnap"
 QUICK = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0)
 """Messages follow fast; nothing fails by time, except what a test has shortened."""
 
@@ -65,7 +66,7 @@ def ends(secret):
 
         def make(node, *, job="job", start="s1", secret=secret, deadlines=QUICK):
             inbox = Inbox()
-            links = Links(secret, Hello(job, start, node), inbox, deadlines)
+            links = Links(secret, hello(node, job, start), inbox, deadlines)
             stack.callback(links.close)
             return links, inbox
 
@@ -73,9 +74,36 @@ def ends(secret):
 
 
 @pytest.fixture
-def server(ends):
+def listening(secret):
+    """Makes ports that accept links; they are closed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def listen(links, port=0):
+            server = stack.enter_context(contextlib.closing(accepting(links)))
+            return server.listen("127.0.0.1", port)
+
+        yield listen
+
+
+@pytest.fixture
+def server(ends, listening):
     links, inbox = ends(0)
-    return links, inbox, links.listen("127.0.0.1")
+    return links, inbox, listening(links)
+
+
+def accepting(links):
+    server = PeerServer(links.secret, lambda what: None, QUICK)
+    server.admit(links)
+    return server
+
+
+def close(*them):
+    for one in them:
+        one.close()
+
+
+def hello(node, job="job", start="s1", about="storage"):
+    return Hello(job, start, node, about)
 
 
 def report(number):
@@ -114,7 +142,7 @@ def test_another_secret_is_refused_by_both_sides(ends, server, caplog):
     assert stranger_inbox.events.empty()
 
 
-@pytest.mark.parametrize("sent", [b"GET / HTTP/1.0\r\n\r\n", preamble(LETTERS, 1) + bytes(32)])
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.0\r\n\r\n", preamble(1) + bytes(32)])
 def test_another_protocol_is_refused_with_the_address(server, caplog, sent):
     _, inbox, address = server
     with socket.create_connection(address, timeout=WAIT_S) as peer:
@@ -131,10 +159,10 @@ def test_another_protocol_is_refused_with_the_address(server, caplog, sent):
     "sent",
     [
         frame(report(1)),
-        frame(Hello("another", "s1", 1)),
-        frame(Hello("job", "s0", 1)),
-        frame(Hello("job", "s1", -1)),
-        frame(Hello("job", "s1", 1 << 40)),
+        frame(hello(1, job="another")),
+        frame(hello(1, start="s0")),
+        frame(hello(-1)),
+        frame(hello(1 << 40)),
         raw_frame(bytes(range(200, 220))),
         raw_frame(b"\x91" * 1000),
         announced(MAX_FRAME_BYTES + 1),
@@ -144,7 +172,7 @@ def test_another_protocol_is_refused_with_the_address(server, caplog, sent):
 )
 def test_garbage_before_the_hello_is_refused_with_the_address(server, secret, caplog, sent):
     _, inbox, address = server
-    with authenticated(address, secret, LETTERS) as peer:
+    with authenticated(address, secret) as peer:
         peer.sendall(sent)
         assert is_closed(peer)
 
@@ -163,7 +191,7 @@ def test_garbage_before_the_hello_is_refused_with_the_address(server, secret, ca
         frame({"type": "report", "node": 1, "epoch": [1, 1], "levels": [], "wishes": [1] * 1000}),
         frame({"type": "report", "node": 1, "epoch": [1, 1], "levels": [], "extra": 1}),
         raw_frame(b"\x91" * 100_000),
-        frame(Hello("job", "s1", 1)),
+        frame(hello(1)),
     ],
     ids=[
         "too long",
@@ -178,8 +206,8 @@ def test_garbage_before_the_hello_is_refused_with_the_address(server, secret, ca
 )
 def test_a_peer_that_sends_what_is_no_message_is_dropped(server, secret, caplog, sent):
     _, inbox, address = server
-    with authenticated(address, secret, LETTERS) as peer:
-        peer.sendall(frame(Hello("job", "s1", 1)) + frame(report(3)) + sent)
+    with authenticated(address, secret) as peer:
+        peer.sendall(frame(hello(1)) + frame(report(3)) + sent)
         assert is_closed(peer)
 
     assert inbox.next() == ("up", 1)
@@ -188,7 +216,7 @@ def test_a_peer_that_sends_what_is_no_message_is_dropped(server, secret, caplog,
     assert "127.0.0.1" in caplog.text
 
 
-def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, secret, caplog):
+def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, listening, secret, caplog):
     """Of each kind of message only the newest waits; nothing else waits for that peer. Its silence does not count."""
     links, inbox = ends(0, deadlines=dataclasses.replace(QUICK, send_s=1.0))
 
@@ -197,8 +225,8 @@ def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, secret, 
         levels = (LevelOrder(1, None, (), tuple(range(500)), tuple(range(500))) for _ in range(16))
         return Order(Epoch(1, 1), False, tuple(levels))
 
-    with authenticated(links.listen("127.0.0.1"), secret, LETTERS) as peer:
-        peer.sendall(frame(Hello("job", "s1", 1)))
+    with authenticated(listening(links), secret) as peer:
+        peer.sendall(frame(hello(1)))
         assert inbox.next() == ("up", 1)
         before = peak_kib(since_now=True)
 
@@ -214,31 +242,33 @@ def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, secret, 
     assert peak_kib() - before < 64 << 10
 
 
-def test_a_silent_peer_is_dropped(ends, secret):
+def test_a_silent_peer_is_dropped(ends, listening, secret):
     links, inbox = ends(0, deadlines=dataclasses.replace(QUICK, silence_s=1.0))
-    with authenticated(links.listen("127.0.0.1"), secret, LETTERS) as peer:
-        peer.sendall(frame(Hello("job", "s1", 1)))
+    with authenticated(listening(links), secret) as peer:
+        peer.sendall(frame(hello(1)))
 
         assert inbox.next() == ("up", 1)
         assert inbox.next() == ("down", 1)
 
 
-def test_a_link_comes_back_by_itself_and_each_change_is_logged_once(ends, secret, caplog):
+def test_a_link_comes_back_by_itself_and_each_change_is_logged_once(ends, listening, caplog):
     caplog.set_level(logging.INFO)
     first, inbox = ends(0)
-    host, port = first.listen("127.0.0.1")
+    keeper = accepting(first)
+    host, port = keeper.listen("127.0.0.1")
     other, other_inbox = ends(1)
     other.connect(0, host, port)
     other_inbox.until("up", 0)
     inbox.until("up", 1)
 
+    keeper.close()
     first.close()
     other_inbox.until("down", 0)
     with socket.create_server((host, port)) as nobody:  # it accepts and answers nothing: the tries fail
         for _ in range(3):
             nobody.accept()[0].close()
     again, again_inbox = ends(0)
-    again.listen(host, port)
+    listening(again, port)
     again_inbox.until("up", 1)
     other_inbox.until("up", 0)
     other.send(0, report(5))
@@ -283,8 +313,8 @@ def test_a_killed_peers_successor_is_linked_and_the_secret_is_seen_nowhere(serve
 def test_of_two_connections_of_one_node_the_later_one_stays(ends, server, secret):
     """After a node's restart its old connection may look alive for a while."""
     links, inbox, (host, port) = server
-    with authenticated((host, port), secret, LETTERS) as old:
-        old.sendall(frame(Hello("job", "s1", 1)))
+    with authenticated((host, port), secret) as old:
+        old.sendall(frame(hello(1)))
         inbox.until("up", 1)
         new, new_inbox = ends(1)
         new.connect(0, host, port)
@@ -306,25 +336,53 @@ def test_of_two_nodes_the_one_with_the_greater_number_connects(server):
 def test_links_that_are_closed_while_others_connect_leave_nothing(secret):
     """What is accepted or made just then is closed, too: a warning of an open socket would fail this."""
     for _ in range(40):
-        links, other = (Links(secret, Hello("job", "s1", node), Inbox(), QUICK) for node in (0, 1))
-        host, port = links.listen("127.0.0.1")
+        links, other = (Links(secret, hello(node), Inbox(), QUICK) for node in (0, 1))
+        keeper = accepting(links)
+        host, port = keeper.listen("127.0.0.1")
         other.connect(0, host, port)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for _ in range(5):
                 stack.enter_context(socket.create_connection((host, port), timeout=WAIT_S))
-            closing = threading.Thread(target=links.close)
+            closing = threading.Thread(target=close, args=(keeper, links))
             closing.start()
             while closing.is_alive():
                 stack.enter_context(socket.create_connection((host, port), timeout=WAIT_S))
         closing.join()
         other.close()
     gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name == "lazysnap-links"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lazysnap-")]
+
+
+def test_a_link_goes_on_when_the_port_serves_the_next_start(ends, listening):
+    links, inbox = ends(0)
+    keeper = accepting(links)
+    other, other_inbox = ends(1)
+    other.connect(0, *keeper.listen("127.0.0.1"))
+    inbox.until("up", 1)
+
+    keeper.close()
+    other.send(0, report(1))
+    inbox.until("message", 1, report(1))
+    links.send(1, order(1))
+    other_inbox.until("message", 0, order(1))
+
+
+def test_a_keeper_that_is_not_ready_for_a_link_is_tried_again(ends, secret, caplog):
+    links, inbox = ends(0)
+    other, other_inbox = ends(1)
+    with contextlib.closing(PeerServer(secret, lambda what: None, QUICK)) as keeper:
+        other.connect(0, *keeper.listen("127.0.0.1"))
+        until(lambda: "not reached" in caplog.text)
+        keeper.admit(links)
+
+        other_inbox.until("up", 0)
+        inbox.until("up", 1)
+    assert not refusals(caplog)
 
 
 def test_links_of_grants_that_are_closed_before_they_begin_are_closed(secret):
     loop = GrantLoop(NodeGrants(0, "s1", ()), None, None)
-    links = Links(secret, Hello("job", "s1", 0), loop, QUICK)
+    links = Links(secret, hello(0), loop, QUICK)
     loop.close()
     loop.start(links)
-    assert not [thread for thread in threading.enumerate() if thread.name in ("lazysnap-links", "lazysnap-grants")]
+    assert not [thread for thread in threading.enumerate() if thread.name in ("lazysnap-link", "lazysnap-grants")]

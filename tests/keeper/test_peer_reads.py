@@ -30,6 +30,7 @@ from lazysnap.links import client as peer_client
 from lazysnap.links import server as peer_server
 from lazysnap.links.channel import MAX_FRAME_BYTES
 from lazysnap.links.client import PeerReader
+from lazysnap.links.listener import Deadlines
 from lazysnap.links.messages import (
     MAX_READ_BYTES,
     Alive,
@@ -45,9 +46,7 @@ from lazysnap.links.messages import (
 )
 from lazysnap.links.secret import draw_secret
 from lazysnap.links.server import PeerServer
-from lazysnap.links.strangers import Deadlines
 
-LETTERS = b"lazyread"
 PATIENT = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.1, silence_s=60.0)
 """Nothing fails by time, except what a test has shortened."""
 SLOT = SlotOf(0, 7, "image")
@@ -197,7 +196,7 @@ def test_a_source_is_read_while_it_fills(serve, connect):
 
 def test_a_server_that_waits_for_bytes_says_that_it_is_alive(serve, secret):
     source = Filling(DATA)
-    with authenticated(serve({SLOT: source})[1], secret, LETTERS) as peer:
+    with authenticated(serve({SLOT: source})[1], secret) as peer:
         peer.sendall(frame(Open(SLOT)) + frame(Read(0, 100)))
         expected = frame(Opened(len(DATA))) + 3 * frame(Alive())
         assert exactly(peer, len(expected)) == expected
@@ -408,7 +407,7 @@ def forward(listener, address, recorded):
     ids=lambda sent: repr(sent[:60]),
 )
 def test_what_is_no_request_is_refused_with_the_address(connect, address, secret, caplog, sent):
-    with authenticated(address, secret, LETTERS) as peer:
+    with authenticated(address, secret) as peer:
         peer.sendall(sent)
         assert is_closed(peer)
 
@@ -419,14 +418,14 @@ def test_what_is_no_request_is_refused_with_the_address(connect, address, secret
 
 def test_a_client_that_asks_nothing_is_dropped_in_time(serve, secret):
     _, address = serve({}, dataclasses.replace(PATIENT, silence_s=2.0))
-    with authenticated(address, secret, LETTERS) as idle:
+    with authenticated(address, secret) as idle:
         assert is_closed(idle)
 
 
 def test_a_client_that_takes_nothing_is_dropped(serve, connect, secret, caplog):
     caplog.set_level(logging.DEBUG)
     _, address = serve({SLOT: whole()}, dataclasses.replace(PATIENT, send_s=1.0))
-    with authenticated(address, secret, LETTERS) as peer:
+    with authenticated(address, secret) as peer:
         peer.sendall(frame(Open(SLOT)) + frame(Read(0, len(DATA))) * 20)
         until(lambda: "is gone: it does not answer in time" in caplog.text)
         assert is_closed(peer)
@@ -436,7 +435,7 @@ def test_a_client_that_takes_nothing_is_dropped(serve, connect, secret, caplog):
 def test_the_secret_is_in_no_log(connect, address, secret, caplog):
     caplog.set_level(logging.DEBUG)
     assert_still_serves(connect, address)
-    with authenticated(address, secret, LETTERS) as peer:
+    with authenticated(address, secret) as peer:
         peer.sendall(b"x" * 100)
         assert is_closed(peer)
     until(lambda: refusals(caplog))
@@ -461,7 +460,7 @@ def impostor(secret):
                 connection, _ = listener.accept()
                 connection.settimeout(TIMEOUT_S)
                 with connection, contextlib.suppress(OSError):
-                    prove(connection, secret, LETTERS, is_server=True)
+                    prove(connection, secret, is_server=True)
                     answer(connection, stop)
 
             thread = threading.Thread(target=run)

@@ -196,7 +196,7 @@ class Trainer:
 
     def serve_peers(self, secret):
         """The port at which the keeper lets others read."""
-        [port] = self.client.reserve_ports("127.0.0.1", 1)
+        port = self.client.reserve_port("127.0.0.1")
         assert self.client.serve_peers("127.0.0.1", Secret(**secret), TIMEOUT_S)
         return port
 

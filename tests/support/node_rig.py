@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from lazysnap.config import PersistentLevel
+from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.node_storage import NodeStorage, StorageContext
 from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.peer_reads import PeerReads
 from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, Message, NameFailed, Peers, Run
 from lazysnap.levels import open_store
 from lazysnap.levels.source import map_anonymous
-from lazysnap.links.secret import draw_secret
+from lazysnap.links.secret import Secret, draw_secret
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import Checksums
@@ -19,7 +21,6 @@ from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Team, places
-from support.ports import free_port
 from support.snapshots import read_image
 from support.waiting import until
 
@@ -139,8 +140,10 @@ class Rig:
         self.told_to: list[list[Message]] = []
         """What the trainers of each node hear."""
         self._peers: Peers | None = None
+        self.reads = [self._served(node) for node in range(nodes)]
         if nodes > 1:
-            self._peers = Peers("job", "127.0.0.1", free_port(), draw_secret())
+            secret = draw_secret()
+            self._peers = Peers("job", "127.0.0.1", self._listen(secret), secret)
         self.start = ""
 
     @property
@@ -198,11 +201,24 @@ class Rig:
         for slot in (slot for rank in ranks for slot in rank.slots()):
             slot.set_word(Word.GRANT, 0)  # what the keeper before granted is not asked for any more
         team = Team.of(self._places, ranks[0].rank)
-        context = StorageContext(lambda: list(ranks), self.frozen.get, self.told_to[node].append, self._parity_of(node))
+        context = StorageContext(
+            lambda: list(ranks),
+            self.frozen.get,
+            self.told_to[node].append,
+            lambda links: self.reads[node].admit(links),
+            self._parity_of(node),
+        )
         known = set(threading.enumerate())
         storage = NodeStorage(self.levels_of(node), self._protected(run, node), team, context, before)
         self._writers += [one for one in set(threading.enumerate()) - known if one.name == "lazysnap-level"]
         return storage
+
+    def _served(self, node: int) -> PeerReads:
+        """The port of a node's keeper."""
+        return PeerReads(lambda: list(self.nodes[node]), self._parity_of(node), FrozenPool(lambda digest: None))  # type: ignore[arg-type]
+
+    def _listen(self, secret: Secret) -> int:
+        return self.reads[0].serve(("127.0.0.1", 0), secret)
 
     def _parity_of(self, node: int) -> ParityStore:
         """What the keeper of that node holds for others."""
@@ -219,6 +235,8 @@ class Rig:
     def close(self) -> None:
         """End, and wait until what was under way has ended: fault points of the next test are its own."""
         self._end()
+        for reads in self.reads:
+            reads.close()
         until(lambda: not any(thread.is_alive() for thread in self._writers))
 
     # ---------------------------------------------------------------- training

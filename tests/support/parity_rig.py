@@ -5,12 +5,9 @@ from typing import Any
 import msgspec
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.parity_store import ParityStore
-from lazysnap.keeper.peer_reads import PeerReads
 from lazysnap.keeper.protocol import Parity, Protected, Run
 from support.node_rig import Rank, Rig
-from support.ports import free_port
 from support.waiting import until
 
 SLOTS = 5
@@ -21,14 +18,11 @@ class ParityRig(Rig):
     """All nodes are one group."""
 
     def __init__(self, *levels: PersistentLevel, nodes: int = 3, ranks: int = 1, parity: int = 1) -> None:
+        self.stores = [ParityStore() for _ in range(nodes)]
         super().__init__(*levels, nodes=nodes, ranks=ranks)
         self.nodes = [
             [Rank(node * ranks + rank, nodes * ranks, SLOTS) for rank in range(ranks)] for node in range(nodes)
         ]
-        self.stores = [ParityStore() for _ in self.nodes]
-        self.reads = [self._served(node) for node in range(nodes)]
-        assert self._peers is not None
-        self._peers = msgspec.structs.replace(self._peers, parity_port=free_port())
         self.addresses = [self._serve(node) for node in range(nodes)]
         self.settings: dict[str, Any] = {}
         """Fields of ``Parity`` that differ from the usual ones."""
@@ -36,10 +30,6 @@ class ParityRig(Rig):
         """``None``: no start from now on has any."""
         self.every = 2
         """Steps from one capture to the next."""
-
-    def _served(self, node: int) -> PeerReads:
-        ranks = self.nodes[node]
-        return PeerReads(lambda: list(ranks), self.stores[node], FrozenPool(lambda digest: None))  # type: ignore[arg-type]
 
     def _serve(self, node: int, port: int = 0) -> tuple[str, int]:
         assert self._peers is not None
@@ -65,13 +55,8 @@ class ParityRig(Rig):
         self.reads[node].close()
         self.stores[node] = ParityStore()
         self.reads[node] = self._served(node)
-        super().replace(node)
         self._serve(node, self.addresses[node][1])
-
-    def close(self) -> None:
-        super().close()
-        for reads in self.reads:
-            reads.close()
+        super().replace(node)
 
     def protected(self, node: int = 0, start: str = "") -> int | None:
         """The newest step of which trainers of a node know that it is protected; of the present start by default."""

@@ -14,11 +14,11 @@ from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import CaptureAborted, ConfigError, PeerRefused, PeerUnreachable
 from lazysnap.links.client import PeerReader
-from lazysnap.links.mesh import Hello, Links
+from lazysnap.links.links import Hello, Links
+from lazysnap.links.listener import MAX_UNKNOWN, Deadlines
 from lazysnap.links.messages import Open, SlotOf
 from lazysnap.links.secret import draw_secret
 from lazysnap.links.server import PeerServer
-from lazysnap.links.strangers import MAX_UNKNOWN, Deadlines
 
 PATIENT = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0)
 
@@ -28,8 +28,6 @@ class Port:
     """One that listens."""
 
     address: tuple[str, int]
-    letters: bytes
-    """Of its protocol."""
     request: bytes
     """What a peer asks first."""
     reached: queue.Queue
@@ -53,6 +51,10 @@ class Inbox:
         pass
 
 
+def hello(node):
+    return Hello("job", "s1", node, "storage")
+
+
 @pytest.fixture(scope="module")
 def secret():
     return draw_secret()
@@ -65,16 +67,19 @@ def open_port(request, secret):
 
         def links(deadlines=PATIENT):
             inbox = Inbox()
-            one = Links(secret, Hello("job", "s1", 0), inbox, deadlines)
+            one = Links(secret, hello(0), inbox, deadlines)
             stack.callback(one.close)
-            address = one.listen("127.0.0.1")
+            server = PeerServer(secret, lambda what: None, deadlines)
+            stack.callback(server.close)
+            server.admit(one)
+            address = server.listen("127.0.0.1")
 
             def visit():
-                other = Links(secret, Hello("job", "s1", 1), Inbox(), PATIENT)
+                other = Links(secret, hello(1), Inbox(), PATIENT)
                 stack.callback(other.close)
                 other.connect(0, *address)
 
-            return Port(address, b"lazysnap", frame(Hello("job", "s1", 1)), inbox.up, visit, one.listen)
+            return Port(address, frame(hello(1)), inbox.up, visit, server.listen)
 
         def reads(deadlines=PATIENT):
             reached = queue.Queue()
@@ -94,7 +99,7 @@ def open_port(request, secret):
                         reader.open(slot)
                     return True
 
-            return Port(address, b"lazyread", frame(Open(slot)), reached, lambda: until(ask), one.listen)
+            return Port(address, frame(Open(slot)), reached, lambda: until(ask), one.listen)
 
         yield {"links": links, "reads": reads}[request.param]
 
@@ -119,14 +124,14 @@ def check_refused(port, caplog):
 
 def test_a_guess_is_no_proof(port, caplog):
     with socket.create_connection(port.address, timeout=WAIT_S) as stranger:
-        stranger.sendall(preamble(port.letters) + os.urandom(64) + port.request)
+        stranger.sendall(preamble() + os.urandom(64) + port.request)
         assert is_closed(stranger)
     check_refused(port, caplog)
 
 
 def test_the_secret_of_another_start_is_refused(port, caplog):
     with socket.create_connection(port.address, timeout=WAIT_S) as stranger:
-        assert not prove(stranger, draw_secret(), port.letters)
+        assert not prove(stranger, draw_secret())
         with contextlib.suppress(OSError):
             stranger.sendall(port.request)
         assert is_closed(stranger)
@@ -150,7 +155,7 @@ def test_what_strangers_send_takes_no_memory(port, caplog):
         for _ in range(MAX_UNKNOWN):
             stranger = stack.enter_context(socket.create_connection(port.address, timeout=WAIT_S))
             stranger.setblocking(False)
-            stranger.send(preamble(port.letters) + bytes(31))  # a byte of the nonce is missing
+            stranger.send(preamble() + bytes(31))  # a byte of the nonce is missing
             for _ in range(16):
                 with contextlib.suppress(OSError):
                     stranger.send(flood)
@@ -162,7 +167,7 @@ def test_a_frame_that_is_announced_as_long_takes_no_memory(port, secret, caplog)
     """The process's peak stays: four gigabytes are announced, on many connections."""
     before = peak_kib(since_now=True)
     for _ in range(20):
-        with authenticated(port.address, secret, port.letters) as peer:
+        with authenticated(port.address, secret) as peer:
             peer.sendall(announced(0xFFFFFFF0))
             assert is_closed(peer)
 
@@ -184,9 +189,9 @@ def test_connections_that_say_nothing_are_closed_in_time(open_port, secret):
     with (
         socket.create_connection(port.address, timeout=WAIT_S) as silent,
         socket.create_connection(port.address, timeout=WAIT_S) as half,
-        authenticated(port.address, secret, port.letters) as peer,
+        authenticated(port.address, secret) as peer,
     ):
-        half.sendall(preamble(port.letters) + bytes(32))
+        half.sendall(preamble() + bytes(32))
         for connection in (silent, half, peer):
             assert is_closed(connection)
     assert port.reached.empty()
@@ -197,7 +202,7 @@ def test_a_handshake_that_trickles_is_ended_in_time(open_port):
     port, is_open = open_port(Deadlines(connect_s=1.0)), True
     with socket.create_connection(port.address, timeout=WAIT_S) as stranger:
         assert exactly(stranger, 42)
-        trickle = iter(preamble(port.letters) + bytes(64))
+        trickle = iter(preamble() + bytes(64))
         while is_open:
             with contextlib.suppress(OSError):
                 stranger.send(bytes([next(trickle)]))  # there are more bytes than the deadline allows

@@ -1,6 +1,5 @@
 """Limits for connections that have not proven the secret: one interface, few at once, one log line per host."""
 
-import asyncio
 import ipaddress
 import logging
 import socket
@@ -103,7 +102,7 @@ def _keep_trying(
 
 def reason(error: BaseException) -> str:
     """Why a connection failed, for a message."""
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):  # two classes before Python 3.11
+    if isinstance(error, TimeoutError):
         return "it does not answer in time"
     if isinstance(error, EOFError):
         return "it closed the connection"
