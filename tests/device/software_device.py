@@ -135,7 +135,7 @@ def configure(
     """Draw the order of work anew from ``seed``; let the n-th allocation from now on fail (0: none); take streams away.
 
     ``dies_at``: SIGKILL ends the process at the n-th turn of the scheduler from now on. ``report_to``: an open file
-    that gets each line of ``races`` at once.
+    that gets each line of ``races`` at once, and at such a death a line of JSON with the turns and the order so far.
     """
     _backend.configure(seed, failing_allocation, has_streams, dies_at, report_to)
 

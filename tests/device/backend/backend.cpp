@@ -426,6 +426,14 @@ void record_stream(at::Tensor& self, Stream stream) {
   record_use(self.storage().mutable_data(), stream.device_index(), stream.id());
 }
 
+// Its kernel for CPUs would draw from the generator of the host, and when the task runs.
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  auto mask = at::empty_like(input, input.options().dtype(at::kBool));
+  if (!train.value_or(true)) return {input.clone(), mask.fill_(true)};
+  mask.bernoulli_(1 - p);
+  return {input * mask * (p < 1 ? 1 / (1 - p) : 0.0), mask};
+}
+
 // ------------------------------------------------------------------ the fallback
 
 template <typename OnTensor>
@@ -467,6 +475,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const char* what = schema.name().c_str();
   for (const auto& returned : schema.returns())
     TORCH_CHECK(!returned.alias_info() || returned.alias_info()->isWrite(), "the software device has no view operator ", name);
+
+  bool has_generator = false;
+  for (const auto& argument : schema.arguments()) has_generator |= argument.type()->str().find("Generator") != std::string::npos;
+  TORCH_CHECK(has_generator || !op.hasTag(at::Tag::nondeterministic_seeded), "the software device cannot draw for ", name);
 
   // What it reads and writes, and on which device.
   std::vector<std::pair<at::Tensor, bool>> ours;
@@ -678,6 +690,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
   m.impl("record_stream", record_stream);
+  m.impl("native_dropout", native_dropout);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -169,7 +169,11 @@ bool turn() {
   const auto& among = prompt.empty() ? able : prompt;
   Stream& chosen = *among[draw() % among.size()];
   s.order = (s.order ^ uint64_t(chosen.number + 1)) * 0x100000001B3ull;
-  if (++s.turns == s.options.dies_at) kill(getpid(), SIGKILL);
+  if (++s.turns == s.options.dies_at) {
+    if (s.options.report_to >= 0)
+      dprintf(s.options.report_to, "{\"turns\": %lu, \"order\": %lu}\n", (unsigned long)s.turns, (unsigned long)s.order);
+    kill(getpid(), SIGKILL);
+  }
   Item item = std::move(chosen.items.front());
   chosen.items.pop_front();
   if (item.until) return true;
@@ -328,7 +332,7 @@ void finish(const RecordingP& recording) {
 void drive(const RecordingP& recording) {
   State& s = state();
   std::unique_lock<std::recursive_mutex> lock(s.mutex);
-  const auto patient_until = Steady::now() + std::chrono::milliseconds(100);
+  const auto patient_until = Steady::now() + std::chrono::seconds(1);
   while (!recording->done) {
     bool is_mine = s.driver == this_thread() || Steady::now() > patient_until;
     for (int looks = 0; !is_mine && looks < 2; ++looks) {

@@ -1,0 +1,60 @@
+"""Schedules of capture, gate, step and kill on the software device: 1,000 in the full tier, 100 in the quick one."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from device import software_device
+from device.schedules import KINDS, STARTS
+
+PROCESSES = 2
+DEADLINE_S = 900
+REPLAYED = "LAZYSNAP_SCHEDULES"
+"""Numbers of chains, with blanks between: these are run and no others. A failure names its own."""
+
+
+def starts_of(chains, place):
+    """How each start of these chains went: see ``schedules.py``."""
+    chains = sorted(chains, key=lambda chain: chain % len(KINDS))  # each process needs what few kinds end with
+    half = -(-len(chains) // PROCESSES)
+    words = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("schedules.py"))]
+    env = {**os.environ, "LAZYSNAP_TEST_DEVICE": "software", "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [*words, f"{place}/{first}", *map(str, chains[first : first + half])],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for first in range(0, len(chains), half)
+    ]
+    texts = [process.communicate(timeout=DEADLINE_S)[0] for process in running]
+    assert {process.returncode for process in running} == {0}
+    return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+@pytest.mark.timeout(software_device.BUILD_DEADLINE_S + DEADLINE_S)
+def test_no_schedule_of_capture_gate_step_and_kill_tears_a_snapshot_or_loses_one(tmp_path, sample):
+    """What a start after a death is offered is a step of the undisturbed run, bit for bit, and not too old; and the
+    checker reports nothing.
+    """
+    try:
+        software_device.built()
+    except software_device.CannotBuild as error:
+        pytest.skip(str(error))
+    first, count = 100 * int(os.environ["LAZYSNAP_TEST_SEED"]), 100 if sample.is_whole else 10
+    chains = [int(number) for number in os.environ.get(REPLAYED, "").split()] or range(first, first + count)
+
+    starts = starts_of(chains, tmp_path)
+
+    wrong = [
+        f"{REPLAYED}={start['chain']}: {start}"
+        for start in starts
+        if start["races"] or start["output"] or not start["is_exact"] or start["resumed"] < start["least"]
+    ]
+    assert not wrong, "\n".join(wrong[:10])
+    assert len(starts) == STARTS * len(chains)
+    assert sum(start["resumed"] > 0 for start in starts) > 0.7 * len(starts)
