@@ -49,11 +49,11 @@ def peak_memory(run: str, interval_s: float) -> Iterator[list[int]]:
 
 
 def slot_bytes() -> int:
-    """Shared memory whose descriptors this process holds: the slots."""
+    """Return the bytes of shared memory, and of files without a name, whose descriptors this process holds: slots."""
     found = {}
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            if os.readlink(entry.path).startswith("/memfd:"):
+            if (name := os.readlink(entry.path)).startswith("/memfd:") or name.endswith(" (deleted)"):
                 found[os.stat(entry.path).st_ino] = os.stat(entry.path).st_blocks * 512
     return sum(found.values())
 

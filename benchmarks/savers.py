@@ -167,7 +167,7 @@ class Lazysnap(Nothing):
     def __init__(self, training: Training, job: Line, recorder: Recorder) -> None:
         super().__init__(training, job, recorder)
         level = job["method"].partition("-")[2]
-        self.until = "captured" if level == "memory" else "durable"
+        self.until = "durable" if level == "disk" else "captured"
         job = {**job, "level": level, "url": job["directory"]}
         self.engine = engine_of(job, training.objects(), every_n_steps=job["every"], keep_last=10_000)
         self.engine.prepare()

@@ -11,9 +11,9 @@ from benchmarks.raw import peak_memory
 from benchmarks.report import Report
 from benchmarks.workers import MARKER, Line, call
 
-MEMORY, DISK, SYNC = "lazysnap-memory", "lazysnap-disk", "torch-save"
+MEMORY, FILES, DISK, SYNC = "lazysnap-memory", "lazysnap-files", "lazysnap-disk", "torch-save"
 ASYNC = ("lightning-async", "dcp-thread", "dcp-thread-cached", "dcp-process", "dcp-process-cached")
-METHODS = ("none", SYNC, "lightning-save", *ASYNC, MEMORY, DISK)
+METHODS = ("none", SYNC, "lightning-save", *ASYNC, MEMORY, FILES, DISK)
 DOORS = {
     "lightning": ("lightning-save", "lightning-async", "lazysnap-lightning"),
     "accelerate": ("accelerate-save", "lazysnap-accelerate", "lazysnap-lightning"),

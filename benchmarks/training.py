@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,13 +111,16 @@ def layers(megabytes: float) -> torch.nn.Sequential:
 
 
 def config(job: Line, *, slots: int | None = None, **level: Any) -> Any:
-    """Snapshots in memory, and at the level of the job if it has another one."""
+    """Snapshots in memory (or in files in its place), and at the level of the job if it has another one."""
     from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 
     more = {"every_n_steps": 1, "storage_options": job["options"], **level}
-    levels = () if job["level"] == "memory" else (PersistentLevel(job["url"], **more),)
+    levels = () if job["level"] in ("memory", "files") else (PersistentLevel(job["url"], **more),)
     name = job.get("job_id") or f"benchmark-{os.getpid()}"
-    return SnapshotConfig(levels=levels, memory=MemoryLevel(slots=slots, linger_s=300.0), job_id=name)
+    memory = MemoryLevel(slots=slots, linger_s=300.0)
+    if job["level"] == "files":
+        memory = replace(memory, max_bytes=1, spill_dir=job["directory"])
+    return SnapshotConfig(levels=levels, memory=memory, job_id=name)
 
 
 def engine_of(job: Line, state: Line, **settings: Any) -> Any:

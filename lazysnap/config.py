@@ -137,9 +137,17 @@ class MemoryLevel:
     linger_s: float = 1800.0
     """Seconds that the keeper waits for a restart after its trainer died."""
     max_bytes: int | None = None
-    """Upper bound for all slots of this rank together; ``None`` bounds by the free memory of the machine."""
+    """Upper bound for the memory of all slots of this rank together; ``None``: the free memory of the machine."""
+    spill_dir: str | None = None
+    """Directory on a local disk in which slots are files where memory does not suffice. ``None``: that of the first
+    local level. An empty text: there are none, and training goes on without snapshots then."""
 
     def __post_init__(self) -> None:
+        if self.spill_dir is not None:
+            if not isinstance(self.spill_dir, (str, os.PathLike)):
+                raise ConfigError(f"MemoryLevel.spill_dir must be a path, got {self.spill_dir!r}")
+            path = os.fspath(self.spill_dir)
+            object.__setattr__(self, "spill_dir", path and os.path.realpath(os.path.expanduser(path)))
         _check_positive("MemoryLevel", "slots", self.slots, optional=True)
         if self.slots is not None and self.slots < 2:
             raise ConfigError(

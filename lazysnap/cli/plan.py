@@ -121,6 +121,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     each = f"{ranks_per_node} rank{'s' * (ranks_per_node > 1)}"
     output.line(f"memory    {size['memory_per_node_bytes']} per node of {each}, beside what training takes")
     if levels:
+        output.line("          where a node has less, slots are files on the disk of its first local level")
         copies = ", where all nodes see the level; as much on each node's own disk"
         output.line(f"storage   {captured} per snapshot{copies * (not is_sharded and args.nodes > 1)}")
     if levels and args.rate:

@@ -26,6 +26,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import SlotsChanged, Wish
 from lazysnap.memory.arena import Slot, SlotPhase, Word, capacity_fits
 from lazysnap.memory.budget import NODE
+from lazysnap.memory.slot_files import spill_dir
 from lazysnap.memory.slot_pool import fits
 from lazysnap.ranks.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
 from lazysnap.ranks.world import World
@@ -62,6 +63,8 @@ class Recorder:
         self._config = config
         self._source = source
         self._client = client
+        self.spill_dir = spill_dir(config.memory, config.levels)
+        """Where the keeper makes slots as files if memory does not suffice."""
         self.captures = Captures()
         self._log = log
         self._world = world
@@ -113,9 +116,11 @@ class Recorder:
             return None
         slot_bytes = Slot.bytes_for(*(self._reserved or (self._meta_capacity, plan.layout.size_bytes)))
         frozen = plan.frozen.size_bytes if plan.frozen is not None else 0
-        held = sum(slot.size_bytes for slot in self._client.slots())
+        slots = self._client.slots()
+        held = sum(slot.memory_bytes for slot in slots)
         available = min(NODE.free_bytes() + held + frozen, self._config.memory.max_bytes or sys.maxsize)
-        return Sizes(plan.layout.size_bytes, frozen, self._slots_needed(), slot_bytes, available, self.group)
+        place = self.spill_dir if any(slot.is_file for slot in slots) else None
+        return Sizes(plan.layout.size_bytes, frozen, self._slots_needed(), slot_bytes, available, self.group, place)
 
     def is_ready(self) -> bool:
         """Whether every slot is there, and what every capture refers to."""
@@ -251,6 +256,14 @@ class Recorder:
             self._client.tell(SlotsChanged())
         self.captures.begin(job)
         self._log.protection.regained()
+        if slot.is_file:
+            self._log.note_once(
+                "files",
+                "captures go into files in %s: memory does not suffice. They outlive the training process as memory "
+                "does, but a step may wait while the kernel writes them to that disk: free memory, or raise "
+                "every_n_steps",
+                self.spill_dir,
+            )
         faults.point("engine.begun")
         self.outcomes.began(job)
         self._begun = _Begun(step, slot, job.sequence, job.versions)
@@ -350,7 +363,8 @@ class Recorder:
         least = self._least_slots() if self._world.is_alone else needed
         self._expects_first_step = self.planner.plan is None
         growth = growth_bytes(self._source, is_first=self._expects_first_step)
-        self._client.reserve((meta_capacity, image_bytes), needed, least, growth)
+        # Where memory is short parity goes first: it would take memory, too.
+        self._client.reserve((meta_capacity, image_bytes), needed, least, growth, spills=not self.group[1])
 
     def _do_without_parity(self, text: str) -> bool:
         """Memory was refused: what is only there for other nodes' protection goes first."""

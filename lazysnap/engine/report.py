@@ -210,6 +210,8 @@ class Sizes:
     """Memory that slots may take, with what they take already: of this machine, or ``max_bytes`` if that is less."""
     group: tuple[int, int] = (1, 0)
     """Nodes that protect each other, and how many of them may be lost."""
+    spill_dir: str | None = None
+    """Where slots are files; ``None``: they are memory."""
 
 
 def opening(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: bool = True) -> str:
@@ -229,9 +231,12 @@ def opening(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: b
     if not config.levels:
         stored.append(f"no storage level: nothing outlives {'these machines' if parity else 'this machine'}")
     lack = "" if is_protected else "no memory: it would take "
+    of = "of memory" if sizes.spill_dir is None else f"in files in {sizes.spill_dir}"
+    available = decimal(sizes.available_bytes)
+    free = f"of {available} available" if sizes.spill_dir is None else f"memory has {available}"
     return (
-        f"state {decimal(sizes.state_bytes)}{per_rank}{once}, {lack}{sizes.slots} slots = {decimal(memory)} of memory"
-        f"{per_rank} (of {decimal(sizes.available_bytes)} available), " + ", ".join(stored)
+        f"state {decimal(sizes.state_bytes)}{per_rank}{once}, {lack}{sizes.slots} slots = {decimal(memory)} {of}"
+        f"{per_rank} ({free}), " + ", ".join(stored)
     )
 
 

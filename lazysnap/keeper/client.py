@@ -99,8 +99,7 @@ class KeeperClient:
         self._fatal: Exception | None = None
         self._slots = MappedSlots(self._changed)
         self._frozen = MappedFrozen()
-        self._wanted: tuple[int, int, int] | None = None
-        self._least = self._growth = 0
+        self._wanted: Reserve | None = None
         self._progress = (0, 0)
         """The progress of a drain: bytes that levels have, and bytes that all shall have."""
         self._newest_held = 0
@@ -189,7 +188,7 @@ class KeeperClient:
                     return
                 self._send_notes()
                 if self._wanted is not None:
-                    self._reserve()
+                    self.tell(self._wanted)
                 attached_at = time.monotonic()
                 self._listen(connection)
                 died_early = died_early + 1 if time.monotonic() - attached_at < _EARLY_S else 0
@@ -337,20 +336,24 @@ class KeeperClient:
         """Have ``work`` done for every slot in the background, before ``slots`` shows it."""
         self._slots.make_ready = work
 
-    def reserve(self, capacities: tuple[int, int], count: int, least: int | None = None, growth_bytes: int = 0) -> None:
+    def reserve(
+        self,
+        capacities: tuple[int, int],
+        count: int,
+        least: int | None = None,
+        growth_bytes: int = 0,
+        *,
+        spills: bool = True,
+    ) -> None:
         """Ask for ``count`` slots. Does not block; they show up in ``slots``, or a ``MemoryRefused`` in the events.
 
         ``capacities``: bytes of metadata and of the image. ``least``: the smallest count that this training may be
         configured to; for the text of a refusal. ``growth_bytes``: what training itself is still going to take.
+        ``spills``: slots may be files where memory does not suffice.
         """
-        self._wanted, self._least, self._growth = (*capacities, count), least or count, growth_bytes
+        self._wanted = Reserve(*capacities, count, least or count, growth_bytes, spills)
         self._slots.want()
-        self._reserve()
-
-    def _reserve(self) -> None:
-        assert self._wanted is not None
-        meta, image, count = self._wanted
-        self.tell(Reserve(meta, image, count, self._least, self._growth))
+        self.tell(self._wanted)
 
     def slots(self) -> tuple[Slot, ...]:
         """Slots that are populated on both sides and kept by a live keeper, in no order; empty before that."""

@@ -113,7 +113,8 @@ class MappedSlots:
     def _populate(self, slot: Slot) -> None:
         try:
             slot.populate()
-            self.make_ready(slot)
+            if not slot.is_file:  # a device must not pin pages of files, which the kernel writes to the disk
+                self.make_ready(slot)
         except (OSError, ValueError) as error:  # no memory for page tables, or closed meanwhile
             logger.debug("a slot cannot be populated: %s", error)
             return

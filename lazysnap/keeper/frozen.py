@@ -19,7 +19,7 @@ from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import MemorySource, RateLimitedSource, RateLimiter, shard_of
 from lazysnap.levels.watchdog import Beat
 from lazysnap.memory.arena import Slot, SlotPhase
-from lazysnap.memory.slot_pool import make_slot
+from lazysnap.memory.slot_pool import make_file_slot, make_slot
 from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import frozen_directory_name
@@ -58,21 +58,29 @@ class FrozenPool:
         """Memory that those take which a rank asked for; one may be left out."""
         with self._lock:
             asked = {*self._asked.get(local_rank, ())} - {without}
-            return sum(slot.size_bytes for digest, slot in self._slots.items() if digest in asked)
+            return sum(slot.memory_bytes for digest, slot in self._slots.items() if digest in asked)
 
     def provide(
-        self, local_rank: int, digest: str, sizes: tuple[int, int], free_bytes: int | None
+        self,
+        local_rank: int,
+        digest: str,
+        sizes: tuple[int, int],
+        free_bytes: int | None,
+        spill_dir: str | None = None,
     ) -> tuple[Slot, bool]:
         """The slot for that digest: the one that is there, or a new one of these sizes (metadata, tensors); and whether
         the trainer of that rank is to fill it.
 
-        Blocks: populates memory. Raises: MemoryBoundExceeded, if it takes more than ``free_bytes``, or than there is.
+        Blocks: populates memory. It is a file in ``spill_dir`` if it takes more than ``free_bytes``, or than there is.
+        Raises: MemoryBoundExceeded, without such a directory, or if there is no room.
         """
         with self._lock:
             self._ask(local_rank, digest)
             making = self._making.setdefault(digest, threading.Lock())
         with making:
-            slot = dict(self.items()).get(digest) or self.adopt(local_rank, digest, self._make(*sizes, free_bytes))
+            slot = dict(self.items()).get(digest)
+            if slot is None:
+                slot = self.adopt(local_rank, digest, _make(sizes, free_bytes, spill_dir))
         with self._lock:
             return slot, not _is_whole(slot) and self._fillers.setdefault(digest, local_rank) == local_rank
 
@@ -95,16 +103,6 @@ class FrozenPool:
 
     def _asked_last(self) -> set[str]:
         return {asked[-1] for asked in self._asked.values() if asked}
-
-    def _make(self, meta: int, image: int, free_bytes: int | None) -> Slot:
-        needed = Slot.bytes_for(meta, image)
-        if free_bytes is not None and needed > free_bytes:
-            raise MemoryBoundExceeded(
-                f"the frozen tensors need {needed} bytes, MemoryLevel.max_bytes leaves {max(0, free_bytes)} beside "
-                "the slots for snapshots; raise it"
-            )
-        faults.point("keeper.frozen.make")
-        return make_slot(meta, image, "the frozen tensors")
 
     def adopt(self, local_rank: int, digest: str, slot: Slot) -> Slot:
         """Take over a slot, as a trainer kept it when an earlier keeper died; the one that serves for that digest."""
@@ -148,6 +146,21 @@ class FrozenPool:
             slots, self._slots = list(self._slots.values()), {}
         for slot in slots:
             weakref.finalize(slot, os.close, slot.fd)
+
+
+def _make(sizes: tuple[int, int], free_bytes: int | None, spill_dir: str | None) -> Slot:
+    """Raises: MemoryBoundExceeded."""
+    needed = Slot.bytes_for(*sizes)
+    faults.point("keeper.frozen.make")
+    try:
+        if free_bytes is not None and needed > free_bytes:
+            raise MemoryBoundExceeded(
+                f"the frozen tensors need {needed} bytes, MemoryLevel.max_bytes leaves {max(0, free_bytes)} beside "
+                "the slots for snapshots; raise it"
+            )
+        return make_slot(*sizes, "the frozen tensors")
+    except MemoryBoundExceeded as error:
+        return make_file_slot(*sizes, str(error), spill_dir)
 
 
 def _is_whole(slot: Slot) -> bool:

@@ -50,6 +50,7 @@ from lazysnap.keeper.protocol import (
 from lazysnap.keeper.step_wait import Wait
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.memory.budget import NODE
+from lazysnap.memory.slot_files import spill_dir
 from lazysnap.memory.slot_pool import SlotPool
 from lazysnap.topology import Team
 
@@ -97,6 +98,9 @@ class LocalRank:
         self.team = Team()
         self.inventory = RankInventory(self._pool, self._frozen)
         self._max_bytes: int | None = None
+        self._spill_dir: str | None = None
+        """Where slots are files if memory does not suffice."""
+        self._spills = True
         self._wanted: tuple[int, int, int] | None = None
         self._settled: tuple[int, int, int] | None = None
         self._least: int | None = None
@@ -265,6 +269,7 @@ class LocalRank:
         self._unwatch()
         self._watch(trainer)
         self.levels, self.team = hello.levels, hello.team
+        self._spill_dir = spill_dir(hello.memory, hello.levels)
         self.is_choosing, self._last, self._settled, self._has_missed = True, None, None, False
         self.go(Event.HELLO)
         newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
@@ -333,7 +338,8 @@ class LocalRank:
             case Ping():
                 self.emit(Pong())
             case Reserve():
-                self._wanted, self._least = (message.meta, message.image, message.count), message.least
+                self._wanted = (message.meta, message.image, message.count)
+                self._least, self._spills = message.least, message.spills
                 NODE.expect(self, message.growth)
                 self._settled = None  # what was there once may have been returned meanwhile
                 self._memory_wake.set()
@@ -463,8 +469,9 @@ class LocalRank:
                 continue
             bound = None if self._max_bytes is None else self._max_bytes - self._frozen.size_bytes(self.team.local_rank)
             self._settled = wanted  # before: a message that comes meanwhile takes it back
+            place = self._spill_dir if self._spills else None
             try:
-                if not self._pool.provide(wanted, bound, self._is_reading, self._least):
+                if not self._pool.provide(wanted, bound, self._is_reading, self._least, place):
                     self._settled = None
             except LazySnapError as error:
                 self.emit(MemoryRefused(str(error)))
@@ -485,7 +492,7 @@ class LocalRank:
             if self._max_bytes is not None:
                 others = self._frozen.size_bytes(rank, without=asked.digest)
                 free = self._max_bytes - others - self._capture_bytes()
-            slot, fills = self._frozen.provide(rank, asked.digest, sizes, free)
+            slot, fills = self._frozen.provide(rank, asked.digest, sizes, free, self._spill_dir)
             reply, fds = FrozenSlot(id=asked.id, digest=asked.digest, fills=fills), (slot.fd,)
         except Exception as error:  # noqa: BLE001  the last handler of the thread; the trainer says what it means
             reply, fds = FrozenRefused(id=asked.id, text=str(error)), ()
@@ -495,9 +502,10 @@ class LocalRank:
             logger.info("could not tell the trainer: %s", error)
 
     def _capture_bytes(self) -> int:
-        """The bytes of the slots for captures, once all are made."""
-        held = sum(slot.size_bytes for slot in self._pool.all())
-        if self._wanted is None:
+        """The memory of the slots for captures, once all are made."""
+        slots = self._pool.all()
+        held = sum(slot.memory_bytes for slot in slots)
+        if self._wanted is None or any(slot.is_file for slot in slots):
             return held
         meta, image, count = self._wanted
         return max(held, count * Slot.bytes_for(meta, image))

@@ -119,6 +119,8 @@ class Reserve(Message, frozen=True):
     """The smallest count that the training may be configured to."""
     growth: int
     """Bytes of host memory that training itself is still going to take: slots leave them free."""
+    spills: bool = True
+    """True if slots may be files where memory does not suffice."""
 
 
 class Return(Message, frozen=True):

@@ -1,8 +1,8 @@
-"""A slot: one memfd that holds one shard, shared by the trainer and the keeper.
+"""A slot: a memfd, or a file where memory does not suffice, that holds one shard; trainer and keeper share it.
 
-The memory is anonymous (``memfd_create``). Processes pass it on as a descriptor; it is freed when the last one closes
-it. A slot describes itself: its words show which snapshot it holds, and whether that is whole (DataStates-LLM, section
-4; REFT, section 3)::
+It is anonymous (``memfd_create``, ``slot_files``). Processes pass it on as a descriptor; it is freed when the last one
+closes it. A slot describes itself: its words show which snapshot it holds, and whether that is whole (DataStates-LLM,
+section 4; REFT, section 3)::
 
     0                   control words, u64 little-endian, one page
     PAGE                small state: the snapshot's metadata as JSON, written before the first byte is copied
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import xxhash
 
 from lazysnap.errors import FormatError
+from lazysnap.memory.slot_files import is_allocated, make_file
 from lazysnap.shard.checksum import Checksums
 
 PAGE = 4096
@@ -103,11 +104,21 @@ def capacity_fits(capacity_bytes: int, needed_bytes: int) -> bool:
     return needed_bytes <= capacity_bytes <= needed_bytes + needed_bytes // 20 + SLACK_BYTES
 
 
+def _is_memory(fd: int) -> bool:
+    """True if ``fd`` is of memory, which can be sealed; files cannot."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
 class Slot:
     """One mapped slot. Not thread-safe: one writer; readers see each word as a whole."""
 
     def __init__(self, fd: int, buffer: mmap.mmap) -> None:
         self.fd = fd
+        self.is_file = not _is_memory(fd)
         self._buffer = buffer
         self._bytes = memoryview(buffer)
         self._words = self._bytes[:PAGE].cast("Q")
@@ -120,14 +131,22 @@ class Slot:
         """Of the capture with that sequence number, once this process computed them."""
 
     @classmethod
-    def create(cls, meta_capacity: int, image_capacity: int) -> "Slot":
-        """Make an empty slot; capacities in bytes, rounded up to pages. No page is touched but the first."""
+    def create(cls, meta_capacity: int, image_capacity: int, directory: str | None = None) -> "Slot":
+        """Make an empty slot; capacities in bytes, rounded up to pages. No page is touched but the first.
+
+        ``directory``: make it a file there, not memory. Raises: OSError; MemoryBoundExceeded, if that fails.
+        """
         meta_capacity, image_capacity = _round_up(meta_capacity), _round_up(image_capacity)
-        fd = os.memfd_create("lazysnap-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        size = PAGE + meta_capacity + image_capacity
+        if directory is not None:
+            fd = make_file(directory, size, "slots")
+        else:
+            fd = os.memfd_create("lazysnap-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, PAGE + meta_capacity + image_capacity)
+            os.ftruncate(fd, size)
             os.pwrite(fd, struct.pack("<3Q", _MAGIC, meta_capacity, image_capacity), 0)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            if directory is None:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
             os.close(fd)
             raise
@@ -149,7 +168,10 @@ class Slot:
                     f"shared memory of {size} bytes is no arena slot of this version (magic {magic:#x}, "
                     f"capacities {meta_capacity} + {image_capacity}); restart the keeper of this job"
                 )
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            if not _is_memory(fd):
+                if not is_allocated(fd):
+                    raise FormatError("a file that has a name, or not all of its blocks, is no slot")
+            elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise FormatError("shared memory whose size another process could change is no slot")
             is_readable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
             # Private, and not PROT_READ alone: torch warns of buffers that it could not write to.
@@ -170,13 +192,18 @@ class Slot:
 
     @staticmethod
     def bytes_for(meta_capacity: int, image_capacity: int) -> int:
-        """Bytes of shared memory that a slot of these capacities takes."""
+        """Bytes that a slot of these capacities takes."""
         return PAGE + _round_up(meta_capacity) + _round_up(image_capacity)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of shared memory that this slot takes."""
+        """Bytes that this slot takes."""
         return PAGE + self.meta_capacity + self.image_capacity
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of shared memory that this slot takes: none, if it is a file."""
+        return 0 if self.is_file else self.size_bytes
 
     @property
     def buffer(self) -> memoryview:
@@ -324,9 +351,12 @@ class Slot:
         """Fault all pages in, so that no copy pays for it. Blocks; other threads run meanwhile.
 
         The keeper populates for writing (allocates); a trainer populates its own page tables.
+        Nothing is done for a file: its pages come and go as the kernel has memory for them.
         ``progress``: called after each chunk with its bytes. Raises: OSError(ENOMEM), if the machine has not got the
         memory; what ``progress`` raises.
         """
+        if self.is_file:
+            return
         advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
         for start in range(0, self.size_bytes, _POPULATE_BYTES):
             count = min(_POPULATE_BYTES, self.size_bytes - start)

@@ -1,10 +1,10 @@
-"""The keeper's slots: made and populated within a bound, freed when the trainer returns them."""
+"""The keeper's slots: made in memory within a bound, else as files, and freed when the trainer returns them."""
 
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rich.filesize import decimal
 
@@ -12,6 +12,7 @@ from lazysnap import faults
 from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.memory.arena import Slot, Word, capacity_fits
 from lazysnap.memory.budget import NODE
+from lazysnap.memory.slot_files import check_room
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,31 @@ def make_slot(meta_capacity: int, image_capacity: int, what: str) -> Slot:
             raise
     slot.set_word(Word.READY, 1)
     return slot
+
+
+def make_file_slot(meta_capacity: int, image_capacity: int, refused: str, directory: str | None) -> Slot:
+    """Make a slot of these capacities as a file in ``directory``. Blocks. Raises: MemoryBoundExceeded.
+
+    ``refused``: why there is no memory for it.
+    """
+    _check_files(directory, Slot.bytes_for(meta_capacity, image_capacity), refused)
+    try:
+        slot = Slot.create(meta_capacity, image_capacity, directory)
+    except MemoryBoundExceeded as error:
+        raise MemoryBoundExceeded(f"{refused}; {error}") from error
+    logger.info("a slot of %d bytes is a file in %s: %s", slot.size_bytes, directory, refused)
+    slot.set_word(Word.READY, 1)
+    return slot
+
+
+def _check_files(directory: str | None, size_bytes: int, refused: str) -> None:
+    """Raise MemoryBoundExceeded if there are to be no files, or no room for them."""
+    if directory is None:
+        raise MemoryBoundExceeded(refused)
+    try:
+        check_room(directory, size_bytes, "slots")
+    except MemoryBoundExceeded as error:
+        raise MemoryBoundExceeded(f"{refused}; {error}") from error
 
 
 def refusal(count: int, slot_bytes: int, available_bytes: int, *, least: int, is_bound: bool) -> str:
@@ -101,40 +127,42 @@ class SlotPool:
         max_bytes: int | None,
         is_read: Callable[[Slot], bool],
         least: int | None = None,
+        spill_dir: str | None = None,
     ) -> bool:
         """Bring the pool nearer to ``(meta capacity, image capacity, count)``; ``True`` if it is there.
 
-        ``least``: the smallest count that the trainer may be configured to, for messages.
+        ``max_bytes``: the bound for memory. ``least``: the smallest count that the trainer may be configured to, for
+        messages. ``spill_dir``: where slots are made as files if memory is refused; ``None``: nowhere.
 
         Blocks: populates memory. Slots of another size stay until the trainer returns them; until then the pool holds
         fewer new ones if the bound wants it so.
         Raises: MemoryBoundExceeded, with the bytes needed and the bytes allowed.
         """
         meta, image, count = wanted
-        each = Slot.bytes_for(meta, image)
-        if max_bytes is not None and count * each > max_bytes:
-            raise MemoryBoundExceeded(refusal(count, each, max_bytes, least=least or count, is_bound=True))
+        each, least = Slot.bytes_for(meta, image), least or count
         with self._lock:
             self._returned = [slot for slot in self._returned if is_read(slot)]
             slots, returned = list(self._slots.values()), list(self._returned)
         fitting = [slot for slot in slots if fits(slot, meta, image)]
-        others = sum(slot.size_bytes for slot in (*slots, *returned) if slot not in fitting)
-        missing = count - len(fitting)
-        if missing > 0 and not others:
-            free = NODE.free_bytes()
-            if missing * each > free:
-                held = len(fitting) * each
-                raise MemoryBoundExceeded(refusal(count, each, free + held, least=least or count, is_bound=False))
+        others = [slot for slot in (*slots, *returned) if slot not in fitting]
+        missing, held, taken = count - len(fitting), _memory_of(fitting), _memory_of(others)
+        refused, free = "", NODE.free_bytes()
+        if max_bytes is not None and held + missing * each > max_bytes:
+            refused = refusal(count, each, max_bytes, least=least, is_bound=True)
+        elif not taken and missing > 0 and missing * each > free:
+            refused = refusal(count, each, free + held, least=least, is_bound=False)
+        if refused and missing > 0:
+            _check_files(spill_dir, missing * each, refused)
         for _ in range(missing):
             if self.is_outdated(wanted):
                 return False
-            held = len(fitting) * each + others
-            if others and fitting and each > NODE.free_bytes():
-                return False  # the first capture into a new slot frees an old one
-            if max_bytes is not None and held + each > max_bytes:
-                return False
+            if not refused:
+                if taken and fitting and each > NODE.free_bytes():
+                    return False  # the first capture into a new slot frees an old one
+                if max_bytes is not None and _memory_of(fitting) + taken + each > max_bytes:
+                    return False
             faults.point("keeper.memory.make")
-            fitting.append(make_slot(meta, image, "more slots"))
+            fitting.append(_made(meta, image, refused, spill_dir))
             self._made(*self.adopt(fitting[-1]))
         return not others
 
@@ -153,6 +181,20 @@ class SlotPool:
         faults.point("keeper.memory.drop")
         # A level may still read it: the memory goes with the last reference.
         weakref.finalize(slot, os.close, slot.fd)
+
+
+def _memory_of(slots: Iterable[Slot]) -> int:
+    return sum(slot.memory_bytes for slot in slots)
+
+
+def _made(meta: int, image: int, refused: str, spill_dir: str | None) -> Slot:
+    """Make a slot in memory, else a file. ``refused``: why there is no memory; empty, if there may be some."""
+    if not refused:
+        try:
+            return make_slot(meta, image, "more slots")
+        except MemoryBoundExceeded as error:  # other processes took it meanwhile
+            refused = str(error)
+    return make_file_slot(meta, image, refused, spill_dir)
 
 
 def fits(slot: Slot, meta_capacity: int, image_capacity: int) -> bool:

@@ -28,6 +28,7 @@ MAY_DIFFER = {
     "failure_domain": "it says what fails together with each node",
     "redundancy.max_bytes_per_s": "networks of nodes may differ; a slow node makes protection slower",
     "memory.max_bytes": "nodes may have memory of different sizes; a rank whose slots do not fit says so",
+    "memory.spill_dir": "disks of nodes may differ",
     "levels[].url": "each node may have a disk of its own; ranks of one node must name the same: see check_places",
     "levels[].storage_options": "credentials and endpoints may be a node's own; and secrets are sent nowhere",
     "levels[].max_bytes_per_s": "disks and networks of nodes may differ; a slow rank stores fewer of the same steps",

@@ -70,7 +70,7 @@ def test_the_first_capture_waits_for_frozen_tensors(job):
 
 
 def test_frozen_tensors_that_do_not_fit_end_the_wait(job, tmp_path):
-    tuning = Tuning(job.config(tmp_path, memory=MemoryLevel(max_bytes=4 << 20, linger_s=60)))
+    tuning = Tuning(job.config(tmp_path, memory=MemoryLevel(max_bytes=4 << 20, linger_s=60, spill_dir="")))
     job.trainings.append(tuning)
     tuning.run(1, 1)
 

@@ -79,7 +79,7 @@ def no_interpreter(tmp_path, monkeypatch):
 def trouble(kind, job, tmp_path, monkeypatch):
     """Settings with which, inside, no memory can be had, and a word of what is said about it."""
     if kind == "bound":
-        yield {"memory": MemoryLevel(max_bytes=1 << 16, linger_s=60)}, "max_bytes"
+        yield {"memory": MemoryLevel(max_bytes=1 << 16, linger_s=60, spill_dir="")}, "max_bytes"
     elif kind == "interpreter":
         with no_interpreter(tmp_path, monkeypatch):
             yield {"keeper_timeout_s": 3}, "ended with status 3"
@@ -203,7 +203,7 @@ def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_what_was_stored(job, t
 
 def test_memory_that_is_refused_at_first_is_asked_for_again(job, tmp_path, monkeypatch):
     """Something else on the machine had the memory."""
-    training = start(job, tmp_path, every=1, memory=MemoryLevel(max_bytes=1 << 16, linger_s=60))
+    training = start(job, tmp_path, every=1, memory=MemoryLevel(max_bytes=1 << 16, linger_s=60, spill_dir=""))
     client = training.engine._client
     training.run(1, 1)
     # As the keeper finds when another program ends: it is asked again by the same words.

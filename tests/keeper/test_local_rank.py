@@ -13,8 +13,7 @@ from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import Abandon, Adopt, Complete, Hello, Pong, Run
-from lazysnap.memory.arena import Slot, Word
+from lazysnap.keeper.protocol import Complete, Hello, Pong, Run
 from lazysnap.topology import Team
 
 
@@ -88,17 +87,3 @@ def test_a_trainer_that_took_nothing_for_long_hears_later_what_is_complete(serve
     assert until(is_told)[0].steps == [step]
     served.rank.tick()
     assert served.received(Complete) == []
-
-
-def test_words_that_a_level_still_reads_outlive_their_trainer(served):
-    """The memory of a slot goes with its last reader, as that of all others."""
-    slot = Slot.create(4096, 0)
-    slot.set_word(Word.SEQUENCE, 7)
-    served.rank.handle(Adopt(), (os.dup(slot.fd),))
-    [read] = served.rank.slots()
-
-    served.rank.handle(Abandon(), ())
-
-    assert served.rank.slots() == []
-    assert read.word(Word.SEQUENCE) == 7
-    slot.close()

@@ -277,7 +277,11 @@ def main() -> None:
     config = SnapshotConfig(
         every_n_steps=every,
         levels=levels,
-        memory=MemoryLevel(linger_s=settings.get("linger_s", 30.0), max_bytes=settings.get("max_bytes")),
+        memory=MemoryLevel(
+            linger_s=settings.get("linger_s", 30.0),
+            max_bytes=settings.get("max_bytes"),
+            spill_dir=settings.get("spill_dir"),
+        ),
         require=settings.get("require"),
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
         gate_timeout_s=settings.get("gate_timeout_s", 60.0),

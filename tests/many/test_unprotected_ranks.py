@@ -9,7 +9,7 @@ from rank_keepers import keeper_of
 
 from lazysnap.levels import open_store
 
-NO_MEMORY = {"max_bytes": 1 << 16}
+NO_MEMORY = {"max_bytes": 1 << 16, "spill_dir": ""}
 
 
 @pytest.mark.parametrize(("kind", "lacking"), [("ddp", ("1",)), ("fsdp", ("0", "1"))], ids=["one", "all"])
@@ -23,6 +23,22 @@ def test_ranks_train_on_where_some_have_no_memory_and_those_say_so(make_job, kin
     assert [line[-1] for line in job.events("closed")] == ["False", "False"], job.output()
     assert not open_store(job.levels[0]["url"]).inventory().entries
     assert all("NOT protected in memory" in output(job, rank) for rank in lacking)
+
+
+def test_a_rank_whose_slots_are_files_resumes_exactly_beside_one_whose_slots_are_memory(make_job):
+    job = make_job()
+    by_rank = {"1": {"max_bytes": 1 << 16}}
+    assert job.run("fsdp", 2, by_rank=by_rank, steps=8, stop_at=6) == [9, 9], job.output()
+    stopped, own = job.stopped(), job.own("stopped")
+
+    assert job.run("fsdp", 2, by_rank=by_rank, steps=8) == [0, 0], job.output()
+
+    assert job.resumed() == 6
+    assert {line[2] for line in job.origins()} == stopped
+    assert {line[1] for line in job.origins()} == {"memory"}
+    assert job.own("resumed") == own
+    assert "captures go into files in" in output(job, 1)
+    assert [line[-1] for line in job.events("closed")] == ["True", "True"], job.output()
 
 
 def output(job, rank):

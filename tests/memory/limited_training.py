@@ -1,7 +1,13 @@
-"""A training that runs in a control group: ``limited_training.py DIRECTORY WIDTH STEPS``. One rank, or torchrun's."""
+"""A training in a control group: ``limited_training.py DIRECTORY WIDTH STEPS [KILL]``. One rank, or those of torchrun.
 
+Prints what it resumed from, where its slots lie, and a digest of its weights at the end; or that it kills itself, at
+the step KILL.
+"""
+
+import hashlib
 import logging
 import os
+import signal
 import sys
 
 import torch
@@ -9,7 +15,13 @@ import torch
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 
 
-def main(directory, width, steps):
+def where(engine):
+    if engine.statistics().unprotected is not None:
+        return "refused"
+    return "files" if all(slot.is_file for slot in engine._client.slots()) else "memory"
+
+
+def main(directory, width, steps, kill=0):
     logging.basicConfig(level=logging.WARNING)
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
@@ -18,18 +30,25 @@ def main(directory, width, steps):
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     if torch.distributed.is_initialized():
         model = torch.nn.parallel.DistributedDataParallel(model)
-    config = SnapshotConfig(
-        levels=(PersistentLevel(directory, every_n_steps=steps),), memory=MemoryLevel(linger_s=1), keeper_timeout_s=60
-    )
-    with SnapshotEngine(config, {"model": model, "optimizer": optimizer}) as engine:
-        for _ in range(steps):
+    level = PersistentLevel(directory, every_n_steps=1000)
+    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=20), keeper_timeout_s=60)
+    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
+    snapshot = engine.restore("latest")
+    print("fresh" if snapshot is None else f"{snapshot.level}:{snapshot.step}", flush=True)
+    with engine:
+        while engine.step < steps:
             model(torch.randn(2, width)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             engine.boundary()
-        print("protected" if engine.statistics().unprotected is None else "refused", flush=True)
-    print("ended", flush=True)
+            if engine.step == kill:
+                assert engine.wait(until="captured", timeout_s=60)
+                print(where(engine), "killed", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+        print(where(engine), flush=True)
+    weights = b"".join(tensor.detach().numpy().tobytes() for tensor in model.parameters())
+    print(hashlib.sha256(weights).hexdigest(), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

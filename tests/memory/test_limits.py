@@ -1,6 +1,7 @@
 """Slots take no memory that the kernel would kill training for: not of the machine, and not of a control group."""
 
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -110,19 +111,24 @@ def test_ranks_that_ask_at_once_are_given_what_there_is_and_no_more():
 
 
 @pytest.mark.slow
-def test_a_training_whose_group_cannot_hold_its_slots_goes_on_without_them(tmp_path):
+def test_a_training_whose_group_cannot_hold_its_slots_resumes_from_files_after_sigkill(tmp_path):
     """It takes 250 MB of weights, gradients and optimizer state itself; three slots of 190 MB do not fit as well."""
     with memory_group(900 * MIB, inner=True) as group:
-        output = run(group, HERE / "limited_training.py", tmp_path, 4000, 4)
+        whole = run(group, HERE / "limited_training.py", tmp_path / "whole", 4000, 4).split()
+        killed = run(group, HERE / "limited_training.py", tmp_path / "level", 4000, 4, 3, code=-signal.SIGKILL).split()
+        resumed = run(group, HERE / "limited_training.py", tmp_path / "level", 4000, 4).split()
 
-        assert output.split() == ["refused", "ended"]
+        assert whole[:2] == ["fresh", "files"]
+        assert killed == ["fresh", "files", "killed"]
+        assert resumed == ["memory:3", "files", *whole[2:]]
         assert kills(group) == 0
 
 
 @pytest.mark.slow
-def test_ranks_of_one_group_that_cannot_hold_all_slots_go_on_without_them(tmp_path):
+def test_ranks_of_one_group_that_cannot_hold_all_slots_are_captured_into_files(tmp_path):
     with memory_group(1500 * MIB, inner=True) as group:
-        output = run(group, *TWO_RANKS, HERE / "limited_training.py", tmp_path, 4000, 4)
+        output = run(group, *TWO_RANKS, HERE / "limited_training.py", tmp_path, 4000, 4).split()
 
-        assert sorted(output.split()) == ["ended", "ended", "refused", "refused"]
+        assert output.count("files") == 2
+        assert output.count("refused") == 0
         assert kills(group) == 0

@@ -28,6 +28,7 @@ SAMPLED_MODULES = (
     "test_s3",
     "test_s3_faults",
     "test_slots",
+    "test_spilled",
     "test_trouble",
     "test_unprotected",
 )
