@@ -59,6 +59,8 @@ class CopyThread:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
+                if job.plan.devices:  # a wait on device 0, where a thread begins, would make a context there
+                    torch.accelerator.set_device_index(job.plan.devices[0])
                 if not job.is_given_up:
                     self._copy(job)
             except Exception as error:  # noqa: BLE001  the outermost handler of the thread: the capture fails, training goes on
@@ -77,10 +79,10 @@ class CopyThread:
         limits = [*(start for start, _ in arrivals), job.plan.layout.size_bytes]
         _copy_from_cpu(job, limits[0])
         job.copy_s = time.perf_counter() - started
-        if arrivals:
+        if job.device_copies:
             job.cpu_sources_read.set()
-        for (_, landed), end in zip(arrivals, limits[1:], strict=True):
-            landed.synchronize()
+        for (_, land), end in zip(arrivals, limits[1:], strict=True):
+            land()
             if job.is_given_up:
                 return
             job.slot.advance(end)

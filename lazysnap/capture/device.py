@@ -3,33 +3,49 @@
 The slot is page-locked where the device knows that, so that its DMA engine writes directly into memory that survives
 the trainer; no second host copy. Sequence at a boundary:
 
-1. on the compute stream: eager tensors are copied into a staging buffer on the device (they may change in forward);
+1. on the compute stream: eager tensors (they may change in forward) are copied into a staging buffer on the device;
+   those beyond ``STAGED_BYTES`` to the host;
 2. the side stream waits for an event recorded behind that; so it also waits for the optimizer's kernels;
 3. on the side stream: small lazy tensors into the staging buffer, then runs of the staging buffer and each big tensor
    to the host, in file order, events in between. The copy thread waits for these events;
 4. the gate makes the compute stream wait for the event behind all that: no host thread blocks.
 
+Into a slot that is not page-locked the copy thread copies instead of the side stream, through its own page-locked
+buffers (``reader``). The gate then waits for the copy thread, as for copies from a CPU.
+
 The device writes no control words, and no call here waits for it.
 """
 
-from collections.abc import Iterator
+import ctypes
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from lazysnap.capture.devices import event_for_thread
 from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import CapturePlan, view_of
+from lazysnap.capture.reader import pieces_of
 from lazysnap.capture.registration import register
 
+logger = logging.getLogger(__name__)
+
 SMALL_BYTES = 256 << 10
-"""Lazy tensors up to this size travel through the staging buffer, coalesced with their neighbours in the file."""
+"""Lazy tensors up to this size travel through the staging buffer, in one copy with those next to them in the file."""
+STAGED_BYTES = 64 << 20
+"""Most bytes of eager tensors in the staging buffer, which is there for as long as training runs."""
 EVENT_BYTES = 64 << 20
 """Bytes copied between two events that move the watermark."""
+
+Transfer = tuple[int, torch.Tensor, torch.Tensor]
+"""Start in the image, its place in the slot, source on the device."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbours in the file that travel as one copy, from ``[start, end)`` of the image."""
+    """Adjacent tensors in the file that travel as one copy, from ``[start, end)`` of the image."""
 
     start: int
     end: int
@@ -37,42 +53,40 @@ class _Run:
 
 
 class DeviceCopier:
-    """Copies for one device. Methods are called on the training thread and do not wait for the device."""
+    """Copies for one device. Methods are called on the training thread, and do not wait for the device (but where eager
+    tensors are large and the slot is not page-locked).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.Stream(device)
         self._plan: CapturePlan | None = None
         self._runs: list[_Run] = []
-        self._big: list[int] = []
+        self._large: dict[bool, list[int]] = {}
+        """Tensors that are copied without staging, the lazy ones under ``True``."""
         self._staging: dict[int, torch.Tensor] = {}
         self._run_buffers: list[torch.Tensor] = []
         self._done: torch.Event | None = None
+        self._has_warned = False
 
     def begin(self, job: CaptureJob) -> None:
         """Queue all copies of this device. What was queued stands in ``job.arrivals`` and ``job.device_copies``, also
         where this raises: out of memory, for example.
         """
-        register(job.slot, self._device)  # usually done before, in the background
-        before, behind = (torch.Event(self._device, enable_timing=True, blocking=True) for _ in range(2))
+        is_locked = register(job.slot, self._device)  # usually done before, in the background
         with torch.accelerator.device_index(self._device.index), torch.no_grad():
             if job.plan is not self._plan:
                 self._prepare(job.plan)
-            compute = torch.accelerator.current_stream(self._device)
-            self._stage(job, lazy=False)
-            self._side.wait_event(compute.record_event())
-            for index in (*self._big, *self._staging):
-                # The allocator must not hand the memory out again before the side stream has read it.
-                job.sources[index].record_stream(self._side)
-            before.record(self._side)
+            before = event_for_thread(self._device, enable_timing=True)
             try:
-                with self._side:
-                    self._stage(job, lazy=True)
-                    self._send(job)
-            finally:
-                behind.record(self._side)
-                self._done = behind
-                job.device_copies.append((before, behind))
+                self._queue(job, is_locked=is_locked)
+            except BaseException:
+                self._end(job, before)
+                raise
+            if is_locked:
+                self._end(job, before)
+            else:
+                job.arrivals.append((job.plan.layout.size_bytes, partial(self._end, job, before)))
 
     def gate(self) -> tuple[torch.Event, torch.Event]:
         """The compute stream goes no further than here before the copies are done. The events round its wait."""
@@ -84,18 +98,47 @@ class DeviceCopier:
         behind.record(compute)
         return before, behind
 
+    def _queue(self, job: CaptureJob, *, is_locked: bool) -> None:
+        compute = torch.accelerator.current_stream(self._device)
+        try:
+            self._stage(job, lazy=False)
+            eager = self._transfers(job, lazy=False)
+            if is_locked:
+                self._send(job, eager)
+            else:
+                for _, host, source in eager:
+                    _bring(host, source, compute.record_event())
+        finally:
+            self._side.wait_event(compute.record_event())
+        with self._side:
+            self._stage(job, lazy=True)
+            lazy = self._transfers(job, lazy=True)
+            if is_locked:
+                self._send(job, lazy)
+            else:
+                ready = self._side.record_event()
+                job.arrivals += [(start, partial(_bring, host, source, ready)) for start, host, source in lazy]
+
+    def _end(self, job: CaptureJob, before: torch.Event) -> None:
+        """Note the end of all copies of this device: for the gate's wait, and for the copy thread's."""
+        with torch.accelerator.device_index(self._device.index), self._side:
+            self._done = self._side.record_event()
+            job.device_copies.append((before, event_for_thread(self._device, enable_timing=True)))
+
     def _prepare(self, plan: CapturePlan) -> None:
-        """Find the runs of neighbours to coalesce and make their staging buffers, once per plan."""
+        """Find the runs of adjacent tensors and make their staging buffers, once per plan."""
         # Those of the last plan go back to the compute stream, which passed the gate behind the copies from them.
-        self._plan, self._big, self._runs, self._staging, self._run_buffers = None, [], [], {}, []
+        self._plan, self._large, self._runs, self._staging, self._run_buffers = None, {True: [], False: []}, [], {}, []
         members: list[int] = []
+        room = STAGED_BYTES
         for index in plan.order:
             record = plan.records[index]
             if record.device != self._device or not record.nbytes:
                 continue
-            if record.lazy and record.nbytes > SMALL_BYTES:
-                self._big.append(index)
+            if record.nbytes > (SMALL_BYTES if record.lazy else room):
+                self._large[record.lazy].append(index)
                 continue
+            room -= 0 if record.lazy else record.nbytes
             if members and plan.records[members[-1]].offset + plan.records[members[-1]].nbytes != record.offset:
                 self._close_run(plan, members)
                 members = []
@@ -103,6 +146,17 @@ class DeviceCopier:
         if members:
             self._close_run(plan, members)
         self._plan = plan  # only now: memory for the buffers may be short
+        if self._large[False] and not self._has_warned:
+            self._has_warned = True
+            records = [plan.records[index] for index in self._large[False]]
+            logger.warning(
+                "%d tensors on %s that no optimizer holds (%s, …) are copied while the device waits, at every capture: "
+                "they are %.1f GB. Training is faster if they are on the CPU, or no part of the state",
+                len(records),
+                self._device,
+                records[0].name,
+                sum(record.nbytes for record in records) / 1e9,
+            )
 
     def _close_run(self, plan: CapturePlan, members: list[int]) -> None:
         first, last = plan.records[members[0]], plan.records[members[-1]]
@@ -124,11 +178,12 @@ class DeviceCopier:
         if chosen:
             torch._foreach_copy_([self._staging[i] for i in chosen], [job.sources[i].detach() for i in chosen])
 
-    def _send(self, job: CaptureJob) -> None:
+    def _send(self, job: CaptureJob, transfers: Iterable[Transfer]) -> None:
+        """Queue copies into the page-locked slot on the current stream."""
         starts: list[int] = []
         sent = 0
-        for start, host, source in self._transfers(job):
-            host.copy_(source, non_blocking=True)
+        for start, host, source in transfers:
+            host.copy_(source.contiguous(), non_blocking=True)
             starts.append(start)
             sent += host.nbytes
             if sent >= EVENT_BYTES:
@@ -137,18 +192,25 @@ class DeviceCopier:
         self._mark(job, starts)
 
     def _mark(self, job: CaptureJob, starts: list[int]) -> None:
-        landed = torch.Event(self._device, blocking=True)
-        landed.record(self._side)
-        job.arrivals += [(start, landed) for start in starts]
+        landed = event_for_thread(self._device)
+        job.arrivals += [(start, landed.synchronize) for start in starts]
 
-    def _transfers(self, job: CaptureJob) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Copies in file order: start in the image, host view, device source."""
-        big = [(job.plan.records[index].offset, index) for index in self._big]
-        runs = [(run.start, -1 - number) for number, run in enumerate(self._runs)]
-        for start, which in sorted(big + runs):
+    def _transfers(self, job: CaptureJob, *, lazy: bool) -> Iterator[Transfer]:
+        """Copies to the host in file order: of large tensors, and with the lazy ones those of all that was staged."""
+        large = [(job.plan.records[index].offset, index) for index in self._large[lazy]]
+        runs = [(run.start, -1 - number) for number, run in enumerate(self._runs if lazy else ())]
+        for start, which in sorted(large + runs):
             if which >= 0:
-                yield start, job.plan.view(job.slot, which), job.sources[which].detach().contiguous()
+                yield start, job.plan.view(job.slot, which), job.sources[which].detach()
             else:
                 run = self._runs[-1 - which]
                 host = view_of(job.slot.buffer, job.slot.image_offset + run.start, torch.uint8, (run.end - run.start,))
                 yield start, host, self._run_buffers[-1 - which]
+
+
+def _bring(host: torch.Tensor, source: torch.Tensor, ready: torch.Event) -> None:
+    """Copy ``source`` into memory that is not page-locked. Blocks."""
+    target = host.data_ptr()
+    for piece in pieces_of(source, [ready]):
+        ctypes.memmove(target, (ctypes.c_ubyte * len(piece)).from_buffer(piece), len(piece))
+        target += len(piece)

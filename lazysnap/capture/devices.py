@@ -31,6 +31,21 @@ def page_locker(device: torch.device) -> Any:
     return None if cudart is None else cudart()
 
 
+def event_for_thread(device: torch.device, *, enable_timing: bool = False) -> torch.Event:
+    """Return an event, recorded on the current stream, whose ``synchronize`` takes no processor time while it waits.
+
+    ``torch.Event`` ignores ``blocking``, so this is an event of the device's own module. No stream may wait for it, and
+    it may be compared with its like only.
+    """
+    make = getattr(torch.get_device_module(device), "Event", torch.Event)
+    try:
+        event: torch.Event = make(enable_timing=enable_timing, blocking=True)
+    except TypeError:  # torch.xpu's events know no ``blocking``
+        event = make(enable_timing=enable_timing)
+    event.record()
+    return event
+
+
 def is_capturing_graph() -> bool:
     """True while what this thread queues on the accelerator is recorded into a graph instead of being run. Hot."""
     accelerator = torch.accelerator.current_accelerator()

@@ -2,6 +2,7 @@
 
 import enum
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -39,10 +40,11 @@ class CaptureJob:
         self.phase = CapturePhase.COPYING
         self.reason = ""
         self.copy_s = 0.0
-        self.arrivals: list[tuple[int, torch.Event]] = []
-        """Queued copies from devices: the place in the image where one begins, and the event behind it."""
+        self.arrivals: list[tuple[int, Callable[[], None]]] = []
+        """Copies from devices: the place in the image where one begins, and what blocks until its bytes are there."""
         self.device_copies: list[tuple[torch.Event, torch.Event]] = []
-        """Events before and behind all copies of each device, also where queueing them failed."""
+        """Events before and behind all copies of each device, also where queueing them failed. A copy that no device
+        orders before what training does behind the gate is none of them until it is over."""
         self.cpu_sources_read = threading.Event()
         """Set when no tensor in CPU memory is read any more: these may change again."""
         self.released = threading.Event()

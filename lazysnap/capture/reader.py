@@ -1,10 +1,14 @@
-"""The bytes of a tensor in pieces, in order, without a second copy of the whole: for checksums and one-time copies."""
+"""The bytes of a tensor in pieces, in order, without a second copy of the whole: for checksums, and for copies into
+memory that is not page-locked.
+"""
 
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 
 import torch
+
+from lazysnap.capture.devices import event_for_thread
 
 SLICE_BYTES = 1 << 20
 """A piece of CPU memory: fits a core's cache, so that a second pass over it is nearly free."""
@@ -13,40 +17,51 @@ CHUNK_BYTES = 16 << 20
 
 
 def pieces_of(tensor: torch.Tensor, ready: Sequence[torch.Event] = ()) -> Iterator[memoryview]:
-    """Views of ``tensor``'s bytes, each good until the next is asked for. The tensor is dense and stays alive.
+    """Views of ``tensor``'s bytes, each good until the next is asked for. The tensor stays alive; on a CPU it is dense.
 
     Blocks: on a device, until everything before ``ready`` and each copy to the host is done; on a stream of its own,
-    so that training's kernels wait for nothing. (That part has never run on a GPU.)
+    so that training's kernels wait for nothing. The device copies a piece while the one before it is used.
     """
     if tensor.device.type == "cpu":
         whole = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
         for start in range(0, len(whole), SLICE_BYTES):
             yield whole[start : start + SLICE_BYTES]
         return
-    side, staging = _side_stream(tensor.device)
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    for start in range(0, tensor.nbytes, CHUNK_BYTES):
-        part = flat[start : start + CHUNK_BYTES]
-        with side:
-            for event in ready:
-                side.wait_event(event)
-            staging[: part.nbytes].copy_(part, non_blocking=True)
-            part.record_stream(side)
-        side.synchronize()
-        yield memoryview((ctypes.c_ubyte * part.nbytes).from_address(staging.data_ptr())).cast("B")
+    side, buffers = _ring(tensor.device)
+    with torch.accelerator.device_index(tensor.device.index), side:
+        for event in ready:
+            side.wait_event(event)
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    parts = [flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES)]
+    queued = _queue(parts[0], side, buffers[0])
+    for number in range(len(parts)):
+        landed = queued
+        if number + 1 < len(parts):
+            queued = _queue(parts[number + 1], side, buffers[(number + 1) % 2])
+        with torch.accelerator.device_index(tensor.device.index):
+            landed.synchronize()
+        address = buffers[number % 2].data_ptr()
+        yield memoryview((ctypes.c_ubyte * parts[number].nbytes).from_address(address)).cast("B")
+
+
+def _queue(part: torch.Tensor, side: torch.Stream, buffer: torch.Tensor) -> torch.Event:
+    with torch.accelerator.device_index(part.device.index), side:
+        buffer[: part.nbytes].copy_(part, non_blocking=True)
+        part.record_stream(side)  # whoever asks for no further piece lets the tensor go
+        return event_for_thread(part.device)
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.sides: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
+        self.rings: dict[torch.device, tuple[torch.Stream, list[torch.Tensor]]] = {}
 
 
 _local = _Local()
 
 
-def _side_stream(device: torch.device) -> tuple[torch.Stream, torch.Tensor]:
-    """A stream and page-locked host memory of this thread's own."""
-    if device not in _local.sides:
-        staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
-        _local.sides[device] = torch.Stream(device), staging
-    return _local.sides[device]
+def _ring(device: torch.device) -> tuple[torch.Stream, list[torch.Tensor]]:
+    """A stream and two page-locked buffers of this thread's own."""
+    if device not in _local.rings:
+        buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        _local.rings[device] = torch.Stream(device), buffers
+    return _local.rings[device]

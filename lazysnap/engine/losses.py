@@ -175,8 +175,8 @@ def _no_loss(loss: Any) -> ConfigError:
 def _on_any_rank(is_bad: bool) -> bool:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return is_bad
-    is_nccl = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-    count = torch.tensor(int(is_bad), device=device)
+    # Among the devices of a group may be the CPU; of NCCL's it is not.
+    device = torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else None
+    count = torch.tensor(int(is_bad), device=device or "cpu")
     dist.all_reduce(count, dist.ReduceOp.MAX)
     return bool(count.item())

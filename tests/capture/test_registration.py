@@ -53,7 +53,7 @@ class NoMoreLockedMemory(CudaRuntime):
 def test_a_slot_is_registered_once_and_whole():
     cuda, slot = CudaRuntime(), Slot.create(1 << 16, 1 << 20)
     for _ in range(3):
-        register(slot, None, cuda)
+        register(slot, torch.device("cuda"), cuda)
 
     assert list(cuda.registered.values()) == [slot.size_bytes]
     assert cuda.registrations == 1
@@ -63,7 +63,7 @@ def test_a_slot_is_registered_once_and_whole():
 @pytest.mark.parametrize("way", ["closed", "forgotten"])
 def test_registration_ends_before_the_memory_is_unmapped(way):
     cuda, slot = CudaRuntime(), Slot.create(1 << 16, 1 << 20)
-    register(slot, None, cuda)
+    register(slot, torch.device("cuda"), cuda)
 
     if way == "closed":
         slot.close()
@@ -76,7 +76,7 @@ def test_registration_ends_before_the_memory_is_unmapped(way):
 
 def test_a_refused_registration_is_said_and_the_slot_still_serves(caplog):
     cuda, slot = NoMoreLockedMemory(), Slot.create(1 << 16, 1 << 20)
-    register(slot, None, cuda)
+    register(slot, torch.device("cuda"), cuda)
 
     assert "ulimit -l" in caplog.text
     slot.begin(1, sequence=1, image_bytes=8, meta=b"{}", pin=False)
@@ -98,7 +98,7 @@ def test_slots_of_a_keeper_are_ready_only_when_registered_and_a_new_size_leaves_
     cuda = CudaRuntime()
     config = SnapshotConfig(job_id=f"registered-{uuid.uuid4().hex}", memory=MemoryLevel(linger_s=5))
     client = KeeperClient(JobIdentity.from_config(config, None), config)
-    client.make_ready(lambda slot: register(slot, None, cuda))
+    client.make_ready(lambda slot: register(slot, torch.device("cuda"), cuda))
     try:
         client.connect(TIMEOUT_S)
         for size in (1 << 20, 64 << 20):

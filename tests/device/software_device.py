@@ -17,7 +17,7 @@ The same seed and the same calls of the host give the same order of all work (``
 waits for the device beside training lets it work only while every other thread of the process sleeps; when exactly it
 goes on itself is up to the operating system.
 
-Not there: convolutions, memory statistics, process groups, real graphs (``capturing_graph`` only says that one is
+Not there: convolutions, process groups, real graphs (``capturing_graph`` only says that one is
 being captured).
 """
 
@@ -140,6 +140,16 @@ def configure(
     _backend.configure(seed, failing_allocation, has_streams, dies_at, report_to)
 
 
+@contextlib.contextmanager
+def without_page_locking():
+    """Be a device whose module has no ``cudart``, and so no call that page-locks memory."""
+    there = globals().pop("cudart")
+    try:
+        yield
+    finally:
+        globals()["cudart"] = there
+
+
 def races() -> list[str]:
     """Accesses that no event orders, since the last call."""
     return _backend.races()
@@ -191,7 +201,30 @@ _is_capturing = False
 
 # ---------------------------------------------------------------- what PyTorch, and programs, ask of torch.software
 
-Stream, Event = torch.Stream, torch.Event
+Stream = torch.Stream
+
+
+class Event:
+    """As ``torch.cuda.Event``: it knows ``blocking``, unlike ``torch.Event``, which it does not mix with."""
+
+    blocking_waits = 0
+
+    def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._event = torch.Event(NAME, enable_timing=enable_timing)
+        self._is_blocking = blocking
+
+    def record(self) -> None:
+        self._event.record()
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def elapsed_time(self, other: "Event") -> float:
+        return self._event.elapsed_time(other._event)
+
+    def synchronize(self) -> None:
+        Event.blocking_waits += self._is_blocking
+        self._event.synchronize()
 
 
 def is_available() -> bool:

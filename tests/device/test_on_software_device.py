@@ -14,7 +14,7 @@ import pytest
 from device import software_device
 
 ROOT = pathlib.Path(__file__).parents[2]
-SUITE = [*sorted((ROOT / "tests" / "gpu").glob("test_*.py")), pathlib.Path(__file__).with_name("suite_on_software.py")]
+SUITE = [*sorted((ROOT / "tests" / "gpu").glob("test_*.py")), *sorted(pathlib.Path(__file__).parent.glob("suite_*.py"))]
 DEADLINE_S = 280
 
 

@@ -7,6 +7,7 @@ import torch
 from support import accelerator
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.capture import device
 from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import make_plan
 from lazysnap.engine.captures import Captures
@@ -190,6 +191,27 @@ def test_the_gate_of_a_state_on_both_waits_for_what_is_read_from_the_cpu_alone(b
         assert job.phase is CapturePhase.COPYING
 
     it.check(job)
+
+
+def test_a_large_average_of_the_weights_takes_no_second_place_on_the_device(bench, monkeypatch, caplog):
+    """Which no optimizer holds: it is copied before it can change, though nobody waits for that on the host."""
+    monkeypatch.setattr(device, "STAGED_BYTES", 1 << 20)
+    average = [torch.randn(512, 512, device=DEVICE) for _ in range(8)]
+    it = bench(extra={"average": average, "counts": torch.ones(100, device=DEVICE)})
+    of_weights = sum(tensor.nbytes for tensor in (*it.parts[0].parameters(), *it.parts[0].buffers()))
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    for step in range(1, 4):
+        job = it.begin(step)
+        torch._foreach_mul_(average, 0.5)  # before the gate
+        it.captures.finish(TIMEOUT_S)
+        it.check(job)
+    peak = torch.accelerator.max_memory_allocated()
+
+    assert peak - before < device.STAGED_BYTES + 3 * of_weights < sum(tensor.nbytes for tensor in average)
+    said = [record for record in caplog.records if "no optimizer holds" in record.message]
+    assert len(said) == 1
+    assert "extra['average'][" in said[0].message or "extra.average." in said[0].message
 
 
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")

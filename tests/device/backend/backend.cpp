@@ -49,6 +49,7 @@ Stream stream_object(DeviceIndex device, int64_t id) { return Stream(Stream::UNS
 
 struct Event {
   RecordingP last;
+  DeviceIndex device = 0;
 };
 
 struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
@@ -85,6 +86,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new Event;
+    static_cast<Event*>(*event)->device = stream.device_index();
     static_cast<Event*>(*event)->last = software::record(stream.device_index(), stream.id());
   }
   void block(void* event, const Stream& stream) const override {
@@ -92,7 +94,11 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return !event || query(static_cast<Event*>(event)->last); }
   void synchronizeEvent(void* event) const override {
-    if (event) synchronize(static_cast<Event*>(event)->last);
+    if (!event) return;
+    count("waits for an event");
+    // CUDA makes a context on the current device, which takes memory there.
+    if (static_cast<Event*>(event)->device != current) count("waits on another device than the event's");
+    synchronize(static_cast<Event*>(event)->last);
   }
   bool queryStream(const Stream& stream) const override { return query_stream(stream.device_index(), stream.id()); }
   void synchronizeStream(const Stream& stream) const override { synchronize_stream(stream.device_index(), stream.id()); }
@@ -125,9 +131,15 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void recordStream(const c10::DataPtr& data, Stream stream) override {
     record_use(data.get(), stream.device_index(), stream.id());
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override { return {}; }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
+    c10::CachingDeviceAllocator::DeviceStats made;
+    const auto [now, peak] = allocated_bytes(device);
+    auto& stat = made.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    stat.current = now, stat.peak = peak;
+    return made;
+  }
   void resetAccumulatedStats(DeviceIndex) override {}
-  void resetPeakStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex device) override { reset_peak(device); }
 } device_memory;
 REGISTER_ALLOCATOR(DeviceType::PrivateUse1, &device_memory);
 

@@ -79,6 +79,7 @@ struct State {
   Options options;
   std::vector<std::pair<char*, char*>> arenas = std::vector<std::pair<char*, char*>>(8);  // guarded, shadow
   std::vector<size_t> used = std::vector<size_t>(8, 0);
+  std::vector<std::pair<int64_t, int64_t>> allocated = std::vector<std::pair<int64_t, int64_t>>(8);  // now, peak
   std::map<void*, Block> live;
   std::map<std::pair<int, int64_t>, std::multimap<size_t, void*>> free;
   std::deque<Waiting> waiting;
@@ -534,7 +535,21 @@ void* allocate(int device, int64_t stream, size_t bytes) {
     s.used[device] += bytes;
   }
   s.live[pointer] = Block{pointer, bytes, device, stream, {}};
+  auto& [now, peak] = s.allocated[device];
+  now += int64_t(bytes);
+  peak = std::max(peak, now);
   return pointer;
+}
+
+std::pair<int64_t, int64_t> allocated_bytes(int device) {
+  Guard guard(state().mutex);
+  return state().allocated[device];
+}
+
+void reset_peak(int device) {
+  Guard guard(state().mutex);
+  auto& [now, peak] = state().allocated[device];
+  peak = now;
 }
 
 void release(void* pointer) {
@@ -545,6 +560,7 @@ void release(void* pointer) {
   if (found == s.live.end()) return;
   Block block = std::move(found->second);
   s.live.erase(found);
+  s.allocated[block.device].first -= int64_t(block.bytes);
   {
     const auto begin = reinterpret_cast<uintptr_t>(pointer);
     Clock clock = stream_of(block.device, block.stream).clock;

@@ -55,6 +55,8 @@ void release(void* pointer);
 void record_use(void* pointer, int device, int64_t stream);
 void* shadow(const void* device_pointer);  // where tasks find what stands at a device address
 int device_of(const void* pointer);        // -1: host memory
+std::pair<int64_t, int64_t> allocated_bytes(int device);  // now, and at most since reset_peak
+void reset_peak(int device);
 
 void* pin_allocate(size_t bytes);
 void pin_release(void* pointer);

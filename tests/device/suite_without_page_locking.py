@@ -1,0 +1,81 @@
+"""Captures on a device that cannot page-lock a slot: copies go through a ring of page-locked buffers.
+
+Run by ``test_on_software_device.py``. The tests are those of tests/gpu, on such a device.
+"""
+
+import pytest
+import torch
+from gpu.test_device_capture import (  # noqa: F401  tests and a fixture
+    DEVICE,
+    TIMEOUT_S,
+    bench,
+    test_an_engine_restores_a_device_training_bit_for_bit,
+    test_buffers_that_change_in_the_next_forward_are_captured_as_they_were,
+    test_figures_say_how_long_copies_took_and_devices_waited,
+    test_in_any_schedule_what_stands_below_the_watermark_is_the_state_of_the_boundary,
+    test_strided_complex_and_odd_tensors_on_the_device,
+    test_the_capture_is_of_the_boundary_though_the_next_step_is_queued_at_once,
+    test_two_devices_in_one_state,
+    train,
+)
+from support import accelerator
+
+from lazysnap.capture import device, reader
+from lazysnap.capture.job import CapturePhase
+from lazysnap.memory.arena import SlotPhase
+
+
+@pytest.fixture(autouse=True)
+def _cannot_page_lock_and_has_small_buffers(monkeypatch):
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 40_000)  # several pieces, and the last one smaller
+    reader._local.rings.clear()
+    with accelerator.SOFTWARE.without_page_locking():
+        yield
+    reader._local.rings.clear()
+
+
+def test_the_boundary_does_not_wait_for_the_device_and_the_gate_does(bench):  # noqa: F811
+    it = bench()
+    job = it.prepared()
+    waits = accelerator.SOFTWARE.synchronisations()
+    with accelerator.busy_stream():
+        it.captures.begin(job)
+        assert accelerator.SOFTWARE.synchronisations() == waits
+        assert not job.cpu_sources_read.is_set()
+    it.captures.finish(TIMEOUT_S)
+
+    assert job.phase is CapturePhase.WHOLE
+    it.check(job)
+
+
+def test_large_eager_tensors_are_copied_before_control_returns(bench, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(device, "STAGED_BYTES", 1 << 16)
+    average = torch.randn(300, 300, device=DEVICE)
+    it = bench(extra={"average": average, "turned": torch.randn(600, 100, device=DEVICE).t()})
+    for step in range(1, 3):
+        job = it.begin(step)
+        average.mul_(0.5)
+        it.captures.finish(TIMEOUT_S)
+        train(*it.parts)
+        it.check(job)
+
+
+def test_a_tensor_that_changes_before_the_gate_makes_the_capture_void(bench):  # noqa: F811
+    it = bench()
+    job = it.begin()
+    torch._C._autograd._unsafe_set_version_counter((it.parts[0][0].weight,), (99,))  # without a write that races
+    it.captures.finish(TIMEOUT_S)
+
+    assert (job.phase, it.slot.status().phase) == (CapturePhase.TORN, SlotPhase.VOID)
+
+
+def test_a_device_that_does_not_finish_costs_the_snapshot(bench):  # noqa: F811
+    it = bench()
+    job = it.prepared()
+    with accelerator.busy_stream():
+        it.captures.begin(job)
+        it.captures.finish(0.01)
+        assert (job.phase, it.slot.status().phase) == (CapturePhase.FAILED, SlotPhase.VOID)
+        assert it.captures.is_writing(it.slot)
+    assert job.released.wait(TIMEOUT_S)
+    assert it.slot.status().phase is SlotPhase.VOID
