@@ -54,17 +54,17 @@ def estimate_image_bytes(source: StateSource, apart: Collection[str], size: Byte
     return total + count * _HEADER_BYTES_PER_TENSOR + (1 << 20)
 
 
-def growth_bytes(source: StateSource, *, is_first: bool) -> int:
+def growth_bytes(source: StateSource, peak_before: int) -> int:
     """Estimate the host memory that training is still going to take, beside snapshots.
 
-    ``is_first``: before the first step, the gradients and the optimizer state that are not there yet. Later, what the
-    process gave back since its peak: a training on the CPU takes that again in each step. Training on a device takes
-    next to nothing.
+    ``peak_before``: the peak of this process before the first step (``resident_bytes``). A higher one is of training on
+    the CPU, which takes that again in each step. Else the peak was of loading, and what counts are the gradients and
+    the optimizer state that are not there. Training on a device takes next to nothing.
     """
     if all(local_of(tensor).device.type != "cpu" for tensor in source.expected().values()):
         return 0
-    if not is_first:
-        resident, peak = _resident_bytes()
+    resident, peak = resident_bytes()
+    if peak > peak_before:
         return peak - resident
     total = 0
     for optimizer in source.optimizers():
@@ -77,7 +77,7 @@ def growth_bytes(source: StateSource, *, is_first: bool) -> int:
     return total
 
 
-def _resident_bytes() -> tuple[int, int]:
+def resident_bytes() -> tuple[int, int]:
     """Return the memory of this process now, and at its peak."""
     with open("/proc/self/status") as file:
         fields = dict(line.split(":", 1) for line in file)

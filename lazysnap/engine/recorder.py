@@ -13,7 +13,7 @@ from lazysnap.capture.plan import CapturePlan
 from lazysnap.capture.registration import registrar
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.captures import Captures
-from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes
+from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
 from lazysnap.engine.meta import MetaWriter
@@ -77,6 +77,8 @@ class Recorder:
         self._reserved: tuple[int, int] | None = None
         self._expects_first_step = True
         """Whether the keeper still leaves room for what the first step takes."""
+        self._peak_before = 0
+        """The peak of this process's memory before the first step."""
         self._begun: _Begun | None = None
         self.last_step: int | None = None
         """Of the last capture, or of the snapshot that was resumed from."""
@@ -362,7 +364,9 @@ class Recorder:
         needed = self._slots_needed()
         least = self._least_slots() if self._world.is_alone else needed
         self._expects_first_step = self.planner.plan is None
-        growth = growth_bytes(self._source, is_first=self._expects_first_step)
+        if not self._peak_before:
+            self._peak_before = resident_bytes()[1]
+        growth = growth_bytes(self._source, self._peak_before)
         # Where memory is short parity goes first: it would take memory, too.
         self._client.reserve((meta_capacity, image_bytes), needed, least, growth, spills=not self.group[1])
 

@@ -1,5 +1,6 @@
 """Slots take no memory that the kernel would kill training for: not of the machine, and not of a control group."""
 
+import os
 import pathlib
 import signal
 import subprocess
@@ -16,9 +17,11 @@ HERE = pathlib.Path(__file__).parent
 AVAILABLE = "from lazysnap.memory.limits import available_bytes; print(available_bytes())"
 
 
-def run(group, *arguments, code=0):
+def run(group, *arguments, code=0, **variables):
     """What a Python program in the group prints."""
-    done = subprocess.run(joining(group, sys.executable, *arguments), capture_output=True, text=True, timeout=240)
+    environment = {**os.environ, **variables}
+    command = joining(group, sys.executable, *arguments)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == code, (done.returncode, done.stdout[-3000:], done.stderr[-3000:])
     return done.stdout
 
@@ -131,4 +134,14 @@ def test_ranks_of_one_group_that_cannot_hold_all_slots_are_captured_into_files(t
 
         assert output.count("files") == 2
         assert output.count("refused") == 0
+        assert kills(group) == 0
+
+
+@pytest.mark.slow
+def test_memory_that_loading_took_once_is_given_to_slots(tmp_path):
+    """500 MiB were taken before training; three slots of 32 MB fit into what is free now, not into it without these."""
+    with memory_group(900 * MIB, inner=True) as group:
+        output = run(group, HERE / "limited_training.py", tmp_path, 2000, 4, LOADED=str(500 * MIB)).split()
+
+        assert output[:2] == ["fresh", "memory"]
         assert kills(group) == 0
