@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lazysnap.data import ResumableLoader
     from lazysnap.engine import SnapshotEngine
     from lazysnap.engine.losses import LossSpike, LossWatch, NonFinite
+    from lazysnap.exports.exporting import export
+    from lazysnap.exports.job import ExportOptions
     from lazysnap.exports.load_weights import load_weights
     from lazysnap.integrations.accelerate import LazyAccelerator
     from lazysnap.integrations.attach import attach
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ExportOptions",
     "LazyAccelerator",
     "LazySnapError",
     "LazySnapshotCallback",
@@ -41,12 +44,14 @@ __all__ = [
     "SnapshotEngine",
     "Xor",
     "attach",
+    "export",
     "latest_path",
     "load_weights",
     "register_type",
 ]
 
 _LAZY = {
+    "ExportOptions": "lazysnap.exports.job",
     "LazyAccelerator": "lazysnap.integrations.accelerate",
     "LazySnapshotCallback": "lazysnap.integrations.lightning",
     "LazyTrainerCallback": "lazysnap.integrations.transformers",
@@ -56,6 +61,7 @@ _LAZY = {
     "ResumableLoader": "lazysnap.data",
     "SnapshotEngine": "lazysnap.engine",
     "attach": "lazysnap.integrations.attach",
+    "export": "lazysnap.exports.exporting",
     "latest_path": "lazysnap.snapshots.catalogue",
     "load_weights": "lazysnap.exports.load_weights",
     "register_type": "lazysnap.state.codec",

@@ -14,6 +14,8 @@ from lazysnap import errors
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTED = {
+    "ExportOptions",
+    "export",
     "LazyAccelerator",
     "LazySnapError",
     "LazySnapshotCallback",

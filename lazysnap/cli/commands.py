@@ -14,6 +14,7 @@ from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
 from lazysnap.cli.plan import add_arguments as add_plan
 from lazysnap.cli.stores import parse_option, parse_options, redactions
 from lazysnap.errors import FormatError, LazySnapError
+from lazysnap.exports.target import FORMATS
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +97,10 @@ def _add_copy(copy: argparse.ArgumentParser) -> None:
 
 
 def _add_export(export: argparse.ArgumentParser) -> None:
-    formats = ("safetensors", "ckpt", "dcp", "accelerate")
     export.add_argument("wanted", **_WANTED)
-    export.add_argument("--to", required=True, metavar="PATH", help="FILE.safetensors, FILE.ckpt or a directory (DCP)")
-    export.add_argument("--format", choices=formats, help="if the name does not tell it")
+    export.add_argument("--to", required=True, metavar="PATH", help="FILE.safetensors, FILE.ckpt or a directory")
+    export.add_argument("--format", choices=FORMATS, help="if the name does not tell it")
+    export.add_argument("--config", metavar="DIR", help="huggingface: copy config and tokenizer files from there")
     export.add_argument("--only", metavar="NAME", help="only what is below NAME in the state, without that prefix")
     export.add_argument("--run", **_OF_RUN)
     export.add_argument("--force", action="store_true", help="replace an earlier export, or an empty directory")

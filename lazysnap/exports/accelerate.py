@@ -6,16 +6,20 @@ The state has these parts: ``model``, ``model_1``, …, ``optimizer``, …, ``sc
 names) and ``stateful_loaders`` (by loader part, the state of its ``StatefulDataLoader``).
 """
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from lazysnap import faults
 from lazysnap.errors import StateMismatch, UnsupportedState
+from lazysnap.exports.job import Job
+from lazysnap.exports.safetensors import add_file, tied_names
+from lazysnap.exports.states import Outline, parts_of, read_state
+from lazysnap.exports.torch_file import save_outlines
+from lazysnap.snapshots.whole import Filling, WholeSnapshot, WholeTensor
 from lazysnap.state.scaler import plain_numbers
 
 FACTS, RNG = "accelerate", "rng"
@@ -29,8 +33,8 @@ _RNG_NAMES = {
 }
 
 
-def parts_of(state: Mapping[str, Any], kind: str) -> list[str]:
-    """The parts ``kind``, ``kind_1``, ``kind_2``, … (or ``kind_0``, ``kind_1``, …) of a state, in order."""
+def parts_called(state: Mapping[str, Any], kind: str) -> list[str]:
+    """Return the parts ``kind``, ``kind_1``, … (or ``kind_0``, ``kind_1``, …) of a state, in order."""
     first = [name for name in (kind, f"{kind}_0") if name in state]
     rest: list[str] = []
     while f"{kind}_{len(rest) + 1}" in state:
@@ -38,39 +42,56 @@ def parts_of(state: Mapping[str, Any], kind: str) -> list[str]:
     return first[:1] + rest
 
 
-def write_stock(ranks: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Write the files of ``save_state`` into the directory ``path``.
+def write_stock(job: Job, path: str) -> list[str]:
+    """Write the files of ``save_state`` into the directory ``path``; return notes for the user: none.
 
-    ``ranks``: the state of rank 0, then for each other rank at least the parts ``OF_EVERY_RANK``.
     Blocks. Raises: StateMismatch, if this is no state of an Accelerator; UnsupportedState, for a value that cannot be
-    pickled, or weights that safetensors refuses; OSError.
+    pickled, or weights that safetensors refuses; ShardCorrupt; LevelError; OSError.
     """
-    state = ranks[0]
+    whole, outline, filling = job.whole, Outline(job.whole), Filling()
+    state = outline.state(parts_of(None))
+    others = [WholeSnapshot(whole.snapshot, rank) for rank in range(1, whole.snapshot.plan.world_size)]
+    ranks = [outline.read({part: state.get(part) for part in OF_EVERY_RANK})]
+    ranks += [read_state(rank, parts_of(OF_EVERY_RANK)) for rank in others]
     if not all(isinstance(rank.get(part), Mapping) for rank in ranks for part in OF_EVERY_RANK):
         raise StateMismatch(
             f"a snapshot of an Accelerator has the parts {list(OF_EVERY_RANK)}, this one has {sorted(state)}: "
             "export it in another format"
         )
-    facts = state[FACTS]
-    for index, part in enumerate(facts.get("models", parts_of(state, "model"))):
-        prefix = facts.get("prefixes", {}).get(part, "")
-        weights = {f"{prefix}{name}": value for name, value in state[part].items()}
-        if facts.get("safe_serialization", True):
-            _save_weights(weights, os.path.join(path, _numbered("model.safetensors", index)))
-        else:
-            _save(weights, os.path.join(path, _numbered("pytorch_model.bin", index)))
-    for kind in ("optimizer", "scheduler"):
-        for index, part in enumerate(parts_of(state, kind)):
-            _save(state[part], os.path.join(path, _numbered(f"{kind}.bin", index)))
-    for index, part in enumerate(parts_of(state, "loader")):
-        if part in facts.get("stateful_loaders", {}):
-            _save(facts["stateful_loaders"][part], os.path.join(path, _numbered("dl_state_dict.bin", index)))
-    if "scaler" in state:
-        _save(plain_numbers(state["scaler"]), os.path.join(path, "scaler.pt"))
-    for index, part in enumerate(parts_of(state, "custom")):
-        _save(state[part], os.path.join(path, f"custom_checkpoint_{index}.pkl"))
+    facts = ranks[0][FACTS]
+    with contextlib.ExitStack() as stack:
+        files = []
+
+        def save(value: Any, name: str) -> None:
+            faults.point("export.accelerate.file")
+            files.append(save_outlines(value, os.path.join(path, name), outline, stack, filling))
+
+        for index, part in enumerate(facts.get("models", parts_called(state, "model"))):
+            prefix = facts.get("prefixes", {}).get(part, "")
+            weights = {f"{prefix}{name}": value for name, value in state[part].items()}
+            if facts.get("safe_serialization", True):
+                faults.point("export.accelerate.file")
+                chosen = _tensors_of(weights, outline)
+                add_file(filling, stack, os.path.join(path, _numbered("model.safetensors", index)), chosen, {})
+            else:
+                save(weights, _numbered("pytorch_model.bin", index))
+        for kind in ("optimizer", "scheduler"):
+            for index, part in enumerate(parts_called(state, kind)):
+                save(state[part], _numbered(f"{kind}.bin", index))
+        for index, part in enumerate(parts_called(state, "loader")):
+            if part in facts.get("stateful_loaders", {}):
+                save(facts["stateful_loaders"][part], _numbered("dl_state_dict.bin", index))
+        if "scaler" in state:
+            save(plain_numbers(outline.read(state["scaler"])), "scaler.pt")
+        for index, part in enumerate(parts_called(state, "custom")):
+            save(state[part], f"custom_checkpoint_{index}.pkl")
+        job.fill(filling)
+        for file in files:
+            file.seal()
     for index, rank in enumerate(ranks):
-        _save(_random_states(rank, index), os.path.join(path, f"random_states_{index}.pkl"))
+        faults.point("export.accelerate.file")
+        torch.save(_random_states(rank, index), os.path.join(path, f"random_states_{index}.pkl"))
+    return []
 
 
 def _numbered(name: str, index: int) -> str:
@@ -87,34 +108,13 @@ def _random_states(rank: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {"step": rank[FACTS].get("step", 0), **{_RNG_NAMES[name]: rng[name] for name in _RNG_NAMES if name in rng}}
 
 
-def _save_weights(weights: Mapping[str, Any], path: str) -> None:
-    """Of tensors that share memory only the first is written, as stock does; ``load_state`` ties them again."""
+def _tensors_of(weights: Mapping[str, Any], outline: Outline) -> dict[str, WholeTensor]:
+    """Return the weights to write: of tied ones the first, as Accelerate does; ``load_state`` ties them again."""
     others = sorted(name for name, value in weights.items() if not isinstance(value, torch.Tensor))
     if others:
         raise UnsupportedState(
             f"safetensors holds tensors only, the weights have {others[:3]}: use save_state(safe_serialization=False)"
         )
-    seen: set[tuple[int, torch.dtype, torch.Size]] = set()
-    chosen = {}
-    for name, value in weights.items():
-        key = (value.data_ptr(), value.dtype, value.shape)
-        if key not in seen or not value.numel():
-            chosen[name] = value.contiguous()
-        seen.add(key)
-    faults.point("export.accelerate.file")
-    try:
-        save_file(chosen, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # so its writer reports a full disk
-        raise OSError(f"{path}: {error}") from error
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise UnsupportedState(f"{path}: safetensors refuses the weights: {error}") from error
-
-
-def _save(value: Any, path: str) -> None:
-    faults.point("export.accelerate.file")
-    try:
-        torch.save(value, path)
-    except (TypeError, AttributeError, ValueError) as error:
-        raise UnsupportedState(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
-    except RuntimeError as error:  # so torch's writer reports a full disk
-        raise OSError(f"{path}: torch.save failed: {error}") from error
+    found = {name: source for name, value in weights.items() if (source := outline.source(value)) is not None}
+    tied = tied_names(found, list(found))
+    return {name: tensor for name, tensor in found.items() if name not in tied}

@@ -7,12 +7,13 @@ from typing import Any
 
 from lazysnap.config import checked_url
 from lazysnap.errors import StateMismatch
+from lazysnap.exports.states import read_state
 from lazysnap.exports.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
 from lazysnap.levels import open_store
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import TAG
 from lazysnap.snapshots.reader import OpenSnapshot, open_best
-from lazysnap.snapshots.tensors import SnapshotTensors
+from lazysnap.snapshots.whole import WholeSnapshot
 from lazysnap.state.source import KEY
 
 
@@ -46,7 +47,7 @@ def load_weights(
 def _read(snapshot: OpenSnapshot, part: str | None) -> dict[str, Any]:
     where = f"{snapshot.plan.level}: step {snapshot.plan.step}"
     with contextlib.closing(snapshot):
-        return SnapshotTensors(snapshot, rank=0).state(lambda state: _part(state, part, where))
+        return read_state(WholeSnapshot(snapshot), lambda state: _part(state, part, where))
 
 
 def _part(state: Any, part: str | None, where: str) -> Any:

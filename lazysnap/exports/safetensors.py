@@ -1,67 +1,70 @@
-"""Weights as one safetensors file, written block by block, without torch and with a few blocks of memory."""
+"""Weights as safetensors files: without torch, and with a few blocks of memory."""
 
-import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import contextlib
+from collections.abc import Mapping, Sequence
 
-from lazysnap.errors import ShardCorrupt, UnsupportedState
-from lazysnap.levels.blocks import Wanted
-from lazysnap.levels.files import pwrite_all
+from lazysnap.errors import FormatError, UnsupportedState
+from lazysnap.exports.job import Job
+from lazysnap.exports.new_file import NewFile
+from lazysnap.exports.weights import chosen_tensors
 from lazysnap.shard.layout import Layout
-from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored, read
+from lazysnap.snapshots.whole import Filling, Key, WholeTensor
+
+FORMAT = {"format": "pt"}
+"""The metadata of every file: its tensors are those of torch."""
 
 
-def located(snapshot: OpenSnapshot, names: Mapping[str, str]) -> dict[str, Stored]:
-    """The stored tensors of the only rank; ``names``: by name in the file, the name in the snapshot.
-
-    Raises: ShardCorrupt, if one is missing; UnsupportedState, for a dtype that safetensors does not have.
-    """
-    found = {}
-    for name, stored_name in names.items():
-        stored = snapshot.find(0, stored_name)
-        if stored is None:
-            raise ShardCorrupt(f"{snapshot.ranks[0][0].where}: no tensor {stored_name!r}, which the state refers to")
-        if stored.logical is not None:
-            raise UnsupportedState(
-                f"tensor {name!r} is {stored.logical}, which safetensors cannot hold; export to .ckpt or a DCP "
-                "directory, or choose other tensors with --only"
-            )
-        found[name] = stored
-    return found
-
-
-def bytes_of(tensors: Mapping[str, Stored]) -> int:
-    """Bytes of distinct tensors: the total of what ``write_weights`` reports."""
-    return sum({stored.key: stored.spec.nbytes for stored in tensors.values()}.values())
-
-
-def write_weights(tensors: Mapping[str, Stored], path: str, beat: Callable[[int], None]) -> int:
-    """Write tensors, by their names in the file, to a new file; returns its size in bytes.
+def write_safetensors(job: Job, path: str) -> list[str]:
+    """Write the chosen weights to a new file; return notes for the user.
 
     Tied tensors are stored once, under the alphabetically first name; the header's ``__metadata__`` holds the other
-    names, as with ``safetensors.torch.save_model``. ``beat`` receives the bytes of each write, and may raise.
-    Blocks. Raises: ShardCorrupt; LevelError; OSError.
+    names, as with ``safetensors.torch.save_model``.
+    Blocks. Raises: ConfigError; ShardCorrupt; UnsupportedState, for a dtype that safetensors does not have; LevelError;
+    OSError.
     """
-    first: dict[tuple[int, str], str] = {}
-    for name in sorted(tensors):
-        first.setdefault(tensors[name].key, name)
-    tied = {name: first[tensors[name].key] for name in sorted(tensors) if first[tensors[name].key] != name}
-    layout = Layout.plan([replace(tensors[name].spec, name=name) for name in first.values()], {"format": "pt", **tied})
-    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    chosen = chosen_tensors(job.whole.meta.state, job.options.only)
+    tensors = {name: job.whole.tensor(stored) for name, stored in chosen.items()}
+    tied = tied_names(tensors, sorted(tensors))
+    filling = Filling()
+    with contextlib.ExitStack() as files:
+        add_file(filling, files, path, {name: one for name, one in tensors.items() if name not in tied}, tied)
+        job.fill(filling)
+    some = f"{len(tied)} tied tensor{'s are' if len(tied) > 1 else ' is'}"
+    return [f"{some} stored once: load with safetensors.torch.load_model"] if tied else []
+
+
+def tied_names(tensors: Mapping[str, WholeTensor], order: Sequence[str]) -> dict[str, str]:
+    """Return the names of tensors that are tied to one that comes before them in ``order``, and the name of that."""
+    first: dict[Key, str] = {}
+    for name in order:
+        if tensors[name].size_bytes:
+            first.setdefault(tensors[name].key, name)
+    owners = {name: first.get(tensors[name].key, name) for name in order}
+    return {name: owner for name, owner in owners.items() if owner != name}
+
+
+def add_file(
+    filling: Filling,
+    files: contextlib.ExitStack,
+    path: str,
+    tensors: Mapping[str, WholeTensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Make a file of these tensors, which is filled when ``filling`` runs; it is open until ``files`` ends.
+
+    Raises: UnsupportedState, for a dtype or a name that safetensors does not have; OSError.
+    """
+    for name, tensor in tensors.items():
+        if tensor.first.logical is not None:
+            raise UnsupportedState(
+                f"tensor {name!r} is {tensor.first.logical}, which safetensors cannot hold; export to .ckpt or a DCP "
+                "directory, or choose other tensors with --only"
+            )
     try:
-        os.ftruncate(handle, layout.size_bytes)
-        pwrite_all(handle, 0, memoryview(layout.header))
-        jobs: dict[OpenShard, list[Wanted]] = defaultdict(list)
-        for spec, target in zip(layout.specs, layout.offsets, strict=True):
-            stored = tensors[spec.name]
-
-            def put(at: int, data: memoryview, target: int = target) -> None:
-                pwrite_all(handle, target + at, data)
-                beat(len(data))
-
-            jobs[stored.shard].append(Wanted(stored.offset, stored.offset + spec.nbytes, put))
-        read(jobs)
-    finally:
-        os.close(handle)
-    return layout.size_bytes
+        layout = Layout.plan([one.spec(name) for name, one in tensors.items()], {**FORMAT, **metadata})
+    except FormatError as error:
+        raise UnsupportedState(f"{path}: safetensors cannot hold these tensors: {error}") from error
+    file = files.enter_context(NewFile(path, layout.size_bytes))
+    file.write(0, layout.header)
+    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+        filling.add(tensors[spec.name], file.behind(offset))

@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from lazysnap.errors import ConfigError
+from lazysnap.exports.huggingface import WRITTEN
 from lazysnap.levels.files import open_regular, sync_directory, temp_name
 from lazysnap.shard.names import is_directory_of_ours
 
-FORMATS = {".safetensors": "safetensors", ".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", "": "dcp"}
+FORMATS = ("safetensors", "huggingface", "ckpt", "dcp", "accelerate")
+_BY_SUFFIX = {".safetensors": "safetensors", ".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", "": "dcp"}
 MARK = "lazysnap-export.json"
 """A file in every exported directory: ``torch.distributed.checkpoint`` alone would write the same other names."""
 _MARK_TEXT = json.dumps({"lazysnap": "export"}) + "\n"
-_IN_DIRECTORY = re.compile(r"\.metadata|__[0-9]{1,9}_[0-9]{1,9}\.distcp|" + re.escape(MARK))
+_IN_DIRECTORY = re.compile(rf"\.metadata|__[0-9]{{1,9}}_[0-9]{{1,9}}\.distcp|{re.escape(MARK)}|{WRITTEN.pattern}")
 _ZIP, _ZIP_NAME = b"PK\x03\x04", 30
 """The start of a zip file, and the offset of the name of its first member."""
 
@@ -30,13 +32,13 @@ def format_of(path: str, wanted: str | None) -> str:
     if len(urlsplit(path).scheme) > 1:
         raise ConfigError(f"--to {path!r}: exports are written to a local path; copy the result from there")
     if wanted is not None:
+        if wanted not in FORMATS:
+            raise ConfigError(f"format {wanted!r} is none of {', '.join(FORMATS)}")
         return wanted
     suffix = "" if path.endswith("/") else os.path.splitext(path)[1]
-    if suffix not in FORMATS:
-        raise ConfigError(
-            f"--to {path!r}: {suffix!r} names no format; add --format safetensors, ckpt, dcp or accelerate"
-        )
-    return FORMATS[suffix]
+    if suffix not in _BY_SUFFIX:
+        raise ConfigError(f"--to {path!r}: {suffix!r} names no format; add --format {', '.join(FORMATS)}")
+    return _BY_SUFFIX[suffix]
 
 
 @contextlib.contextmanager

@@ -8,31 +8,27 @@ from lazysnap.shard.manifest import TAG
 
 MODEL = "model"
 LIGHTNING_WEIGHTS = "state_dict"
-LIGHTNING_EXTRAS = "lazysnap"
-"""The key of what the callback adds to Lightning's own checkpoint."""
+EXTRAS = "lazysnap"
+"""The key of what this package adds to a state."""
 
 _PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict", "Namespace", "SimpleNamespace")
 _LISTS = ("tuple", "set", "frozenset", "deque")
 
 
 def is_lightning(state: Any) -> bool:
-    """Whether an encoded (or decoded) state was taken by ``LazySnapshotCallback``."""
-    return isinstance(state, Mapping) and {LIGHTNING_EXTRAS, LIGHTNING_WEIGHTS, "loops"} <= set(state)
+    """True if an encoded (or decoded) state was taken by ``LazySnapshotCallback``."""
+    return isinstance(state, Mapping) and {EXTRAS, LIGHTNING_WEIGHTS, "loops"} <= set(state)
 
 
 def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
-    """By name in a file of weights: the name of the tensor in the snapshot.
+    """Return the name of each chosen tensor in the snapshot, by its name in a file of weights.
 
     Chosen are tensors below ``only`` (a path in the state, joined with dots), without that prefix; else Lightning's
     ``state_dict``; else the object named ``model``; else all.
     Raises: ConfigError, if there are none below ``only``; ShardCorrupt, if two get one name.
     """
     paths = list(_tensors(state, ()))
-    prefix = only
-    if prefix is None and is_lightning(state):
-        prefix = LIGHTNING_WEIGHTS
-    elif prefix is None and isinstance(state, dict) and MODEL in state:
-        prefix = MODEL
+    prefix = place_of_weights(state, only)
     found: dict[str, str] = {}
     for path, name in paths:
         text = ".".join(path)
@@ -49,6 +45,15 @@ def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
     if not found:
         raise ConfigError("the snapshot holds no tensors")
     return found
+
+
+def place_of_weights(state: Any, only: str | None) -> str | None:
+    """Return the path in a state below which weights are chosen; ``None``: everywhere."""
+    if only is not None:
+        return only
+    if is_lightning(state):
+        return LIGHTNING_WEIGHTS
+    return MODEL if isinstance(state, dict) and MODEL in state else None
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

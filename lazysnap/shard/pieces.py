@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lazysnap.errors import ShardCorrupt
@@ -120,18 +120,25 @@ def _cut(offsets: Extent, shape: Extent, dim: int, start: int, stop: int) -> tup
     )
 
 
-def tiles(name: str, pieces: Sequence[Piece], whole: Extent) -> list[Piece]:
-    """A choice of the pieces that fills the tensor; few of them overlap. Raises: ShardCorrupt, naming what is missing.
+def tiles(name: str, pieces: Sequence[Piece], whole: Extent) -> list[Overlap]:
+    """Cut a tensor into boxes that do not overlap, each with the piece that holds it; ``target``: place in the tensor.
 
-    Neither DCP nor safetensors check this when they load: a lost shard would leave garbage, silently.
+    Neither DCP nor safetensors check that: a lost shard would leave garbage, silently.
+    Raises: ShardCorrupt, naming what is missing.
     """
-    cover = Cover((0,) * len(whole), whole)
+    holes = [] if 0 in whole else [((0,) * len(whole), whole)]
+    found: list[Overlap] = []
     # In order, so that there are few holes at a time.
-    order = sorted(distinct(pieces), key=lambda piece: (piece.offsets, [-size for size in piece.shape]))
-    found = [piece for piece in order if cover.add(piece)]
-    if not cover.is_whole:
+    for piece in sorted(distinct(pieces), key=lambda piece: (piece.offsets, [-size for size in piece.shape])):
+        left: list[tuple[Extent, Extent]] = []
+        for offsets, shape in holes:
+            for part in overlaps([piece], offsets, shape):
+                target = zip(part.target, offsets, strict=True)
+                found.append(replace(part, target=tuple(slice(a.start + at, a.stop + at) for a, at in target)))
+            left += _without((offsets, shape), piece)
+        holes = left
+    if holes:
         total = math.prod(whole)
-        raise ShardCorrupt(
-            f"tensor {name}: its pieces cover {total - cover.missing} of {total} elements of {list(whole)}"
-        )
+        missing = sum(math.prod(shape) for _, shape in holes)
+        raise ShardCorrupt(f"tensor {name}: its pieces cover {total - missing} of {total} elements of {list(whole)}")
     return found

@@ -242,7 +242,7 @@ class Catalogue:
             return found
         there = sorted({one.step for one in self.contents().snapshots if one.is_complete})
         some = f"; complete are the steps {_few(there)}" if there else "; nothing there is complete"
-        more = "".join(f"\n{problem}" for problem in self.problems)
+        more = "".join(f"\n{problem}" for problem in [*self.problems, *self.incomplete])
         of_run = f" of run {run}" if run else ""
         raise SnapshotNotFound(f"{self.store.url}: no complete snapshot {wanted!r}{of_run}{some}{more}")
 

@@ -2,22 +2,17 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 import torch
 
 from lazysnap.capture.dtypes import DTYPES, logical_facts
-from lazysnap.errors import ShardCorrupt, StateError
+from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.blocks import Wanted
-from lazysnap.shard.limits import with_stack
-from lazysnap.shard.manifest import TAG, CaptureMeta
-from lazysnap.shard.pieces import Extent, Piece, overlaps, tiles
+from lazysnap.shard.pieces import Extent, Piece, overlaps
 from lazysnap.shard.strides import Order, strides_of
-from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored, read
-from lazysnap.state.codec import decode, tensor_names
+from lazysnap.snapshots.reader import OpenShard, Stored
 
 _LEAST_UNIT = 1 << 20
 Facts = tuple[torch.dtype, Extent]
@@ -192,125 +187,3 @@ class Boxes:
         """The collected reads, for ``reader.read``; the collection is empty afterwards."""
         jobs, self._jobs = self._jobs, defaultdict(list)
         return jobs
-
-
-class SnapshotTensors:
-    """The tensors of an open snapshot, as one rank sees them."""
-
-    def __init__(self, snapshot: OpenSnapshot, rank: int) -> None:
-        """``rank``: whose small state and own tensors are used.
-
-        Raises: StateError, if the ranks number their parameters in different ways.
-        """
-        self.snapshot = snapshot
-        self._rank = rank
-        self._wholes: dict[str, Whole] = {}
-        first = snapshot.meta(0).parameters
-        for other, held in enumerate(snapshot.ranks):
-            if held[0].meta.parameters != first:
-                raise StateError(
-                    f"{held[0].where}: the optimizers of rank {other} hold other parameters than those of rank 0 "
-                    "(pipeline parallelism?): their states have no distinct names; restore with as many ranks "
-                    "as saved it, through the engine"
-                )
-
-    @property
-    def meta(self) -> CaptureMeta:
-        """The metadata of this rank."""
-        return self.snapshot.meta(self._rank)
-
-    def facts(self, name: str) -> Facts:
-        """Dtype and shape of a whole tensor. Raises: ShardCorrupt, if no shard has it."""
-        whole = Whole.of(self._any(name))
-        return whole.dtype, whole.shape
-
-    def whole(self, name: str) -> Whole:
-        """A tensor with the pieces that fill it once. Raises: ShardCorrupt, if shards lack a part of it."""
-        if name not in self._wholes:
-            own = self.snapshot.find(self._rank, name)
-            # The own rank first: of equal boxes the first one is read.
-            order = [self._rank, *(rank for rank in range(len(self.snapshot.ranks)) if rank != self._rank)]
-            held = [(rank, self.snapshot.find(rank, name)) for rank in order]
-            boxes = [(rank, stored) for rank, stored in held if stored is not None and stored.is_scoped]
-            whole = Whole.of(self._any(name))
-            for rank, stored in [(self._rank, own)] if own is not None and not own.is_scoped else boxes:
-                whole.add(stored, rank)
-            whole.pieces = tiles(name, whole.pieces, whole.shape)
-            self._wholes[name] = whole
-        return self._wholes[name]
-
-    def _any(self, name: str) -> Stored:
-        stored = self.snapshot.find(self._rank, name) or self._elsewhere.get(name)
-        if stored is None:
-            plan = self.snapshot.plan
-            raise ShardCorrupt(f"{plan.level}: step {plan.step}: no shard has the tensor {name!r}")
-        return stored
-
-    @cached_property
-    def _elsewhere(self) -> dict[str, Stored]:
-        """One box of each tensor of which this rank stored nothing, by name."""
-        found: dict[str, Stored] = {}
-        for shard in (shard for held in self.snapshot.ranks for shard in held):
-            for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
-                if name not in found:
-                    stored = shard.stored(shard.meta.aliases.get(name, name))
-                    if stored.is_scoped:
-                        found[name] = stored
-        return found
-
-    def new(self, names: Collection[str], boxes: Boxes) -> dict[str, torch.Tensor]:
-        """New tensors by name, tied ones once; reading ``boxes`` fills them. Raises: ShardCorrupt."""
-        made: dict[Any, torch.Tensor] = {}
-        found = {}
-        for name in dict.fromkeys(names):
-            whole = self.whole(name)
-            key = (whole.dtype, whole.shape, *(stored.key for stored in whole.stored.values()))
-            if not whole.stored or key not in made:
-                made[key] = whole.room(whole.shape)
-                boxes.add(whole, whole.pieces, (0,) * len(whole.shape), made[key])
-            found[name] = made[key]
-        return found
-
-    def state(self, choose: Callable[[Any], Any], beat: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
-        """The part of the encoded state that ``choose`` returns, decoded, its tensors read and verified.
-
-        Sharded tensors are whole, tied ones are one tensor. ``beat`` receives the bytes of each block, and may raise.
-        Blocks. Raises: ShardCorrupt; LevelError; what ``choose`` raises.
-        """
-        with self.snapshot.naming():
-            encoded = with_stack(lambda: choose(self.meta.state))
-            names = tensor_names(encoded)
-        boxes = Boxes()
-        tensors = self.new(names, boxes)
-        with self.snapshot.leased():
-            read(boxes.take(), beat=beat)
-        with self.snapshot.naming():
-            state = decode(encoded, tensor=tensors.__getitem__)
-            if not isinstance(state, dict):
-                raise ShardCorrupt(f"the state is {type(state).__name__}, expected a dict")
-        return state
-
-
-def parts_of(names: Collection[str] | None) -> Callable[[Any], dict[str, Any]]:
-    """Return a choice for ``state``: these objects of the state (``None``: all), without decoding registered types.
-
-    Raises: ShardCorrupt, if the state is no object.
-    """
-
-    def choose(encoded: Any) -> dict[str, Any]:
-        if not isinstance(encoded, dict):
-            raise ShardCorrupt(f"the small state is {type(encoded).__name__}, expected a dict")
-        return {name: unregistered(part) for name, part in encoded.items() if names is None or name in names}
-
-    return choose
-
-
-def unregistered(encoded: Any) -> Any:
-    """An encoded value in which values of registered types are replaced by what their encoder returned."""
-    if isinstance(encoded, list):
-        return [unregistered(item) for item in encoded]
-    if not isinstance(encoded, Mapping):
-        return encoded
-    if encoded.get(TAG) == "registered":
-        return unregistered(encoded.get("v"))
-    return {key: unregistered(item) for key, item in encoded.items()}

@@ -11,6 +11,7 @@ from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.state.modules import fitted, told_orders, without_compiled
 from lazysnap.state.optimizers import check_optimizers, put_back, stepping
+from lazysnap.state.pretrained import PRETRAINED, pretrained
 from lazysnap.state.scaler import load_scaler, state_of_scaler
 from lazysnap.state.settings import OptimizerSettings, warn
 from lazysnap.state.source import KEY, OPTIMIZERS
@@ -134,6 +135,8 @@ class ObjectState(NamedObjects):
         self._settings = OptimizerSettings()
         self._settings.note(self)
         self._checked = False
+        self._pretrained: str | None = None
+        self._has_noted = False
 
     def named(self) -> Mapping[str, Any]:
         """See ``NamedObjects.named``."""
@@ -142,6 +145,14 @@ class ObjectState(NamedObjects):
     def _check(self) -> None:
         check_supported(self._objects)
         self._checked = True
+
+    def _noted(self) -> dict[str, str]:
+        """Return the files that models of Transformers and PEFT save beside their weights; they are asked once."""
+        if not self._has_noted:
+            self._has_noted = True
+            modules = {name: unwrapped(one) for name, one in self._objects.items() if isinstance(one, torch.nn.Module)}
+            self._pretrained = pretrained(modules)
+        return {} if self._pretrained is None else {PRETRAINED: self._pretrained}
 
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``.
@@ -156,7 +167,7 @@ class ObjectState(NamedObjects):
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
         state = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
         state[_RNG] = collect_rng()
-        state[KEY] = {OPTIMIZERS: self._settings.fields}
+        state[KEY] = {OPTIMIZERS: self._settings.fields, **self._noted()}
         return state
 
     def check_averages_gradients(self) -> None:

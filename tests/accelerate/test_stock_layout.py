@@ -6,10 +6,12 @@ import torch
 from accelerate import PartialState
 from accelerate.checkpointing import load_accelerator_state
 from stock_net import Net, plain
+from support.saving import put
 
+import lazysnap
+from lazysnap import ExportOptions
 from lazysnap.data.streams import collect_rng
 from lazysnap.errors import StateMismatch, UnsupportedState
-from lazysnap.exports.accelerate import write_stock
 from lazysnap.exports.accelerate_folders import stock_prefix
 from lazysnap.exports.folder import mark_of
 from lazysnap.exports.target import MARK
@@ -90,6 +92,12 @@ def state_of(model, optimizer, **facts):
     }
 
 
+def export(state, directory):
+    """As the layout of ``save_state``, from a snapshot."""
+    put(str(directory / "level"), 1, state)
+    lazysnap.export(directory / "level", to=directory, format="accelerate", options=ExportOptions(force=True))
+
+
 def stock_load(directory, model, optimizer, scaler=None):
     PartialState(cpu=True)  # stock cannot log without
     return load_accelerator_state(str(directory), [model], [optimizer], [], [], 0, scaler)
@@ -102,7 +110,7 @@ def test_tied_and_compiled_weights_come_back_in_both_formats(tmp_path, safe, com
     loaded = torch.compile(fresh) if compiled else fresh
     prefixes = {"model": stock_prefix(loaded)}
     assert prefixes["model"] == ("_orig_mod." if compiled else "")
-    write_stock([state_of(model, optimizer, safe_serialization=safe, prefixes=prefixes)], str(tmp_path))
+    export(state_of(model, optimizer, safe_serialization=safe, prefixes=prefixes), tmp_path)
     assert (tmp_path / "model.safetensors").exists() == safe
     assert (tmp_path / "pytorch_model.bin").exists() == (not safe)
     assert stock_load(tmp_path, loaded, other) == {"step": 7}
@@ -117,7 +125,7 @@ def test_the_scale_of_a_grad_scaler_comes_back(tmp_path):
     for one in (scaler, fresh):
         one.scale(torch.ones(1))
     state = state_of(model, optimizer) | {"scaler": scaler.state_dict() | {"scale": torch.tensor(512.0)}}
-    write_stock([state], str(tmp_path))
+    export(state, tmp_path)
     stock_load(tmp_path, model, optimizer, fresh)
     assert fresh.state_dict() == scaler.state_dict()
 
@@ -126,7 +134,7 @@ def test_models_that_a_save_hook_took_out_are_not_written(tmp_path):
     """Scripts write some of their models themselves."""
     model = torch.nn.Linear(2, 2)
     state = state_of(model, torch.optim.SGD(model.parameters()), models=["model_1"])
-    write_stock([state | {"model_1": {"w": torch.ones(3)}}], str(tmp_path))
+    export(state | {"model_1": {"w": torch.ones(3)}}, tmp_path)
     assert safetensors.torch.load_file(tmp_path / "model.safetensors").keys() == {"w"}
 
 
@@ -135,9 +143,9 @@ def test_weights_that_safetensors_cannot_hold_are_refused_by_name(tmp_path):
     state = state_of(model, torch.optim.SGD(model.parameters()))
     state["model"]["_extra_state"] = {"scale": 1.0}
     with pytest.raises(UnsupportedState, match=r"_extra_state.*safe_serialization=False"):
-        write_stock([state], str(tmp_path))
+        export(state, tmp_path)
 
 
 def test_a_snapshot_of_another_loop_is_refused(tmp_path):
     with pytest.raises(StateMismatch, match="a snapshot of an Accelerator has the parts"):
-        write_stock([{"model": {}, "rng": collect_rng()}], str(tmp_path))
+        export({"model": {}, "rng": collect_rng()}, tmp_path)

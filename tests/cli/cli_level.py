@@ -90,6 +90,7 @@ def put(
     rank: tuple[int, int] = (0, 1),
     captured_ns: int | None = None,
     start: str = START,
+    parameters: dict[str, list[str]] | None = None,
 ) -> Entry:
     """Commit a snapshot of ``state``; tensors whose name ``frozen`` accepts are stored as immutable ones."""
     store = open_store(url)
@@ -123,6 +124,7 @@ def put(
         state=walked.skeleton,
         packages={"lazysnap": "0.1.0", "torch": torch.__version__},
         frozen=reference,
+        parameters=parameters,
     )
     (entry,) = entries_of(store.write(meta, shard.source), store.url, store.speed, meta.name.directory)
     for name in names:

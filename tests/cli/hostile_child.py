@@ -214,6 +214,9 @@ class Readers:
             "export",
             lambda: self.command("export", url, "latest", "--to", str(self.scratch / "w.safetensors"), "--force"),
         )
+        for name in ("o.ckpt", "o"):
+            to = str(self.scratch / name)
+            yield f"export {name}", lambda to=to: self.command("export", url, "latest", "--to", to, "--force")
         yield "latest_path", lambda: self.raises(lambda: lazysnap.latest_path(url))
         for which in ("latest", "best", 10, f"run:{RUN[:8]}", f"run:{RUN}@10"):
             yield (

@@ -263,7 +263,7 @@ def test_a_dcp_directory_is_read_by_stock_dcp_bit_for_bit(url, tmp_path, capsys)
 def test_the_lines_of_the_documentation_load_a_dcp_directory_into_a_fresh_optimizer(url, tmp_path, monkeypatch):
     model = plain_model()
     state = trained(model)
-    put(url, 10, state)
+    put(url, 10, state, parameters={"optimizer": [name for name, _ in model.named_parameters()]})
     monkeypatch.chdir(tmp_path)
     assert run("export", url, "10", "--to", "DIRECTORY/") == 0
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
@@ -332,16 +332,6 @@ def test_the_format_can_be_named(make_url, tmp_path):
     assert (tmp_path / "a.b" / ".metadata").is_file()
 
 
-def test_many_ranks_are_refused_clearly(make_url, tmp_path, capsys):
-    url = make_url("local")
-    for rank in (0, 1):
-        put(url, 10, rank=(rank, 2))
-    code, result = run_json(capsys, "export", url, "10", "--to", tmp_path / "out.ckpt")
-    assert code == 2
-    assert "2 ranks" in result["error"]
-    assert f"lazysnap.load_weights({url!r}, 10)" in result["error"], "what works is named"
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_full_disk_leaves_nothing_and_is_exit_code_2(make_url, tmp_path, name, capsys):
     url = make_url("local")
@@ -356,21 +346,23 @@ def test_a_full_disk_leaves_nothing_and_is_exit_code_2(make_url, tmp_path, name,
     assert {path.name for path in tmp_path.iterdir()} == {Path(url).name}
 
 
-def test_memory_for_weights_is_a_few_blocks(make_url, tmp_path):
+@pytest.mark.parametrize(("name", "most_mb"), [("w.safetensors", 128), ("w.ckpt", 128), ("dcp", 256)])
+def test_memory_does_not_grow_with_the_snapshot(make_url, tmp_path, name, most_mb):
     url = make_url("local")
-    put(url, 10, {"model": {f"w{number}": torch.rand(16_000_000) for number in range(4)}})
+    put(url, 1, {"model": {"w": torch.rand(10)}})
+    put(url, 10, {"model": {f"w{number}": torch.rand(16_000_000) for number in range(8)}})
     code = """
 import resource, sys
 from lazysnap.cli import main
-import lazysnap.exports.safetensors
+assert main(["export", sys.argv[1], "1", "--to", sys.argv[2]]) == 0  # what is imported takes memory, too
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-assert main(["export", sys.argv[1], "10", "--to", sys.argv[2]]) == 0
+assert main(["export", sys.argv[1], "10", "--to", sys.argv[2], "--force"]) == 0
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    words = [sys.executable, "-c", code, url, str(tmp_path / "w.safetensors")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    words = [sys.executable, "-c", code, url, str(tmp_path / name)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=True)
     grown = int(done.stdout.split()[-1]) << 10
-    assert grown < 128 << 20, f"{grown} bytes for a file of 256 MB"
+    assert grown < most_mb << 20, f"{grown} bytes for 512 MB of weights"
 
 
 @pytest.mark.parametrize("name", FORMATS)

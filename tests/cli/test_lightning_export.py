@@ -17,7 +17,7 @@ from cli_level import run, run_json
 from plain_lightning import EPOCHS, STEPS_PER_EPOCH, Classifier, Record, data, trainer
 
 from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig
-from lazysnap.exports.weights import LIGHTNING_EXTRAS
+from lazysnap.exports.weights import EXTRAS
 from lazysnap.integrations.lightning import state as lightning_state
 
 HERE = Path(__file__).parent
@@ -133,7 +133,7 @@ def test_a_dcp_directory_holds_the_checkpoint(training, tmp_path):
 
 
 def test_the_key_of_the_callbacks_own_state_is_known():
-    assert lightning_state.KEY == LIGHTNING_EXTRAS
+    assert lightning_state.KEY == EXTRAS
 
 
 def test_the_example_is_listed_verified_shown_copied_and_exported(tmp_path, capsys, make_url):

@@ -124,7 +124,8 @@ class Ending(pl.Callback):
 def make_strategy(name: str, world: int) -> object:
     within = {"fsdp2": 1, "tp": world, "fsdp2+tp": 2}
     if name in within:
-        return ModelParallelStrategy(data_parallel_size=world // within[name], tensor_parallel_size=within[name])
+        sizes = {"data_parallel_size": world // within[name], "tensor_parallel_size": within[name]}
+        return ModelParallelStrategy(save_distributed_checkpoint=False, **sizes)
     if name in ("ddp", "zero"):
         return DDPStrategy(find_unused_parameters=True)
     return "auto" if world == 1 else name
@@ -160,6 +161,8 @@ def main() -> None:
     torch.manual_seed(11 + int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))))
     loader = torch.utils.data.DataLoader(Numbers(), batch_size=BATCH, shuffle=True)
     trainer.fit(Net(place, is_zero=settings["strategy"] == "zero"), loader, ckpt_path="latest")
+    if settings.get("save"):
+        trainer.save_checkpoint(place / "stock.ckpt")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine, Xor
-from lazysnap.dcp import SnapshotReader
 from lazysnap.errors import WaitTimeout
 from lazysnap.ranks.world import World
 from lazysnap.state.sharding import local_of
@@ -160,14 +159,12 @@ def own(model: torch.nn.Module, loop: dict) -> list[str]:
     return [total.hexdigest(), f"{loop['rank']}:{loop['drawn']}", f"{draw}:{plain.random()}"]
 
 
-def load_by_dcp(url: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """As a user of stock torch would, who knows nothing of an engine. The step."""
+def load_by_dcp(directory: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As a user of stock torch would, who knows nothing of an engine."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
-    reader = SnapshotReader(url)
-    dcp.load(state, storage_reader=reader)
+    dcp.load(state, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return reader.step
 
 
 def beat(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
@@ -270,7 +267,8 @@ def main() -> None:
         optimizer.size = settings["hoard"] << 20
     loop = make_odd(settings.get("odd"), model, optimizer)
     if settings.get("dcp"):
-        write("loaded", load_by_dcp(settings["dcp"], model, optimizer), digest(model, optimizer))
+        load_by_dcp(settings["dcp"], model, optimizer)
+        write("loaded", digest(model, optimizer))
         os._exit(0)
     every = settings.get("every", 1)
     levels = tuple(PersistentLevel(**level) for level in settings["levels"])

@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from jobs import HERE
 from support.ports import free_port
+
+import lazysnap
 
 STRATEGIES = (("ddp", 2), ("fsdp2", 2), ("fsdp2+tp", 4))
 BATCH, SAMPLES = 3, 48
@@ -154,3 +157,18 @@ def test_an_optimizer_that_shards_its_state_itself_is_refused_before_anything_is
     assert 0 not in fit.run("zero", 2), fit.output()
     assert "ConfigError: rank 0 (and 1 more ranks): LazySnapshotCallback: " in fit.output()
     assert not list(fit.place.glob("trace.*"))
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("fsdp2", 2)])
+def test_an_exported_checkpoint_holds_what_lightning_saves_itself(make_fit, tmp_path, strategy, world):
+    fit = make_fit("fit", levels=True)
+    assert fit.run(strategy, world, save=True) == [0] * world, fit.output()
+    stock = torch.load(fit.place / "stock.ckpt", weights_only=True)
+
+    exported = lazysnap.export(fit.levels[0], to=tmp_path / "exported.ckpt")
+
+    found = torch.load(tmp_path / "exported.ckpt", weights_only=True)
+    assert exported.step == found["global_step"] == stock["global_step"]
+    assert set(found) == set(stock)
+    for name in ("epoch", "state_dict", "optimizer_states", "lr_schedulers"):
+        torch.testing.assert_close(found[name], stock[name], rtol=0, atol=0, msg=name)

@@ -2,6 +2,8 @@
 
 import pytest
 
+import lazysnap
+
 STEP = 3
 
 
@@ -40,10 +42,12 @@ def test_a_snapshot_fits_any_other_world(job, end_keepers, taken, world, place, 
 
 
 @pytest.mark.parametrize(("taken", "kind", "ranks"), [("ddp", "fsdp", 3), ("fsdp", "plain", 1), ("fsdp", "ddp", 2)])
-def test_stock_torch_loads_what_several_ranks_took(job, taken, kind, ranks):
+def test_stock_torch_loads_an_export_of_what_several_ranks_took(job, taken, kind, ranks):
     job.run(taken, 2, stop_at=STEP, wait_durable=True)
     stopped = job.stopped()
 
-    assert set(job.run(kind, ranks, dcp=job.levels[0]["url"])) == {0}, job.output()
+    exported = lazysnap.export(job.levels[0]["url"], to=job.root / "exported")
+    assert exported.step == STEP
+    assert set(job.run(kind, ranks, dcp=exported.path)) == {0}, job.output()
 
-    assert [line[2:] for line in job.events("loaded")] == [[str(STEP), *stopped]] * ranks
+    assert [line[2:] for line in job.events("loaded")] == [[*stopped]] * ranks

@@ -13,7 +13,6 @@ from support.snapshots import lone_manifest
 from lazysnap.capture.copier import copy_eager
 from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import make_plan
-from lazysnap.dcp import SnapshotReader
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, MemoryBlocks, VerifiedSource
@@ -171,16 +170,6 @@ def test_a_flipped_byte_behind_4_gib_is_found_when_all_is_read(snapshot):
         finally:
             file.seek(-1, os.SEEK_END)
             file.write(byte)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_reads_small_tensors_of_a_snapshot_of_more_than_4_gib(large, snapshot):
-    target = {"model": {"small": torch.zeros(1000, 3), "bytes": torch.zeros(200, dtype=torch.uint8)}}
-
-    torch.distributed.checkpoint.load(target, storage_reader=SnapshotReader(str(snapshot)), no_dist=True)
-
-    assert torch.equal(target["model"]["small"], large.model.small)
-    assert torch.equal(target["model"]["bytes"], large.model.bytes)
 
 
 def test_a_block_is_written_and_read_behind_4_gib_of_a_file(tmp_path):

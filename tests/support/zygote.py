@@ -37,7 +37,6 @@ IMPORTED = (
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "lightning.pytorch",
-    "lazysnap.dcp",
     "lazysnap.engine.engine",
     "lazysnap.integrations.accelerate",
     "lazysnap.integrations.lightning",

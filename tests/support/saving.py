@@ -4,8 +4,6 @@ import time
 from dataclasses import dataclass
 
 import torch
-from support.names import START
-from support.snapshots import lone_manifest
 from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
@@ -16,9 +14,9 @@ from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest
 from lazysnap.shard.names import SnapshotName
-from lazysnap.state.sharding import held_part
 from lazysnap.state.walk import walk
-from lazysnap.topology import share
+from support.names import START
+from support.snapshots import lone_manifest
 
 RUN = "1" * 16
 OTHER = "2" * 16
@@ -110,31 +108,6 @@ def _write_frozen(store, snapshot, tensors):
     return FrozenReference(digest, layout.size_bytes)
 
 
-def write_rank(snapshot: Snapshot, rank: int, state, replicated=()) -> Manifest:
-    """What rank ``rank`` of a training holds: its part of DTensors, its share of ``replicated`` names, the rest."""
-    walked = walk(state)
-    boxes, aliases, seen, common = {}, {}, {}, []
-    for name, tensor in zip(walked.names, walked.tensors, strict=True):
-        held = held_part(tensor, name)
-        if held is not None:
-            if held.replicas[:1] == (rank,) and (held.local.numel() or 0 in held.global_shape):
-                key = (held.local.data_ptr(), held.local.shape)
-                if held.local.numel() and seen.setdefault(key, name) != name:
-                    aliases[name] = seen[key]
-                    continue
-                boxes[name] = (held.local, (held.global_shape, held.offsets, "shard"))
-        elif name in replicated:
-            common.append((name, tensor.detach()))
-        else:
-            boxes[name] = (tensor.detach(), None)
-    sizes = [(t.shape[0] if t.dim() else 1, t.nbytes // max(1, t.shape[0] if t.dim() else 1)) for _, t in common]
-    for rows in share(sizes, rank, snapshot.world):
-        name, tensor = common[rows.index]
-        offsets = (rows.start, *(0 for _ in tensor.shape[1:])) if tensor.dim() else ()
-        boxes[name] = (tensor[rows.start : rows.stop] if tensor.dim() else tensor, (tensor.shape, offsets, "full"))
-    return write(snapshot, rank, boxes, walked.skeleton, aliases)
-
-
 def write_all(snapshot: Snapshot, state, cut, aliases=None) -> list[Manifest]:
     """A snapshot of ``world`` ranks from one whole state. ``cut(name, tensor, rank)``: offsets and box, or None."""
     walked = walk(state)
@@ -149,6 +122,19 @@ def write_all(snapshot: Snapshot, state, cut, aliases=None) -> list[Manifest]:
                 boxes[name] = (box, None if offsets is None else (tensor.shape, offsets, "shard"))
         manifests.append(write(snapshot, rank, boxes, walked.skeleton, aliases))
     return manifests
+
+
+def put(url: str, step: int, state: dict) -> None:
+    """Write a snapshot of one rank; tied tensors are stored once."""
+    walked = walk(state)
+    boxes, aliases, seen = {}, {}, {}
+    for name, tensor in zip(walked.names, walked.tensors, strict=True):
+        owner = seen.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), name) if tensor.numel() else name
+        if owner == name:
+            boxes[name] = (tensor.detach(), None)
+        else:
+            aliases[name] = owner
+    write(Snapshot(url, 1, step=step), 0, boxes, walked.skeleton, aliases)
 
 
 def rows(world):

@@ -1,0 +1,65 @@
+"""One export: a snapshot, the choices of the user, and a display of the progress."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lazysnap.errors import ConfigError
+from lazysnap.snapshots.whole import Filling, WholeSnapshot
+
+Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Shows the progress of some work: takes its name and its bytes, gives the function that counts those that are done."""
+
+
+@contextlib.contextmanager
+def no_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A ``Bar`` that nobody sees."""
+    yield lambda count: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Choices for ``lazysnap.export``. Raises: ConfigError."""
+
+    only: str | None = None
+    """safetensors, huggingface: only the tensors below this path in the state, without that prefix."""
+    config: "str | os.PathLike[str] | None" = None
+    """huggingface: a directory whose ``config.json``, generation config and tokenizer files are copied."""
+    shard_bytes: int = 5_000_000_000
+    """huggingface: the most that a file of weights may have, unless one tensor is larger."""
+    keep_types: bool = False
+    """ckpt: also values of types that ``torch.load(weights_only=True)`` refuses."""
+    force: bool = False
+    """Replace an earlier export, or an empty directory."""
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    """Options for the file system of the level, as in ``PersistentLevel``."""
+
+    def __post_init__(self) -> None:
+        if type(self.shard_bytes) is not int or self.shard_bytes < 1:
+            raise ConfigError(f"ExportOptions.shard_bytes must be a number of bytes >= 1, got {self.shard_bytes!r}")
+
+    def check(self, format: str) -> None:
+        """Raises: ConfigError, for a choice that this format does not have."""
+        if self.only is not None and format not in ("safetensors", "huggingface"):
+            raise ConfigError(f"--only chooses tensors for safetensors and huggingface, not for {format}")
+        if self.config is not None and format != "huggingface":
+            raise ConfigError(f"--config is for huggingface, not for {format}")
+        if self.keep_types and format != "ckpt":
+            raise ConfigError(f"--keep-types is for .ckpt files, not for {format}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One export."""
+
+    whole: WholeSnapshot
+    options: ExportOptions
+    bar: Bar = no_bar
+
+    def fill(self, filling: Filling) -> None:
+        """Read the snapshot into the files of an export. Blocks. Raises: as ``Filling.run``."""
+        with self.bar("exporting", filling.size_bytes) as beat:
+            filling.run(self.whole.snapshot, beat)

@@ -1,0 +1,33 @@
+"""A file that an export makes: its size is known, its bytes come in any order, from several threads."""
+
+import os
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from lazysnap.levels.files import pwrite_all
+from lazysnap.snapshots.whole import Write
+
+
+class NewFile(AbstractContextManager["NewFile"]):
+    """An open file. Raises: OSError, where it cannot be made or written."""
+
+    def __init__(self, path: str, size_bytes: int | None = None) -> None:
+        """``size_bytes``: of a file that is not there yet; ``None``: it is there."""
+        flags = os.O_RDWR | os.O_CLOEXEC | (0 if size_bytes is None else os.O_CREAT | os.O_EXCL)
+        self.handle = os.open(path, flags, 0o666)
+        if size_bytes is not None:
+            os.ftruncate(self.handle, size_bytes)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        os.close(self.handle)
+
+    def write(self, offset: int, data: "bytes | memoryview") -> None:
+        """Write some bytes. Blocks."""
+        pwrite_all(self.handle, offset, memoryview(data))
+
+    def behind(self, start: int) -> Write:
+        """Return a ``Write`` whose offsets count from ``start``."""
+        return lambda offset, data: self.write(start + offset, data)

@@ -1,0 +1,150 @@
+"""The state in a snapshot, decoded: its tensors in memory, or as outlines that are filled in a file later."""
+
+import ctypes
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lazysnap.errors import ShardCorrupt
+from lazysnap.shard.limits import with_stack
+from lazysnap.shard.manifest import TAG
+from lazysnap.shard.strides import strides_of
+from lazysnap.snapshots.tensors import facts_of
+from lazysnap.snapshots.whole import Filling, WholeSnapshot, WholeTensor, Write
+from lazysnap.state.codec import decode, tensor_names
+
+Choose = Callable[[Any], Any]
+"""Returns a part of an encoded state."""
+
+
+def parts_of(names: Collection[str] | None) -> Choose:
+    """Return what chooses these objects of the state (``None``: all), without decoding registered types."""
+
+    def choose(encoded: Any) -> dict[str, Any]:
+        if not isinstance(encoded, dict):
+            raise ShardCorrupt(f"the small state is {type(encoded).__name__}, expected a dict")
+        return {name: unregistered(part) for name, part in encoded.items() if names is None or name in names}
+
+    return choose
+
+
+def unregistered(encoded: Any) -> Any:
+    """Return an encoded value in which values of registered types are replaced by what their encoder returned."""
+    if isinstance(encoded, list):
+        return [unregistered(item) for item in encoded]
+    if not isinstance(encoded, Mapping):
+        return encoded
+    if encoded.get(TAG) == "registered":
+        return unregistered(encoded.get("v"))
+    return {key: unregistered(item) for key, item in encoded.items()}
+
+
+def read_state(whole: WholeSnapshot, choose: Choose) -> dict[str, Any]:
+    """Return the part of the state that ``choose`` returns, its tensors read and verified; tied ones are one tensor.
+
+    Blocks. Raises: ShardCorrupt; LevelError; what ``choose`` raises.
+    """
+    with whole.snapshot.naming():
+        encoded = with_stack(lambda: choose(whole.meta.state))
+        names = tensor_names(encoded)
+    found = read_tensors(whole, {name: whole.tensor(name) for name in names})
+    return _decoded(whole, encoded, found.__getitem__)
+
+
+def _decoded(whole: WholeSnapshot, encoded: Any, tensor: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+    with whole.snapshot.naming():
+        state = decode(encoded, tensor=tensor)
+        if not isinstance(state, dict):
+            raise ShardCorrupt(f"the state is {type(state).__name__}, expected a dict")
+    return state
+
+
+def read_tensors(whole: WholeSnapshot, tensors: Mapping[str, WholeTensor]) -> dict[str, torch.Tensor]:
+    """Return tensors in memory, tied ones once. Blocks. Raises: ShardCorrupt; LevelError."""
+    filling, made = Filling(), {}
+    for tensor in tensors.values():
+        if tensor.key not in made:
+            made[tensor.key] = _new(tensor)
+            filling.add(tensor, memory_of(made[tensor.key]))
+    filling.run(whole.snapshot)
+    orders = {tensor.key: tensor.first.order for tensor in tensors.values()}
+    for key, order in orders.items():
+        if order is not None:
+            rows = made[key]
+            made[key] = torch.empty_strided(rows.shape, strides_of(rows.shape, order), dtype=rows.dtype).copy_(rows)
+    return {name: made[tensor.key] for name, tensor in tensors.items()}
+
+
+def _new(tensor: WholeTensor) -> torch.Tensor:
+    try:
+        return torch.empty(tensor.shape, dtype=facts_of(tensor.first)[0])
+    except RuntimeError as error:  # an empty shape like [0, 2**61, 2**61]
+        raise ShardCorrupt(f"{tensor.first.shard.where}: tensor {tensor.name}: {error}") from error
+
+
+def memory_of(tensor: torch.Tensor) -> Write:
+    """Return what writes into the memory of a new tensor."""
+    memory = bytes_of(tensor.untyped_storage())
+
+    def write(offset: int, data: memoryview, keep: torch.Tensor = tensor) -> None:
+        memory[offset : offset + len(data)] = data
+
+    return write
+
+
+class Outline:
+    """A state whose tensors have dtype and shape, and no memory: it can be larger than memory is."""
+
+    def __init__(self, whole: WholeSnapshot) -> None:
+        self._whole = whole
+        self._mode = FakeTensorMode()
+        self._made: dict[object, torch.Tensor] = {}
+        self._sources: dict[int, WholeTensor] = {}
+        """The tensors that outlines stand for, by ``identity_of`` the outline's memory."""
+
+    def state(self, choose: Choose) -> dict[str, Any]:
+        """Return the part of the state that ``choose`` returns. Blocks. Raises: ShardCorrupt."""
+        with self._whole.snapshot.naming():
+            encoded = with_stack(lambda: choose(self._whole.meta.state))
+        return _decoded(self._whole, encoded, lambda name: self._outline(self._whole.tensor(name)))
+
+    def _outline(self, tensor: WholeTensor) -> torch.Tensor:
+        if tensor.key not in self._made:
+            with self._mode:
+                made = self._made[tensor.key] = _new(tensor)
+            self._sources[identity_of(made.untyped_storage())] = tensor
+        return self._made[tensor.key]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors, tied ones once."""
+        return sum(tensor.size_bytes for tensor in self._sources.values())
+
+    def source(self, value: Any) -> WholeTensor | None:
+        """Return the tensor of the snapshot that an outline stands for; ``None`` for any other value."""
+        return self.source_of(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
+
+    def source_of(self, storage: torch.UntypedStorage) -> WholeTensor | None:
+        """Return the same as ``source`` for the memory of an outline."""
+        return self._sources.get(identity_of(storage))
+
+    def read(self, value: Any) -> Any:
+        """Return a value with tensors in memory in place of outlines. Blocks. Raises: ShardCorrupt; LevelError."""
+        leaves = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+        wanted = {str(id(one)): source for one in leaves if (source := self.source(one)) is not None}
+        found = read_tensors(self._whole, wanted)
+        return tree_map_only(torch.Tensor, lambda one: found.get(str(id(one)), one), value)
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """Return the same number for all objects that stand for one memory."""
+    return int(storage._cdata)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    """Return the memory of a tensor on the CPU; valid as long as that."""
+    size = storage.nbytes()
+    return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B") if size else memoryview(b"")

@@ -1,0 +1,119 @@
+"""A file of ``torch.save`` of any size: torch leaves room for the tensors, and they are copied there one by one."""
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lazysnap.errors import UnsupportedState
+from lazysnap.exports.new_file import NewFile
+from lazysnap.exports.states import Outline, bytes_of, identity_of
+from lazysnap.snapshots.whole import Filling
+
+_READ_BYTES = 16 << 20
+
+
+class TorchFile(AbstractContextManager["TorchFile"]):
+    """A new file with everything but the bytes of the tensors. It is closed at the end of the context."""
+
+    def __init__(self, value: Any, path: str) -> None:
+        """Blocks. Raises: UnsupportedState, for a value that cannot be pickled; OSError."""
+        try:
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                storages = _Storages()
+                storages.dump(value)
+                torch.save(value, path)
+        except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
+            raise UnsupportedState(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
+        except RuntimeError as error:  # so torch's writer reports a full disk
+            raise OSError(f"{path}: torch.save failed: {error}") from error
+        records = {record.name: record for record in _records(path)}
+        self._storages = [(one, records[f"data/{number}"]) for number, one in enumerate(storages.found.values())]
+        self._file = NewFile(path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self._file.__exit__(kind, error, trace)
+
+    def add(self, filling: Filling, outline: Outline) -> None:
+        """Have the tensors that ``outline`` knows written when ``filling`` runs; the others are written now. Blocks."""
+        for storage, record in self._storages:
+            source = outline.source_of(storage)
+            if source is None:
+                self._file.write(record.start, bytes_of(storage))
+            else:
+                filling.add(source, self._file.behind(record.start))
+
+    def seal(self) -> None:
+        """Write the checksums of the tensors, which torch ignores and other readers of zip files compare. Blocks."""
+        for _, record in self._storages:
+            crc = 0
+            for at in range(0, record.size_bytes, _READ_BYTES):
+                count = min(_READ_BYTES, record.size_bytes - at)
+                crc = zlib.crc32(os.pread(self._file.handle, count, record.start + at), crc)
+            field = struct.pack("<I", crc)
+            self._file.write(record.entry + 16, field)
+            descriptor = record.start + record.size_bytes
+            if os.pread(self._file.handle, 4, descriptor) == b"PK\x07\x08":
+                self._file.write(descriptor + 4, field)
+
+
+def save_outlines(value: Any, path: str, outline: Outline, files: ExitStack, filling: Filling) -> TorchFile:
+    """Make a file of ``torch.save`` that is filled when ``filling`` runs; ``seal`` it then. Blocks.
+
+    Raises: UnsupportedState, for a value that cannot be pickled; OSError.
+    """
+    file = files.enter_context(TorchFile(value, path))
+    file.add(filling, outline)
+    return file
+
+
+class _Storages(pickle.Pickler):
+    """Finds the memory of all tensors in a value, in the order in which ``torch.save`` numbers it."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), protocol=2)
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, value: Any) -> str | None:
+        """Keep the memory, and write a word in its place."""
+        storage = value._untyped_storage if isinstance(value, torch.storage.TypedStorage) else value
+        if not isinstance(storage, torch.UntypedStorage):
+            return None
+        self.found.setdefault(identity_of(storage), storage)
+        return "storage"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A member of a zip file."""
+
+    name: str
+    start: int
+    """Offset of its bytes."""
+    size_bytes: int
+    entry: int
+    """Offset of its entry in the directory at the end."""
+
+
+def _records(path: str) -> Iterator[_Record]:
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        entry = archive.start_dir
+        for info in archive.infolist():
+            file.seek(info.header_offset + 26)
+            name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+            start = info.header_offset + 30 + name_bytes + extra_bytes
+            yield _Record(info.filename.partition("/")[2], start, info.file_size, entry)
+            file.seek(entry + 28)
+            entry += 46 + sum(struct.unpack("<HHH", file.read(6)))

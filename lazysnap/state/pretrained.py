@@ -1,0 +1,85 @@
+"""The files that models of Transformers and PEFT save beside their weights: noted once, for exports."""
+
+import copy
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+PRETRAINED = "pretrained"
+"""Below ``source.KEY``: JSON; by name of an object of the state, its ``files`` (name → text), and for adapters
+``weights`` (name in the file → name in the model).
+"""
+
+
+def pretrained(modules: Mapping[str, torch.nn.Module]) -> str | None:
+    """Return the note of these modules, as JSON; ``None`` if none has a ``save_pretrained``, and on other ranks than 0.
+
+    Neither package is imported. Nothing that fails raises: an export then needs the files from elsewhere.
+    Blocks: some milliseconds.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_rank():
+        return None  # exports read the small state of rank 0
+    found = {}
+    for name, module in modules.items():
+        if not hasattr(module, "save_pretrained"):
+            continue
+        try:
+            found[name] = _adapter(module) if hasattr(module, "get_base_model") else _model(module)
+        except Exception as error:  # noqa: BLE001  code of the model; a capture does without
+            logger.warning("the config of %r is not in the snapshots, exports need --config: %s", name, error)
+    return json.dumps(found) if found else None
+
+
+def _model(module: Any) -> dict[str, Any]:
+    config = copy.deepcopy(module.config)
+    config.dtype = str(module.dtype).removeprefix("torch.")
+    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    writers = [config]
+    if module.can_generate() and getattr(module, "generation_config", None) is not None:
+        writers.append(module.generation_config)
+    with tempfile.TemporaryDirectory() as directory:
+        for writer in writers:
+            writer.save_pretrained(directory)
+        return {"files": _texts(directory)}
+
+
+def _adapter(module: Any) -> dict[str, Any]:
+    """See ``PeftModel.save_pretrained``."""
+    from peft import get_peft_model_state_dict  # it is there: the model is one of its classes
+
+    name = module.active_adapter
+    config = copy.deepcopy(module.peft_config[name])
+    base = module.get_base_model()
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        kind = type(base)
+        mapping = {"base_model_class": kind.__name__.removeprefix("FSDP"), "parent_library": kind.__module__}
+    # "auto" may ask the hub for the size of the vocabulary: not from within a training.
+    is_local = os.path.isdir(config.base_model_name_or_path or "")
+    weights = module.state_dict()
+    names = {id(tensor): name for name, tensor in weights.items()}
+    saved = get_peft_model_state_dict(
+        module, weights, adapter_name=name, save_embedding_layers="auto" if is_local else False
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory, auto_mapping=mapping)
+        return {"files": _texts(directory), "weights": {key: names[id(tensor)] for key, tensor in saved.items()}}
+
+
+def _texts(directory: str) -> dict[str, str]:
+    found = {}
+    for name in sorted(os.listdir(directory)):
+        with open(os.path.join(directory, name), encoding="utf-8") as file:
+            found[name] = file.read()
+    return found
