@@ -132,7 +132,9 @@ def forked(work, *args) -> int:
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(BaseException):
-        os.dup2(os.open(f"{sys.argv[1]}/output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+        output = os.open(f"{sys.argv[1]}/output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for handle in (1, 2):  # a keeper that outlives the test keeps them open
+            os.dup2(output, handle)
         try:
             work(*args)
         except BaseException:  # noqa: BLE001  the rim of the child

@@ -16,7 +16,7 @@ def digest(value: Any) -> str:
         if isinstance(item, torch.Tensor):
             item = item.full_tensor() if hasattr(item, "full_tensor") else item
             total.update(str((item.dtype, tuple(item.shape))).encode())
-            total.update(item.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            total.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(item, dict):
             for key, inner in item.items():
                 total.update(repr(key).encode())

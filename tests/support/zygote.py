@@ -26,6 +26,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 IMPORTED = (
     "accelerate",
@@ -75,12 +76,12 @@ class Child:
 class Zygote:
     """The process that is forked, seen by the tests. Thread-safe."""
 
-    def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
+    def __init__(self, imported: Sequence[str] = IMPORTED, env: Mapping[str, str] = MappingProxyType({})) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__, *imported],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         )
         self._children: dict[int, Child] = {}
         self._numbers = itertools.count()
@@ -145,7 +146,12 @@ def _warm_up() -> None:
     torch.set_num_threads(1)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
+    loss = model(torch.ones(1, 2)).sum()
+    if torch.accelerator.is_available():  # the threads of its backward would be there in no child
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    else:
+        loss.backward()
     optimizer.step()
     optimizer.state_dict()
 
