@@ -19,6 +19,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -37,7 +38,7 @@ _INNER = ("base_dataloader", "_dataloader")
 _COUNTERS = ("iteration", "_num_iter_calls")
 """Counters of iterations of such a loader; their samplers are seeded with them."""
 _SAMPLERS = ("batch_sampler", "sampler")
-_NOW = ("given", "number", "now", "own", "share", "at_end")
+_NOW = ("given", "number", "now", "own", "share", "at_end", "was_left")
 """Fields of a position that are not recorded when its iteration begins."""
 _SEEDS = ("epoch", "seed", "initial_seed")
 _DEPTH = 4
@@ -68,6 +69,8 @@ class Position:
         self._running: weakref.ref[_Iteration] | None = None
         self._moved: weakref.ref[_Iteration] | None = None
         """An iteration that goes on where ``load_state_dict`` said, unless another one begins first."""
+        self._stepped: _Place | None = None
+        """Where the iteration stood in which the last optimizer step was, until it ends or another one begins."""
         self._pending: dict[str, Any] | None = None
         self._skipped = 0
         self._number = 0
@@ -126,10 +129,15 @@ class Position:
         running = self._iteration()
         if running is not None and running.before is not None:
             return dict(running.before)
-        return self._state(running)
+        if running is not None:
+            return self._state(running.place)
+        stepped = self._stepped
+        if stepped is None or _raised(stepped.recorded["epochs"], self.epochs()):
+            return self._state(None)
+        return {**self._state(stepped), "was_left": True}  # by a break, and the program may go on in this epoch
 
-    def _state(self, running: "_Iteration | None") -> dict[str, Any]:
-        if running is None or running.given < 2:  # samplers make generators when they are iterated, none later
+    def _state(self, place: "_Place | None") -> dict[str, Any]:
+        if place is None or place.given < 2:  # samplers make generators when they are iterated, none later
             self._streams.watch([self._loader, *self._bases])
         state: dict[str, Any] = {
             "given": None,
@@ -137,12 +145,12 @@ class Position:
             "now": self._streams.collect(),
             **self._counts(),
         }
-        if running is None:
+        if place is None:
             state.update(share=self._share(), skip=self._skipped)
         else:
-            state.update(running.recorded, given=running.given, at_end=self._is_at_end(running.given))
+            state.update(place.recorded, given=place.given, at_end=self._is_at_end(place.given))
             # Before the first batch a loader's own state may be that of the epoch before, at its end.
-            if self._asks_loader and running.given:
+            if self._asks_loader and place.given:
                 state["own"] = state_of_loader(self._loader)
         return state
 
@@ -150,6 +158,7 @@ class Position:
         """Let the next iteration begin at ``state``; the running one, if any, moves there at its next batch."""
         _set_counts(self._loader, self._bases, state)
         self._moved, self._running, self._number = self._running, None, state.get("number", 0)
+        self._stepped = None
         self._streams.watch([self._loader, *self._bases])
         share = self._share()
         passed = passed_in(state, share)
@@ -200,11 +209,12 @@ class Position:
     def skip(self, batches: int) -> None:
         """Let the next iteration begin behind ``batches``, unless it goes on elsewhere after ``load_state_dict``.
 
-        None at all, where the epoch that was restored is at its end: then the next one begins, as the caller counts.
+        None at all, where the epoch that was restored is at its end, or the loop over it was left: then the next one
+        begins, as the caller counts.
         """
         if self._pending is None:
             self._skipped = batches
-        elif batches == 0 and self._pending["given"] == length_of(self._loader):
+        elif batches == 0 and self._is_done(self._pending):
             self._leave_epoch(self._pending)
         elif batches != self._pending["given"]:
             logger.warning(
@@ -215,10 +225,16 @@ class Position:
         """Return the program's counters of epochs."""
         return {} if self.counted_epochs is None else self.counted_epochs()
 
-    def _may_end_after(self, given: int) -> bool:
-        """True if the next batch may be the last one."""
-        length = length_of(self._loader)
-        return given == length - 1 if length is not None else self._looks_ahead
+    def note_step(self) -> None:
+        """An optimizer stepped: an iteration that runs now is one of training."""
+        running, self._stepped = self._iteration(), None
+        if running is not None:
+            running.recorded["epochs"] = self.epochs()
+            self._stepped = _Place(dict(running.recorded), running.given)
+
+    def _is_done(self, pending: dict[str, Any]) -> bool:
+        """True if the program may have been done with the epoch that ``pending`` is in."""
+        return bool(pending.get("was_left")) or pending["given"] == length_of(self._loader)
 
     def _is_at_end(self, given: int) -> bool:
         """True if the running iteration has given its last batch."""
@@ -234,27 +250,12 @@ class Position:
     def _settle(self) -> None:
         """Decide, when the loader is iterated, which epoch a loaded position belongs to.
 
-        In the body of an epoch's last batch the program may have counted the next epoch already. The loop that it
+        Behind the last optimizer step of an epoch the program may have counted the next one already. The loop that it
         enters now is then the one of that epoch, and nothing is left of the one before.
         """
         pending = self._pending
-        if pending is None or not pending.get("at_end"):
-            return
-        now = self.epochs()
-        if "epochs" in pending:
-            if _raised(pending["epochs"], now) is not None:
-                self._leave_epoch(pending)
-            return
-        # In the body of an epoch's only batch a counter is set to this epoch, or to the next one: nothing tells which.
-        count = _raised(pending.get("epochs_before", {}), now)
-        if count is not None:
-            self._say(
-                [
-                    f"the snapshot is of an epoch with one batch, in whose body a counter of epochs went from {count} "
-                    f"to {count + 1}. The first iteration is empty now, as nothing is left of that epoch; if epoch "
-                    f"{count + 1} begins there, it is not trained. Raise such a counter behind the loop over batches"
-                ]
-            )
+        if pending is not None and pending.get("at_end") and _raised(pending.get("epochs", {}), self.epochs()):
+            self._leave_epoch(pending)
 
     def note_draws(self, before: dict[str, Any]) -> None:
         """A batch of an iterable dataset was read: warn, once, if that drew from the global generators."""
@@ -288,7 +289,7 @@ class Position:
     def _start(self, iteration: "_Iteration") -> None:
         self._settle()
         pending, self._pending = self._pending, None
-        self._moved, self._running = None, weakref.ref(iteration)
+        self._moved, self._running, self._stepped = None, weakref.ref(iteration), None
         if pending is not None:
             iteration.land(pending)
         else:
@@ -298,6 +299,14 @@ class Position:
     def _iteration(self) -> "_Iteration | None":
         running = None if self._running is None else self._running()
         return running if running is not None and not running.is_over else None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place in an iteration, and what a replay needs to reach it."""
+
+    recorded: dict[str, Any]
+    given: int
 
 
 class _Iteration:
@@ -318,6 +327,11 @@ class _Iteration:
     def __iter__(self) -> "_Iteration":
         return self
 
+    @property
+    def place(self) -> _Place:
+        """Where it stands."""
+        return _Place(self.recorded, self.given)
+
     def __next__(self) -> Any:
         position = self._position
         if position.before_fetch is not None:
@@ -325,17 +339,16 @@ class _Iteration:
         if position._moved is not None and position._moved() is self:
             self._move()
         if position.is_held:
-            self.before = position._state(self)
+            self.before = position._state(self.place)
         if not self.given or position._looks_ahead:
             self._note_streams()
-        if position._may_end_after(self.given):
-            self.recorded["epochs" if self.given else "epochs_before"] = position.epochs()
         # The first batch may fill a buffer, and set up what is drawn from later.
         before = collect_rng() if self.given == 1 and position.may_draw else None
         try:
             batch = next(self._inner)
         except StopIteration:
             self.is_over = True
+            position._stepped = None
             if position.at_end is not None:
                 position.at_end()
             raise
@@ -507,9 +520,9 @@ def _resumable(kind: type) -> type:
     return type(kind.__name__, (kind,), methods)
 
 
-def _raised(before: dict[str, int], now: dict[str, int]) -> int | None:
-    """Return the first count in ``before`` that is greater by one in ``now``; ``None``, if there is none."""
-    return next((count for name, count in before.items() if now.get(name) == count + 1), None)
+def _raised(before: dict[str, int], now: dict[str, int]) -> bool:
+    """True if a count in ``before`` is greater by one in ``now``."""
+    return any(now.get(name) == count + 1 for name, count in before.items())
 
 
 def _held(value: Any) -> dict[str, Any]:

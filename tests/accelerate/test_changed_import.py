@@ -205,28 +205,78 @@ def counted_behind_the_loop(script, epochs, trained):
         script.progress.epoch += 1
 
 
-@pytest.mark.parametrize("train", [counted_at_the_last_batch, counted_behind_the_loop])
-def test_an_epoch_of_one_batch_is_exact_if_counted_behind_the_loop_and_named_if_counted_in_its_body(
-    tmp_path, caplog, train
-):
-    """A body that counts in its only batch names this epoch or the next one: nothing tells which."""
+@pytest.mark.parametrize("train", [counted_at_the_last_batch, counted_at_every_batch, counted_behind_the_loop])
+def test_with_one_batch_per_epoch_a_restart_loses_and_repeats_none(tmp_path, train):
     trained = []
-    for epochs in (2, 4):
+    for epochs in (1, 3, 4):
         script = Script(ONE, project_dir=tmp_path)
         script.accelerator.load_state("latest")
         assert script.accelerator.engine.wait_ready(60)
         train(script, epochs, trained)
-        if epochs == 2:  # left in the body of the last batch, as by a death
-            script.accelerator.engine.abandon()
         script.accelerator.end_training()
-    said = [record.getMessage() for record in caplog.records if "an epoch with one batch" in record.getMessage()]
-    if train is counted_behind_the_loop:
-        assert said == []
-        assert [epoch for epoch, _ in trained] == [0, 1, 2, 3]
-    else:
-        [message] = said
-        assert "went from 1 to 2" in message
-        assert "Raise such a counter behind the loop" in message
+    assert [epoch for epoch, _ in trained] == [0, 1, 2, 3]
+
+
+def train_until(script, most, trained):
+    """As with ``max_train_steps``."""
+    while script.progress.epoch < 4:
+        for batch in script.loader:
+            script.step(batch)
+            trained.append((script.progress.epoch, batch.flatten().tolist()))
+            if len(trained) == most:
+                return
+        script.progress.epoch += 1
+
+
+@pytest.mark.parametrize("most", [1, 4, 6])
+def test_a_loop_that_is_left_by_break_goes_on_behind_the_batches_that_were_trained(tmp_path, most):
+    whole, expected = Script(project_dir=tmp_path / "whole"), []
+    train_until(whole, 16, expected)
+    whole.accelerator.end_training()
+
+    trained = []
+    for steps in (most, 16):
+        script = Script(project_dir=tmp_path / "cut")
+        evaluation = script.accelerator.prepare_data_loader(torch.utils.data.DataLoader(torch.arange(8.0), 2))
+        if trained:  # nothing is owed to the seed
+            torch.manual_seed(5)
+        script.accelerator.load_state("latest")
+        train_until(script, steps, trained)
+        for number, batch in enumerate(evaluation):  # is left, too, and begins anew in each evaluation
+            if number == 1:
+                assert batch.tolist() == [2.0, 3.0]
+                break
+        script.accelerator.end_training()
+    assert trained == expected
+    assert script.weights() == whole.weights()
+
+
+def train_limited(script, epochs, trained):
+    """Three of four batches in each epoch."""
+    while script.progress.epoch < epochs:
+        for number, batch in enumerate(script.loader, 1):
+            script.step(batch)
+            trained.append((script.progress.epoch, batch.flatten().tolist()))
+            if number == 3:
+                break
+        script.progress.epoch += 1
+
+
+def test_epochs_that_are_left_early_and_counted_are_not_gone_on_with(tmp_path):
+    whole, expected = Script(project_dir=tmp_path / "whole"), []
+    train_limited(whole, 4, expected)
+    whole.accelerator.end_training()
+
+    trained = []
+    for epochs in (1, 3, 4):
+        script = Script(project_dir=tmp_path / "cut")
+        if trained:
+            torch.manual_seed(5)
+        script.accelerator.load_state("latest")
+        train_limited(script, epochs, trained)
+        script.accelerator.end_training()
+    assert trained == expected
+    assert script.weights() == whole.weights()
 
 
 @pytest.fixture

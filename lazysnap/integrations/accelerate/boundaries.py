@@ -87,6 +87,8 @@ class Boundaries:
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.note()
+        for position in self.positions:
+            position.note_step()
 
     def _before_fetch(self, position: Position) -> None:
         stepped_at = self._stepped_at

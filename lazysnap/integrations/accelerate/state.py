@@ -41,7 +41,7 @@ def counted_epochs(accelerator: Any) -> dict[str, int]:
     """Return the integers called ``epoch`` and the like in what is registered with ``accelerator``, by their places."""
     found: dict[str, int] = {}
     for number, one in enumerate(accelerator._custom_objects):
-        if not isinstance(one, torch.optim.lr_scheduler.LRScheduler):
+        if not isinstance(one, (torch.optim.lr_scheduler.LRScheduler, torch.nn.Module)):
             state = one.state_dict()
             for name, value in state.items() if isinstance(state, Mapping) else ():
                 if isinstance(name, str) and _EPOCH.fullmatch(name) and type(value) is int:
