@@ -181,8 +181,7 @@ def chain(number: int, place: pathlib.Path, points: list[str]) -> Iterator[dict]
         result["output"] = "" if result["is_killed"] else (place / "output").read_text()[-3000:]
         yield result
         # A boundary begins when the capture before it is whole.
-        last = int(passed[0])
-        least = max(least, (last - 1) // start.every * start.every if last % start.every else last - start.every)
+        least = max(least, (int(passed[0]) - 1) // start.every * start.every)
     end_keeper(job)
 
 

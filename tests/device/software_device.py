@@ -175,6 +175,13 @@ def host_join() -> None:
     _backend.host_join()
 
 
+def all_reduce(tensor: torch.Tensor, shared: torch.Tensor, rank: int, world: int) -> None:
+    """Queue the mean of ``tensor`` over ranks: no host waits. ``shared``: zeros in the shared memory of all ranks,
+    for each 64 bytes and two times the bytes of the largest tensor.
+    """
+    _backend.all_reduce(tensor, shared, rank, world, (shared.nbytes // world - 64) // 2)
+
+
 @contextlib.contextmanager
 def holding_stream():
     """Let the current stream do nothing of what is queued meanwhile."""

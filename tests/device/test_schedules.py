@@ -16,11 +16,20 @@ REPLAYED = "LAZYSNAP_SCHEDULES"
 """Numbers of chains, with blanks between: these are run and no others. A failure names its own."""
 
 
-def starts_of(chains, place):
-    """How each start of these chains went: see ``schedules.py``."""
+def chosen(first, count):
+    """Numbers of the chains to run."""
+    return [int(number) for number in os.environ.get(REPLAYED, "").split()] or range(first, first + count)
+
+
+def starts_of(script, chains, place):
+    """How each start of these chains went: see ``schedules.py`` and ``ranks.py``."""
+    try:
+        software_device.built()
+    except software_device.CannotBuild as error:
+        pytest.skip(str(error))
     chains = sorted(chains, key=lambda chain: chain % len(KINDS))  # each process needs what few kinds end with
     half = -(-len(chains) // PROCESSES)
-    words = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("schedules.py"))]
+    words = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name(script))]
     env = {**os.environ, "LAZYSNAP_TEST_DEVICE": "software", "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
@@ -41,14 +50,9 @@ def test_no_schedule_of_capture_gate_step_and_kill_tears_a_snapshot_or_loses_one
     """What a start after a death is offered is a step of the undisturbed run, bit for bit, and not too old; and the
     checker reports nothing.
     """
-    try:
-        software_device.built()
-    except software_device.CannotBuild as error:
-        pytest.skip(str(error))
-    first, count = 100 * int(os.environ["LAZYSNAP_TEST_SEED"]), 100 if sample.is_whole else 10
-    chains = [int(number) for number in os.environ.get(REPLAYED, "").split()] or range(first, first + count)
+    chains = chosen(100 * int(os.environ["LAZYSNAP_TEST_SEED"]), 100 if sample.is_whole else 10)
 
-    starts = starts_of(chains, tmp_path)
+    starts = starts_of("schedules.py", chains, tmp_path)
 
     wrong = [
         f"{REPLAYED}={start['chain']}: {start}"
@@ -58,3 +62,26 @@ def test_no_schedule_of_capture_gate_step_and_kill_tears_a_snapshot_or_loses_one
     assert not wrong, "\n".join(wrong[:10])
     assert len(starts) == STARTS * len(chains)
     assert sum(start["resumed"] > 0 for start in starts) > 0.7 * len(starts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(software_device.BUILD_DEADLINE_S + DEADLINE_S)
+def test_two_ranks_whose_hosts_run_ahead_of_their_devices_go_on_from_one_step_whoever_dies(tmp_path):
+    """Gradients are averaged by the devices. Each rank has the slots that devices need: three of its own and one."""
+    chains = chosen(8 * int(os.environ["LAZYSNAP_TEST_SEED"]), 8)
+
+    starts = starts_of("ranks.py", chains, tmp_path)
+
+    wrong = [
+        f"{REPLAYED}={start['chain']}: {start}"
+        for start in starts
+        if len({told["resumed"] for told in start["ranks"]}) > 1
+        or any(told["races"] or told["output"] or not told["is_exact"] for told in start["ranks"])
+        or start["ranks"][0]["resumed"] < start["least"]
+    ]
+    assert not wrong, "\n".join(wrong[:10])
+    assert len(starts) == STARTS * len(chains)
+    assert sum(start["ranks"][0]["resumed"] > 0 for start in starts) > 0.7 * len(starts)
+    slots = {(start["every"], told["slots"]) for start in starts for told in start["ranks"] if told["slots"]}
+    assert slots <= {(1, 4), (2, 3)}
+    assert slots

@@ -438,6 +438,37 @@ void record_stream(at::Tensor& self, Stream stream) {
   record_use(self.storage().mutable_data(), stream.device_index(), stream.id());
 }
 
+// The mean over ranks, through memory that they share: for each rank a counter, then two buffers of ``capacity`` bytes.
+// It is queued, as with NCCL: no host waits. Two buffers are enough, as a rank is in round n only if all wrote for n - 1.
+void all_reduce(at::Tensor tensor, at::Tensor shared, int rank, int world, int64_t capacity) {
+  TORCH_CHECK(tensor.is_contiguous() && tensor.dtype() == at::kFloat && int64_t(tensor.nbytes()) <= capacity);
+  static std::vector<uint64_t> rounds(8, 0);
+  const Here here(tensor.device().index());
+  const Place place(tensor);
+  const uint64_t round = ++rounds[here.device];
+  const size_t bytes = tensor.nbytes();
+  char* base = static_cast<char*>(shared.data_ptr());
+  auto counter = [=](int of) { return reinterpret_cast<std::atomic<uint64_t>*>(base + of * (64 + 2 * capacity)); };
+  auto buffer = [=](int of) { return reinterpret_cast<float*>(base + of * (64 + 2 * capacity) + 64 + round % 2 * capacity); };
+  here.enqueue("all-reduce, sending", {place.access(false)}, [=] {
+    memcpy(buffer(rank), shadow(place.pointer), bytes);
+    counter(rank)->store(round);
+  });
+  wait_until(here.device, here.stream, [=] {
+    for (int of = 0; of < world; ++of)
+      if (counter(of)->load() < round) return false;
+    return true;
+  });
+  here.enqueue("all-reduce, receiving", {place.access(true)}, [=] {
+    auto* values = static_cast<float*>(shadow(place.pointer));
+    for (size_t i = 0; i < bytes / sizeof(float); ++i) {
+      float sum = 0;
+      for (int of = 0; of < world; ++of) sum += buffer(of)[i];
+      values[i] = sum / float(world);
+    }
+  });
+}
+
 // Its kernel for CPUs would draw from the generator of the host, and when the task runs.
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
   auto mask = at::empty_like(input, input.options().dtype(at::kBool));
@@ -725,6 +756,7 @@ PYBIND11_MODULE(_software, m) {
   m.def("host_join", &host_join);
   // Holds a stream until the returned function is called.
   m.def("hold", [](int device, int64_t stream) { return py::cpp_function(hold(device, stream)); });
+  m.def("all_reduce", &all_reduce);
   m.def("forked", &forked);
   m.def("races", &take_races);
   m.def("counters", [] {

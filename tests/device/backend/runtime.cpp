@@ -29,8 +29,9 @@ constexpr size_t kGrain = 512;
 using Steady = std::chrono::steady_clock;
 
 struct Item {
-  Task task;        // or
-  RecordingP until;  // go no further before this is done
+  Task task;                     // or
+  RecordingP until;              // go no further before this is done; or
+  std::function<bool()> ready;  // before this is true
 };
 
 struct Stream {
@@ -154,7 +155,9 @@ long this_thread() { return syscall(SYS_gettid); }  // another one behind a fork
 bool is_done(const RecordingP& recording);
 
 bool can_go_on(const Stream& stream) {
-  return !stream.is_running && !stream.items.empty() && (!stream.items.front().until || is_done(stream.items.front().until));
+  if (stream.is_running || stream.items.empty()) return false;
+  const Item& next = stream.items.front();
+  return next.ready ? next.ready() : !next.until || is_done(next.until);
 }
 
 // One stream that can go on does one thing. False if none can.
@@ -177,7 +180,7 @@ bool turn() {
   }
   Item item = std::move(chosen.items.front());
   chosen.items.pop_front();
-  if (item.until) return true;
+  if (!item.task) return true;
   chosen.is_running = true;
   try {
     run_clean(item.task);
@@ -364,7 +367,7 @@ void breathe() {
 std::function<void()> hold(int device, int64_t id) {
   Guard guard(state().mutex);
   auto open = std::make_shared<Recording>();
-  push(stream_of(device, id), {nullptr, open});
+  push(stream_of(device, id), {nullptr, open, nullptr});
   return [open] {
     Guard guard(state().mutex);
     finish(open);
@@ -392,7 +395,12 @@ void enqueue(int device, int64_t id, const char* what, const std::vector<Access>
     for (const Access& access : accesses)
       if (access.write) look(access, stream.number, stream.clock, tick, what);
   }
-  push(stream, {std::move(task), nullptr});
+  push(stream, {std::move(task), nullptr, nullptr});
+}
+
+void wait_until(int device, int64_t id, std::function<bool()> ready) {
+  Guard guard(state().mutex);
+  push(stream_of(device, id), {nullptr, nullptr, std::move(ready)});
 }
 
 RecordingP record(int device, int64_t id) {
@@ -401,7 +409,7 @@ RecordingP record(int device, int64_t id) {
   auto made = std::make_shared<Recording>();
   join(stream.clock, host());
   made->clock = stream.clock;
-  push(stream, {[made] { finish(made); }, nullptr});
+  push(stream, {[made] { finish(made); }, nullptr, nullptr});
   return made;
 }
 
@@ -410,7 +418,7 @@ void wait(int device, int64_t id, const RecordingP& recording) {
   Guard guard(state().mutex);
   Stream& stream = stream_of(device, id);
   join(stream.clock, recording->clock);
-  push(stream, {nullptr, recording});
+  push(stream, {nullptr, recording, nullptr});
 }
 
 void throw_pending() {

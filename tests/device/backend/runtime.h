@@ -40,6 +40,7 @@ void enqueue(int device, int64_t stream, const char* what, const std::vector<Acc
 size_t piece();  // bytes of the next piece of a copy
 void breathe();  // between two pieces: other streams may take turns
 std::function<void()> hold(int device, int64_t stream);  // the stream goes no further until the function is called
+void wait_until(int device, int64_t stream, std::function<bool()> ready);  // the stream goes no further before
 RecordingP record(int device, int64_t stream);
 void wait(int device, int64_t stream, const RecordingP& recording);
 bool query(const RecordingP& recording);  // orders nothing for the checker: code that polls must not rely on luck
