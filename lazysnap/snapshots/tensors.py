@@ -1,4 +1,4 @@
-"""Tensors of a snapshot: whole ones or boxes, put together from the parts of all ranks."""
+"""Boxes of tensors, filled from the shards that hold parts of them: for a restart."""
 
 import threading
 from collections import defaultdict

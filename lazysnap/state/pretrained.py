@@ -29,25 +29,26 @@ def pretrained(modules: Mapping[str, torch.nn.Module]) -> str | None:
         return None  # exports read the small state of rank 0
     found = {}
     for name, module in modules.items():
-        if not hasattr(module, "save_pretrained"):
-            continue
+        if not hasattr(module, "save_pretrained") or not hasattr(getattr(module, "config", None), "to_json_string"):
+            continue  # of other packages, which need other files
+        if getattr(module, "_hf_peft_config_loaded", False):
+            continue  # after add_adapter: it would save the adapter, with names that only it knows
         try:
             found[name] = _adapter(module) if hasattr(module, "get_base_model") else _model(module)
-        except Exception as error:  # noqa: BLE001  code of the model; a capture does without
+        except Exception as error:  # noqa: BLE001  code of the model; snapshots are taken all the same
             logger.warning("the config of %r is not in the snapshots, exports need --config: %s", name, error)
     return json.dumps(found) if found else None
 
 
 def _model(module: Any) -> dict[str, Any]:
+    """See ``PreTrainedModel.save_pretrained``."""
     config = copy.deepcopy(module.config)
     config.dtype = str(module.dtype).removeprefix("torch.")
     config.architectures = [type(module).__name__.removeprefix("FSDP")]
-    writers = [config]
-    if module.can_generate() and getattr(module, "generation_config", None) is not None:
-        writers.append(module.generation_config)
     with tempfile.TemporaryDirectory() as directory:
-        for writer in writers:
-            writer.save_pretrained(directory)
+        config.save_pretrained(directory)
+        if module.can_generate():
+            module.generation_config.save_pretrained(directory)
         return {"files": _texts(directory)}
 
 
@@ -56,12 +57,11 @@ def _adapter(module: Any) -> dict[str, Any]:
     from peft import get_peft_model_state_dict  # it is there: the model is one of its classes
 
     name = module.active_adapter
-    config = copy.deepcopy(module.peft_config[name])
+    config, mapping = copy.deepcopy(module.peft_config[name]), None
     base = module.get_base_model()
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
     config.inference_mode = True
-    mapping = None
     if config.task_type is None:
         kind = type(base)
         mapping = {"base_model_class": kind.__name__.removeprefix("FSDP"), "parent_library": kind.__module__}
