@@ -40,6 +40,19 @@ class Durability:
         """
         return self._client.drain(self._outcomes.newest_whole(), timeout_s, progress)
 
+    def wait_first(self, step: int, timeout_s: float) -> bool:
+        """Block until that step, or a later one, is durable at the first level; ``False`` after the deadline.
+
+        A level takes captures as it comes to them: the newest is asked for, by all ranks.
+        """
+
+        def is_there() -> bool:
+            return self._client.is_durable(step)
+
+        if not (self._world.is_alone and is_there()):
+            self._client.drain(self._outcomes.newest_whole(), timeout_s, enough=is_there)
+        return is_there()
+
     def end(self, progress: Progress | None, *, is_common: bool) -> bool:
         """As ``flush``, at the end: all ranks wait for each other, and hear if one of them failed. Blocks: at most
         ``drain_timeout_s``.

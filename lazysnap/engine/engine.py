@@ -708,10 +708,9 @@ class SnapshotEngine:
         if step is None:
             return False
         if until == "durable":
-            # A level takes captures as it comes to them: ask for the newest. Several ranks all do, or none.
-            if not (self._world.is_alone and self._client.is_durable(step)):
-                self.flush(timeout_s)
-            return self._client.is_durable(step)
+            is_durable = self._durability.wait_first(step, timeout_s)
+            self._drain_events()
+            return is_durable
         if until == "protected":
             return self._await_protected(step, timeout_s)
         deadline = time.monotonic() + timeout_s

@@ -504,20 +504,27 @@ class KeeperClient:
         with self._changed:
             return self._durable.newest(self._config.levels[0].url) >= step
 
-    def drain(self, step: int | None, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> bool:
+    def drain(
+        self,
+        step: int | None,
+        timeout_s: float,
+        progress: Callable[[int, int], None] | None = None,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Block until that step is complete at every level, and not found damaged; without levels until a keeper has
         it. ``False`` if not. ``None``: there is nothing to wait for.
 
         ``progress`` is called with bytes that levels have, and bytes that all of them together are to have. A keeper
-        that is lost meanwhile is replaced, and the next one is asked.
+        that is lost meanwhile is replaced, and the next one is asked. ``enough``: once that is true, wait no longer.
         """
         if step is None:
             return True
         self._progress = (0, 0)
 
-        def show() -> None:
+        def show() -> bool:
             if progress is not None and self._progress[1]:
                 progress(*self._progress)
+            return enough()
 
         reply = self._ask_any_keeper(Drain(step=step), time.monotonic() + timeout_s, show)
         if not isinstance(reply, Drained):
@@ -525,7 +532,7 @@ class KeeperClient:
         show()
         return reply.ok
 
-    def _ask_any_keeper(self, question: Question, deadline: float, meanwhile: Callable[[], None]) -> Answer | None:
+    def _ask_any_keeper(self, question: Question, deadline: float, meanwhile: Callable[[], bool]) -> Answer | None:
         asked: set[int] = set()
         while (remaining := deadline - time.monotonic()) > 0:
             if len(asked) > _MOST_ASKED:
@@ -536,7 +543,7 @@ class KeeperClient:
                 continue
             connection = self._connection
             reply = self._questions.ask(question, remaining, meanwhile)
-            if reply is not None:
+            if reply is not None or meanwhile():
                 return reply
             if connection is not None:
                 asked.add(connection.peer_pid)

@@ -28,12 +28,12 @@ class Questions:
         self,
         question: Question,
         timeout_s: float,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], bool] = lambda: False,
         patience: Patience | None = None,
     ) -> Answer | None:
         """Send a question, wait for its answer; ``None`` if none came in time. Blocks.
 
-        ``meanwhile`` is called whenever the keeper sent something else; no lock is held then.
+        ``meanwhile`` is called whenever the keeper sent something else; no lock is held then. ``True``: wait no longer.
         With ``patience`` a keeper that runs slowly has longer.
         """
         deadline = time.monotonic() + timeout_s
@@ -58,7 +58,7 @@ class Questions:
         number: int,
         connection: Connection,
         deadline: float,
-        meanwhile: Callable[[], None],
+        meanwhile: Callable[[], bool],
         patience: Patience | None,
     ) -> Answer | None:
         while True:
@@ -71,7 +71,8 @@ class Questions:
                 if time.monotonic() >= deadline or self._connection() is not connection:
                     return None
                 self._lock.wait(max(0.0, min(deadline - time.monotonic(), LOOK_S)))
-            meanwhile()
+            if meanwhile():
+                return None
 
     def receive(self, message: Message) -> None:
         """A message, which may be an answer; one that comes too late is for nobody. The caller holds the lock."""

@@ -57,6 +57,15 @@ def test_the_end_of_a_training_says_which_level_it_waits_for_and_how_long(job, d
     ]
 
 
+@pytest.mark.timeout(150)
+def test_who_waits_for_the_first_level_does_not_wait_for_one_that_hangs(job, tmp_path, dead):
+    """With a deadline that is longer than this test may take."""
+    training = Training(config(job, PersistentLevel(str(tmp_path)), PersistentLevel(dead, timeout_s=3600)))
+    job.trainings.append(training)
+    training.run(1, 1)
+    assert training.engine.wait(1, timeout_s=3600)
+
+
 class Late(MemoryFileSystem):
     """A level that lists nothing until it is let go. The keeper, another process, has the real driver."""
 
