@@ -350,13 +350,11 @@ class Slot:
     def populate(self, *, write: bool = True, progress: Callable[[int], None] = lambda count: None) -> None:
         """Fault all pages in, so that no copy pays for it. Blocks; other threads run meanwhile.
 
-        The keeper populates for writing (allocates); a trainer populates its own page tables.
-        Nothing is done for a file: its pages come and go as the kernel has memory for them.
+        The keeper populates memory for writing (allocates); a trainer populates its own page tables. Files are only
+        populated by trainers: the first write to a page takes ten times as long as later ones.
         ``progress``: called after each chunk with its bytes. Raises: OSError(ENOMEM), if the machine has not got the
         memory; what ``progress`` raises.
         """
-        if self.is_file:
-            return
         advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
         for start in range(0, self.size_bytes, _POPULATE_BYTES):
             count = min(_POPULATE_BYTES, self.size_bytes - start)
