@@ -1,4 +1,4 @@
-"""How large a shard will be, before the optimizer has made its state: lets memory be prepared from the start."""
+"""Estimates of a shard's size, before the optimizer has made its state, so that memory is prepared from the start."""
 
 from collections.abc import Callable, Collection, Iterable
 

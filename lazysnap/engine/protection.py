@@ -12,9 +12,9 @@ from lazysnap.levels.redaction import shown
 logger = logging.getLogger("lazysnap.engine")
 
 FIRST_REMINDER_S = 60.0
-"""From the first warning that captures are not in memory to the second."""
+"""Seconds between the first and the second warning that captures are not in memory."""
 REMINDER_S = 600.0
-"""From each later one to the next."""
+"""Seconds between later warnings."""
 _TIMEOUTS_PER_RETRY = 3
 """Memory is asked for again after so many ``keeper_timeout_s``."""
 
@@ -31,7 +31,7 @@ class Protection:
         self.error: KeeperError | None = None
         """Why nothing can be captured into memory."""
         self.losses = 0
-        """How often memory was asked for in vain."""
+        """Refusals of memory so far."""
         self._last = ""
         self._since = 0.0
         self._next_reminder = 0.0
