@@ -52,7 +52,7 @@ class Trace:
         self.file.flush()
 
     def begin(self, engine: SnapshotEngine, step: int | None) -> None:
-        """The training goes on behind ``step``; from here on it may die."""
+        """Note that the training goes on behind ``step``. From here on it may die."""
         self.add(resumed=step)
         assert engine.wait_ready(TIMEOUT_S)
         torch.accelerator.synchronize()
@@ -93,7 +93,7 @@ def plain(trace: Trace) -> None:
 
 
 class Batches:
-    """Whole batches with a position. One of them makes the loss NaN; the undisturbed run does without it."""
+    """Whole batches with a position. One of them makes the loss NaN; the undisturbed run does not have that one."""
 
     is_data_position = True
 
@@ -117,7 +117,7 @@ class Batches:
 
 
 def rollback(trace: Trace) -> None:
-    """One batch is bad: the loop goes back a step in place, and ends as one that never saw it."""
+    """Train with one bad batch: the loop rolls back in place, and ends as one that never saw that batch."""
     model, data = network().to(DEVICE), Batches()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with SnapshotEngine(CONFIG, {"model": model, "optimizer": optimizer, "data": data}) as engine:

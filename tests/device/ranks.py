@@ -43,7 +43,7 @@ class RankTraining(Training):
 
 
 def rank_of(rank: int, place: pathlib.Path, shared: torch.Tensor, work) -> int:
-    """A process that does ``work(training)`` as a rank; its number."""
+    """Fork a process that does ``work(training)`` as a rank. Return its number."""
     pid = os.fork()
     if pid:
         return pid
@@ -53,14 +53,14 @@ def rank_of(rank: int, place: pathlib.Path, shared: torch.Tensor, work) -> int:
             os.dup2(output, handle)
         try:
             work(RankTraining(rank, shared))
-        except BaseException:  # noqa: BLE001  the rim of the child
+        except BaseException:  # noqa: BLE001  the outermost handler of the child
             traceback.print_exc()
             os._exit(1)
     os._exit(0)
 
 
 def undisturbed(steps: int, place: pathlib.Path, shared: torch.Tensor) -> list[list[str]]:
-    """By rank the digest of each step of a run without engines."""
+    """Return for each rank the digests of all steps of a run without engines."""
 
     def work(training: RankTraining) -> None:
         digests = [training.digest()]
@@ -76,7 +76,7 @@ def undisturbed(steps: int, place: pathlib.Path, shared: torch.Tensor) -> list[l
 
 
 def train(training: RankTraining, job: str, meeting: pathlib.Path, plan: dict, passed: torch.Tensor) -> None:
-    """One start of one rank: restore, then capture at each boundary until it dies."""
+    """Restore, then train with a capture at each boundary until SIGKILL: one start of one rank."""
     rank, file = training.rank, (meeting.parent / f"told.{training.rank}").open("a")
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
     config = SnapshotConfig(job_id=job, every_n_steps=plan["every"], memory=MemoryLevel(linger_s=60))
@@ -101,7 +101,7 @@ def train(training: RankTraining, job: str, meeting: pathlib.Path, plan: dict, p
 
 
 def start(place: pathlib.Path, job: str, plan: dict, shared: torch.Tensor, passed: torch.Tensor) -> list[dict]:
-    """One start of all ranks, until all are dead. By rank what it told."""
+    """Start all ranks and wait until all are dead. Return what each rank reported."""
     shared.zero_()
     passed.zero_()
     meeting = place / "meeting"
@@ -132,7 +132,7 @@ def start(place: pathlib.Path, job: str, plan: dict, shared: torch.Tensor, passe
 
 
 def chain(number: int, place: pathlib.Path, shared: torch.Tensor) -> list[dict]:
-    """How each start went: both ranks go on from one step, which is not too old."""
+    """Run all starts of a chain. Return the plan and the outcome of each."""
     job = f"ranks {os.getpid()} {number} {time.time_ns()}"
     passed = torch.zeros(WORLD, dtype=torch.int64).share_memory_()
     least, results = 0, []

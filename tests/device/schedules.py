@@ -29,7 +29,7 @@ from lazysnap.keeper.launch import try_connect
 
 STARTS = 10
 STEPS_AT_MOST = 4
-"""Of one start."""
+"""Most steps that one start trains."""
 TIMEOUT_S = 60
 KINDS = ("device", "device and cpu", "two devices")
 
@@ -63,7 +63,7 @@ class Training:
         self.counts["rows"] += rows
 
     def digest(self) -> str:
-        """Of all that is restored, the generators included."""
+        """Return a digest of all that is restored, the generators included."""
         moments = [one.state_dict()["state"] for one in (self.adam, self.sgd)]
         found = [self.first.state_dict(), self.second.state_dict(), moments]
         tensors = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), found)
@@ -71,7 +71,7 @@ class Training:
 
 
 def undisturbed(kind: str, steps: int, told: pathlib.Path) -> None:
-    """The digest of each step of a run without an engine; in a process of its own."""
+    """Write the digest of each step of a run without an engine; in a process of its own."""
     training, digests = Training(kind), []
     digests.append(training.digest())
     for _ in range(steps):
@@ -81,7 +81,7 @@ def undisturbed(kind: str, steps: int, told: pathlib.Path) -> None:
 
 
 class Start:
-    """One start of a chain: what it is to do, drawn from its number."""
+    """One start of a chain; its number decides what it does."""
 
     def __init__(self, chain: int, number: int, points: list[str]) -> None:
         draw = random.Random(f"{chain} {number}")
@@ -95,7 +95,7 @@ class Start:
         self.waits = [draw.random() < 0.15 for _ in range(STEPS_AT_MOST)]
 
     def run(self, job: str, passed: list[int], told: pathlib.Path, log: str = "") -> None:
-        """The process that dies. ``passed``: where a step stands whose boundary returned, in shared memory."""
+        """Restore, train and die. ``passed``: shared memory for the last step whose boundary returned."""
         software, file = accelerator.SOFTWARE, told.open("a")
         os.environ |= {"LAZYSNAP_FAULT": self.fault, "LAZYSNAP_FAULT_LOG": log}
         training = Training(self.kind)
@@ -127,7 +127,7 @@ class Start:
 
 
 def forked(work, *args) -> int:
-    """Do that in a child; its status. Negative: the signal that ended it."""
+    """Do the work in a child. Return its status; negative: the signal that ended it."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -137,14 +137,14 @@ def forked(work, *args) -> int:
             os.dup2(output, handle)
         try:
             work(*args)
-        except BaseException:  # noqa: BLE001  the rim of the child
+        except BaseException:  # noqa: BLE001  the outermost handler of the child
             traceback.print_exc()
             os._exit(1)
     os._exit(0)
 
 
 def fault_points(place: pathlib.Path) -> list[str]:
-    """Points that a training passes at its boundaries and gates, and on its copy thread."""
+    """Return the points that a training passes at its boundaries and gates, and on its copy thread."""
     log = place / "points"
     start = Start(0, 0, [])
     start.kind, start.dies_at = "device and cpu", 0
@@ -161,7 +161,7 @@ def end_keeper(job: str) -> None:
 
 
 def chain(number: int, place: pathlib.Path, points: list[str]) -> Iterator[dict]:
-    """How each start of a chain went."""
+    """Yield the outcome of each start of a chain."""
     job = f"schedules {os.getpid()} {number} {time.time_ns()}"
     passed = torch.zeros(1, dtype=torch.int64).share_memory_()
     least = 0

@@ -17,12 +17,12 @@ REPLAYED = "LAZYSNAP_SCHEDULES"
 
 
 def chosen(first, count):
-    """Numbers of the chains to run."""
+    """Return the numbers of the chains to run."""
     return [int(number) for number in os.environ.get(REPLAYED, "").split()] or range(first, first + count)
 
 
 def starts_of(script, chains, place):
-    """How each start of these chains went: see ``schedules.py`` and ``ranks.py``."""
+    """Run these chains and return the outcome of each start: see ``schedules.py`` and ``ranks.py``."""
     try:
         software_device.built()
     except software_device.CannotBuild as error:
@@ -47,9 +47,7 @@ def starts_of(script, chains, place):
 
 @pytest.mark.timeout(software_device.BUILD_DEADLINE_S + DEADLINE_S)
 def test_no_schedule_of_capture_gate_step_and_kill_tears_a_snapshot_or_loses_one(tmp_path, sample):
-    """What a start after a death is offered is a step of the undisturbed run, bit for bit, and not too old; and the
-    checker reports nothing.
-    """
+    """Each restart is offered a step of the undisturbed run, bit for bit and not too old. The checker has no report."""
     chains = chosen(100 * int(os.environ["LAZYSNAP_TEST_SEED"]), 100 if sample.is_whole else 10)
 
     starts = starts_of("schedules.py", chains, tmp_path)
