@@ -268,7 +268,7 @@ class ListEngine:
         self.ended = "closed"
         return True
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         self.ended = self.ended or "abandoned"
 
 
