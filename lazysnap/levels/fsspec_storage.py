@@ -1,7 +1,7 @@
 """Any fsspec URL as a place for snapshots: object stores and network file systems, through one thin layer.
 
 An object is streamed in order, one block at a time. Most object stores show it only when it is closed. Elsewhere it is
-written under a temporary name and renamed. S3 has a module of its own (``levels.s3``).
+written under a temporary name and renamed. ``levels.s3`` says what differs at S3.
 """
 
 import contextlib
@@ -38,16 +38,25 @@ class Abilities:
 
 
 _abilities: dict[str, Abilities] = {}
+MAX_PARTS = 10_000
+"""The most parts of an object that object stores allow."""
+
+
+def part_bytes(size_bytes: int) -> int:
+    """Return the size of a part: one block, or as many as ``MAX_PARTS`` requires."""
+    blocks = -(-size_bytes // BLOCK_BYTES)
+    return max(1, -(-blocks // MAX_PARTS)) * BLOCK_BYTES
 
 
 def discard(file: Any) -> None:
     """Close a file without publishing it, where the driver can."""
     with contextlib.suppress(Exception):
-        if isinstance(file, AbstractBufferedFile):
-            file.discard()
-            file.closed = True  # else its destructor would publish what it has
-        else:
+        if not hasattr(file, "discard"):
             file.close()
+            return
+        file.discard()
+        if isinstance(file, AbstractBufferedFile):
+            file.closed = True  # else its destructor would publish what it has
 
 
 class FsspecStorage(Storage):
@@ -73,14 +82,19 @@ class FsspecStorage(Storage):
         if opened is not None and opened[0] == os.getpid():
             return opened[1]
         try:
-            filesystem, root = fsspec.core.url_to_fs(self.url, **{**self._options, "skip_instance_cache": True})
+            filesystem, root = self._open_driver()
         except Exception as error:  # noqa: BLE001  drivers raise their own types, also for options that they lack
             raise self._error(
-                "fsspec cannot open it; install the package it names, or correct the options", error
+                "cannot open it; install the package it names, or correct storage_options", error
             ) from None
         self._root = root.rstrip("/")
         self._opened = os.getpid(), filesystem
         return filesystem
+
+    def _open_driver(self) -> tuple[Any, str]:
+        """Make a driver; it and the path of the place there. Raises: whatever the driver raises."""
+        filesystem, root = fsspec.core.url_to_fs(self.url, **{**self._options, "skip_instance_cache": True})
+        return filesystem, str(root)
 
     def _error(self, what: str, error: BaseException) -> LevelError:
         """``error`` as one of our errors, without secrets."""
@@ -143,9 +157,9 @@ class FsspecStorage(Storage):
         except FileExistsError as error:  # a directory, or a file where a directory should be
             raise self._error(what, error) from self._redaction.cause(error)
 
-    def open_to_write(self, path: str) -> Any:
-        """A file of the driver."""
-        return self._make(f"creating {path}", path, "open", "wb", block_size=BLOCK_BYTES)
+    def open_to_write(self, path: str, size_bytes: int) -> Any:
+        """Open a file of the driver that will have so many bytes."""
+        return self._make(f"creating {path}", path, "open", "wb", block_size=part_bytes(size_bytes))
 
     def rename(self, old: str, new: str) -> None:
         """Give a finished file its name. Some places refuse to replace a file, so an old one is deleted first."""
@@ -175,7 +189,7 @@ class FsspecStorage(Storage):
             except FileNotFoundError:
                 age = None
             self.delete(name)
-            file = self.open_to_write(name)
+            file = self.open_to_write(name, len(b"probe"))
             try:
                 self.call("trying to write", file.write, b"probe")
                 shows_open_files = self.exists(name)
@@ -212,6 +226,8 @@ class FsspecStorage(Storage):
     def read_range(self, path: str, offset: int, out: memoryview) -> None:
         """Download one range. Raises: ShardCorrupt, if the object ends before."""
         what, end = f"reading {path} at {offset}", offset + len(out)
+        if not len(out):
+            return
         try:
             data = self._call(what, "cat_file", self._path(path), start=offset, end=end)
         except LevelError:
@@ -331,7 +347,7 @@ class FsspecWriter:
             directory, _, name = path.rpartition("/")
             self._temp = f"{directory}/{temp_name(name)}"
         try:
-            self._file = storage.open_to_write(self._temp or path)
+            self._file = storage.open_to_write(self._temp or path, size_bytes)
         except BaseException:
             self.close()
             raise

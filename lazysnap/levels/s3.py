@@ -1,357 +1,296 @@
-"""An S3 bucket as a place for snapshots, through botocore. Parts are sent straight from the memory given."""
+"""An S3 bucket as a place for snapshots: obstore moves the bytes, behind its fsspec face.
 
-import base64
-import contextlib
+botocore finds credentials, region and endpoint where every program of AWS finds them (environment, ``~/.aws``, roles).
+It also gives up the uploads of dead writers, which obstore cannot list.
+"""
+
 import logging
-import threading
-from collections.abc import Mapping
-from datetime import datetime
-from email.utils import parsedate_to_datetime
+import os
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from awscrt.checksums import crc32c
+import botocore.session
+import fsspec
+import obstore
+from botocore.config import Config
+from botocore.exceptions import ClientError
+from obstore.fsspec import FsspecStore
 
-from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
+from lazysnap.errors import LevelError, LevelFull, LevelUnavailable
+from lazysnap.levels.fsspec_storage import Abilities, FsspecStorage
 from lazysnap.levels.leftovers import is_node_file_path
-from lazysnap.levels.s3_client import PATIENCE_S, STALL_S, S3Client
-from lazysnap.levels.s3_errors import Failure, Kind
-from lazysnap.levels.source import map_anonymous
-from lazysnap.levels.storage import MAX_SMALL_BYTES, SETTLED, Storage, is_probe, probe_name
-from lazysnap.shard.checksum import BLOCK_BYTES
+from lazysnap.levels.storage import SETTLED, is_probe, probe_name
 
 logger = logging.getLogger(__name__)
 
-_compares_checksums: dict[tuple[str, str], bool] = {}
-"""By endpoint and bucket: whether the server refuses a part whose CRC32C is wrong. Tried once per process."""
-SINGLE_BELOW = 5 << 20
-"""S3 refuses smaller parts, except for the last."""
-MAX_PARTS = 10_000
+PARTS_AT_A_TIME = 4
+LIMITS_S = {"connect_timeout": 10.0, "read_timeout": 60.0}
+"""Deadlines of a connection and of a request, unless ``config_kwargs`` gives others."""
+PATIENCE_S = 45.0
+"""A request is repeated for this long."""
+_CREDENTIALS_S = 600.0
+"""The credentials are asked for again after this long."""
+
+_OF_CLIENT = {
+    "key": "aws_access_key_id",
+    "secret": "aws_secret_access_key",
+    "token": "aws_session_token",
+    "endpoint_url": "endpoint_url",
+}
+_OF_STORE = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+    "ServerSideEncryption": "server_side_encryption",
+    "SSEKMSKeyId": "sse_kms_key_id",
+    "BucketKeyEnabled": "sse_bucket_key_enabled",
+}
+_OTHERS = ("use_ssl", "profile", "anon", "client_kwargs", "config_kwargs", "requester_pays", "s3_additional_kwargs")
+_KNOWN = {
+    "storage_options": (*_OF_CLIENT, *_OTHERS),
+    "config_kwargs": (*LIMITS_S, "s3", "request_checksum_calculation"),
+    "s3_additional_kwargs": ("ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "StorageClass"),
+}
+
+_FULL = "QuotaExceeded|XMinioStorageFull"
+_DAMAGED = "BadDigest|InvalidDigest|XAmzContentChecksumMismatch"
+_ADVICE = {
+    "NoSuchBucket": "there is no bucket {}; create it, or correct the URL or endpoint",
+    "AccessDenied|AllAccessDisabled|PermissionDeniedError": "access to bucket {} was refused; allow these credentials "
+    "to list it and to get, put and delete objects in it, and to abort uploads",
+    "InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken": "the credentials for bucket {} are wrong; correct key and "
+    "secret in storage_options, in the environment or in the credentials file",
+    "ExpiredToken|TokenRefreshRequired": "the credentials for bucket {} have expired; renew them in the environment or "
+    "the credentials file: they are read again at the next access",
+    _DAMAGED: "bytes arrived damaged at bucket {}; check the network",
+    _FULL: "bucket {} is full; free space there or lower keep_last",
+    "Unanswered|SlowDown|InternalError|ServiceUnavailable": "bucket {} does not answer",
+}
+"""By the server's codes, or classes of obstore where the server gives no code."""
+
+_compares: dict[tuple[str, str], bool] = {}
+"""True by endpoint and bucket if the server refuses an object whose checksum is wrong."""
+_pid = 0
+"""The process that opened a bucket first. obstore's threads are not there after a fork: a call would never return."""
 
 
-def part_bytes(size_bytes: int) -> int:
-    """The size of a part: one block, or as many as ``MAX_PARTS`` requires."""
-    blocks = -(-size_bytes // BLOCK_BYTES)
-    return max(1, -(-blocks // MAX_PARTS)) * BLOCK_BYTES
+class S3Driver(FsspecStore):
+    """obstore's fsspec driver of one bucket, opened with the options of s3fs."""
 
+    cachable = False
 
-def checksum_of(data: bytes | memoryview) -> dict[str, str]:
-    """Argument of a request by which the server can tell that the bytes arrived undamaged."""
-    return {"ChecksumCRC32C": base64.b64encode(crc32c(data).to_bytes(4, "big")).decode()}
+    def __init__(self, bucket: str, options: Mapping[str, Any]) -> None:
+        """Make no request. Raises: ValueError, for options that are not supported; what botocore raises."""
+        config, extra = options.get("config_kwargs") or {}, options.get("s3_additional_kwargs") or {}
+        for where, given in (("storage_options", options), ("config_kwargs", config), ("s3_additional_kwargs", extra)):
+            if unknown := sorted(given.keys() - set(_KNOWN[where])):
+                raise ValueError(f"{where} {unknown} are not supported here; use {', '.join(_KNOWN[where])}")
+        anon, limits, style = bool(options.get("anon")), {**LIMITS_S, **config}, config.get("s3") or {}
+        client = {"use_ssl": options.get("use_ssl", True), **(options.get("client_kwargs") or {})}
+        client |= {theirs: options[name] for name, theirs in _OF_CLIENT.items() if options.get(name) is not None}
+        self._session = botocore.session.Session(profile=options.get("profile"))
+        signature = {"signature_version": botocore.UNSIGNED} if anon else {}
+        once = Config(retries={"total_max_attempts": 1}, **{**limits, **signature})
+        self._client = self._session.create_client("s3", config=once, **client)
+        self.place = endpoint, self._bucket = str(self._client.meta.endpoint_url), bucket
+        is_virtual = style.get("addressing_style") == "virtual"
+        verify = client.get("verify")
+        arguments: Any = {
+            "config": {
+                "endpoint": endpoint.replace("://", f"://{bucket}.", 1) if is_virtual else endpoint,
+                "region": self._client.meta.region_name,
+                "skip_signature": anon,
+                "request_payer": bool(options.get("requester_pays")),
+                # A signature over the bodies costs more than sending them.
+                "unsigned_payload": not style.get("payload_signing_enabled"),
+                "virtual_hosted_style_request": is_virtual,
+                "disable_bulk_delete": True,  # some servers lack it
+                **{theirs: value for name, theirs in _OF_STORE.items() if (value := {**client, **extra}.get(name))},
+            },
+            "client_options": {
+                "allow_http": True,
+                "allow_invalid_certificates": verify is False,
+                "connect_timeout": timedelta(seconds=limits["connect_timeout"]),
+                "timeout": timedelta(seconds=limits["read_timeout"]),
+            },
+            "retry_config": {
+                "max_retries": 100,
+                "retry_timeout": timedelta(seconds=PATIENCE_S),
+                # The pauses are drawn between the first and ``base`` times the last: twice would not grow.
+                "backoff": {
+                    "init_backoff": timedelta(seconds=0.1),
+                    "max_backoff": timedelta(seconds=5),
+                    "base": 4,
+                },
+            },
+        }
+        if config.get("request_checksum_calculation") != "when_required":
+            arguments["config"]["checksum_algorithm"] = "crc64nvme"
+        if isinstance(verify, str):
+            arguments["client_options"]["root_certificate"] = Path(verify).read_bytes()
+        if not anon and "aws_access_key_id" not in client:
+            arguments["credential_provider"] = self._credentials
+        super().__init__("s3", **arguments)
+        self._storage_class = extra.get("StorageClass")
+        self._store = self._construct_store(bucket)
 
+    def _credentials(self) -> dict[str, Any]:
+        found = self._session.get_credentials()
+        if found is None:
+            raise ValueError(
+                f"no credentials for bucket {self._bucket!r}; give key and secret in storage_options, the environment "
+                "or a credentials file"
+            )
+        frozen = found.get_frozen_credentials()
+        keys = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
+        return {**keys, "expires_at": datetime.now(timezone.utc) + timedelta(seconds=_CREDENTIALS_S)}
 
-class S3Writer:
-    """See ``levels.storage.Writer``. The object becomes visible when all parts are there.
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
+        """Receive a range, or all, into memory of its own, without the detour over fsspec's event loop."""
+        key = self._split_path(path)[1]
+        if start is None or end is None:
+            return memoryview(obstore.get(self._store, key).bytes())
+        return memoryview(obstore.get_range(self._store, key, start=start, end=end))
 
-    A block that is one part is sent from the memory given. Other blocks are collected into parts first.
-    """
+    def open(self, path: str, mode: str = "wb", block_size: int | None = None, **options: Any) -> "Upload":
+        """Start to send an object in parts of ``block_size``."""
+        key = self._split_path(path)[1]
+        attributes: Any = {"Storage-Class": self._storage_class} if self._storage_class else None
+        size: Any = {"buffer_size": block_size, "max_concurrency": PARTS_AT_A_TIME}
+        return Upload(
+            obstore.open_writer(self._store, key, attributes=attributes, **size), lambda: self.abort_uploads(key)
+        )
 
-    def __init__(self, client: S3Client, path: str, size_bytes: int, *, has_checksums: bool) -> None:
-        """``has_checksums``: whether the server compares them. One that does not may refuse them."""
-        self._client = client
-        self._path = path
-        self._key = client.key(path)
-        self._where = f"{client.url}/{path}"
-        self._size = size_bytes
-        self._has_checksums = has_checksums
-        self._part = part_bytes(size_bytes) if size_bytes >= SINGLE_BELOW else max(1, size_bytes)
-        self._lock = threading.Lock()
-        self._collected: dict[int, tuple[memoryview, int]] = {}
-        """By number of the part: its memory, and how much of it is filled."""
-        self._parts: dict[int, dict[str, Any]] = {}
-        self._whole = b""
-        self._upload = ""
-        self._is_published = self._is_closed = False
-        if size_bytes >= SINGLE_BELOW:
-            client.reach("create", path)
-            algorithm: dict[str, Any] = {"ChecksumAlgorithm": "CRC32C"} if has_checksums else {}
-            answer = client.call(f"starting {path}", "create_multipart_upload", Key=self._key, **algorithm)
-            self._upload = answer["UploadId"]
+    def rmdir(self, path: str) -> None:
+        """Delete the empty object that some servers keep with the name of an empty directory."""
+        self._client.delete_object(Bucket=self._bucket, Key=f"{self._split_path(path)[1]}/")
 
-    # ---------------------------------------------------------------- parts
+    def abort_uploads(self, prefix: str, is_wanted: Callable[[Any], bool] = lambda upload: True) -> list[str]:
+        """Give up the wanted uploads below a prefix; their keys. Blocks. Raises: what botocore raises."""
+        gone = []
+        for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=prefix):
+            for upload in filter(is_wanted, page.get("Uploads", ())):
+                key = str(upload["Key"])
+                self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload["UploadId"])
+                gone.append(key)
+        return gone
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Upload what is a whole part; keep the rest until the other bytes of its part are there."""
-        data = data[: max(0, self._size - offset)]
-        while len(data):
-            number, start = divmod(offset, self._part)
-            length = min(self._part, self._size - number * self._part)
-            piece = data[: length - start]
-            if len(piece) == length:
-                self._send(number, piece)
-            else:
-                self._collect(number, start, piece, length)
-            offset, data = offset + len(piece), data[len(piece) :]
-
-    def _collect(self, number: int, start: int, piece: memoryview, length: int) -> None:
-        with self._lock:
-            room, _ = self._collected.setdefault(number, (map_anonymous(length), 0))
-        room[start : start + len(piece)] = piece
-        with self._lock:
-            done = self._collected[number][1] + len(piece)
-            self._collected[number] = room, done
-            if done < length:
-                return
-            del self._collected[number]
-        self._send(number, room)
-
-    def _checksum(self, data: bytes | memoryview) -> dict[str, str]:
-        return checksum_of(data) if self._has_checksums else {}
-
-    def _send(self, number: int, piece: memoryview) -> None:
-        self._client.reach("part", self._path)
-        if not self._upload:
-            self._whole = bytes(piece)
-            self._parts[number] = {}
-            return
-        what = f"writing part {number + 1} of {self._path}"
-        facts: dict[str, Any] = {"PartNumber": number + 1, **self._checksum(piece)}
-        answer = self._client.call(what, "upload_part", Key=self._key, UploadId=self._upload, Body=piece, **facts)
-        self._parts[number] = {"ETag": answer["ETag"], **facts}
-
-    # ---------------------------------------------------------------- the end
-
-    def publish(self) -> None:
-        """Complete the upload; the object becomes visible whole, or not at all."""
-        missing = -(-self._size // self._part) - len(self._parts)
-        if missing:
-            raise ShardCorrupt(f"{self._where}: {missing} parts of it were not written")
-        self._client.reach("complete", self._path)
-        if self._upload:
-            self._complete()
-        else:
-            self._client.put(self._path, self._whole, **self._checksum(self._whole))
-        self._client.reach("completed", self._path)
-        size = int(self._client.head(self._path)["ContentLength"])
-        if size != self._size:
-            self._client.delete(self._path)
-            raise LevelUnavailable(f"{self._where}: {size} bytes arrived, {self._size} were sent")
-        self._is_published = True
-
-    def _complete(self) -> None:
-        what = f"completing {self._path}"
-        parts = {"Parts": [self._parts[number] for number in sorted(self._parts)]}
-        facts: dict[str, Any] = {"Key": self._key, "UploadId": self._upload, "MultipartUpload": parts}
+    def compares_checksums(self, path: str) -> bool:
+        """True if the server refuses an object whose checksum is wrong. Blocks. Raises: what botocore raises."""
+        place = {"Bucket": self._bucket, "Key": self._split_path(path)[1]}
         try:
-            self._client.call(what, "complete_multipart_upload", keep=(Kind.NO_UPLOAD,), **facts)
-        except Failure as failure:
-            # An earlier attempt may have completed it, and its answer was lost. Then the object is there.
-            try:
-                self._client.head(self._path)
-            except FileNotFoundError:
-                raise LevelUnavailable(f"{self._where}: the upload is gone ({failure})") from failure
-
-    def close(self) -> None:
-        """Abort what is not published; harmless twice. An object that is visible under the name stays: it is whole."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._upload and not self._is_published:
-            with contextlib.suppress(LevelError, FileNotFoundError):
-                self._client.abort(self._key, self._upload, patience_s=0.0)
+            self._client.put_object(**place, Body=b"probe", ChecksumCRC64NVME="AAAAAAAAAAA=")
+        except ClientError as error:
+            return re.fullmatch(_DAMAGED, error.response["Error"]["Code"]) is not None
+        self._client.delete_object(**place)
+        return False
 
 
-class S3Reader:
-    """Ranges of one version of an object, also if it is replaced meanwhile; see ``levels.storage.Reader``."""
+class Upload:
+    """One object that is being sent, as ``FsspecWriter`` uses a file."""
 
-    def __init__(self, client: S3Client, path: str) -> None:
-        """Raises: LevelError, FileNotFoundError."""
-        self._client = client
-        self._path = path
-        self._etag = str(client.head(path).get("ETag", ""))
+    def __init__(self, writer: Any, abort: Callable[[], object]) -> None:
+        self._writer = writer
+        self._abort = abort
+        self.write = writer.write
+        self.close = writer.close
 
-    def read_into(self, offset: int, out: memoryview) -> None:
-        """Receive one range."""
-        if not len(out):
-            return
-        where = f"{self._client.url}/{self._path}"
-        try:
-            done = self._client.receive(self._path, offset, out, self._etag)
-        except Failure as failure:
-            raise ShardCorrupt(f"{where}: it was replaced while it was read") from failure
-        if done < len(out):
-            raise ShardCorrupt(f"{where}: ends after {offset + done} bytes, expected {offset + len(out)}")
-
-    def close(self) -> None:
-        """Nothing is open."""
+    def discard(self) -> None:
+        """Give the upload up. Blocks. Raises: what botocore raises."""
+        self._writer = self.write = self.close = None
+        self._abort()
 
 
-class S3Storage(Storage):
+class S3Storage(FsspecStorage):
     """See ``levels.storage.Storage``."""
 
-    parallel_writes = 4
     parallel_reads = 4
 
-    def __init__(
-        self,
-        url: str,
-        options: Mapping[str, Any] | None = None,
-        *,
-        patience_s: float = PATIENCE_S,
-        stall_s: float = STALL_S,
-    ) -> None:
-        """Makes no request. Raises: LevelUnavailable."""
-        self.url = url
-        self.client = S3Client(url, options or {}, patience_s, stall_s)
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        """Make no request. Raises: LevelUnavailable."""
+        conf = fsspec.config.conf.get("s3", {})
+        super().__init__(
+            url, {**{name: conf[name] for name in _KNOWN["storage_options"] if name in conf}, **(options or {})}
+        )
 
-    def __repr__(self) -> str:
-        return f"S3Storage({self.client.shown_url!r})"
+    def _open_driver(self) -> tuple[S3Driver, str]:
+        global _pid
+        _pid = _pid or os.getpid()
+        if _pid != os.getpid():
+            raise LevelUnavailable(
+                f"this process was forked from process {_pid}, which had used S3, and obstore does not survive a fork; "
+                "start processes by the method 'spawn' or 'forkserver'"
+            )
+        parts = urlsplit(self.url)
+        if not parts.netloc:
+            raise LevelUnavailable("the URL names no bucket; write s3://bucket/prefix")
+        return S3Driver(parts.netloc, self._options), f"{parts.netloc}/{parts.path.strip('/')}"
 
-    # ---------------------------------------------------------------- checksums
+    def _error(self, what: str, error: BaseException) -> LevelError:
+        self._opened = None  # the next operation reads the credentials again
+        # obstore adds a dump of its data structures to its messages.
+        text = " ".join(self._redaction.clean(error).split("Debug source:")[0].split())
+        code = re.search(r"<Code>(\w+)</Code>|\((\w+)\) when calling", text)
+        named = (code[1] or code[2]) if code else type(error).__name__
+        if not code and (" retries, " in text or "HTTP error" in text):
+            named = "Unanswered"
+        advice = next((text for codes, text in _ADVICE.items() if re.fullmatch(codes, named)), named)
+        kind = LevelFull if re.fullmatch(_FULL, named) else LevelUnavailable
+        bucket = repr(urlsplit(self.url).netloc)
+        return kind(f"{self._redaction.clean(self.url)}: {what}: {advice.format(bucket)} ({text})")
 
-    def compares_checksums(self) -> bool:
-        """Whether the server notices a part that arrived damaged; the first time tries it out. Raises: LevelError."""
-        place = self.client.endpoint, self.client.bucket
-        found = _compares_checksums.get(place)
-        if found is None:
-            found = _compares_checksums[place] = self._try_checksums()
-            if not found:
-                logger.warning(
-                    "%s: the server does not notice damaged parts; snapshots are read back to verify them",
-                    self.client.shown_url,
-                )
-        return found
+    def call(self, what: str, method: Any, *arguments: Any, **options: Any) -> Any:
+        """See ``FsspecStorage.call``. A missing bucket is no missing object."""
+        try:
+            return super().call(what, method, *arguments, **options)
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise self._error(what, error) from self._redaction.cause(error)
+            raise FileNotFoundError(2, "no such object", what) from None
+
+    def abilities(self) -> Abilities:
+        """Return what is known of S3, which refuses clients whose clock is minutes off."""
+        return Abilities(shows_open_files=False, clock_ahead_s=0.0)
 
     @property
     def checks_writes(self) -> bool:
-        """See ``Storage.checks_writes``; False where it cannot be tried out."""
+        """See ``Storage.checks_writes``; tried out once per process. False where that is not possible."""
         try:
-            return self.compares_checksums()
-        except LevelError:
+            driver: S3Driver = self._filesystem()
+            if driver.place not in _compares:
+                _compares[driver.place] = self._call("trying it out", "compares_checksums", self._path(probe_name()))
+                if not _compares[driver.place]:
+                    shown = self._redaction.clean(self.url)
+                    logger.warning("%s: the server does not notice damaged parts; snapshots are read back", shown)
+            return _compares[driver.place]
+        except (LevelError, FileNotFoundError):
             return False
 
-    def _try_checksums(self) -> bool:
-        """Whether a part is refused if its checksum is that of other bytes, and taken if it is its own."""
-        what, key = "trying the bucket out", self.client.key(probe_name())
-        refusals = (Kind.DAMAGED, Kind.OTHER)
+    def _make_directory(self, path: str, *, is_missing: bool = False) -> None:
+        """Directories exist while objects do."""
 
-        def is_taken(upload: str, checksum: dict[str, str]) -> bool:
-            part: dict[str, Any] = {"Key": key, "UploadId": upload, "PartNumber": 1, "Body": b"probe", **checksum}
-            try:
-                self.client.call(what, "upload_part", keep=refusals, **part)
-            except Failure:
-                return False
-            return True
-
-        try:
-            answer = self.client.call(
-                what, "create_multipart_upload", keep=refusals, Key=key, ChecksumAlgorithm="CRC32C"
-            )
-            upload = answer["UploadId"]
-        except Failure:
-            return False
-        try:
-            return not is_taken(upload, checksum_of(b"other bytes")) and is_taken(upload, checksum_of(b"probe"))
-        finally:
-            self.client.abort(key, upload)
-
-    # ---------------------------------------------------------------- writing and reading
-
-    def create(self, path: str, size_bytes: int) -> S3Writer:
-        """Start an upload."""
-        return S3Writer(self.client, path, size_bytes, has_checksums=self.compares_checksums())
-
-    def put(self, path: str, data: bytes) -> None:
-        """Put a small object by one request."""
-        known = _compares_checksums.get((self.client.endpoint, self.client.bucket), False)
-        self.client.put(path, data, **(checksum_of(data) if known else {}))
-
-    def get(self, path: str) -> bytes:
-        """Get a small object."""
-        data = self.client.receive_all(path, MAX_SMALL_BYTES)
-        if data is None:
-            raise ShardCorrupt(f"{self.url}/{path}: a manifest has at most {MAX_SMALL_BYTES} bytes")
-        return data
-
-    def reader(self, path: str) -> S3Reader:
-        """Find out the version of an object."""
-        return S3Reader(self.client, path)
-
-    def size(self, path: str) -> int:
-        """Bytes of an object."""
-        return int(self.client.head(path)["ContentLength"])
-
-    def stamp(self, path: str) -> object:
-        """Tag, time and size."""
-        facts = self.client.head(path)
-        return facts.get("ETag"), str(facts.get("LastModified")), facts["ContentLength"]
-
-    def age_s(self, path: str) -> float | None:
-        """See ``Storage.age_s``."""
-        facts = self.client.head(path)
-        return _age_s(facts, facts.get("LastModified"))
-
-    # ---------------------------------------------------------------- deleting
-
-    def delete(self, path: str) -> None:
-        """Delete an object."""
-        self.client.delete(path)
-
-    def delete_directory(self, path: str) -> None:
-        """Directories exist while objects do; some servers keep an empty object with the directory's name."""
-        marker = self.client.key(f"{path}/" if path else "")
-        if not marker:
-            return
-        try:
-            answer = self.client.call(f"listing {path}", "list_objects_v2", Prefix=marker, Delimiter="/", MaxKeys=2)
-            if [one["Key"] for one in answer.get("Contents", ())] == [marker] and not answer.get("CommonPrefixes"):
-                self.client.call(f"deleting {path}", "delete_object", Key=marker)
-        except (LevelError, FileNotFoundError) as error:
-            logger.debug("a directory stays: %s", error)
+    def is_link(self, path: str) -> bool:
+        """Return False: S3 has no links."""
+        return False
 
     def abort_stale(self) -> list[str]:
-        """See ``Storage.abort_stale``. Foreign uploads below the prefix stay, and any that began within a day."""
-        gone: list[str] = []
-        for key, upload, age_s in self._uploads(self.client.key("")):
-            inner = key[len(self.client.key("")) :]
-            if age_s >= SETTLED * self.abandoned_after_s and (is_node_file_path(inner) or is_probe(inner)):
-                self.client.abort(key, upload)
-                gone.append(inner)
-        return gone
+        """See ``Storage.abort_stale``. Uploads of other programs stay, and any that began within a day."""
+        root = self._path("").partition("/")[2].rstrip("/")
+        root = f"{root}/" if root else ""
+        began_before = datetime.now(timezone.utc) - timedelta(seconds=SETTLED * self.abandoned_after_s)
 
-    def _uploads(self, prefix: str) -> list[tuple[str, str, float]]:
-        """Key, id and age in seconds; 0 where the server does not say."""
-        found: list[tuple[str, str, float]] = []
-        markers: dict[str, Any] = {}
-        while True:
-            facts: dict[str, Any] = {"Prefix": prefix, **markers}
-            keep = (Kind.REFUSED, Kind.OTHER)
-            try:
-                answer = self.client.call("listing uploads", "list_multipart_uploads", keep=keep, **facts)
-            except Failure as failure:
-                # Unfinished uploads cost money, but harm no snapshot: a missing right must not stop the sweep.
-                logger.warning(
-                    "%s: unfinished uploads cannot be listed (%s); let a lifecycle rule abort them",
-                    self.client.shown_url,
-                    failure.code,
-                )
-                return found
-            uploads = answer.get("Uploads", ())
-            found += [(one["Key"], one["UploadId"], _age_s(answer, one.get("Initiated")) or 0.0) for one in uploads]
-            if not answer.get("IsTruncated"):
-                return found
-            markers = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer.get("NextUploadIdMarker", "")}
+        def is_stale(upload: Any) -> bool:
+            path = upload["Key"][len(root) :]
+            return upload["Initiated"] <= began_before and (is_node_file_path(path) or is_probe(path))
 
-    # The last one: it hides the type from the annotations behind it.
-    def list(self, path: str = "", prefix: str = "") -> list[str]:
-        """Names below a prefix."""
-        folder = self.client.key(path + "/" if path else "")
-        names: set[str] = set()
-        token: dict[str, Any] = {}
-        while True:
-            facts: dict[str, Any] = {"Prefix": folder + prefix, "Delimiter": "/", **token}
-            answer = self.client.call(f"listing {path or '.'}", "list_objects_v2", **facts)
-            found = [one["Key"] for one in answer.get("Contents", ())]
-            found += [one["Prefix"] for one in answer.get("CommonPrefixes", ())]
-            names.update(name[len(folder) :].rstrip("/") for name in found)
-            if not answer.get("IsTruncated"):
-                return sorted(names - {""})
-            token = {"ContinuationToken": answer["NextContinuationToken"]}
-
-
-def _age_s(answer: Mapping[str, Any], since: datetime | None) -> float | None:
-    """Seconds from ``since`` to an answer, by the server's clock; ``None`` where the server does not say."""
-    try:
-        now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-    except (KeyError, ValueError, TypeError):
-        return None
-    return None if since is None else (now - since).total_seconds()
+        try:
+            gone = self._call("listing uploads", "abort_uploads", root, is_stale)
+        except LevelError as error:
+            # Unfinished uploads cost money, but harm no snapshot: a missing right must not stop the sweep.
+            logger.warning("unfinished uploads are not aborted; let a lifecycle rule do it: %s", error)
+            return []
+        return [key[len(root) :] for key in gone]

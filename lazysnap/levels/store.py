@@ -73,7 +73,7 @@ def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = 
         try:
             from lazysnap.levels.s3 import S3Storage
         except ImportError as error:
-            raise LevelUnavailable(f"{url}: needs botocore: pip install 'lazysnap[s3]'") from error
+            raise LevelUnavailable(f"{url}: needs obstore: pip install 'lazysnap[s3]'") from error
         return SnapshotStore(S3Storage(url, options), speed=speed)
     from lazysnap.levels.fsspec_storage import FsspecStorage
 

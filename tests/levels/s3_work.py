@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 
+import botocore.session
 import seaweed
 from support.names import directory_of
 
@@ -62,13 +63,32 @@ def download(storage, path: str = SHARD) -> memoryview:
     return out
 
 
-def through(proxy, server, url, *, patience_s: float = 20.0, **settings) -> S3Storage:
-    """A client whose requests pass the proxy; it has a session, and has learnt already what the server can do."""
-    storage = S3Storage(url, server.options(endpoint=proxy.endpoint), **settings)
-    storage.compares_checksums()
-    storage.client.patience_s = patience_s
+def through(proxy, server, url: str):
+    """A storage whose requests pass the proxy, and which has learnt already what the server can do."""
+    storage = S3Storage(url, server.options(endpoint=proxy.endpoint))
+    assert storage.checks_writes
     proxy.requests.clear()
     return storage
+
+
+def uploads_at(server, url: str) -> list[str]:
+    """The keys below the level of uploads that nobody completed."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    found = client_of(server).list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", [])
+    return [one["Key"].removeprefix(f"{prefix}/") for one in found]
+
+
+def begin_upload(server, url: str, path: str) -> None:
+    """As another program does it (``aws s3 cp``)."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    client_of(server).create_multipart_upload(Bucket=bucket, Key=f"{prefix}/{path}")
+
+
+def client_of(server):
+    options = server.options()
+    keys = {"aws_access_key_id": options["key"], "aws_secret_access_key": options["secret"]}
+    session = botocore.session.Session()
+    return session.create_client("s3", endpoint_url=server.endpoint, region_name="us-east-1", **keys)
 
 
 def operations(proxy) -> list[str]:

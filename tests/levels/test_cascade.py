@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-pytest.importorskip("botocore")
+pytest.importorskip("obstore")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "engine"))
 
 import seaweed

@@ -1,4 +1,4 @@
-"""Places behind fsspec URLs, whatever their drivers can do; real S3 through the same code too."""
+"""Places behind fsspec URLs, whatever their drivers can do."""
 
 import contextlib
 import gc
@@ -254,25 +254,6 @@ def test_secrets_are_found_however_deep_and_short_words_are_left_alone():
     text = redaction.clean("abcdef one-token p@ssword p%40ssword https://plain ab")
 
     assert text == "*** *** *** *** https://plain ab"
-
-
-# -------------------------------------------------------------------- real S3 through this code
-
-
-def test_s3_works_through_this_code_as_well(s3_server, s3_url):
-    storage = FsspecStorage(s3_url, s3_server.options())
-    data = pattern(SIZE)
-    upload(storage, data)
-
-    assert not storage.abilities().shows_open_files
-    assert download(storage) == data
-    assert storage.list(directory_of(1)) == [NAME]
-
-
-def test_a_missing_bucket_is_no_missing_file(s3_server):
-    storage = FsspecStorage("s3://no-such-bucket/run", s3_server.options())
-    with pytest.raises(LevelUnavailable, match="does the bucket or share exist"):
-        storage.put(f"{directory_of(1)}/object", b"x")
 
 
 # -------------------------------------------------------------------- the process

@@ -36,7 +36,8 @@ class Request:
 
     @property
     def access_key(self) -> str:
-        found = re.search(r"Credential=([^/]+)/", self.headers.get("Authorization", ""))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        found = re.search(r"Credential=([^/]+)/", headers.get("authorization", ""))
         return found[1] if found else ""
 
 
