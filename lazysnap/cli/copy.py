@@ -124,7 +124,7 @@ def _copy_file(
         advance(size)
 
     blocks = FileBlocks(place, manifest)
-    with place.storage.lease(place.file_path), contextlib.closing(blocks):
+    with contextlib.closing(blocks):
         bytes_read = VerifiedSource(blocks, count)
         if isinstance(entry, FrozenEntry):
             if target.has_frozen(entry.digest):

@@ -121,7 +121,8 @@ class _Planner:
         sound = self._sound(complete)
         for found in snapshots:
             reason = self._why_kept(found, sound, is_newest=found in complete[-1:])
-            reason = reason or next(filter(None, (one.why_it_stays() for one in _places(self._store, found))), None)
+            if reason is None and any(one.is_link() for one in _places(self._store, found)):
+                reason = "behind a symbolic link"
             if reason is None:
                 plan.delete.append(found)
             else:
@@ -182,7 +183,7 @@ class _Planner:
         for one, manifest in self.seen.frozen:
             place = self._store.place(one)
             is_old = one.digest not in wanted and all(is_settled(self._store.storage, path) for path in place.paths)
-            if is_old and not place.why_it_stays():
+            if is_old and not place.is_link():
                 unused.append((one, manifest))
         return unused
 
@@ -212,7 +213,7 @@ def _carry_out(store: SnapshotStore, plan: Plan, name: str, output: Output) -> l
             if delete_files(_places(store, found)):
                 deleted.append(found.location)
             else:
-                output.say(f"{found.location} stays: somebody reads it, or gave it a name meanwhile")
+                output.say(f"{found.location} stays: somebody gave it a name meanwhile")
         wanted = {entry.frozen for entry in store.inventory().entries} if plan.frozen else set()
         for one, manifest in plan.frozen:
             advance(manifest.size_bytes)

@@ -423,7 +423,7 @@ class LevelWriter:
         except (FormatError, FileNotFoundError) as error:
             with contextlib.suppress(FileNotFoundError):
                 place.withdraw()
-            if not place.why_it_stays():
+            if not place.is_link():
                 place.delete_or_leave()  # a place where all is read back damaged would fill up
             raise ShardCorrupt(f"{store.url}: step {step}: it was read back damaged: {error}") from error
 

@@ -64,6 +64,10 @@ class Blocks(Protocol):
         """One block. Blocks. Raises: ShardCorrupt, naming it; LevelError; FileNotFoundError."""
         ...
 
+    def rest(self) -> None:
+        """Close the file, unless it is to stay open; the next ``block`` opens it again. Harmless twice."""
+        ...
+
     def close(self) -> None:
         """Close the file; the next ``block`` opens it again. Harmless twice."""
         ...
@@ -72,7 +76,9 @@ class Blocks(Protocol):
 class FileBlocks:
     """The blocks of a committed file at a level. The first read opens it."""
 
-    def __init__(self, place: FilePlace, manifest: Manifest) -> None:
+    def __init__(self, place: FilePlace, manifest: Manifest, *, stays_open: bool = True) -> None:
+        """``stays_open``: after a read, until ``close``: then it can be read even if it is deleted meanwhile."""
+        self._stays_open = stays_open
         self.where = place.where
         self.threads = place.storage.parallel_reads
         self.size_bytes = manifest.size_bytes
@@ -121,6 +127,11 @@ class FileBlocks:
                 self._reader = self._place.storage.reader(self._place.file_path)
             return self._reader
 
+    def rest(self) -> None:
+        """See ``Blocks``."""
+        if not self._stays_open:
+            self.close()
+
     def close(self) -> None:
         """See ``Blocks``."""
         self._kept.clear()
@@ -163,6 +174,9 @@ class MemoryBlocks:
             self.verify(self.size_bytes)
             self._is_verified = True
         return self._data
+
+    def rest(self) -> None:
+        """Nothing to do: there is no file."""
 
     def close(self) -> None:
         """Nothing to do: there is no file."""
@@ -213,7 +227,7 @@ def read_node_file(
 ) -> None:
     """Read a whole committed file, compare every block with its checksum, and copy it into ``out`` if that is given.
 
-    Blocks; ``beat`` receives the bytes of each block, and may raise. Retention leaves the file alone meanwhile.
+    Blocks; ``beat`` receives the bytes of each block, and may raise.
     Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelError.
     """
     place.check_size(manifest.size_bytes)
@@ -223,7 +237,7 @@ def read_node_file(
             out[at : at + len(data)] = data
 
     blocks = FileBlocks(place, manifest)
-    with place.storage.lease(place.file_path), contextlib.closing(blocks):
+    with contextlib.closing(blocks):
         for shard in manifest.shards:
             shard.layout(blocks.header(shard), place.where)
         fill({blocks: [Wanted(0, manifest.size_bytes, put)]}, beat=beat)
@@ -237,7 +251,8 @@ def fill(
 ) -> int:
     """Read all that is wanted of these shards; returns the bytes of the blocks that were read. Blocks.
 
-    ``beat`` receives the bytes of each block, in several threads, and may raise. All files are closed in the end.
+    ``beat`` receives the bytes of each block, in several threads, and may raise. Files that do not stay open are closed
+    in the end.
     Raises: ShardCorrupt, naming file and block; LevelError; FileNotFoundError; what ``put`` raises.
     """
     buffers = Buffers()
@@ -261,7 +276,7 @@ def fill(
             left[blocks] -= 1
             is_last = not left[blocks]
         if is_last:
-            blocks.close()  # so that few of a thousand shards are open at a time
+            blocks.rest()  # so that few of a thousand shards are open at a time
         beat(count)
         return count
 
@@ -271,4 +286,4 @@ def fill(
         return sum(in_threads(tasks, threads, "lazysnap-read"))
     finally:
         for blocks in jobs:
-            blocks.close()
+            blocks.rest()

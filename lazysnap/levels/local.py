@@ -19,7 +19,6 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
 from lazysnap import faults
 from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
@@ -304,15 +303,6 @@ class LocalStorage(Storage):
             if path and isinstance(error, NotADirectoryError):
                 return []  # a file among the snapshots is not ours; in place of all of them it is a mistake
             raise self._error(f"listing {path or '.'}", error) from error
-
-    def lease(self, path: str) -> AbstractContextManager[None]:
-        """A shared ``flock``, dropped with the process; none where there are no locks or a writer is at it."""
-        return locks.lease(self._path(path))
-
-    def is_leased(self, path: str) -> bool:
-        """Whether somebody's shared lock is there; False where there are no locks."""
-        with self._naming(f"looking for readers of {path}"):
-            return locks.is_leased(self._path(path))
 
     def is_link(self, path: str) -> bool:
         """Of the names below the level's directory; that one may be a link."""

@@ -70,11 +70,9 @@ class FilePlace:
         if size != size_bytes:
             raise ShardCorrupt(f"{self.where}: {size} bytes, the manifest says {size_bytes}")
 
-    def why_it_stays(self) -> str | None:
-        """Why it must not be deleted, in words; ``None``: it may be."""
-        if self.storage.is_link(self.file_path) or self.storage.is_link(self.manifest_path):
-            return "behind a symbolic link"
-        return "being read" if self.storage.is_leased(self.file_path) else None
+    def is_link(self) -> bool:
+        """True if it is, or is behind, a symbolic link: then it is not deleted."""
+        return self.storage.is_link(self.file_path) or self.storage.is_link(self.manifest_path)
 
     def delete(self) -> None:
         """The manifest first, so that what a crash leaves is garbage, not a snapshot."""
@@ -112,7 +110,7 @@ def delete_files(places: Sequence[FilePlace], beat: Beat = lambda: None) -> bool
             return False
     for place in places:
         beat()
-        if place.why_it_stays():
+        if place.is_link():
             return False
     for place in places:
         beat()

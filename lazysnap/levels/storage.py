@@ -6,7 +6,6 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from lazysnap.errors import LevelFull, LevelUnavailable
@@ -132,18 +131,7 @@ class Storage(ABC):
         """A value that changes when the object does and is cheap to get; ``None`` if the place has none."""
         return None
 
-    # ---------------------------------------------------------------- readers and writers that live or are dead
-
-    def lease(self, path: str) -> AbstractContextManager[None]:
-        """While held, retention anywhere leaves the snapshot alone whose file or manifest ``path`` is.
-
-        Never fails for want of rights: a reader that may not write gets no protection, and reads all the same.
-        """
-        return contextlib.nullcontext()
-
-    def is_leased(self, path: str) -> bool:
-        """Whether a living reader holds a lease on ``path``. A lease of a reader that died ends by itself."""
-        return False
+    # ---------------------------------------------------------------- writers that live or are dead
 
     def is_settled(self, path: str) -> bool:
         """Whether an object did not change for a day. In doubt it did. Raises: FileNotFoundError."""

@@ -261,7 +261,7 @@ class SnapshotStore:
         return manifest
 
     def verify(self, place: FilePlace, beat: Beat = lambda: None) -> Manifest:
-        """Read every byte of a node's file and compare; its manifest. Meanwhile retention leaves it alone.
+        """Read every byte of a node's file and compare; its manifest.
 
         Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable.
         """

@@ -78,7 +78,7 @@ class LevelReader:
         return self._begin(f"looking at {shown(self.url)}", work)
 
     def open(self, entry: Entry | FrozenEntry, where: str, stack: contextlib.ExitStack) -> OpenShard:
-        """A shard or a file of frozen tensors, its header verified, leased until ``stack`` ends.
+        """A shard or a file of frozen tensors, its header verified, open until ``stack`` ends.
 
         Raises: as ``Answer``; ShardCorrupt; FileNotFoundError.
         """
@@ -92,12 +92,10 @@ class LevelReader:
             beat()
             rank = entry.rank if isinstance(entry, Entry) else 0
             with contextlib.ExitStack() as until_read:
-                until_read.enter_context(place.storage.lease(place.file_path))
-                beat()  # nobody may wait any more
                 blocks = FileBlocks(place, manifest)
                 until_read.callback(blocks.close)
                 shard = open_shard(manifest, rank, blocks, verify=True)
-                beat()  # as above: nobody would let go of what is open
+                beat()  # if nobody waits any more, nobody would close what is open
                 return shard, until_read.pop_all()
 
         shard, held = self._attempt(f"opening {where}", work)

@@ -120,6 +120,9 @@ class PeerBlocks:
             self._file.read_into(start, data)
             yield data
 
+    def rest(self) -> None:
+        """Connections are closed when the restart is over."""
+
     def close(self) -> None:
         """Connections are closed when the restart is over."""
 
@@ -264,6 +267,9 @@ class ParityBlocks:
                     )
                 found = self._known[file] = file.read(pieces.piece_bytes, pieces.stripe_bytes - pieces.piece_bytes)
             return found
+
+    def rest(self) -> None:
+        """Connections are closed when the restart is over."""
 
     def close(self) -> None:
         """Connections are closed when the restart is over."""

@@ -32,7 +32,7 @@ class BadFrozen(LazySnapError):
 
 
 class ShardOpener:
-    """What is opened stays open, and leased against deletion, until ``stack`` ends. Not thread-safe."""
+    """What is opened stays open until ``stack`` ends. Not thread-safe."""
 
     def __init__(
         self,

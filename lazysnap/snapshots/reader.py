@@ -119,14 +119,9 @@ class Stored:
 class OpenSnapshot:
     """The shards of all ranks, each with the frozen tensors that it refers to."""
 
-    def __init__(
-        self, plan: RestartPlan, ranks: Sequence[tuple[OpenShard, ...]], places: Sequence[FilePlace] = ()
-    ) -> None:
-        """``places``: of the shards, for leases while they are read."""
+    def __init__(self, plan: RestartPlan, ranks: Sequence[tuple[OpenShard, ...]]) -> None:
         self.plan = plan
         self.ranks = ranks
-        # One lease for each directory protects the whole snapshot.
-        self._leased = {place.directory: place for place in places}.values()
 
     def meta(self, rank: int) -> CaptureMeta:
         """The metadata of a rank, small state included."""
@@ -143,14 +138,6 @@ class OpenSnapshot:
         """Close its files. A later read opens them again."""
         for blocks in {shard.blocks for shards in self.ranks for shard in shards}:
             blocks.close()
-
-    @contextlib.contextmanager
-    def leased(self) -> Iterator[None]:
-        """Hold leases, so that retention does not delete the snapshot."""
-        with contextlib.ExitStack() as stack:
-            for place in self._leased:
-                stack.enter_context(place.storage.lease(place.file_path))
-            yield
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -179,8 +166,8 @@ def open_shard(manifest: Manifest, rank: int, blocks: FileBlocks, *, verify: boo
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
     """Read the headers of all shards, and of the frozen tensors that they refer to; ``verify``: as ``open_shard``.
 
-    The files are open on return (of very many the first ones): where the place allows, they can be read even if
-    retention deletes them meanwhile. ``plan``: of this catalogue.
+    The files stay open until the snapshot is closed (of very many the first ones): where the place allows, they can be
+    read even if retention deletes them meanwhile. ``plan``: of this catalogue.
     Blocks. Raises: ShardCorrupt, naming a shard that is damaged; LevelError; FileNotFoundError.
     """
     ranks, found = catalogue.shards(plan), catalogue.frozen(plan)
@@ -192,15 +179,13 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
         place = catalogue.store.place(one)
         wanted[place].append(one.rank if isinstance(one, Entry) else 0)
         manifests[place] = manifest
-        files.setdefault(place, FileBlocks(place, manifest))
-    staying = set(list(files)[:_MOST_OPEN])
+        files.setdefault(place, FileBlocks(place, manifest, stays_open=len(files) < _MOST_OPEN))
 
     def opened(place: FilePlace) -> dict[int, OpenShard]:
         """The wanted shards of one file, by rank."""
         blocks = files[place]
         shards = {rank: open_shard(manifests[place], rank, blocks, verify=verify) for rank in wanted[place]}
-        if place not in staying:
-            blocks.close()
+        blocks.rest()
         return shards
 
     try:
@@ -215,7 +200,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
         for blocks in files.values():
             blocks.close()
         raise
-    return OpenSnapshot(plan, opens, list(files))
+    return OpenSnapshot(plan, opens)
 
 
 def look_again(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> Result:

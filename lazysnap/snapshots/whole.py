@@ -172,8 +172,7 @@ class Filling:
         jobs: dict[OpenShard, list[Wanted]] = defaultdict(list)
         for copy in copies:
             jobs[copy.stored.shard].append(copy.wanted(beat))
-        with snapshot.leased():
-            read(jobs)
+        read(jobs)
 
 
 class _Runs:

@@ -180,26 +180,6 @@ def test_what_a_living_writer_writes_stays(make_url, capsys):
         writer.close()
 
 
-@pytest.mark.parametrize("what", ["shard", "frozen tensors"])
-def test_what_somebody_reads_stays_until_it_is_read(url, capsys, what, a_day_later):
-    put(url, 10, with_base(10), frozen=is_base)
-    put(url, 20)
-    directory = frozen_directory(url)
-    storage = open_store(url).storage
-    path = f"{directory if what == 'frozen tensors' else at(10)}/{SHARD}"
-    with storage.lease(path):
-        if not storage.is_leased(path):
-            pytest.skip("this storage knows no leases")
-        result = run_json(capsys, "prune", url, "--keep-last", "1", "--yes")[1]
-        assert frozen_directory(url) == directory
-        if what == "shard":
-            assert {item["step"]: item["because"] for item in result["kept"]}[10] == "being read"
-            assert steps(url) == [10, 20]
-    assert run("prune", url, "--keep-last", "1", "--yes") == 0
-    assert steps(url) == [20]
-    assert not [name for name in files(url) if name.startswith("frozen-")]
-
-
 def test_it_asks_and_takes_only_yes_for_yes(five, monkeypatch, capsys):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -10,7 +10,6 @@ from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, directory, 
 
 from contract.frozen import FrozenContract
 from lazysnap.errors import CaptureAborted, ShardCorrupt
-from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.source import MemorySource
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import candidates
@@ -251,24 +250,23 @@ class StoreContract(FrozenContract):
         assert Snapshot(1).delete(store)
         assert everything(store.storage) == []
 
-    def test_what_is_being_read_is_not_deleted(self, make_store: Callable[[], SnapshotStore]) -> None:
-        """By another client: it stays, all ranks of it, until the reader is done, and goes then."""
-        if not self.has_leases:
-            pytest.skip("this place has no leases")
+    def test_what_is_being_read_is_deleted_and_read_to_its_end(self, make_store: Callable[[], SnapshotStore]) -> None:
+        """Where an open file stays readable; elsewhere the reader is told that the object is gone."""
         store, reader = make_store(), make_store()
-        entries = [Snapshot(1, rank=rank, world_size=2).write(store) for rank in (0, 1)]
+        entry = Snapshot(1, elements=2 * BLOCK).write(store)
         went: list[bool] = []
 
         def delete() -> None:
-            went.append(delete_files([make_store().place(entry) for entry in entries]))
+            if not went:
+                went.append(Snapshot(1).delete(make_store()))
 
-        read_whole(reader, entries[1], delete)
-        assert went
-        assert not any(went)
-        assert look(store).steps() == [1, 1]
-        delete()
-        assert went[-1]
+        (error,) = at_once(lambda: read_whole(reader, entry, delete))
+        assert went == [True]
         assert everything(store.storage) == []
+        if self.keeps_open_files:
+            assert error is None
+        else:
+            assert isinstance(error, FileNotFoundError | None)
 
     def test_a_sweep_leaves_snapshots_and_living_writers_alone(self, make_store: Callable[[], SnapshotStore]) -> None:
         """Whoever sweeps, also in the middle of a write."""
@@ -345,9 +343,9 @@ SnapshotStore(storage).write(snapshot.meta, HookedSource(snapshot, at="finish", 
             )
             thread.start()
             assert reading.wait(WAIT_S)
-            assert Snapshot(1).delete(make_store()) is not self.has_leases
+            assert Snapshot(1).delete(make_store())
             assert Snapshot(2).delete(make_store())
         thread.join(WAIT_S)
-        if self.has_leases:
+        if self.keeps_open_files:
             assert errors == [None]
         assert [error for error in errors if not isinstance(error, FileNotFoundError | None)] == []

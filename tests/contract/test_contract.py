@@ -59,7 +59,7 @@ class Memory(Place):
     """No other process sees it, and age is all that it knows of a writer."""
 
     notices_death = False
-    has_leases = False
+    keeps_open_files = False
 
     @pytest.fixture
     def make_storage(self, tmp_path):
@@ -71,7 +71,7 @@ class Memory(Place):
 
 class S3(Place):
     notices_death = False
-    has_leases = False
+    keeps_open_files = False
 
     @pytest.fixture
     def root(self):

@@ -34,7 +34,7 @@ def _visible(storage: Storage) -> list[str]:
 
 
 class WriterContract(Place):
-    """Claims, publishing, races, abandoned objects, leases."""
+    """Claims, publishing, races, abandoned objects."""
 
     def test_nothing_is_visible_before_publish(self, make_storage: MakeStorage) -> None:
         """However much of it is written; then all of it is."""
@@ -236,62 +236,16 @@ wait()
             assert all(gone)
             assert not [path for path in everything(storage) if not path.endswith("/")]
 
-    def test_a_lease_is_seen_by_others_while_it_is_held(self, make_storage: MakeStorage) -> None:
-        """It leaves nothing, and protects only what it is on."""
-        storage, other = make_storage(), make_storage()
-        write_object(storage, SHARD, DATA)
-        storage.put(MANIFEST, b"manifest")
-        storage.put("step-00000002/node-00000-of-00001.json", b"manifest")
-        before = everything(storage)
-        assert not storage.is_leased(MANIFEST)
-        with storage.lease(MANIFEST):
-            if self.has_leases:
-                assert storage.is_leased(MANIFEST)
-                assert other.is_leased(MANIFEST)
-            assert not other.is_leased("step-00000002/node-00000-of-00001.json")
-            assert storage.get(MANIFEST) == b"manifest"
-            assert read_object(storage, SHARD) == DATA
-        assert not storage.is_leased(MANIFEST)
-        assert not other.is_leased(MANIFEST)
-        assert everything(storage) == before
-
-    def test_two_leases_end_one_by_one(self, make_storage: MakeStorage) -> None:
-        """The second reader stays protected when the first is done, also if both are of one client."""
-        if not self.has_leases:
-            pytest.skip("this place has no leases")
-        storage, other, asks = make_storage(), make_storage(), make_storage()
-        storage.put(MANIFEST, b"manifest")
-        for second in (storage, other):
-            with contextlib.ExitStack() as outer:
-                with storage.lease(MANIFEST):
-                    outer.enter_context(second.lease(MANIFEST))
-                    assert asks.is_leased(MANIFEST)
-                assert asks.is_leased(MANIFEST)
-            assert not asks.is_leased(MANIFEST)
-
-    def test_a_lease_ends_with_an_error_as_well(self, storage: Storage) -> None:
-        """It is a context manager."""
-        storage.put(MANIFEST, b"manifest")
-
-        class ReadFailed(Exception):
-            pass
-
-        with pytest.raises(ReadFailed), storage.lease(MANIFEST):
-            raise ReadFailed
-        assert not storage.is_leased(MANIFEST)
-
     def test_a_reader_without_the_right_to_write_reads_all_the_same(
         self, make_storage: MakeStorage, read_only: Storage | None
     ) -> None:
-        """With a lease that may protect nothing; what it may not do it is told."""
+        """What it may not do it is told."""
         if read_only is None:
             pytest.skip("no client of this place lacks the right to write")
         storage = make_storage()
         write_object(storage, SHARD, DATA)
-        with read_only.lease(SHARD):
-            assert read_object(read_only, SHARD) == DATA
-            assert read_only.list("step-00000001") == storage.list("step-00000001")
-            assert not read_only.is_leased(MANIFEST)
+        assert read_object(read_only, SHARD) == DATA
+        assert read_only.list("step-00000001") == storage.list("step-00000001")
         with pytest.raises(LevelUnavailable):
             read_only.put(MANIFEST, b"manifest")
         with pytest.raises(LevelUnavailable):
@@ -301,25 +255,3 @@ wait()
         read_only.delete_directory("step-00000001")
         assert everything(storage) == [SHARD]
         assert read_object(storage, SHARD) == DATA
-
-    def test_nobody_leases_what_is_not_there(self, storage: Storage) -> None:
-        """Asking is no error."""
-        assert not storage.is_leased("step-00000009/none")
-
-    def test_a_lease_ends_with_the_process_that_held_it(self, make_storage: MakeStorage, elsewhere: str | None) -> None:
-        """Where death is noticed at once; while it lives it is seen from here."""
-        if not self.has_leases:
-            pytest.skip("this place has no leases")
-        storage = make_storage()
-        storage.put(MANIFEST, b"manifest")
-        code = f"""
-with storage.lease({MANIFEST!r}):
-    say("leased")
-    wait()
-"""
-        with in_another_process(elsewhere, code) as child:
-            assert child.next_line() == "leased"
-            assert storage.is_leased(MANIFEST)
-            child.kill()
-        if self.notices_death:
-            assert not storage.is_leased(MANIFEST)

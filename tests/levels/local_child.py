@@ -38,30 +38,6 @@ def contend(storage: LocalStorage, content: str, rounds: str) -> None:
     say("done")
 
 
-def lease(storage: LocalStorage) -> None:
-    with storage.lease(NAME):
-        stop()
-    stop()
-
-
-def probe(storage: LocalStorage) -> None:
-    say(storage.is_leased(NAME))
-
-
-def lease_and_fork(storage: LocalStorage) -> None:
-    """The child is forked within the lease and lives on after it."""
-    with storage.lease(NAME):
-        read_end, write_end = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(write_end)
-            os.read(read_end, 1)
-            os._exit(0)
-    stop()
-    os.close(write_end)
-    os.waitpid(child, 0)
-
-
 def begin(storage: LocalStorage) -> None:
     """Stops before and after the publication."""
     writer = storage.create(NAME, 4)

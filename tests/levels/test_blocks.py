@@ -34,7 +34,7 @@ class Blocks:
     def block(self, index, buffers, *, verify):
         return self._block(index)
 
-    def close(self):
+    def rest(self):
         self.is_closed = True
 
 

@@ -36,14 +36,12 @@ def test_a_dry_run_names_every_operation(local):
     storage.get("step-00000001/small")
     storage.stamp(PATH)
     storage.list()
-    with storage.lease(PATH):
-        storage.is_leased(PATH)
     storage.delete(PATH)
     storage.delete_abandoned("step-00000001/small")
     storage.delete_directory("step-00000001")
     storage.abort_stale()
 
-    names = "create write publish size reader read_into put get stamp list lease is_leased delete"
+    names = "create write publish size reader read_into put get stamp list delete"
     assert plan.operations == [*names.split(), "delete_abandoned", "delete_directory", "abort_stale"]
     assert plan.happened == []
     assert everything(local) == []

@@ -162,8 +162,6 @@ def test_a_secret_that_a_driver_quotes_is_in_no_message(place, caplog, monkeypat
         storage.list()
     with pytest.raises(LevelUnavailable) as second:
         storage.put(f"{directory_of(1)}/object", b"x")
-    with storage.lease(SHARD):
-        pass
     with pytest.raises(LevelUnavailable) as third:
         FsspecStorage("talkative://host/run", {"password": password, "no-such-option": 1})
 

@@ -13,7 +13,6 @@ import tempfile
 import pytest
 from refused_calls import needs_seccomp
 from snapshots import Image, files, meta, mount, whole
-from support.names import directory_of
 
 from lazysnap.errors import LevelUnavailable
 from lazysnap.levels import open_store
@@ -135,87 +134,10 @@ def test_a_writer_that_fails_after_the_rename_takes_the_name_back(storage, monke
     assert files(pathlib.Path(storage.url)) == []
 
 
-# ---------------------------------------------------------------------------------------------- leases, locks
+# ---------------------------------------------------------------------------------------------- locks
 
 
-def test_a_lease_is_seen_from_another_process_and_ends_with_it(storage, child):
-    storage.put(SHARD, b"x")
-    assert not storage.is_leased(SHARD)
-    readers = [child("lease", storage.url) for _ in range(2)]
-    for reader in readers:
-        assert reader.line() == "ready"
-        assert storage.is_leased(SHARD)
-
-    readers[0].kill()
-    assert storage.is_leased(SHARD)
-    readers[1].go()
-    assert readers[1].line() == "ready"
-    assert not storage.is_leased(SHARD)
-
-
-def test_a_lease_ends_although_a_forked_worker_still_has_its_descriptor(storage, child):
-    storage.put(SHARD, b"x")
-    reader = child("lease_and_fork", storage.url)
-    assert reader.line() == "ready"
-
-    assert not storage.is_leased(SHARD)
-    reader.go()
-    assert reader.process.wait(60) == 0
-
-
-def test_a_lease_on_nothing_is_harmless(storage):
-    with storage.lease(SHARD):
-        assert not storage.is_leased(SHARD)
-    with pytest.raises(FileNotFoundError):
-        storage.get(SHARD)
-
-
-@needs_root
-def test_a_reader_that_may_not_write_is_protected_too(open_to_all, child):
-    storage = LocalStorage(str(open_to_all))
-    storage.put(SHARD, b"x")
-    (open_to_all / SHARD).chmod(0o444)
-    (open_to_all / SHARD).parent.chmod(0o555)
-    reader = child("lease", storage.url, f"uid={NOBODY}")
-    assert reader.line() == "ready"
-
-    assert storage.is_leased(SHARD)
-
-
-@needs_root
-def test_who_may_not_write_sees_leases_too(open_to_all, child):
-    storage = LocalStorage(str(open_to_all))
-    storage.put(SHARD, b"x")
-    assert child("probe", storage.url, f"uid={NOBODY}").line() == "False"
-    with storage.lease(SHARD):
-        assert child("probe", storage.url, f"uid={NOBODY}").line() == "True"
-
-
-@needs_root
-def test_a_reader_without_any_right_reads_on_without_protection(open_to_all, child):
-    storage = LocalStorage(str(open_to_all))
-    storage.put(SHARD, b"x")
-    (open_to_all / SHARD).chmod(0o000)
-    reader = child("lease", storage.url, f"uid={NOBODY}")
-    assert reader.line() == "ready"
-
-    assert not storage.is_leased(SHARD)
-
-
-def test_the_lock_of_a_writer_is_no_lease_and_no_hindrance_to_readers(storage):
-    with contextlib.closing(storage.create(SHARD, 4)) as writer:
-        (name,) = temporary(storage)
-        with storage.lease(name):
-            assert not storage.is_leased(name)
-        writer.write(0, memoryview(b"mine"))
-        writer.publish()
-        with storage.lease(SHARD):
-            assert storage.get(SHARD) == b"mine"
-            writer.close()
-            assert storage.is_leased(SHARD)
-
-
-def test_what_a_living_writer_or_reader_has_is_not_swept(storage, child):
+def test_what_a_living_writer_has_is_not_swept(storage, child):
     writer = child("begin", storage.url)
     assert writer.line() == "ready"
     (name,) = temporary(storage)
@@ -225,8 +147,6 @@ def test_what_a_living_writer_or_reader_has_is_not_swept(storage, child):
     assert not storage.delete_abandoned(SHARD, unless="step-00000001/manifest")
 
     writer.kill()
-    with storage.lease(SHARD):
-        assert not storage.delete_abandoned(SHARD)
     storage.put("step-00000001/manifest", b"x")
     assert not storage.delete_abandoned(SHARD, unless="step-00000001/manifest")
     assert storage.delete_abandoned(SHARD)
@@ -291,7 +211,6 @@ def test_a_read_only_remount_costs_the_snapshots_until_it_is_undone(tmpfs):
     with pytest.raises(LevelUnavailable, match=r"creating step-00000002-.*Read-only.*remount it"):
         store.write(meta(2), Image(2))
     assert whole(store) == [1]
-    assert store.storage.is_leased(f"{directory_of(1)}/node-00000-of-00001.safetensors") is False
     subprocess.run(["mount", "-o", "remount,rw", tmpfs], check=True)
     store.write(meta(3), Image(3))
 

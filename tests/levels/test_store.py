@@ -1,5 +1,6 @@
 """Snapshots on storage: whole or not there, whatever breaks. Real files, real full disks, real deaths."""
 
+import contextlib
 import signal
 import subprocess
 import threading
@@ -8,11 +9,15 @@ import pytest
 from deaths import run_forks
 from snapshots import Image, files, meta, whole
 from support.names import directory_of
+from support.snapshots import Snapshot
 
 from lazysnap.errors import CaptureAborted, LevelUnavailable
 from lazysnap.levels import open_store
+from lazysnap.levels.blocks import Wanted
 from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.storage import probe_name
+from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.reader import open_snapshot, read
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -190,3 +195,25 @@ def test_killed_at_any_point_of_a_write_or_a_deletion_what_was_committed_is_whol
         assert [entry.step for entry in store.inventory().entries] == whole(store)
         assert not [path for path in files(root) if ".tmp-" in path]
         assert store.inventory().problems == ()
+
+
+def test_an_open_snapshot_is_read_again_and_again_after_retention_deleted_it(tmp_path):
+    """On a file system an open file stays readable."""
+    store = open_store(str(tmp_path))
+    snapshot = Snapshot(1, elements=100_000)
+    entry = snapshot.write(store)
+    catalogue = Catalogue(store)
+    (plan,) = catalogue.plans()
+    with contextlib.closing(open_snapshot(catalogue, plan)) as found:
+        assert snapshot.delete(store)
+        shard = found.ranks[0][0]
+        for _ in range(2):
+            out = bytearray(len(snapshot.image))
+
+            def put(at, data, out=out):
+                out[at : at + len(data)] = data
+
+            read({shard: [Wanted(0, len(out), put)]})
+            assert out == snapshot.image
+    with pytest.raises(FileNotFoundError):
+        store.read_manifest(entry)

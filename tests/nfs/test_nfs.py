@@ -73,20 +73,6 @@ def test_of_two_clients_that_write_one_name_each_has_its_turn_and_the_last_stand
     wait_for_files(place, [f"{number}/shard" for number in range(25)])
 
 
-def test_a_lease_is_seen_by_another_client_and_ends_with_its_process(lab, place):
-    lab.guest.run("write", place.hard, 1)
-    shard = f"{directory_of(1)}/{SHARD}"
-    for holder in ("hold_lease", "die_with_a_lease"):
-        assert not lab.guest.run("storage", place.other, "is_leased", shard)
-        reader = lab.guest.start(holder, place.hard, shard)
-        reader.stopped("leased" if holder == "hold_lease" else "held")
-        assert lab.guest.run("storage", place.other, "is_leased", shard)
-        assert lab.guest.run("storage", place.hard, "is_leased", shard)
-        reader.go()
-        reader.result()
-        assert not lab.guest.run("storage", place.other, "is_leased", shard)
-
-
 def test_a_sweep_of_another_client_leaves_living_writers_alone_and_takes_what_dead_ones_left(lab, place):
     dead = lab.guest.start("die_with_a_file", place.hard, f"{directory_of(2)}/{SHARD}")
     dead.stopped("held")

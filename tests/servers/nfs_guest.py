@@ -192,20 +192,6 @@ def publish_only(talk: Conversation, url: str, path: str, size: int) -> None:
         talk.stop("published")
 
 
-def hold_lease(talk: Conversation, url: str, path: str) -> None:
-    with _store(url).storage.lease(path):
-        talk.stop("leased")
-
-
-def die_with_a_lease(talk: Conversation, url: str, path: str) -> None:
-    def hold() -> object:
-        lease = _store(url).storage.lease(path)
-        lease.__enter__()
-        return lease
-
-    _die(talk, hold)
-
-
 def die_with_a_file(talk: Conversation, url: str, path: str) -> None:
     _die(talk, lambda: _store(url).storage.create(path, 100))
 

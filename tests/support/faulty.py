@@ -1,7 +1,7 @@
 """A storage that breaks at the n-th operation, in the way that was asked for; over any other storage.
 
 Every call of the protocol is one operation with a name: ``create write publish put get reader read_into size stamp list
-lease is_leased is_link is_settled delete delete_abandoned delete_directory abort_stale``. A dry run counts them, so
+is_link is_settled delete delete_abandoned delete_directory abort_stale``. A dry run counts them, so
 that a test can go through all::
 
     plan = FaultPlan()
@@ -13,11 +13,9 @@ that a test can go through all::
 ``close`` is no operation: what it could not do, it does not say.
 """
 
-import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import NoReturn
 
 from lazysnap.errors import ShardCorrupt
@@ -222,17 +220,6 @@ class FaultyStorage:
         names = self.storage.list(path, prefix)
         operation.fail(after=True)
         return names if operation.truncation is None else names[:-1]
-
-    def lease(self, path: str) -> AbstractContextManager[None]:
-        return self._lease(path)
-
-    @contextlib.contextmanager
-    def _lease(self, path: str) -> Iterator[None]:
-        operation = _Operation(self, "lease", path)
-        operation.fail(after=False)
-        with self.storage.lease(path):
-            operation.fail(after=True)
-            yield
 
     def delete_directory(self, path: str) -> None:
         operation = _Operation(self, "delete_directory", path)

@@ -32,8 +32,8 @@ class MakeStorage(Protocol):
 class Place:
     """What the place under test is; to be overridden by the class that runs a suite."""
 
-    has_leases = True
-    """Whether ``is_leased`` sees what another client leased."""
+    keeps_open_files = True
+    """A file that is open can be read when another client deletes it."""
     notices_death = True
     """Whether what a dead process left is known to be abandoned at once (else after a time that no test waits for)."""
 
