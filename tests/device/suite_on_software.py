@@ -17,7 +17,7 @@ from lightning import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from support import accelerator
 
-from lazysnap.capture import device, devices
+from lazysnap.capture import device, devices, reader
 from lazysnap.capture.job import CapturePhase
 from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.integrations.lightning.strategies import own_state
@@ -120,6 +120,17 @@ def test_threads_that_wait_for_a_device_neither_spin_nor_touch_another_device():
     assert waits == software.Event.blocking_waits - blocking > 0
     for kind in ("waits on another device than the event's", "stream synchronisations"):
         assert after.get(kind, 0) == before.get(kind, 0)
+
+
+def test_a_reader_that_stops_in_the_middle_leaves_no_copy_that_reads_freed_memory(monkeypatch):
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 1 << 10)
+    reader._local.rings.clear()
+    tensor = torch.randn(1000, device=DEVICE)
+    pieces = reader.pieces_of(tensor, [torch.accelerator.current_stream().record_event()])
+    next(pieces)
+    pieces.close()
+    reader._local.rings.clear()
+    del tensor  # the checker reports what reads it now
 
 
 def test_the_scaler_of_a_lightning_trainer_is_read_without_waiting_for_the_device():

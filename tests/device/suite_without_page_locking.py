@@ -3,6 +3,8 @@
 Run by ``test_on_software_device.py``. The tests are those of tests/gpu, on such a device.
 """
 
+import contextlib
+
 import pytest
 import torch
 from gpu.test_device_capture import (  # noqa: F401  tests and a fixture
@@ -23,6 +25,7 @@ from support import accelerator
 from lazysnap.capture import device, reader
 from lazysnap.capture.job import CapturePhase
 from lazysnap.memory.arena import SlotPhase
+from lazysnap.state.objects import ObjectState
 
 
 @pytest.fixture(autouse=True)
@@ -35,17 +38,20 @@ def _cannot_page_lock_and_has_small_buffers(monkeypatch):
 
 
 def test_the_boundary_does_not_wait_for_the_device_and_the_gate_does(bench):  # noqa: F811
-    it = bench()
+    it, lets_go = bench(), []
     job = it.prepared()
+    advance = it.slot.advance
+    it.slot.advance = lambda end: (lets_go.append(job.cpu_sources_read.is_set()), advance(end))
     waits = accelerator.SOFTWARE.synchronisations()
     with accelerator.busy_stream():
         it.captures.begin(job)
         assert accelerator.SOFTWARE.synchronisations() == waits
-        assert not job.cpu_sources_read.is_set()
     it.captures.finish(TIMEOUT_S)
 
     assert job.phase is CapturePhase.WHOLE
     it.check(job)
+    assert lets_go
+    assert not any(lets_go), "the gate need not have waited for all pieces"
 
 
 def test_large_eager_tensors_are_copied_before_control_returns(bench, monkeypatch):  # noqa: F811
@@ -58,6 +64,31 @@ def test_large_eager_tensors_are_copied_before_control_returns(bench, monkeypatc
         it.captures.finish(TIMEOUT_S)
         train(*it.parts)
         it.check(job)
+
+
+def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench):  # noqa: F811
+    """At each allocation in turn: of the staging buffers, and on the copy thread of a dense copy."""
+    it, failed = bench(), 0
+    turned = torch.nn.Parameter(torch.randn(600, 300, device=DEVICE).t())
+    it.source = ObjectState(
+        {**it.source.named(), "sgd": torch.optim.SGD([turned]), "held": {"turned": turned.detach()}}
+    )
+    for number in range(1, 50):
+        job = it.prepared(number)
+        accelerator.SOFTWARE.configure(seed=number, failing_allocation=number)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            it.captures.begin(job)
+        it.captures.finish(TIMEOUT_S)
+        accelerator.SOFTWARE.configure()
+        train(*it.parts)
+        assert it.captures.wait_released(TIMEOUT_S)
+        if job.phase is CapturePhase.WHOLE:
+            it.check(job)
+            break
+        failed += 1
+        accelerator.SOFTWARE.races()  # no gate waits for what a capture that failed had staged: nobody uses that
+        assert (job.phase, it.slot.status().phase) == (CapturePhase.FAILED, SlotPhase.VOID)
+    assert failed >= 2
 
 
 def test_a_tensor_that_changes_before_the_gate_makes_the_capture_void(bench):  # noqa: F811

@@ -326,6 +326,17 @@ def test_a_device_that_does_not_finish_costs_the_snapshot_and_no_more_than_one_w
     assert it.slot.status().phase is SlotPhase.VOID
 
 
+def test_giving_up_a_capture_that_is_whole_changes_nothing(bench):
+    it = bench()
+    job = it.begin()
+    it.captures.finish(TIMEOUT_S)
+    assert it.captures.wait_released(TIMEOUT_S)
+
+    assert not job.give_up(CapturePhase.FAILED, "too late")
+
+    it.check(job)
+
+
 def test_the_scale_and_the_growth_of_a_grad_scaler_are_restored():
     config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=30))
 

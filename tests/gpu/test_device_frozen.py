@@ -25,6 +25,8 @@ def make(device):
 
 def chosen(device):
     model, optimizer = make(device)
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # on a device: queued, and not done when the set is read
     source = ObjectState({"model": model, "optimizer": optimizer})
     walked = walk(source.collect())
     named = list(zip(walked.names, walked.tensors, strict=True))

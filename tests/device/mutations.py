@@ -1,0 +1,173 @@
+"""Every wait, event, comparison and end word of the capture, each spoilt once: ``mutations.py PLACE``.
+
+A mutant is one change of the package's source, in a process of its own that runs the named tests on the software
+device. Processes are forked from this one, which has imported all but the package. One line of JSON is printed for
+each; the first is of the package as it is.
+"""
+
+import importlib.machinery
+import json
+import os
+import pathlib
+import sys
+import textwrap
+from dataclasses import dataclass
+
+import lightning  # noqa: F401  imported here, not by each process
+import pytest
+import pytest_timeout  # noqa: F401
+import torch
+import torch.distributed.tensor
+
+ROOT = pathlib.Path(__file__).parents[2]
+AT_ONCE = 2
+SUITES = {
+    "gpu": "tests/gpu/test_device_capture.py",
+    "frozen": "tests/gpu/test_device_frozen.py",
+    "software": "tests/device/suite_on_software.py",
+    "ring": "tests/device/suite_without_page_locking.py",
+    "copy": "tests/capture/test_copy.py",
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``lines`` of ``file`` become ``instead``; nothing by default. ``test``: the one that notices, as SUITE:NAME."""
+
+    file: str
+    lines: str
+    test: str
+    instead: str = "pass"
+
+    def text(self) -> str:
+        """The spoilt source. Raises: AssertionError, if the lines are not there any more."""
+        source = (ROOT / "lazysnap" / self.file).read_text()
+        found = [place for place in range(len(source)) if source.startswith(self.lines, place)]
+        assert len(found) == 1, f"{self.file} has {self.lines!r} {len(found)} times, not once: change mutations.py"
+        return source.replace(self.lines, self.instead)
+
+
+WHOLE, SCHEDULES, CHANGED = (
+    "gpu:test_the_capture_is_of",
+    "gpu:test_in_any_schedule",
+    "gpu:test_a_tensor_that_changes_bef",
+)
+HUNG, SHORT, THREADS = "gpu:test_a_device_that_does", "software:test_a_device_without_memory", "software:test_threads"
+DEVICE, COPIER, JOB = "capture/device.py", "capture/copier.py", "capture/job.py"
+CAPTURES, READER = "engine/captures.py", "capture/reader.py"
+MUTANTS = [
+    # What orders the work of a device.
+    Mutant(DEVICE, "self._side.wait_event(compute.record_event())", WHOLE),
+    Mutant(DEVICE, "compute.wait_event(self._done)", WHOLE),
+    Mutant(DEVICE, "self._done = self._side.record_event()", WHOLE),
+    Mutant(DEVICE, "job.device_copies.append((before, event_for_thread(self._device, enable_timing=True)))", WHOLE),
+    Mutant(DEVICE, "except BaseException:\n                self._end(job, before)", SHORT, "except BaseException:"),
+    Mutant(CAPTURES, "self._gate_devices(job)\n        if job.phase", WHOLE, "if job.phase"),
+    Mutant(CAPTURES, "self.job = None\n            self._gate_devices(job)", SHORT, "self.job = None"),
+    Mutant("capture/devices.py", "    event.record()\n", SCHEDULES, ""),
+    # What may change at any time is read on the compute stream.
+    Mutant(DEVICE, "if job.plan.records[index].lazy is lazy]", "gpu:test_buffers_that_change", "if lazy]"),
+    Mutant(DEVICE, "self._send(job, eager)", "gpu:test_a_large_average", "with self._side: self._send(job, eager)"),
+    # What the copy thread waits for.
+    Mutant(DEVICE, "(start, landed.synchronize)", SCHEDULES, "(start, lambda: None)"),
+    Mutant(COPIER, "behind.synchronize()\n            job.copy_s", SCHEDULES, "job.copy_s"),
+    Mutant(COPIER, "if record.offset < first_of_device:", "gpu:test_the_watermark_covers", "if True:"),
+    Mutant(COPIER, "_await_devices(job)\n                job.rel", SHORT, "job.rel"),
+    Mutant(COPIER, "behind.synchronize()\n        except", SHORT, "pass\n        except"),
+    Mutant(COPIER, "torch.accelerator.set_device_index(job.plan.devices[0])", THREADS),
+    Mutant("capture/devices.py", "blocking=True)\n", THREADS, "blocking=False)\n"),
+    # Slots that are not page-locked.
+    Mutant(DEVICE, "pieces_of(source, [ready])", "ring:test_the_capture_is_of", "pieces_of(source)"),
+    Mutant(DEVICE, "partial(self._end, job, before)", "ring:test_the_capture_is_of", "lambda: None"),
+    Mutant(COPIER, "if job.device_copies:", "ring:test_the_boundary_does_not", "if True:"),
+    Mutant(READER, "side.wait_event(event)", "ring:test_the_capture_is_of"),
+    Mutant(READER, "landed.synchronize()", "ring:test_in_any_schedule"),
+    Mutant(READER, "buffers[(number + 1) % 2]", "ring:test_in_any_schedule", "buffers[0]"),
+    Mutant(READER, "part.record_stream(side)", "software:test_a_reader_that_stops"),
+    Mutant("capture/frozen.py", "for device in sorted(devices, key=str)", "frozen:test_the_bytes", "for device in ()"),
+    # What the training thread waits for.
+    Mutant(
+        CAPTURES,
+        "if not (job.cpu_sources_read if job.device_copies else job.released).wait(timeout_s):",
+        "gpu:test_the_gate_of_a_state_on_both",
+        "if False:",
+    ),
+    Mutant(CAPTURES, "self.wait_released(timeout_s)\n            ", "gpu:test_a_gate_behind_the_next", ""),
+    Mutant(CAPTURES, "if not job.released.wait(max(0.0, deadline - time.monotonic())):", HUNG, "if False:"),
+    Mutant(CAPTURES, 'job.give_up(CapturePhase.FAILED, f"the copy did not end within {timeout_s:g} s")', HUNG),
+    # The comparisons.
+    Mutant(CAPTURES, "job.pass_gate()", CHANGED),
+    Mutant(JOB, "self._compare()\n                self._is_behind", CHANGED, "self._is_behind"),
+    Mutant(JOB, "self._is_behind_gate = True", "gpu:test_a_change_behind_the_gate"),
+    Mutant(
+        JOB,
+        "may be torn.\n                self._compare()",
+        "copy:test_a_tensor_that_changes",
+        "\n                pass",
+    ),
+    Mutant(JOB, "sources[index]._version != versions[index] or ", CHANGED, ""),
+    Mutant(JOB, " or sources[index].data_ptr() != records[index].pointer", "copy:test_a_tensor_whose_memory", ""),
+    # The end word, and that a capture which was given up has none.
+    Mutant(COPIER, "job.commit()", WHOLE),
+    Mutant(JOB, "self.slot.commit()", WHOLE),
+    Mutant(
+        JOB,
+        "if self.phase is not CapturePhase.COPYING:\n                return False\n            faults",
+        "copy:test_a_copy_that_hangs",
+        "faults",
+    ),
+    Mutant(JOB, "self.slot.discard()", HUNG),
+    Mutant(
+        JOB,
+        "if self.phase is not CapturePhase.COPYING:\n            return False\n        self.sl",
+        "gpu:test_gi",
+        "self.sl",
+    ),
+    Mutant(CAPTURES, 'job.give_up(CapturePhase.FAILED, f"it could not begin: {type(error).__name__}: {error}")', SHORT),
+]
+
+
+def run(mutant: Mutant | None, output: pathlib.Path) -> int:
+    """The exit status of pytest."""
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 1)
+    os.dup2(1, 2)
+    if mutant is not None:
+        path, text = str(ROOT / "lazysnap" / mutant.file), mutant.text()
+        usual = importlib.machinery.SourceFileLoader.get_code
+        importlib.machinery.SourceFileLoader.get_code = lambda loader, name: (
+            compile(text, path, "exec") if loader.path == path else usual(loader, name)
+        )
+    names = [mutant.test] if mutant is not None else sorted({each.test for each in MUTANTS})
+    suites = sorted({SUITES[name.split(":")[0]] for name in names})
+    alone = ("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "-W", "ignore")
+    words = ["-x", "-q", *alone, "-p", "pytest_timeout", "--timeout", "60", "-p", "device.checked"]
+    wanted = " or ".join(name.split(":")[1] for name in names)
+    return pytest.main([*words, *(str(ROOT / suite) for suite in suites), "-k", wanted])
+
+
+def main() -> None:
+    place = pathlib.Path(sys.argv[1])
+    torch.set_num_threads(1)
+    left = list(enumerate([None, *MUTANTS]))
+    running: dict[int, tuple[int, Mutant | None]] = {}
+    while left or running:
+        while left and len(running) < AT_ONCE:
+            number, mutant = left.pop(0)
+            pid = os.fork()
+            if not pid:
+                status = 70
+                try:
+                    status = run(mutant, place / str(number))
+                finally:
+                    os._exit(int(status))
+            running[pid] = number, mutant
+        pid, status = os.wait()
+        number, mutant = running.pop(pid)
+        facts = {"status": os.waitstatus_to_exitcode(status), "output": (place / str(number)).read_text()[-3000:]}
+        if mutant is not None:
+            facts |= {"file": mutant.file, "lines": textwrap.dedent(mutant.lines), "test": mutant.test}
+        print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    main()
