@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.report import FACTS, Report
 from benchmarks.workers import HERE, ROOT, Line, lines_of
 
-ALL = ("stall", "levels", "restore", "scale", "rollback")
+ALL = ("stall", "levels", "restore", "scale")
 WORSE = 1.1
 MORE_IS_BETTER = ("_per_s", "of_raw")
 """How the names of such figures end."""

@@ -242,13 +242,6 @@ def test_protection_between_nodes_is_measured_and_a_lost_node_is_computed(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_rollbacks_are_measured(tmp_path):
-    run("rollback", "--megabytes", 13, "--repeats", 2, "--out", tmp_path)
-
-    found = [line for line in lines(tmp_path / "rollback.jsonl") if line["measure"] == "rollback"]
-    assert [(line["case"], len(line["rollback_s"])) for line in found] == [("newest", 2), ("older", 2)]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_gpu_benchmark_resumes_what_it_captured_from_memory_and_from_disk(tmp_path):

@@ -38,7 +38,7 @@ _INNER = ("base_dataloader", "_dataloader")
 _COUNTERS = ("iteration", "_num_iter_calls")
 """Counters of iterations of such a loader; their samplers are seeded with them."""
 _SAMPLERS = ("batch_sampler", "sampler")
-_NOW = ("given", "number", "now", "own", "share", "at_end", "was_left")
+_NOW = ("given", "now", "own", "share", "at_end", "was_left")
 """Fields of a position that are not recorded when its iteration begins."""
 _SEEDS = ("epoch", "seed", "initial_seed")
 _DEPTH = 4
@@ -67,14 +67,10 @@ class Position:
         self._looks_ahead = hasattr(type(loader), "adjust_state_dict_for_prefetch")
         self._streams = RandomStreams()
         self._running: weakref.ref[_Iteration] | None = None
-        self._moved: weakref.ref[_Iteration] | None = None
-        """An iteration that goes on where ``load_state_dict`` said, unless another one begins first."""
         self._stepped: _Place | None = None
         """Where the iteration stood in which the last optimizer step was, until it ends or another one begins."""
         self._pending: dict[str, Any] | None = None
         self._skipped = 0
-        self._number = 0
-        """The number of the running or last iteration."""
         self.may_draw = any(map(_is_read_here, _bases(loader)))
         """True if draws of its dataset from the global generators would go unnoticed."""
         self.is_recounted = False
@@ -112,11 +108,6 @@ class Position:
         return None if running is None else running.given
 
     @property
-    def is_pending(self) -> bool:
-        """True if the next iteration goes on in the middle of one, after ``load_state_dict``."""
-        return self._pending is not None
-
-    @property
     def began(self) -> int | None:
         """When the running iteration began, by ``tick``; ``None`` between two."""
         running = self._iteration()
@@ -141,7 +132,6 @@ class Position:
             self._streams.watch([self._loader, *self._bases])
         state: dict[str, Any] = {
             "given": None,
-            "number": self._number,
             "now": self._streams.collect(),
             **self._counts(),
         }
@@ -155,10 +145,15 @@ class Position:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration begin at ``state``; the running one, if any, moves there at its next batch."""
+        """Let the next iteration begin at ``state``."""
         _set_counts(self._loader, self._bases, state)
-        self._moved, self._running, self._number = self._running, None, state.get("number", 0)
-        self._stepped = None
+        if self._iteration() is not None and is_first_rank():
+            logger.warning(
+                "%s: its position is restored inside a loop over it, which goes on as it was: restore before the loop, "
+                "so that the loop begins where the snapshot stands",
+                type(self._bases[0]).__name__,
+            )
+        self._running = self._stepped = None
         self._streams.watch([self._loader, *self._bases])
         share = self._share()
         passed = passed_in(state, share)
@@ -195,16 +190,6 @@ class Position:
     def skipped(self) -> int:
         """Batches that the next iteration begins behind, where it does not go on in the middle of a recorded one."""
         return self._skipped
-
-    def check_repeatable(self) -> None:
-        """Raises: ConfigError, for a loader or a dataset that gives what it has once only."""
-        parts = [one for each in (self._loader, *self._bases) for one in (each, _held(each).get("dataset"))]
-        for one in parts:
-            if hasattr(type(one), "__next__"):
-                raise ConfigError(
-                    f'data="repeat": {type(one).__qualname__} is an iterator, which gives each batch once only: use '
-                    'data="skip", or something that begins anew at every iter()'
-                )
 
     def skip(self, batches: int) -> None:
         """Let the next iteration begin behind ``batches``, unless it goes on elsewhere after ``load_state_dict``.
@@ -283,18 +268,15 @@ class Position:
     def iterate(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The loader's iteration, over the iterator that ``make`` makes: from the start, or from what was loaded."""
         iteration = _Iteration(self, make)
-        self._start(iteration)
-        return iteration
-
-    def _start(self, iteration: "_Iteration") -> None:
         self._settle()
         pending, self._pending = self._pending, None
-        self._moved, self._running, self._stepped = None, weakref.ref(iteration), None
+        self._running, self._stepped = weakref.ref(iteration), None
         if pending is not None:
             iteration.land(pending)
         else:
             skipped, self._skipped = self._skipped, 0
             iteration.begin(min(skipped, length_of(self._loader) or skipped))
+        return iteration
 
     def _iteration(self) -> "_Iteration | None":
         running = None if self._running is None else self._running()
@@ -319,7 +301,6 @@ class _Iteration:
         self.began = tick()
         self.given = 0
         self.is_over = False
-        self._number = 0
         self.recorded: dict[str, Any] = {}
         self.before: dict[str, Any] | None = None
         """The position before the last batch, where the consumer holds that one."""
@@ -336,8 +317,6 @@ class _Iteration:
         position = self._position
         if position.before_fetch is not None:
             position.before_fetch()
-        if position._moved is not None and position._moved() is self:
-            self._move()
         if position.is_held:
             self.before = position._state(self.place)
         if not self.given or position._looks_ahead:
@@ -357,18 +336,6 @@ class _Iteration:
             position.note_draws(before)
         return batch
 
-    def _move(self) -> None:
-        position = self._position
-        position._settle()
-        if position.is_pending and position._number != self._number:
-            logger.warning(
-                "training goes back into the iteration before: the loop over the loader gives what was left of that, "
-                "and ends. Count epochs in an object that is part of the state, as for a restart: a loop by "
-                '"for epoch in range(...)" is one epoch short now'
-            )
-        self._inner, self.before = iter(()), None  # its workers end before others start
-        position._start(self)
-
     def _note_streams(self) -> None:
         streams = self._position._streams.collect()
         self.recorded["ahead"] = streams
@@ -380,9 +347,6 @@ class _Iteration:
         """
         position = self._position
         streams, bases = position._streams, position._bases
-        if state is None:
-            position._number += 1
-        self._number = position._number
         streams.watch([position._loader, *bases])
         self.recorded = {
             "at_iter": streams.collect(),
@@ -403,7 +367,7 @@ class _Iteration:
         streams, bases = position._streams, position._bases
         if "own" in state:
             load_loader(position._loader, state["own"])
-            self._inner, self.given, self._number = self._make(), state["given"], position._number
+            self._inner, self.given = self._make(), state["given"]
         else:
             self._replay(state)
         streams.watch([position._loader, *bases])  # samplers make generators when they are iterated

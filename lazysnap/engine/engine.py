@@ -22,7 +22,7 @@ from lazysnap.engine.durability import Durability, Progress
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.level_checks import require_levels, shared_levels
 from lazysnap.engine.recorder import Recorder
-from lazysnap.engine.rollback import Data, Rollback, Rollbacks, check_data, line_of
+from lazysnap.engine.rollback import Rollback, Rollbacks, line_of
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, LazySnapError, SnapshotNotFound, UnsupportedState
 from lazysnap.keeper.client import KeeperClient
@@ -579,14 +579,13 @@ class SnapshotEngine:
         self.gate()
         self.gate()  # behind the gate only a device can still be copying
 
-    def rollback(self, *, steps: int = 1, data: Data = "skip", reason: str = "") -> Rollback:
+    def rollback(self, *, steps: int = 1, reason: str = "") -> Rollback:
         """Go back in place to the newest snapshot at least ``steps`` older than the step in progress, the one after
         the last boundary. Called in place of ``boundary(20)`` it gives step 19, and so does ``steps=2`` after it.
 
-        The state comes from memory (the keeper and this process go on), else from storage; gradients are cleared. By
-        default data loaders stay where they are, so the batches since then are skipped; ``data="repeat"`` puts them
-        back as well. ``reason``: for the line that the user sees. Snapshots with NaN in trained weights or optimizer
-        state are passed over.
+        The state comes from memory (the keeper and this process go on), else from storage; gradients are cleared. Data
+        loaders stay where they are: the batches since then are skipped. ``reason``: for the line that the user sees.
+        Snapshots with NaN in trained weights or optimizer state are passed over.
 
         Captures that are newer than the snapshot are dropped, and are not offered to ``"latest"`` any more: a new run
         begins. Until its first capture is whole in memory, at the end of this call, a crash may still resume a newer
@@ -597,7 +596,6 @@ class SnapshotEngine:
         raises; WaitTimeout.
         """
         self._check_open("rollback")
-        check_data(data)
         started = time.perf_counter()
         self.gate()
         last, rollbacks = self._recorder.last_step, self._rollbacks
@@ -610,7 +608,7 @@ class SnapshotEngine:
             kept = snapshot.run_id, snapshot.step
             self._drop("engine.rollback.drop", lambda item: (item.run_id, item.step) > kept)
         faults.point("engine.rollback.load")
-        self.together("rolling back", lambda: rollbacks.load(snapshot, data))
+        self.together("rolling back", lambda: rollbacks.load(snapshot))
         faults.point("engine.rollback.loaded")
         if snapshot.world_size != self._world.size:
             reseed(snapshot, self._world)
@@ -623,7 +621,7 @@ class SnapshotEngine:
         self._statistics.rollbacks += 1
         done = Rollback(snapshot.step, from_step, snapshot.level, time.perf_counter() - started)
         if self._world.rank == 0:
-            say(line_of(done, data, reason))
+            say(line_of(done, reason))
         return done
 
     def _capture_branch(self, step: int) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lazysnap.engine.engine import SnapshotEngine
-from lazysnap.engine.rollback import Data, Rollback, check_data
+from lazysnap.engine.rollback import Rollback
 from lazysnap.errors import ConfigError, RollbackFailed
 
 
@@ -25,11 +25,8 @@ class NonFinite:
     """How far to go back, see ``SnapshotEngine.rollback``; 1: to the last boundary, if that was captured."""
     max_rollbacks: int = 3
     """Rollbacks without a new step in between; the next one raises RollbackFailed."""
-    data: Data = "skip"
-    """``"skip"``: the batches since the snapshot are not trained on; ``"repeat"``: they are, once more."""
 
     def __post_init__(self) -> None:
-        check_data(self.data)
         for name, least in (("steps", 1), ("max_rollbacks", 0)):
             _check_count(f"{type(self).__name__}.{name}", getattr(self, name), least)
 
@@ -137,7 +134,7 @@ class LossWatch:
                 "step and at the learning rate, or go further back with steps"
             )
         self._rollbacks += 1
-        self.last = self._engine.rollback(steps=policy.steps, data=policy.data, reason=self._reason)
+        self.last = self._engine.rollback(steps=policy.steps, reason=self._reason)
         return self.last
 
     def _judge(self, value: float) -> str:

@@ -6,7 +6,7 @@ is captured at once: from then on ``"latest"`` means the new run, wherever newer
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,9 +21,6 @@ from lazysnap.shard.names import id_after, new_id
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import walk
-
-Data = Literal["skip", "repeat"]
-"""What becomes of the batches since the snapshot."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class Rollbacks:
         levels = self._restart.config.levels
         # Storage only where memory has none: listing it takes longer than the rest.
         for has_storage in (False, True) if levels else (False,):
-            restart = dataclasses.replace(self._restart, has_storage=has_storage, lends=True)
+            restart = dataclasses.replace(self._restart, has_storage=has_storage)
             snapshot = fetch_back(restart, is_wanted, flaw)
             if snapshot is not None:
                 return snapshot
@@ -117,29 +114,19 @@ class Rollbacks:
         _, run_id = told[0]
         return id_after(run_id, meta.run_id)
 
-    def load(self, snapshot: Snapshot, data: Data) -> None:
-        """Put the state back in place, and clear the gradients. Raises: what the state's objects raise."""
+    def load(self, snapshot: Snapshot) -> None:
+        """Put the state back in place but for the data, and clear the gradients. Raises: what its objects raise."""
         source = self._restart.source
-        if data == "repeat":
-            source.load(snapshot.state)
-        else:
-            source.load(snapshot.state, data=False)
+        source.load(snapshot.state, data=False)
         for optimizer in source.optimizers():
             optimizer.zero_grad()
 
 
-def check_data(data: object) -> None:
-    """Raises: ConfigError."""
-    if data not in ("skip", "repeat"):
-        raise ConfigError(f'rollback: data must be "skip" or "repeat", got {data!r}')
-
-
-def line_of(done: Rollback, data: Data, reason: str) -> str:
-    """The line that tells the user of a rollback."""
-    batches = "skipped" if data == "skip" else "repeated"
+def line_of(done: Rollback, reason: str) -> str:
+    """Return the line that tells the user of a rollback."""
     return (
         f"rolled back from step {done.from_step} to step {done.step}{f' ({reason})' if reason else ''}: restored from "
-        f"{shown(done.level)} in {duration(done.seconds)}; the batches since step {done.step} are {batches}"
+        f"{shown(done.level)} in {duration(done.seconds)}; the batches since step {done.step} are skipped"
     )
 
 

@@ -153,7 +153,6 @@ class MemoryBlocks:
         self.block_bytes = BLOCK_BYTES if checksums is None else checksums.block_bytes
         self._data = data
         self._checksums = checksums
-        self._is_verified = checksums is None
 
     @contextlib.contextmanager
     def block(self, index: int, buffers: Buffers, *, verify: bool = True) -> Iterator[memoryview]:
@@ -167,13 +166,6 @@ class MemoryBlocks:
         """Compare the blocks of the first bytes with their checksums. Blocks. Raises: ShardCorrupt."""
         upto = min(size_bytes, self.size_bytes)
         fill({self: [Wanted(0, upto, lambda at, data: None)]})
-
-    def whole(self) -> memoryview:
-        """All bytes, compared with the checksums the first time. Blocks. Raises: ShardCorrupt."""
-        if not self._is_verified:
-            self.verify(self.size_bytes)
-            self._is_verified = True
-        return self._data
 
     def rest(self) -> None:
         """Nothing to do: there is no file."""

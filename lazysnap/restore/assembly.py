@@ -13,7 +13,6 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from lazysnap.capture.plan import view_of
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.blocks import Wanted
 from lazysnap.shard.manifest import CaptureMeta
@@ -29,10 +28,6 @@ def _read_directly(shard: OpenShard, wanted: Sequence[Wanted]) -> None:
     read({shard: wanted})
 
 
-def _lend_nothing(shard: OpenShard) -> memoryview | None:
-    return None
-
-
 Box = Callable[[str, Extent], tuple[Extent, Extent]]
 """Offsets and shape of what is wanted of a tensor, from its name and its global shape."""
 
@@ -41,19 +36,11 @@ class Assembly:
     """Images of one snapshot, and of the frozen tensors that they refer to, as far as they were opened."""
 
     def __init__(
-        self,
-        own: int,
-        box: Box,
-        *,
-        read: Callable[[OpenShard, Sequence[Wanted]], None] = _read_directly,
-        lend: Callable[[OpenShard], memoryview | None] = _lend_nothing,
+        self, own: int, box: Box, *, read: Callable[[OpenShard, Sequence[Wanted]], None] = _read_directly
     ) -> None:
-        """``own``: the rank whose small state and rank-scoped tensors are wanted. ``read`` and ``lend``: see
-        ``ShardOpener``; what is lent is used for tensors with a live target, where one image has all of them.
-        """
+        """``own``: the rank whose small state and rank-scoped tensors are wanted. ``read``: see ``ShardOpener``."""
         self._rank = own
         self._read = read
-        self._lend = lend
         self._wanted_box = box
         self._own: dict[str, Whole] = {}
         self._wholes: dict[str, Whole] = {}
@@ -163,21 +150,10 @@ class Assembly:
         box = wanted_box(target, whole.shape)
         key = (stored_name, *box)
         if key not in self._made:  # else it was tied to another one: the same again
-            lent = self._lent(whole, *box) if target is not None else None
-            self._made[key] = lent if lent is not None else _room(box[1], whole, target)
-            if lent is None:
-                boxes.add(whole, distinct(whole.pieces), box[0], self._made[key])
+            self._made[key] = _room(box[1], whole, target)
+            boxes.add(whole, distinct(whole.pieces), box[0], self._made[key])
         found = self._made[key]
         return like(target, found) if is_part(target, whole.shape) else found
-
-    def _lent(self, whole: Whole, offsets: Extent, shape: Extent) -> torch.Tensor | None:
-        """A view of the image that has all that is wanted, in one piece and as the program knows it; else ``None``."""
-        piece = next((one for one in whole.pieces if (one.offsets, one.shape) == (offsets, shape)), None)
-        stored = None if piece is None else whole.stored[piece.rank, piece.stored]
-        if stored is None or stored.logical is not None or stored.order is not None or 0 in shape:
-            return None
-        image = self._lend(stored.shard)
-        return None if image is None else view_of(image, stored.offset, whole.dtype, shape)
 
 
 def _room(shape: Extent, whole: Whole, target: "torch.Tensor | None") -> torch.Tensor:

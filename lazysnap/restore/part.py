@@ -38,14 +38,9 @@ class Part:
 class PartReader:
     """Reads what this rank wants of snapshots."""
 
-    def __init__(
-        self, source: StateSource, world: World, opener: ShardOpener, *, lends: bool = False, casts: bool = False
-    ) -> None:
-        """``lends``: see ``Assembly``; what is read is good until the slots are written again. ``casts``: see
-        ``check_fits``.
-        """
+    def __init__(self, source: StateSource, world: World, opener: ShardOpener, *, casts: bool = False) -> None:
+        """``casts``: see ``check_fits``."""
         self._source = source
-        self._lends = lends
         self._casts = casts
         self._world = world
         self._opener = opener
@@ -65,9 +60,7 @@ class PartReader:
         except ShardCorrupt as error:
             raise BadShard(chosen[own], error) from error
         target = target_of(self._source, expected, named)
-        opener = self._opener
-        lend = opener.lend if self._lends else lambda shard: None
-        assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape), read=opener.read, lend=lend)
+        assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape), read=self._opener.read)
         left = nearest_first(chosen, *self._nearby(plan), meta.replicas or ())
         levels = set()
 

@@ -69,8 +69,6 @@ class Restart:
     """True if levels are looked at; otherwise memory alone."""
     start: str = ""
     """The id of this start: no earlier one has a greater id."""
-    lends: bool = False
-    """True if tensors of a snapshot may be views of memory, to be copied before the next boundary."""
     casts: bool = False
     """True for an evaluation, which may use another precision than the training: see ``part.check_fits``."""
 
@@ -201,7 +199,7 @@ class _Search:
         timeout_s = restart.config.keeper_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
         self._opener = ShardOpener(levels, self._memory, self._peers, stack, self.problems.append)
-        self._parts = PartReader(restart.source, world, self._opener, lends=restart.lends, casts=restart.casts)
+        self._parts = PartReader(restart.source, world, self._opener, casts=restart.casts)
         self._gone = False
         self.protected: SnapshotKey | None = None
         """See ``Snapshot``."""

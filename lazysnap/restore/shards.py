@@ -128,13 +128,6 @@ class ShardOpener:
         except Exception as error:
             raise self._failure(source, error) from error
 
-    def lend(self, shard: OpenShard) -> memoryview | None:
-        """The memory of a shard, verified; ``None``, if it is in no memory. Blocks. Raises: as ``read``."""
-        try:
-            return shard.blocks.whole() if isinstance(shard.blocks, MemoryBlocks) else None
-        except Exception as error:
-            raise self._failure(self._sources[shard.blocks], error) from error
-
     def forget(self) -> None:
         """The levels are listed again: what was no good may be there by now."""
         self._opened.clear()

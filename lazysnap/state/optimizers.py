@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from lazysnap.errors import StateMismatch
 from lazysnap.shard.strides import Order, order_of
@@ -173,11 +173,10 @@ def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], told: C
     inner = stepping(optimizer)
     places = _places(inner, saved)
     if places is None:
-        # An optimizer keeps the tensors that it loads, so they must own their memory.
-        owning = tree_map_only(torch.Tensor, owned, laid_out(inner, saved, told))
+        placed = laid_out(inner, saved, told)
         groups = [dict(group) for group in inner.param_groups]
-        optimizer.load_state_dict(owning)
-        _put_exact(inner, owning, groups)
+        optimizer.load_state_dict(placed)
+        _put_exact(inner, placed, groups)
         return
     with torch.no_grad():
         for held, key, value in places:
@@ -296,11 +295,6 @@ def _order(tensor: torch.Tensor) -> Order | None:
 
 def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
-
-
-def owned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with its own memory: a copy, if this one is a view of a slot."""
-    return tensor if local_of(tensor).untyped_storage().resizable() else tensor.clone()
 
 
 def laid_out(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], told: Collection[int] = ()) -> dict[str, Any]:

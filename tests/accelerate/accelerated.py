@@ -1,9 +1,7 @@
-"""A training under Accelerate in a process of its own: ``accelerated.py DIRECTORY CASE DIES_AFTER SEED [SPOILT]``.
+"""A training under Accelerate in a process of its own: ``accelerated.py DIRECTORY CASE DIES_AFTER SEED``.
 
 It appends what it does to DIRECTORY/trace, one line per batch: where it stood, what it saw, what it computed. After
 DIES_AFTER optimizer steps of its own (0: never) it kills itself in the middle of the next one.
-
-SPOILT: ``RANK:BATCH``, where the loss is NaN once; the batches since the last step are then repeated.
 
 With RANK and WORLD_SIZE in its environment it is one of several processes, and its trace is DIRECTORY/trace.RANK.
 """
@@ -29,7 +27,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import lazysnap  # noqa: E402
-from lazysnap import LazyAccelerator, MemoryLevel, NonFinite, PersistentLevel, SnapshotConfig  # noqa: E402
+from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig  # noqa: E402
 
 BATCH, EPOCHS = 4, 3
 STEPS_AT_MOST = 17
@@ -56,7 +54,7 @@ class Plain:
     def loader(self):
         return DataLoader(Augmented(), BATCH, shuffle=True)
 
-    def accelerator(self, directory, policy=None):
+    def accelerator(self, directory):
         level = PersistentLevel(str(directory / "level"), every_n_steps=5)
         config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=200))
         made = {
@@ -67,7 +65,7 @@ class Plain:
             "project_dir": str(directory),
         }
         if self.lazy_from_the_start:
-            return LazyAccelerator(**made, snapshots=config, rollback_on=policy)
+            return LazyAccelerator(**made, snapshots=config)
         return lazysnap.attach(accelerate.Accelerator(**made), config)
 
     def plugins(self):
@@ -221,9 +219,7 @@ def main():
     torch.set_num_threads(1)
     accelerate.utils.set_seed(seed)
     case = {**CASES, **OF_RANKS}[name]()
-    spoilt = [int(number) for number in sys.argv[5].split(":")] if len(sys.argv) > 5 else None
-    accelerator = case.accelerator(directory, NonFinite(data="repeat") if spoilt else None)
-    given = 0
+    accelerator = case.accelerator(directory)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
@@ -247,8 +243,6 @@ def main():
             for numbers, values in case.batches(accelerator, loader, found, epoch):
                 with accelerator.accumulate(model):
                     loss = (model(values) - values).square().mean()
-                    loss = loss * float("nan") if [RANK, given] == spoilt else loss
-                    given += 1
                     accelerator.backward(loss)
                     if dies_after and accelerator.sync_gradients and progress["steps"] - begins == dies_after:
                         os.kill(os.getpid(), signal.SIGKILL)

@@ -148,24 +148,6 @@ def test_it_goes_on_exactly_after_any_batch(make, sample):
         assert after.train().trace == whole[cut:], f"cut after {cut}"
 
 
-@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
-def test_a_running_iteration_goes_back_in_place(make):
-    """In the second epoch, three batches back, within the loop that is running."""
-    whole = Run(make, seed=1).train().trace
-    run = Run(make, seed=1)
-    while run.epoch < EPOCHS:
-        for batch in run.loader:
-            run.trace.append([run.epoch, batch.tolist(), [torch.rand(()).item(), random.random(), numpy.random.rand()]])
-            if len(run.trace) == 8:
-                state = run.save()
-            if len(run.trace) == 11:
-                run.load(state)
-        run.epoch += 1
-    assert run.trace[:11] == whole[:11]
-    assert run.trace[11:] == whole[8:]
-
-
 def test_augmentation_in_persistent_workers_is_not_exact_but_the_order_is_and_a_warning_says_so(caplog):
     def make():
         return ResumableLoader(shuffled(num_workers=2, persistent_workers=True))
@@ -315,3 +297,17 @@ def test_a_changed_length_of_the_data_is_named(monkeypatch, caplog, cut, follows
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("DataLoader: the data has 32 samples, in the snapshot 22: ")
     assert follows in line
+
+
+def test_a_loop_in_which_a_position_is_restored_goes_on_and_the_next_one_begins_there(caplog):
+    loader = ResumableLoader(DataLoader(list(range(8)), batch_size=None))
+    batches = iter(loader)
+    assert [next(batches), next(batches)] == [0, 1]
+    state = loader.state_dict()
+    assert next(batches) == 2
+
+    loader.load_state_dict(state)
+
+    assert "restored inside a loop over it" in caplog.text
+    assert [*batches] == [3, 4, 5, 6, 7]
+    assert [*loader] == [2, 3, 4, 5, 6, 7]

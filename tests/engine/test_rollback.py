@@ -180,7 +180,7 @@ def test_nothing_to_go_back_to_is_said_and_nothing_is_changed(job):
 
 def test_wrong_arguments_are_refused(job):
     training = job.start(ready=False)
-    for settings in ({"steps": 0}, {"steps": True}, {"data": "again"}):
+    for settings in ({"steps": 0}, {"steps": True}):
         with pytest.raises(ConfigError, match="rollback"):
             training.engine.rollback(**settings)
 
@@ -243,45 +243,20 @@ def test_a_damaged_slot_is_passed_over(job, tmp_path):
     assert training.facts() == wanted
 
 
-def test_an_optimizer_that_cannot_be_filled_in_place_gets_memory_of_its_own(job):
-    """Its hooks want ``load_state_dict``, which takes tensors as they are: never those in the slot."""
-    training = job.start()
-    training.optimizer.register_load_state_dict_post_hook(lambda optimizer: None)
-    captured(training, 1, 2)
-    wanted = training.facts()
-    training.train()
-    assert training.engine.rollback().step == 2
-    held = [value for state in training.optimizer.state.values() for value in state.values()]
-    assert all(value.untyped_storage().resizable() for value in held)
-    assert training.facts() == wanted
-
-
-@pytest.mark.parametrize(("data", "number"), [("skip", 3), ("repeat", 2)])
-def test_a_resumable_loader_goes_on_or_repeats(job, data, number):
-    loader = ResumableLoader(torch.utils.data.DataLoader(list(range(8)), batch_size=None))
-    training = job.start(extra={"loader": loader})
+def test_loaders_go_on_and_all_else_goes_back(job):
+    loader, own = ResumableLoader(torch.utils.data.DataLoader(list(range(8)), batch_size=None)), Loader()
+    training = job.start(extra={"loader": loader, "own": own})
     batches = iter(loader)
     for step in (1, 2):
-        next(batches)
+        own.at = next(batches)
         training.run(step, step)
-    assert next(batches) == 2
-    training.engine.rollback(data=data)
-    if data == "repeat":
-        batches = iter(loader)
-    assert next(batches) == number
+    own.at = next(batches)
 
+    training.engine.rollback()
 
-@pytest.mark.parametrize(("data", "at"), [("skip", 4), ("repeat", 3)])
-def test_loaders_go_back_only_where_the_data_is_to_be_repeated(job, data, at):
-    loader = Loader()
-    training = job.start(extra={"loader": loader})
-    for step in (1, 2, 3):
-        loader.at += 1
-        training.run(step, step)
-    loader.at += 1
-    training.engine.rollback(data=data)
-    assert loader.at == at
-    assert training.counters["seen"] == 24
+    assert next(batches) == 3
+    assert own.at == 2
+    assert training.counters["seen"] == 16
 
 
 def test_a_spike_rolls_back_and_a_good_loss_after_it_does_not(job):
@@ -320,7 +295,6 @@ def test_progress_counts_anew(job):
     [
         lambda: NonFinite(steps=0),
         lambda: NonFinite(max_rollbacks=-1),
-        lambda: NonFinite(data="maybe"),
         lambda: LossSpike(factor=1.0),
         lambda: LossSpike(window=0),
         lambda: LossSpike(factor=float("nan")),

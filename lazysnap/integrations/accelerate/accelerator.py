@@ -170,8 +170,8 @@ class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
     ``snapshots``: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap``, else in the logging
     directory, or beside the first one that ``save_state`` names, else ``./lazysnap``; one line says so then.
     ``rollback_on``: ``NonFinite()`` or ``LossSpike(...)``: where the loss given to ``backward`` is bad, the state goes
-    back in place to the last snapshot before the next batch is fetched, and the batches since then are skipped (or come
-    again, with ``data="repeat"``); the loop just goes on.
+    back in place to the last snapshot before the next batch is fetched, and the batches since then are skipped; the
+    loop just goes on.
     All else is Accelerate's. Raises: ConfigError, for DeepSpeed and FSDP 1.
     """
 

@@ -64,11 +64,6 @@ class Boundaries:
         known = getattr(loader, "_lazysnap_position", None)
         return known if any(known is one for one in self.positions) else None
 
-    def check_repeatable(self) -> None:
-        """Raises: ConfigError, for a loader that a rollback cannot make give its batches again."""
-        for position in self.positions:
-            position.check_repeatable()
-
     def watch_optimizers(self, optimizers: list[Any]) -> None:
         """Notice the steps of ``optimizers``, each once."""
         for optimizer in optimizers:

@@ -157,8 +157,6 @@ class Door(WithEngine):
         """A ``backward`` is over. Collective, and blocks until the loss is computed, where a policy is set."""
         if self._policy is None or self._why_stock is not None:
             return
-        if self._policy.data == "repeat":
-            self.boundaries.check_repeatable()
         self.opened().judge(loss, self._policy)
         if self._goes_back:  # weights and gradients are of no use; it goes back before the next batch
             self.boundaries.note()

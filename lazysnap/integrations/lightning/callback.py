@@ -29,7 +29,7 @@ class LazySnapshotCallback(WithEngine, Callback):
     ``every_n_steps``: optimizer steps between captures into memory. ``persist_every_n_steps``: optimizer steps between
     snapshots on storage. ``config``: everything else; it replaces the three. ``rollback_on``: ``NonFinite()`` or
     ``LossSpike()``: on such a loss, as ``training_step`` returns it, the fit goes back to the last good step in place
-    and goes on with the next batch, or with ``data="repeat"`` with the same batches.
+    and goes on with the next batch.
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
 
@@ -88,12 +88,12 @@ class LazySnapshotCallback(WithEngine, Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
-            session, state, policy = self._begun(trainer), self._state, self._arguments.rollback_on
+            session, state = self._begun(trainer), self._state
 
             def prepare() -> None:
                 check_parts(trainer)
                 state.hooks.start(session.engine.config.levels)
-                state.start(repeats=policy is not None and policy.data == "repeat")
+                state.start()
                 session.tell_fresh(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
 
             session.start(trainer.global_step, prepare)
@@ -189,12 +189,6 @@ class LazySnapshotCallback(WithEngine, Callback):
                 self._capture(trainer)
             original()
 
-        def end_batch(original: Callable[[Any], None], fetcher: Any) -> None:
-            if state.is_landing:  # a rollback in this batch, that repeats batches: nothing of the bad step is done
-                state.land_again()
-            else:
-                original(fetcher)
-
         def gated(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._gate()
             return original(*args, **kwargs)
@@ -211,7 +205,6 @@ class LazySnapshotCallback(WithEngine, Callback):
         wrap(fit_loop, "on_run_end", end_run)
         wrap(epoch_loop, "on_run_start", start_epoch)
         wrap(epoch_loop, "_on_before_fetch", before_fetch)
-        wrap(epoch_loop, "on_advance_end", end_batch)
         wrap(epoch_loop.val_loop, "run", gated)
 
     def _capture(self, trainer: Any, *, is_last: bool = False) -> None:

@@ -43,11 +43,6 @@ class LoaderPositions:
         release_streams(self.loaders)
         self.loaders, self._combined, self._watched = [], None, []
 
-    def check_repeatable(self) -> None:
-        """Raises: ConfigError, as ``Position.check_repeatable``."""
-        for one in self._watched:
-            one.position.check_repeatable()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the positions as plain values (and what a loader's own state holds)."""
         if self._landing is not None:

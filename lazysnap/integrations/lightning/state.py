@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from lazysnap.data.streams import RandomStreams
 from lazysnap.data.workers import running_workers, start_workers
-from lazysnap.errors import ConfigError, StateMismatch
+from lazysnap.errors import StateMismatch
 from lazysnap.integrations.lightning.extras import (
     ModuleExtras,
     collect_callbacks,
@@ -38,7 +37,7 @@ from lazysnap.state.codec import path_text
 from lazysnap.state.left_out import LeftOut, Path, with_values_of
 from lazysnap.state.modules import fitted, told_orders
 from lazysnap.state.objects import NamedObjects
-from lazysnap.state.optimizers import owned, put_back
+from lazysnap.state.optimizers import put_back
 from lazysnap.state.scalars import pack, unpack
 from lazysnap.state.scaler import plain_numbers
 from lazysnap.state.settings import OptimizerSettings, differences, numbers, sizes, warn
@@ -195,27 +194,18 @@ class LightningState(NamedObjects):
 
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
         """See ``StateSource.load``. At a restart, behind ``admit``: what the connector did not restore yet; all else
-        waits for ``land``. In a rollback, at the end of a batch: everything; with ``data`` the fit then waits for
-        ``land_again``.
+        waits for ``land``. In a rollback, at the end of a batch: everything but the data.
 
-        Calls the ``on_load_checkpoint`` hooks of the program. Raises: what they and ``load_state_dict`` raise;
-        ConfigError, if the batches since then cannot be repeated.
+        Calls the ``on_load_checkpoint`` hooks of the program. Raises: what they and ``load_state_dict`` raise.
         """
         if self.is_landing:
             self._optimizer_settings.note(self)
             self._restored = self._optimizer_settings.carry_on(state)
             self._load_training(state)
             return
+        with own_state(self._trainer):
+            state = with_present_data(self._trainer, list(self.optimizers()), state)
         own = state[KEY]
-        if data:
-            self.check_repeatable(own)
-        else:
-            with own_state(self._trainer):
-                state = with_present_data(self._trainer, list(self.optimizers()), state)
-            own = state[KEY]
-        hooked = (self._trainer.lightning_module, *self._trainer.callbacks)
-        if any(overrides(one, "on_load_checkpoint") for one in hooked):
-            state = {**tree_map_only(torch.Tensor, owned, state), KEY: own}  # the program may keep what it sees
         self._begin(state)
         try:
             self._connector.restore_model()
@@ -223,12 +213,7 @@ class LightningState(NamedObjects):
             self._load_training(self._connector._loaded_checkpoint)
         finally:
             self._connector._loaded_checkpoint = {}
-        landing = {**own, "fit_loop": state["loops"]["fit_loop"]}
-        if data:
-            # What is put back now may be changed in place before the batch is over.
-            self._landing = tree_map_only(torch.Tensor, torch.clone, landing)
-            self.prepare_loaders()
-        self._put_back(landing, in_hook=True)
+        self._put_back({**own, "fit_loop": state["loops"]["fit_loop"]}, in_hook=True)
         self._streams.restore(own["streams"])
 
     def _begin(self, state: dict[str, Any]) -> None:
@@ -265,22 +250,6 @@ class LightningState(NamedObjects):
         for optimizer, saved in zip(self.optimizers(), state["optimizer_states"], strict=False):
             put_back(optimizer, saved, told)
         self._connector.restore_lr_schedulers()
-
-    def check_repeatable(self, own: dict[str, Any] | None = None) -> None:
-        """Raises: ConfigError, for data that a running fit cannot give again; for what it cannot go back to (``own``:
-        of a collected state).
-        """
-        if self._trainer.reload_dataloaders_every_n_epochs:
-            raise ConfigError(
-                'LazySnapshotCallback: data="repeat" cannot go back to data loaders that '
-                'Trainer(reload_dataloaders_every_n_epochs=...) has replaced: use data="skip"'
-            )
-        self.loaders.check_repeatable()
-        if own is not None and (own["position"] is None or self._is_of_other_ranks(own)):
-            raise ConfigError(
-                'rollback: data="repeat": the only usable snapshot is that of the end of an earlier fit, or of a fit '
-                'with another number of processes, whose place in the data this fit cannot go back to: use data="skip"'
-            )
 
     def _is_of_other_ranks(self, own: dict[str, Any]) -> bool:
         return bool(own["world_size"] != self._trainer.world_size)
@@ -348,18 +317,7 @@ class LightningState(NamedObjects):
         """Put back what Lightning does not know or would turn, last of all the random generators."""
         assert self._landing is not None
         self.watch_loaders()
-        self._settle()
-
-    def land_again(self) -> None:
-        """The batch is over in which a rollback began, that repeats batches: go on at the snapshot's place."""
-        fetcher = self._trainer.fit_loop._data_fetcher
-        iter(fetcher)
-        self._settle()
-        fetcher.fetched += self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-
-    def _settle(self) -> None:
         landing, self._landing = self._landing, None
-        assert landing is not None
         self._put_back(landing)
         self._start_validation_workers(landing["validation_workers"])
         if not self._is_of_other_ranks(landing):  # else each has random numbers of its own since the restart
@@ -391,13 +349,8 @@ class LightningState(NamedObjects):
         found = {key_of(item): getattr(item, "_average_model", None) for item in self._trainer.callbacks}
         return {key: average for key, average in found.items() if isinstance(average, torch.nn.Module)}
 
-    def start(self, *, repeats: bool) -> None:
-        """The fit begins: buffers count as changed from here on, settings are as the program has them.
-
-        ``repeats``: a rollback is to repeat batches. Raises: ConfigError, if they cannot be given again.
-        """
-        if repeats:
-            self.check_repeatable()
+    def start(self) -> None:
+        """The fit begins: buffers count as changed from here on, settings are as the program has them."""
         modules = {"": self._trainer.lightning_module, **self.averages()}
         self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
         self._optimizer_settings.note(self)
