@@ -171,23 +171,17 @@ class Redundancy:
     max_bytes_per_s: int | None = None
     """Upper bound for what a node receives for it, averaged over seconds; ``None``: no bound. Restores are not
     bounded."""
-    block_bytes: int = 1 << 20
-    """Bytes that are sent, compared and added up at a time: a multiple of 4 KiB from 64 KiB to 16 MiB."""
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
         if type(self) is Redundancy:
             raise ConfigError("Redundancy has no scheme: write Mirror(), Xor() or ReedSolomon(parity=2)")
-        for name in ("parity", "group_size", "every_n_steps", "block_bytes"):
+        for name in ("parity", "group_size", "every_n_steps"):
             _check_positive(kind, name, getattr(self, name))
         _check_positive(kind, "max_bytes_per_s", self.max_bytes_per_s, optional=True)
         if not self.parity < self.group_size <= 128:
             raise ConfigError(
                 f"{kind}.group_size must be more than its parity ({self.parity}) and at most 128, got {self.group_size}"
-            )
-        if self.block_bytes % 4096 or not 64 << 10 <= self.block_bytes <= 16 << 20:
-            raise ConfigError(
-                f"{kind}.block_bytes must be a multiple of 4096 from {64 << 10} to {16 << 20}, got {self.block_bytes}"
             )
 
 
@@ -229,31 +223,22 @@ class SnapshotConfig:
     failure_domain: str | None = None
     """What fails together with this node (a rack, a switch): nodes with the same text are put into different groups as
     far as possible. Default: the node's host."""
-    on_busy: Literal["skip", "wait"] = "skip"
-    """When no slot is free at a boundary: skip that capture, or wait for one (at most ``gate_timeout_s``). Several
-    ranks always wait."""
-    require: Literal["memory", "storage"] | None = None
-    """Protection that a training must have at its start, or it raises: ``"memory"``: captures in memory that outlives
-    it; ``"storage"``: every level accepts a small write. ``None``: it warns and goes on. Without memory nothing
-    is captured."""
+    require_memory: bool = False
+    """Raise before the first step if captures cannot be made into memory that outlives the training. Otherwise training
+    warns and goes on without snapshots."""
     job_id: str | None = None
     """The name of the job, by which a restart finds its memory. Default: the environment variable
     ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""
-    gate_timeout_s: float = 60.0
-    """How long an optimizer step waits for an unfinished copy before that snapshot is dropped. Also how long a capture
-    waits for a free slot, where it waits for one at all."""
-    keeper_timeout_s: float = 20.0
-    """How long to wait for the keeper to start or answer (restart, drain). If it does not answer for so long while
-    training runs, there is a warning."""
+    io_timeout_s: float = 60.0
+    """Seconds to wait for an unfinished copy before that snapshot is dropped, for memory of the first capture, for a
+    free slot (several ranks only; one rank skips that capture), and for the keeper to start or answer. A keeper that is
+    silent for so long while training runs is reported."""
     link_address: str | None = None
     """With several nodes: the address of rank 0's node at which the keepers of the other nodes reach its keeper.
     Default: ``MASTER_ADDR`` as other nodes resolve it, if that is the node's own, else that of its default route."""
     collective_timeout_s: float = 300.0
     """With several ranks: how long to wait for a silent rank when engines are made, resume, plan their first snapshot,
     and close. Time for reading does not count."""
-    flush_budget_s: float = 30.0
-    """On SIGTERM under Lightning: seconds to make the last capture durable. After any other error the newest capture
-    stays in memory, as after a crash."""
     drain_timeout_s: float = 600.0
     """At a clean end: seconds to wait until the newest capture is durable at every level."""
 
@@ -282,14 +267,10 @@ class SnapshotConfig:
                 f"{self.redundancy!r}"
             )
         self._check_text("failure_domain")
-        if self.on_busy not in ("skip", "wait"):
-            raise ConfigError(f'SnapshotConfig.on_busy must be "skip" or "wait", got {self.on_busy!r}')
-        if self.require not in ("memory", "storage", None):
-            raise ConfigError(f'SnapshotConfig.require must be "memory", "storage" or None, got {self.require!r}')
-        if self.require == "storage" and not levels:
-            raise ConfigError('SnapshotConfig.require is "storage", and no level is named: give levels=(...,)')
+        if not isinstance(self.require_memory, bool):
+            raise ConfigError(f"SnapshotConfig.require_memory must be True or False, got {self.require_memory!r}")
         self._check_text("job_id")
-        for name in ("gate_timeout_s", "keeper_timeout_s", "collective_timeout_s", "flush_budget_s", "drain_timeout_s"):
+        for name in ("io_timeout_s", "collective_timeout_s", "drain_timeout_s"):
             _check_seconds("SnapshotConfig", name, getattr(self, name))
 
     def _check_text(self, name: str) -> None:

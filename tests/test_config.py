@@ -51,7 +51,7 @@ BAD_CONFIGS = [
     ({"levels": (PersistentLevel("x"), PersistentLevel("./x"))}, "twice"),
     ({"memory": None}, "memory"),
     ({"memory": 3}, "memory"),
-    ({"on_busy": "block"}, "on_busy"),
+    ({"require_memory": "memory"}, "require_memory"),
     ({"redundancy": "xor"}, "redundancy"),
     ({"redundancy": Xor}, "redundancy"),
     ({"redundancy": 2}, "redundancy"),
@@ -60,9 +60,9 @@ BAD_CONFIGS = [
     ({"job_id": ""}, "job_id"),
     ({"job_id": "  "}, "job_id"),
     ({"job_id": 5}, "job_id"),
-    ({"gate_timeout_s": -1}, "gate_timeout_s"),
-    ({"keeper_timeout_s": None}, "keeper_timeout_s"),
-    ({"flush_budget_s": float("nan")}, "flush_budget_s"),
+    ({"io_timeout_s": -1}, "io_timeout_s"),
+    ({"io_timeout_s": None}, "io_timeout_s"),
+    ({"collective_timeout_s": float("nan")}, "collective_timeout_s"),
     ({"drain_timeout_s": "600"}, "drain_timeout_s"),
 ]
 BAD_REDUNDANCIES = [
@@ -75,9 +75,6 @@ BAD_REDUNDANCIES = [
     (ReedSolomon, {"parity": True}, "parity"),
     (ReedSolomon, {"parity": 8}, "parity"),
     (ReedSolomon, {"max_bytes_per_s": 0}, "max_bytes_per_s"),
-    (ReedSolomon, {"block_bytes": 4096}, "block_bytes"),
-    (ReedSolomon, {"block_bytes": (1 << 20) + 512}, "block_bytes"),
-    (ReedSolomon, {"block_bytes": 32 << 20}, "block_bytes"),
 ]
 BAD = [(kind, *case) for kind, cases in ((PersistentLevel, BAD_LEVELS), (MemoryLevel, BAD_MEMORY)) for case in cases]
 BAD += [(SnapshotConfig, *case) for case in BAD_CONFIGS]
@@ -200,7 +197,7 @@ def test_a_url_of_a_kind_that_fsspec_does_not_know_is_refused():
         ("auto", 2048, ReedSolomon(parity=2)),
         (None, 8, None),
         (Mirror(), 5, Mirror()),
-        (Xor(block_bytes=1 << 16), 2, Xor(block_bytes=1 << 16)),
+        (Xor(group_size=4), 2, Xor(group_size=4)),
         (ReedSolomon(parity=3, group_size=6), 4, ReedSolomon(parity=3, group_size=6)),
     ],
 )

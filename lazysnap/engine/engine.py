@@ -20,7 +20,7 @@ from lazysnap.data.position import position_in
 from lazysnap.engine import report
 from lazysnap.engine.durability import Durability, Progress
 from lazysnap.engine.events import EventLog
-from lazysnap.engine.level_checks import require_levels, shared_levels
+from lazysnap.engine.level_checks import shared_levels
 from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.rollback import Rollback, Rollbacks, line_of
 from lazysnap.engine.statistics import Statistics
@@ -109,7 +109,6 @@ class SnapshotEngine:
         self._rollbacks = Rollbacks(self._restart, self._recorder)
         self._is_past_first = False
         """Whether the first boundary is over."""
-        self._has_probed = False
         self._is_begun = False
         """Whether it is settled which run this is, so that captures may begin."""
         self._is_training = False
@@ -303,7 +302,7 @@ class SnapshotEngine:
     def _drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:
         """Drop captures in memory. Blocks: asks the keeper."""
         try:
-            held = self._client.inventory(self.config.keeper_timeout_s).entries
+            held = self._client.inventory(self.config.io_timeout_s).entries
         except KeeperUnavailable as error:
             logger.info("nothing in memory to go through: %s", error)
             return
@@ -340,26 +339,23 @@ class SnapshotEngine:
     def prepare(self) -> None:
         """Start the keeper and let it make memory ready in the background: the first capture waits less for it.
 
-        Does not block, unless something is required (``SnapshotConfig.require``): then one rank that is alone waits
-        for it, several do at their first boundary or in ``check_required``. Optional: ``with engine`` does it, or else
+        Does not block, unless memory is required (``SnapshotConfig.require_memory``): then one rank that is alone waits
+        for it, several do at their first boundary or in ``check_memory``. Optional: ``with engine`` does it, or else
         the first ``boundary``.
-        Raises: UnsupportedState, for a tensor of the model that no snapshot can hold; as ``check_required``.
+        Raises: UnsupportedState, for a tensor of the model that no snapshot can hold; as ``check_memory``.
         """
         self._prepare()
         if self._world.is_alone:
-            self.check_required()
+            self.check_memory()
 
-    def check_required(self) -> None:
-        """See to it that what ``SnapshotConfig.require`` names is there. Collective, if something is required.
+    def check_memory(self) -> None:
+        """Make sure of memory, where ``SnapshotConfig.require_memory`` is set. Collective then.
 
-        Blocks: until it is. Raises: KeeperUnavailable, JobBusy or MemoryBoundExceeded, if there is no memory;
-        LevelUnavailable; with several ranks each of them, what one of them met.
+        Blocks: until it is there. Raises: KeeperUnavailable, JobBusy or MemoryBoundExceeded, if there is none; with
+        several ranks an error on one of them is raised on all.
         """
-        if self.config.require == "memory":
+        if self.config.require_memory:
             self.together("making sure of memory", self._await_memory)
-        elif self.config.require == "storage" and not self._has_probed:
-            self._has_probed = True
-            self.together("making sure of storage", lambda: require_levels(self.config.levels))
 
     def _await_memory(self) -> None:
         self._prepare()
@@ -370,9 +366,9 @@ class SnapshotEngine:
             found.extend([] if error is None else [error])
             return error is not None
 
-        if not self._await_slots(self.config.keeper_timeout_s + self.config.collective_timeout_s, is_refused):
+        if not self._await_slots(self.config.io_timeout_s + self.config.collective_timeout_s, is_refused):
             error = found[0] if found else KeeperUnavailable("the keeper did not make its slots ready in time")
-            raise type(error)(f'SnapshotConfig(require="memory"): {error}')
+            raise type(error)(f"SnapshotConfig(require_memory=True): {error}")
 
     def _await_slots(self, timeout_s: float, is_refused: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -418,14 +414,14 @@ class SnapshotEngine:
         ``step``: one more than ``engine.step`` if not given. ``force``: capture it also between the steps that
         ``every_n_steps`` names (the last one, or before an exit).
         Blocks: the first capture, and the first after ``restore``, waits until there is memory for one snapshot, at
-        most ``gate_timeout_s``, and no longer than until it is known that there is none: if the keeper does not answer,
-        after ``keeper_timeout_s``. Later ones do not block on copies, storage or the keeper. With several ranks the
-        first is collective, the others not; where storage holds all slots, it waits for one, at most ``gate_timeout_s``
+        most ``io_timeout_s``, and no longer than until it is known that there is none. Later ones do not block on
+        copies, storage or the keeper: one rank skips a capture where storage holds all slots. With several ranks the
+        first is collective, the others not; where storage holds all slots, they wait for one, at most ``io_timeout_s``
         altogether: then storage gets fewer snapshots.
         On a device, a boundary waits until the capture before it is whole.
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node; ConfigError after the end, or while a graph is being captured; at the first boundary
-        also what ``check_required`` raises.
+        also what ``check_memory`` raises.
         Nothing else.
         """
         with self._lock:
@@ -462,8 +458,8 @@ class SnapshotEngine:
                     self._say_sizes()
                 except (OSError, ValueError) as error:  # the machine does not tell, and training needs no answer
                     logger.info("what the training takes is not known: %s", error)
-                self.check_required()
-                if not began and self.config.require == "memory":
+                self.check_memory()
+                if not began and self.config.require_memory:
                     began = self._capture(step, started)
             self._durability.dismiss_former()
             return began
@@ -481,12 +477,12 @@ class SnapshotEngine:
         """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Not after the
         end of the engine.
 
-        Blocks: until there is a slot, at most ``keeper_timeout_s``, and until the copies are done: what comes after a
+        Blocks: until there is a slot, at most ``io_timeout_s``, and until the copies are done: what comes after a
         training may change weights. Raises: as ``boundary``.
         """
         if self._closed:
             return False
-        deadline = time.monotonic() + self.config.keeper_timeout_s
+        deadline = time.monotonic() + self.config.io_timeout_s
         # A short training may end before all memory is there, and slots may still be read by a slow level.
         while not self.boundary(step, force=True) and self._last_due == step and self._recorder.last_step != step:
             if time.monotonic() > deadline or not self.wait_ready(max(0.0, deadline - time.monotonic())):
@@ -537,7 +533,7 @@ class SnapshotEngine:
     def gate(self) -> None:
         """Return when parameters and optimizer state may change again: the last capture's copies are done.
 
-        Blocks: on the copy thread, at most ``gate_timeout_s``; then that snapshot is dropped and training goes on. What
+        Blocks: on the copy thread, at most ``io_timeout_s``; then that snapshot is dropped and training goes on. What
         a device copies is waited for by the device; the next gate behind that blocks until it is done.
         Called by hooks on every optimizer; call it yourself before anything else that changes weights: always before
         ``replay()`` of a graph that holds an optimizer step, for hooks do not run then.
@@ -550,7 +546,7 @@ class SnapshotEngine:
                 return
             started = time.perf_counter()
             is_due = self._captures.job is not None
-            job = self._captures.finish(self.config.gate_timeout_s)
+            job = self._captures.finish(self.config.io_timeout_s)
             if is_due:
                 faults.point("engine.gated")
             if job is not None and job.phase is not CapturePhase.COPYING:
@@ -575,7 +571,7 @@ class SnapshotEngine:
         )
 
     def _finish_copies(self) -> None:
-        """``gate``, then wait for what devices still copy. Blocks: at most twice ``gate_timeout_s``."""
+        """``gate``, then wait for what devices still copy. Blocks: at most twice ``io_timeout_s``."""
         self.gate()
         self.gate()  # behind the gate only a device can still be copying
 
@@ -600,7 +596,7 @@ class SnapshotEngine:
         self.gate()
         last, rollbacks = self._recorder.last_step, self._rollbacks
         if last is not None:  # a device may still be copying
-            self.wait(last, until="captured", timeout_s=self.config.gate_timeout_s)
+            self.wait(last, until="captured", timeout_s=self.config.io_timeout_s)
         from_step, snapshot = rollbacks.from_step, rollbacks.find(steps)
         branch = rollbacks.branch(snapshot)
         faults.point("engine.rollback.found")
@@ -627,7 +623,7 @@ class SnapshotEngine:
     def _capture_branch(self, step: int) -> None:
         """Make the state that was loaded the newest snapshot. Collective. Blocks: until it is whole in memory."""
         self._recorder.stores_next, self._last_due = True, step
-        timeout_s = self.config.gate_timeout_s
+        timeout_s = self.config.io_timeout_s
         faults.point("engine.rollback.capture")
         with self._lock:
             began = self._capture(step, time.perf_counter())
@@ -653,7 +649,7 @@ class SnapshotEngine:
         Where the last boundary was not captured, the next one will be, due or not; then the step returned is the least
         that it can have. A name is never given to another snapshot than that one: if it is lost before it is stored (a
         torn copy, memory that died), a warning says so, and ``lost_names``.
-        Blocks: where storage has not taken the snapshot named before, until it has, at most ``gate_timeout_s``; not
+        Blocks: where storage has not taken the snapshot named before, until it has, at most ``io_timeout_s``; not
         again, once that was in vain. Raises: ConfigError, for a bad name, or without persistent levels.
         """
         self._check_open("keep")
@@ -761,7 +757,7 @@ class SnapshotEngine:
         says the same; ``False`` after ``abandon``.
 
         Blocks: with several ranks at most ``collective_timeout_s`` for the others; at most ``drain_timeout_s`` for
-        storage, then at most ``keeper_timeout_s`` for the keeper's goodbye.
+        storage, then at most ``io_timeout_s`` for the keeper's goodbye.
         ``False`` if something could not be made durable: it stays in memory, as after a crash, and a restart finds it;
         or if the last boundary that was due was not captured. ``True`` if there was none. What memory holds of earlier
         starts stays there if this one captured nothing. With several ranks collective; where one is missing at the
@@ -787,7 +783,7 @@ class SnapshotEngine:
             # What memory holds of an earlier start is not this one's to give up, as long as it captured nothing itself.
             is_last = durable and over and has_own
             if is_last:
-                self._client.goodbye(self.config.keeper_timeout_s)
+                self._client.goodbye(self.config.io_timeout_s)
             else:
                 self._client.abandon()
         self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
@@ -860,7 +856,7 @@ class SnapshotEngine:
         if cause is not None:
             return f"This training is NOT protected in memory: {cause}; {self._protection.what_is_lost()}"
         if self._statistics.skipped["no slots yet"]:
-            return "Its memory was not ready in time (gate_timeout_s)"
+            return "Its memory was not ready in time (io_timeout_s)"
         return "The messages above say why"
 
     def _end(self, progress: Progress | None, *, is_common: bool) -> bool:
@@ -891,13 +887,13 @@ class SnapshotEngine:
             self.gate()
             self._drop("engine.discard", lambda item: True)
             self._leave()
-            self._client.goodbye(self.config.keeper_timeout_s)
+            self._client.goodbye(self.config.io_timeout_s)
 
     def _leave(self) -> None:
         self.statistics()  # as they are while the keeper is there
         self._closed = True
         self._gates.remove()
-        self._captures.close(self.config.gate_timeout_s)
+        self._captures.close(self.config.io_timeout_s)
         self._recorder.close()
 
 

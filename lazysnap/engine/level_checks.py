@@ -1,20 +1,17 @@
-"""What is found out about storage levels at the start: whether they answer, where training requires that, and which
-are one place for all nodes. There, what several nodes hold is stored once.
+"""The levels that are one place for all nodes: what several nodes hold is stored once there.
 
 Object stores are one place, if all nodes were given the same URL. Whether a path is, is tried: rank 0 writes a small
 file of a new name, and one rank of each node looks for it. Where that fails, or takes too long, each node stores all
 that it holds.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import LevelUnavailable
 from lazysnap.levels import open_store
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.storage import Storage, probe, probe_name
+from lazysnap.levels.storage import Storage, probe_name
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.ranks.world import World
 from lazysnap.restore.survey import is_path
@@ -67,21 +64,3 @@ def _try(level: PersistentLevel, work: Callable[[Storage], bool | None]) -> bool
     except Exception as error:  # noqa: BLE001  storage packages may raise anything
         logger.info("%s: %s", shown(level.url), error)
         return False
-
-
-def require_levels(levels: Sequence[PersistentLevel]) -> None:
-    """Blocks: at most each level's ``timeout_s``. Raises: LevelUnavailable, naming every level that failed."""
-    attempts = [(level, Watchdog(functools.partial(_probe, level), shown(level.url))) for level in levels]
-    problems = []
-    for level, attempt in attempts:
-        try:
-            attempt.result(level.timeout_s)
-        except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            problems.append(f"{shown(level.url)}: {type(error).__name__}: {error}")
-    if problems:
-        text = "; ".join(problems)
-        raise LevelUnavailable(f'SnapshotConfig(require="storage"): no snapshot could be stored at {text}')
-
-
-def _probe(level: PersistentLevel, beat: Callable[[], None]) -> None:
-    probe(open_store(level.url, options=level.storage_options).storage, beat)

@@ -14,9 +14,7 @@ logger = logging.getLogger("lazysnap.engine")
 FIRST_REMINDER_S = 60.0
 """Seconds between the first and the second warning that captures are not in memory."""
 REMINDER_S = 600.0
-"""Seconds between later warnings."""
-_TIMEOUTS_PER_RETRY = 3
-"""Memory is asked for again after so many ``keeper_timeout_s``."""
+"""From each later one to the next."""
 
 
 class Protection:
@@ -46,7 +44,7 @@ class Protection:
         """Memory cannot be had. Warns, unless it is known already, or ``is_told``: training ends with that error."""
         is_new, self._last = self.error is None, str(error)
         self.error, self.losses, now = error, self.losses + 1, self._clock()
-        self._next_retry = now + _TIMEOUTS_PER_RETRY * self._config.keeper_timeout_s
+        self._next_retry = now + self._config.io_timeout_s
         self._statistics.unprotected = str(error)
         if is_new:
             self._since, self._next_reminder = now, now + FIRST_REMINDER_S
@@ -64,7 +62,7 @@ class Protection:
         now = self._clock()
         if self.error is None or now < self._next_retry:
             return False
-        self._next_retry = now + _TIMEOUTS_PER_RETRY * self._config.keeper_timeout_s
+        self._next_retry = now + self._config.io_timeout_s
         return True
 
     def remind(self) -> None:

@@ -171,7 +171,7 @@ class Recorder:
     def begin(self, step: int) -> bool:
         """Begin the capture; ``False``, and the reason counted, if it cannot be.
 
-        Blocks: the first one until its memory is there, at most ``gate_timeout_s``.
+        Blocks: the first one until its memory is there, at most ``io_timeout_s``.
         Raises: UnsupportedState; JobBusy; whatever a capture meets.
         """
         try:
@@ -180,7 +180,7 @@ class Recorder:
             self.waits_for_memory = False  # a capture that waited in vain is the last one that waits
 
     def _begin(self, step: int) -> bool:
-        if not self.captures.wait_released(self._config.gate_timeout_s):
+        if not self.captures.wait_released(self._config.io_timeout_s):
             return self.skip("an earlier copy hangs")
         self.settle()
         if self.is_unprotected():
@@ -204,7 +204,7 @@ class Recorder:
         is_whole = self.frozen.is_whole()
         meta = self.meta.write(step, plan, walked, self.frozen.reference())
         # From here on: before, with several ranks, the plan may have waited for another one.
-        self._waits_until = time.monotonic() + (self._config.gate_timeout_s if self.waits_for_memory else 0.0)
+        self._waits_until = time.monotonic() + (self._config.io_timeout_s if self.waits_for_memory else 0.0)
         slots = self._slots_for(plan, len(meta))
         if not is_whole and self._waits_for(lambda: not self.frozen.is_awaited()):
             is_whole = self.frozen.is_whole()
@@ -386,8 +386,8 @@ class Recorder:
     def _await_slot(self, slots: list[Slot], look_again: Callable[[], list[Slot]]) -> Slot | None:
         """A slot for the next capture. Blocks, where storage holds all of them."""
         # With several ranks no capture is left out on one of them alone: then no common one might be left.
-        waits = self._config.on_busy == "wait" or not self._world.is_alone or self.waits_for_memory
-        timeout_s = self._config.gate_timeout_s if waits and self._waits_for_storage else 0.0
+        waits = not self._world.is_alone or self.waits_for_memory
+        timeout_s = self._config.io_timeout_s if waits and self._waits_for_storage else 0.0
         started, made, has_waited = time.monotonic(), len(slots), False
         while (slot := self._choose(slots)) is None and time.monotonic() - started < timeout_s:
             if self._client.is_silent:
@@ -448,7 +448,7 @@ class Recorder:
 
         Not again, once it waited in vain.
         """
-        deadline = time.monotonic() + (self._config.gate_timeout_s if self._waits_for_named else 0.0)
+        deadline = time.monotonic() + (self._config.io_timeout_s if self._waits_for_named else 0.0)
         self._waits_for_named = True
         while waiting := self._waiting_for_storage():
             if time.monotonic() >= deadline or self._client.is_silent:

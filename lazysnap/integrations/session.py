@@ -17,6 +17,9 @@ from lazysnap.state.source import StateSource
 
 logger = logging.getLogger(__name__)
 
+_BEFORE_EXIT_S = 30.0
+"""Seconds after SIGTERM to make the last capture durable: what most schedulers grant before they kill."""
+
 
 class Session:
     """The calls of ``engine`` in one training. A step is known by its number, and captured once."""
@@ -39,7 +42,7 @@ class Session:
             self.engine.prepare()
 
         self.engine.together("preparing", work)
-        self.engine.check_required()
+        self.engine.check_memory()
 
     def has_passed(self, step: int) -> bool:
         """True if ``step`` is over and was not captured; else an accumulation of gradients is under way."""
@@ -90,22 +93,23 @@ class Session:
         """At SIGTERM: make the newest snapshot durable, and tell what became of it; ``is_boundary``: ``step`` is over,
         capture it.
 
-        With several ranks all call it at the same step. Blocks: at most ``flush_budget_s``.
+        With several ranks all call it at the same step. Blocks: at most ``_BEFORE_EXIT_S``.
         """
         engine = self.engine
         if is_boundary:
             engine.boundary(step, force=True)
             engine.gate()
-        budget_s = engine.config.flush_budget_s
-        is_durable = bool(engine.config.levels) and engine.flush(budget_s)
+        is_durable = bool(engine.config.levels) and engine.flush(_BEFORE_EXIT_S)
         why_lost = engine.statistics().unprotected
         if is_durable:
             what = "the last snapshot is durable"
             engine.close(drain=False)
         elif why_lost is not None:
-            what = f"the last step is not durable after {budget_s:g} s, and NOT protected in memory: {why_lost}"
+            what = f"the last step is not durable after {_BEFORE_EXIT_S:g} s, and NOT protected in memory: {why_lost}"
         else:
-            what = f"the last snapshot is in memory, not durable after {budget_s:g} s; the keeper goes on writing it"
+            what = (
+                f"the last snapshot is in memory, not durable after {_BEFORE_EXIT_S:g} s; the keeper goes on writing it"
+            )
         logger.warning("terminated at step %d: %s", step, what)
 
     def tell_fresh(self, asked: Any, how: str, step: int = 0) -> None:

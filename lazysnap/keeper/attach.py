@@ -42,11 +42,11 @@ def attach(
     """A connection as this job's trainer, starting a keeper if there is none, the welcome, and what came with it.
 
     Memory is handed over with the hello, not after the answer: until then it is lost if this process dies.
-    Blocks: at most ``keeper_timeout_s``, longer for a keeper that runs slowly (``patience``), if it is known to be one.
+    Blocks: at most ``io_timeout_s``, longer for a keeper that runs slowly (``patience``), if it is known to be one.
     Raises: JobBusy, if another trainer is attached; KeeperUnavailable.
     """
-    deadline = time.monotonic() + config.keeper_timeout_s
-    patience = patience or Patience(config.keeper_timeout_s)
+    deadline = time.monotonic() + config.io_timeout_s
+    patience = patience or Patience(config.io_timeout_s)
     busy_until = time.monotonic() + _BUSY_GRACE_S
     start_at, pause_s, outcome = float("-inf"), _START_AGAIN_S, ""
     starting: Starting | None = None
@@ -95,7 +95,7 @@ def attach(
 
 
 def _why_silent(identity: JobIdentity, config: SnapshotConfig, pid: int, is_keeper: bool) -> str:
-    within = f"within {config.keeper_timeout_s:g} s (keeper_timeout_s)"
+    within = f"within {config.io_timeout_s:g} s (io_timeout_s)"
     if is_keeper:
         return (
             f"the keeper of job {identity.job_id!r} (process {pid}) did not answer {within}: it is stopped, or the "

@@ -108,8 +108,8 @@ class KeeperClient:
         """Messages that the keeper has not taken yet."""
         self._notes_lock = threading.Lock()
         self._events: deque[KeeperEvent] = deque()
-        self._heartbeat = Heartbeat(config.keeper_timeout_s)
-        self._patience = Patience(config.keeper_timeout_s)
+        self._heartbeat = Heartbeat(config.io_timeout_s)
+        self._patience = Patience(config.io_timeout_s)
         """The connection to the keeper that is being reached."""
         self._questions = Questions(self._changed, lambda: self._connection)
         self._durable = DurableSteps()
@@ -162,7 +162,7 @@ class KeeperClient:
                 if died_early > 1:  # the first successor comes at once, for memory's sake
                     with self._changed:
                         self._changed.wait_for(self._is_closing, min(_REPLACE_S * 2**died_early, _REPLACE_AT_MOST_S))
-                self._patience = Patience(self._config.keeper_timeout_s)
+                self._patience = Patience(self._config.io_timeout_s)
                 connection, received = attach(self._identity, self._config, self._team, self._hand_over, self._patience)
                 try:
                     self._take_all(received)
@@ -231,7 +231,7 @@ class KeeperClient:
 
     def _listen(self, connection: Connection) -> None:
         connection.set_receive_timeout(None)
-        self._heartbeat = heartbeat = Heartbeat(self._config.keeper_timeout_s)
+        self._heartbeat = heartbeat = Heartbeat(self._config.io_timeout_s)
         try:
             while True:
                 while not heartbeat.wait(connection):
@@ -249,7 +249,7 @@ class KeeperClient:
         finally:
             with self._changed:
                 self._connection = None
-                self._heartbeat = Heartbeat(self._config.keeper_timeout_s)
+                self._heartbeat = Heartbeat(self._config.io_timeout_s)
                 self._notes.clear()  # the next keeper gets it again
                 self._slots.orphan_all()
                 self._frozen.orphan_all()

@@ -11,7 +11,7 @@ _MOST_S = 1.0
 _LEAST_S = 0.05
 _UNANSWERED = 2
 """A trainer that was itself stopped asks this often before it believes what its clock says."""
-_MOST_TIMEOUTS = 15
+_MOST_TIMEOUTS = 5
 """A process that runs and does not answer is waited for so many timeouts."""
 LOOK_S = 0.25
 """A keeper that does nothing looks around ten times a second."""

@@ -22,6 +22,9 @@ from lazysnap.ranks.world import World
 
 logger = logging.getLogger("lazysnap.engine")
 
+_BLOCK_BYTES = 1 << 20
+"""Bytes that are sent, compared and added up at a time: a multiple of 4 KiB."""
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -68,7 +71,7 @@ def meet_keepers(
     world: World, client: KeeperClient, config: SnapshotConfig, job_id: str, *, alone: bool = False
 ) -> Meeting:
     """Let the keepers of all nodes meet. Collective, with several nodes. Blocks: until each node has a keeper, at most
-    ``keeper_timeout_s``. ``alone``: also if there is one node only, whose keeper holds parity of others that are lost.
+    ``io_timeout_s``. ``alone``: also if there is one node only, whose keeper holds parity of others that are lost.
 
     Trainers reserve the ports of their keepers, so nothing here depends on a keeper: one that is silent now, or is
     replaced later, is let in as soon as it comes.
@@ -98,7 +101,7 @@ def meet_keepers(
         except OSError as error:
             mine = vars(_Endpoint(f"{host}: {error}", 0, domain, _library()))
         else:
-            silence = _silence(client, host, secret, config.keeper_timeout_s)
+            silence = _silence(client, host, secret, config.io_timeout_s)
             mine = vars(_Endpoint(host, port, domain, _library(), silence))
     told = world.exchange("where keepers are", mine)
     endpoints = {place.node: _Endpoint(**told[place.rank]) for place in places if place.local_rank == 0}
@@ -146,7 +149,7 @@ def _parity(world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint]
         slots_needed(config, world.size, runs_ahead=world.runs_ahead, is_redundant=True),
         every_n_steps=redundancy.every_n_steps,
         max_bytes_per_s=redundancy.max_bytes_per_s,
-        block_bytes=redundancy.block_bytes,
+        block_bytes=_BLOCK_BYTES,
     )
 
 

@@ -196,7 +196,7 @@ class _Search:
             level.begin_open()
         self.survey = Survey(world, levels)
         self._peers = PeerShards(restart.meeting)
-        timeout_s = restart.config.keeper_timeout_s
+        timeout_s = restart.config.io_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
         self._opener = ShardOpener(levels, self._memory, self._peers, stack, self.problems.append)
         self._parts = PartReader(restart.source, world, self._opener, casts=restart.casts)

@@ -12,7 +12,7 @@ STEPS, BAD = 50, 23
 
 def train(directory, values, policy, accumulation=1):
     level = PersistentLevel(str(directory), every_n_steps=10)
-    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=5), keeper_timeout_s=60)
+    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=5), io_timeout_s=60)
     accelerator = LazyAccelerator(
         cpu=True, snapshots=config, rollback_on=policy, gradient_accumulation_steps=accumulation
     )

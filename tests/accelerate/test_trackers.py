@@ -26,7 +26,7 @@ class Listed(GeneralTracker):
 def test_figures_are_logged_beside_the_scripts_own(tmp_path):
     level = PersistentLevel(str(tmp_path / "level"), every_n_steps=2)
     tracker = Listed()
-    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=5), keeper_timeout_s=60)
+    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=5), io_timeout_s=60)
     accelerator = LazyAccelerator(cpu=True, log_with=tracker, snapshots=config)
     accelerator.init_trackers("a")
     model = torch.nn.Linear(2, 2)

@@ -1,6 +1,7 @@
 """A small training with an engine, a real keeper and a real directory."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import uuid
@@ -45,6 +46,11 @@ class Training:
             self.began.append(self.engine.boundary(step))
         self.engine.gate()
 
+    def wait_for_io(self, timeout_s):
+        """From now on boundaries, gates and names wait for so long; the keeper had as long as it took to start."""
+        self.engine.config = dataclasses.replace(self.engine.config, io_timeout_s=timeout_s)
+        self.engine._recorder._config = self.engine.config
+
     def facts(self):
         """Everything that must be equal after a restart, as bytes and numbers."""
         tensors = {**self.model.state_dict()}
@@ -65,7 +71,7 @@ class Starter:
 
     def config(self, *levels, **settings):
         levels = tuple(PersistentLevel(str(path), every_n_steps=1) for path in levels)
-        usual = {"job_id": self.job_id, "memory": MemoryLevel(linger_s=60), "keeper_timeout_s": TIMEOUT_S}
+        usual = {"job_id": self.job_id, "memory": MemoryLevel(linger_s=60), "io_timeout_s": TIMEOUT_S}
         return SnapshotConfig(levels=levels, **{**usual, **settings})
 
     def start(self, *levels, width=16, extra=None, ready=True, **settings):

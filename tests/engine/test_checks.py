@@ -49,7 +49,7 @@ def test_the_name_of_a_job_may_come_from_the_environment(monkeypatch):
         (settings(PersistentLevel("/x"), memory=MemoryLevel(slots=5)), "memory.slots is None and 5"),
         (settings(PersistentLevel("/x"), memory=MemoryLevel(linger_s=5)), "memory.linger_s is 1800.0 and 5"),
         (settings(PersistentLevel("/x"), job_id="other"), "job_id is None and 'other'"),
-        (settings(PersistentLevel("/x"), gate_timeout_s=5), "gate_timeout_s is 60.0 and 5"),
+        (settings(PersistentLevel("/x"), io_timeout_s=5), "io_timeout_s is 60.0 and 5"),
         (settings(PersistentLevel("/x"), redundancy=None), "redundancy is 'auto' and None"),
         (settings(PersistentLevel("/x"), redundancy=Xor()), "redundancy is 'auto' and 'Xor'"),
     ],
@@ -71,7 +71,6 @@ def test_what_differs_is_named(others, text):
         (ReedSolomon(parity=1), Xor(), "redundancy is 'ReedSolomon' and 'Xor'"),
         (ReedSolomon(), ReedSolomon(parity=3), "redundancy.parity is 2 and 3"),
         (Xor(), Xor(group_size=4), "redundancy.group_size is 8 and 4"),
-        (Xor(), Xor(block_bytes=1 << 16), "redundancy.block_bytes is 1048576 and 65536"),
     ],
 )
 def test_nodes_protect_each_other_in_one_way(mine, other, text):

@@ -80,7 +80,7 @@ def test_frozen_tensors_that_do_not_fit_end_the_wait(job, tmp_path):
 
 def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkeypatch, caplog):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
-    training = job.start(ready=False, gate_timeout_s=10 * TIMEOUT_S)
+    training = job.start(ready=False, io_timeout_s=10 * TIMEOUT_S)
     client = training.engine._client
     of_no_keeper = client._heartbeat
     training.engine.prepare()
@@ -94,7 +94,7 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
         training.run(2, 20)
 
         assert training.began == [False] * 20
-        assert 0 < waited_s < training.engine.config.gate_timeout_s
+        assert 0 < waited_s < training.engine.config.io_timeout_s
         assert training.engine.statistics().memory_wait_s == waited_s
         assert sum("does not answer" in record.getMessage() for record in caplog.records) == 1
     finally:
@@ -103,7 +103,8 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
 
 def test_a_deadline_ends_the_wait(job, monkeypatch):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
-    training = job.start(ready=False, gate_timeout_s=0.5)
+    training = job.start(ready=False)
+    training.wait_for_io(0.5)
     training.run(1, 3)
 
     statistics = training.engine.statistics()

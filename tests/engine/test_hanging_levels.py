@@ -27,7 +27,7 @@ def dead():
 
 
 def config(job, *levels):
-    return SnapshotConfig(job_id=job.job_id, levels=levels, memory=job.config().memory, keeper_timeout_s=TIMEOUT_S)
+    return SnapshotConfig(job_id=job.job_id, levels=levels, memory=job.config().memory, io_timeout_s=TIMEOUT_S)
 
 
 def test_a_level_that_does_not_answer_is_passed_over_and_named(job, tmp_path, dead):
@@ -175,7 +175,7 @@ SCRIPT = """
     import torch
     from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 
-    config = SnapshotConfig(levels=(PersistentLevel(sys.argv[1], timeout_s=0.5),), keeper_timeout_s=60)
+    config = SnapshotConfig(levels=(PersistentLevel(sys.argv[1], timeout_s=0.5),), io_timeout_s=60)
     engine = SnapshotEngine(config, {"model": torch.nn.Linear(2, 2)})
     print(engine.restore("latest"))
     engine.close(drain=False)

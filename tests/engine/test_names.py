@@ -76,7 +76,7 @@ def test_the_next_boundary_is_captured_and_named_where_the_last_was_not(job, tmp
 def test_a_name_is_given_though_no_level_would_take_that_step(job, tmp_path):
     level = PersistentLevel(str(tmp_path), every_n_steps=1000)
     memory = job.config().memory
-    config = SnapshotConfig(job_id=job.job_id, levels=(level,), memory=memory, keeper_timeout_s=TIMEOUT_S)
+    config = SnapshotConfig(job_id=job.job_id, levels=(level,), memory=memory, io_timeout_s=TIMEOUT_S)
     training = Training(config)
     job.trainings.append(training)
     assert training.engine.wait_ready(TIMEOUT_S)
@@ -150,7 +150,8 @@ def test_names_in_quick_succession_are_on_the_steps_that_they_were_given_to(job,
 
 
 def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_one(job, tmp_path, caplog):
-    training = slow_training(job, tmp_path, gate_timeout_s=0.5)
+    training = slow_training(job, tmp_path)
+    training.wait_for_io(0.5)
     for step, name in enumerate("abc", 1):
         training.run(step, step)
         assert training.engine.keep(name) == step
@@ -169,7 +170,8 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
 def test_names_that_are_not_stored_at_the_end_are_told_and_stored_while_memory_stays(job, tmp_path, caplog):
     place = tmp_path / "level"
     place.write_text("no directory")
-    training = job.start(place, drain_timeout_s=0.5, gate_timeout_s=0.5)
+    training = job.start(place, drain_timeout_s=0.5)
+    training.wait_for_io(0.5)
     for step, name in ((1, "early"), (2, "next")):
         training.run(step, step)
         assert training.engine.keep(name) == step

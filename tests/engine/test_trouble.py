@@ -26,7 +26,7 @@ def warnings(caplog, text):
 
 def test_training_goes_on_without_a_keeper(job, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    training = job.start(ready=False, keeper_timeout_s=1)
+    training = job.start(ready=False, io_timeout_s=1)
     training.engine.prepare()
     training.run(1, 3)
     until(lambda: training.engine.statistics().keepers_lost > 0)
@@ -43,7 +43,7 @@ def test_a_keeper_that_cannot_start_does_not_stop_a_restart_from_storage(job, mo
     assert first.engine.close()
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
 
-    snapshot = job.start(tmp_path, ready=False, keeper_timeout_s=1).engine.restore("latest")
+    snapshot = job.start(tmp_path, ready=False, io_timeout_s=1).engine.restore("latest")
 
     assert snapshot.step == 2
 
@@ -109,7 +109,8 @@ def test_a_level_that_refuses_is_said_once_and_memory_still_protects(job, caplog
 
 
 def test_a_copy_that_does_not_end_is_dropped_at_the_deadline(job):
-    training = job.start(gate_timeout_s=0.0)
+    training = job.start()
+    training.wait_for_io(0.0)
     training.run(1, 1)
     statistics = training.engine.statistics()
 

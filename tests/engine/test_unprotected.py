@@ -19,7 +19,7 @@ from support.waiting import until
 from lazysnap import MemoryLevel, PersistentLevel
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
-from lazysnap.errors import KeeperUnavailable, LevelUnavailable, MemoryBoundExceeded
+from lazysnap.errors import KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels import open_store
 from lazysnap.memory.slot_pool import refusal
@@ -82,7 +82,7 @@ def trouble(kind, job, tmp_path, monkeypatch):
         yield {"memory": MemoryLevel(max_bytes=1 << 16, linger_s=60, spill_dir="")}, "max_bytes"
     elif kind == "interpreter":
         with no_interpreter(tmp_path, monkeypatch):
-            yield {"keeper_timeout_s": 3}, "ended with status 3"
+            yield {"io_timeout_s": 3}, "ended with status 3"
     elif kind == "user":
         if os.geteuid():
             pytest.skip("only root can be another user")
@@ -119,7 +119,7 @@ def train_until(training, condition, step):
 def be_patient(training, timeout_s):
     """From now on the training waits so long for a keeper to start."""
     client = training.engine._client
-    client._config = dataclasses.replace(client._config, keeper_timeout_s=timeout_s)
+    client._config = dataclasses.replace(client._config, io_timeout_s=timeout_s)
 
 
 def stored(directory):
@@ -150,7 +150,7 @@ def test_a_training_without_memory_goes_on_and_is_told_that_nothing_is_captured(
 
 def test_captures_go_into_memory_again_when_a_keeper_can_be_started(job, tmp_path, monkeypatch, caplog):
     with no_interpreter(tmp_path, monkeypatch):
-        training = start(job, tmp_path / "level", every=1, keeper_timeout_s=3)
+        training = start(job, tmp_path / "level", every=1, io_timeout_s=3)
         training.run(1, 2)
     be_patient(training, TIMEOUT_S)
     last = train_until(training, lambda statistics: statistics.unprotected is None, 2)
@@ -167,7 +167,7 @@ def test_captures_go_into_memory_again_when_a_keeper_can_be_started(job, tmp_pat
 
 def test_memory_is_asked_for_although_no_keeper_could_be_started_before_the_first_boundary(job, tmp_path, monkeypatch):
     """A plain loop without a ``with`` block: nothing asked for memory before the restart looked for a keeper."""
-    training = Training(job.config(tmp_path / "level", keeper_timeout_s=0.5))
+    training = Training(job.config(tmp_path / "level", io_timeout_s=0.5))
     job.trainings.append(training)
     with no_interpreter(tmp_path, monkeypatch):
         assert training.engine.restore("latest") is None
@@ -192,7 +192,7 @@ def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_what_was_stored(job, t
         os.kill(training.engine._client._connection.peer_pid, signal.SIGKILL)
         train_until(training, lambda statistics: statistics.skipped["no memory"], 2)
         job.crash(training)
-        second = Training(dataclasses.replace(training.engine.config, keeper_timeout_s=3))
+        second = Training(dataclasses.replace(training.engine.config, io_timeout_s=3))
         job.trainings.append(second)
 
         assert second.engine.restore("latest").step == 2
@@ -272,36 +272,24 @@ def test_a_hint_names_what_fits_and_nothing_else(count, available, least, says, 
 
 @pytest.mark.parametrize("way", ["prepare", "boundary"])
 def test_memory_that_is_required_and_cannot_be_had_ends_the_training_at_its_start(way, job):
-    training = job.start(ready=False, require="memory", memory=MemoryLevel(max_bytes=1 << 16))
+    training = job.start(ready=False, require_memory=True, memory=MemoryLevel(max_bytes=1 << 16))
 
-    with pytest.raises(MemoryBoundExceeded, match=r'require="memory".*max_bytes'):
+    with pytest.raises(MemoryBoundExceeded, match=r"require_memory=True.*max_bytes"):
         training.engine.prepare() if way == "prepare" else training.engine.boundary(1)
 
 
 def test_a_keeper_that_is_required_and_cannot_be_started_ends_the_training_at_its_start(job, tmp_path, monkeypatch):
     with no_interpreter(tmp_path, monkeypatch):
-        training = job.start(ready=False, require="memory", keeper_timeout_s=3)
+        training = job.start(ready=False, require_memory=True, io_timeout_s=3)
         with pytest.raises(KeeperUnavailable, match="ended with status 3"):
             training.engine.prepare()
 
 
 def test_with_memory_required_the_first_boundary_is_captured(job):
-    training = job.start(ready=False, require="memory")
+    training = job.start(ready=False, require_memory=True)
     training.run(1, 2)
 
     assert training.began == [True, True]
-
-
-def test_storage_that_is_required_and_does_not_answer_ends_the_training_at_its_start(job, tmp_path):
-    (tmp_path / "file").write_text("no directory")
-    training = job.start(tmp_path / "good", tmp_path / "file", ready=False, require="storage")
-
-    with pytest.raises(LevelUnavailable, match=str(tmp_path / "file")):
-        training.engine.prepare()
-
-    good = job.start(tmp_path / "good", ready=False, require="storage")
-    good.engine.prepare()
-    assert not [path for path in (tmp_path / "good").rglob("*probe*")]
 
 
 # -------------------------------------------------------------------- what the start says

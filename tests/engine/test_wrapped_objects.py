@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
+from support.waiting import until
 
 from lazysnap import SnapshotEngine
 from lazysnap.state.objects import ObjectState, unwrapped
@@ -36,7 +37,7 @@ class SetUp:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.schedule.step()
-            assert self.engine.boundary()
+            captured(self.engine)
 
     def facts(self):
         moments = self.optimizer.state_dict()["state"]
@@ -70,13 +71,19 @@ class Prepared(SetUp):
                     self.optimizer.step()
                     self.schedule.step()
                     self.optimizer.zero_grad()
-            assert self.engine.boundary()
+            captured(self.engine)
+
+
+def captured(engine):
+    """One that is left out, because a level still reads the slot, is asked for again."""
+    step = engine.step + 1
+    until(lambda: engine.boundary(step))
 
 
 @pytest.fixture
 def start(job):
     def make(kind=SetUp, **settings):
-        training = kind(job.config(on_busy="wait"), **settings)
+        training = kind(job.config(), **settings)
         job.trainings.append(training)
         return training
 

@@ -277,27 +277,27 @@ def test_another_home_in_the_environment_finds_the_same_keeper(no_secret, tmp_pa
 
 
 def test_who_has_the_name_of_a_keeper_and_says_nothing_is_not_waited_for_though_it_runs(tmp_path):
-    config = SnapshotConfig(job_id=str(tmp_path), keeper_timeout_s=0.5)
+    config = SnapshotConfig(job_id=str(tmp_path), io_timeout_s=0.5)
     identity = JobIdentity.from_config(config)
-    patience = Patience(config.keeper_timeout_s)
+    patience = Patience(config.io_timeout_s)
 
     with silent_at(identity, {}) as squatter, pytest.raises(KeeperUnavailable) as refused:
         attach(identity, config, Team(), patience=patience)
 
     assert f"process {squatter.pid} has the name of the keeper" in str(refused.value)
-    assert "did not prove within 0.5 s (keeper_timeout_s) that it is a keeper of this user" in str(refused.value)
+    assert "did not prove within 0.5 s (io_timeout_s) that it is a keeper of this user" in str(refused.value)
     assert "kill -CONT" not in str(refused.value)
     assert patience.extend(0.0) == 0.0
 
 
 def test_a_keeper_that_is_slow_to_prove_itself_is_waited_for(tmp_path):
     """It can be seen to have been started with the secret."""
-    config = SnapshotConfig(job_id=str(tmp_path), keeper_timeout_s=1.0)
+    config = SnapshotConfig(job_id=str(tmp_path), io_timeout_s=1.0)
     identity = JobIdentity.from_config(config)
 
     with silent_at(identity, identity.environment) as keeper, concurrent.futures.ThreadPoolExecutor(1) as pool:
         attached = pool.submit(attach, identity, config, Team())
-        concurrent.futures.wait([attached], 3 * config.keeper_timeout_s)
+        concurrent.futures.wait([attached], 3 * config.io_timeout_s)
         keeper.stdin.write(b"go on\n")
         keeper.stdin.flush()
         connection, _ = attached.result(WAIT_S)
@@ -310,7 +310,7 @@ def test_a_keeper_that_is_stopped_before_it_proves_itself_is_named_with_the_way_
     trainer.capture(step=1)  # without any it would end with its trainer
     keeper = job.keeper_pid()
     os.kill(keeper, signal.SIGSTOP)
-    config = SnapshotConfig(job_id=job.job_id, keeper_timeout_s=0.5)
+    config = SnapshotConfig(job_id=job.job_id, io_timeout_s=0.5)
 
     with pytest.raises(KeeperUnavailable, match=f"did not answer .* `kill -CONT {keeper}`"):
         attach(job.identity, config, Team())

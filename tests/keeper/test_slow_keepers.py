@@ -19,7 +19,7 @@ TICK_S = 0.05
 
 def test_a_keeper_that_answers_slowly_is_waited_for_as_long_as_it_runs(tmp_path):
     """The greeting and the question each take three times as long as a keeper has that does not run."""
-    config = SnapshotConfig(job_id=str(tmp_path), keeper_timeout_s=TIMEOUT_S)
+    config = SnapshotConfig(job_id=str(tmp_path), io_timeout_s=TIMEOUT_S)
     identity = JobIdentity.from_config(config)
     is_over = threading.Event()
 

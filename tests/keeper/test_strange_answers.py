@@ -122,7 +122,7 @@ def test_a_slot_is_mapped_or_its_descriptor_closed(slot):
 @pytest.mark.parametrize("told", [SlotMade(7), FrozenSlot(digest="7" * 32)], ids=["slot", "frozen"])
 def test_what_cannot_be_mapped_costs_a_trainer_no_descriptor_and_nothing_else(tmp_path, told, slot):
     """Neither a slot for which there is no room, nor what follows a message that cannot be used."""
-    config = SnapshotConfig(job_id=str(tmp_path), keeper_timeout_s=20.0)
+    config = SnapshotConfig(job_id=str(tmp_path), io_timeout_s=20.0)
     identity = JobIdentity.from_config(config)
     has_more = threading.Event()
     with contextlib.ExitStack() as stack:

@@ -41,7 +41,7 @@ class Trainer:
     def __init__(self, job_id, settings):
         levels = tuple(PersistentLevel(**level) for level in settings.get("levels", ()))
         memory = MemoryLevel(linger_s=settings.get("linger_s", 30.0), max_bytes=settings.get("max_bytes"))
-        config = SnapshotConfig(job_id=job_id, levels=levels, memory=memory, keeper_timeout_s=TIMEOUT_S)
+        config = SnapshotConfig(job_id=job_id, levels=levels, memory=memory, io_timeout_s=TIMEOUT_S)
         self.timeout_s = settings.get("timeout_s", TIMEOUT_S)
         rank, ranks = self.rank = settings.get("rank", (0, 1))
         team = Team(rank, ranks, rank, node_ranks=tuple(range(ranks)))

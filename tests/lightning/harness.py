@@ -252,7 +252,7 @@ class ListEngine:
     def together(self, what: str, work: Any) -> None:
         work()
 
-    def check_required(self) -> None:
+    def check_memory(self) -> None:
         pass
 
     def prepare(self) -> None:

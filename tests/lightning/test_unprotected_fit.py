@@ -26,10 +26,10 @@ class Steps(Callback):
         self.seen.append(trainer.global_step)
 
 
-def fit(directory, *, seed=1, fail_at=None, require=None):
+def fit(directory, *, seed=1, fail_at=None, require_memory=False):
     pl.seed_everything(seed, verbose=False)
     level = PersistentLevel(str(directory / "level"), every_n_steps=3)
-    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(max_bytes=1 << 16, spill_dir=""), require=require)
+    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(max_bytes=1 << 16, spill_dir=""), require_memory=require_memory)
     lazy = LazySnapshotCallback(config=config)
     steps = Steps(lazy, fail_at)
     trainer, model = make_trainer(directory, lazy, steps), Net()
@@ -48,4 +48,4 @@ def test_a_fit_without_memory_trains_to_its_end_and_says_that_nothing_was_captur
 
 def test_a_fit_that_requires_memory_raises_before_its_first_step(tmp_path):
     with pytest.raises(MemoryBoundExceeded, match="max_bytes"):
-        fit(tmp_path, require="memory", fail_at=0)
+        fit(tmp_path, require_memory=True, fail_at=0)

@@ -42,7 +42,7 @@ def test_a_frozen_keeper_is_named_once_worked_round_and_serves_again(job):
         until_heard="does not answer",
         hear_at=STEPS,
         until_stored_after=STEPS + 1,
-        gate_timeout_s=20,
+        io_timeout_s=20,
         silent_after_s=3,
     )
 
@@ -64,7 +64,7 @@ def test_memory_goes_on_beside_a_frozen_keeper_and_a_restart_finds_the_newest_st
         faults={0: "engine.begun:150:kill"},
         steps=ENDLESS,
         linger_s=200,
-        gate_timeout_s=20,
+        io_timeout_s=20,
         silent_after_s=3,
     )
     assert -9 in codes, job.output()

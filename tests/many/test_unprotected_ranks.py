@@ -48,7 +48,7 @@ def output(job, rank):
 def test_all_ranks_end_together_where_one_lacks_what_is_required(make_job):
     job = make_job()
 
-    codes = job.run("ddp", 2, by_rank={"1": NO_MEMORY}, require="memory", spare=True)
+    codes = job.run("ddp", 2, by_rank={"1": NO_MEMORY}, require_memory=True, spare=True)
 
     assert codes == [1, 1], job.output()
     for rank in (0, 1):
@@ -65,7 +65,7 @@ def test_a_keeper_that_is_silent_while_engines_are_made_joins_when_it_answers(ma
     pid = keeper_of(job, "node-a")
     os.kill(pid, signal.SIGSTOP)
 
-    settings = {"by_rank": by_rank, "keeper_timeout_s": 1.0, "thaw": pid, "steps": 10_000, "lag_s": 0.02}
+    settings = {"by_rank": by_rank, "io_timeout_s": 1.0, "thaw": pid, "steps": 10_000, "lag_s": 0.02}
     codes = job.run("ddp", 2, until_stored_after=5, wait_protected=True, wait_durable=True, **settings)
 
     assert set(codes) == {9}, job.output()

@@ -67,7 +67,7 @@ def main():
         case.prepare(0)
     else:
         levels = (PersistentLevel(directory, every_n_steps=1, keep_last=2),)
-        config = SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=60), on_busy="wait")
+        config = SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=60))
         engine = SnapshotEngine(config, case.state)
         case.prepare(int(os.environ.get("RESTARTED") or 0))
         snapshot = engine.restore("latest")

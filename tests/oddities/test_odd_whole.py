@@ -47,7 +47,7 @@ def test_a_tensor_of_more_than_4_gib_comes_back_from_memory_and_from_a_disk(tmp_
         levels=(PersistentLevel(str(place), verify=False),),
         memory=MemoryLevel(linger_s=TIMEOUT_S),
         job_id=f"large-{uuid.uuid4().hex}",
-        gate_timeout_s=TIMEOUT_S,
+        io_timeout_s=TIMEOUT_S,
         drain_timeout_s=TIMEOUT_S,
     )
     model, optimizer = make()
