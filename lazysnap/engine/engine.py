@@ -310,8 +310,8 @@ class SnapshotEngine:
             faults.point(point)
             item.slot.drop(item.sequence)
 
-    def _begin_run(self, *, is_fresh: bool = False) -> None:
-        """From now on captures are of this run. ``is_fresh``: a warning names other runs at the levels, once."""
+    def _begin_run(self) -> None:
+        """From now on captures are of this run."""
         self._is_begun = True
         meta, num_kept = (
             self._recorder.meta,
@@ -330,7 +330,6 @@ class SnapshotEngine:
                 peers=self._meeting.peers,
                 parity=self._meeting.parity,
                 is_new=True,
-                names_others=is_fresh and self._world.rank == 0,
             )
         )
 
@@ -386,7 +385,7 @@ class SnapshotEngine:
         self.tell_start()
         # Only once: from then on the client counts which steps are durable, and this would make it forget them.
         if not self._is_begun:
-            self._begin_run(is_fresh=True)
+            self._begin_run()
         self._recorder.register_slots()  # before slots that an earlier start left are made ready
         self._client.start()
         self._gates.install(self._source.optimizers())
@@ -450,7 +449,7 @@ class SnapshotEngine:
             self._last_due = step
             self.tell_start()
             if not self._is_begun:
-                self._begin_run(is_fresh=True)
+                self._begin_run()
             began = self._capture(step, started)
             if not self._is_past_first:
                 self._is_past_first = True

@@ -26,7 +26,6 @@ from lazysnap.keeper.protocol import (
     LevelFailed,
     MemoryRefused,
     NameFailed,
-    OtherRun,
     Protected,
     Unlinked,
     Unprotected,
@@ -134,18 +133,6 @@ class EventLog:
             elif isinstance(event, KeeperAnswers):
                 self._noted.discard("silent")
                 logger.warning("the keeper (process %d) answers again: snapshots are stored again", event.pid)
-            elif isinstance(event, OtherRun):
-                self.note_once(
-                    "other run",
-                    "this training starts fresh, as run %s. %s holds run %s, whose newest snapshot is step %d: it "
-                    'stays as it is and is not continued. To go back to it, restore("run:%s") or ckpt_path="run:%s"',
-                    event.own_name,
-                    shown(event.level),
-                    event.name,
-                    event.step,
-                    event.name,
-                    event.name,
-                )
             elif isinstance(event, MemoryRefused) and not self.takes_less(event.text):
                 self.protection.lost(MemoryBoundExceeded(event.text))
 

@@ -13,7 +13,6 @@ from lazysnap.keeper.protocol import (
     LevelFailed,
     MemoryRefused,
     NameFailed,
-    OtherRun,
     Protected,
     TrainerEnd,
     Unlinked,
@@ -113,18 +112,7 @@ class KeeperAnswers:
     pid: int
 
 
-News = (
-    Durable
-    | Complete
-    | Protected
-    | Unprotected
-    | LevelFailed
-    | KeeperFailed
-    | NameFailed
-    | MemoryRefused
-    | OtherRun
-    | Unlinked
-)
+News = Durable | Complete | Protected | Unprotected | LevelFailed | KeeperFailed | NameFailed | MemoryRefused | Unlinked
 """Messages of the keeper that the trainer's training thread wants to know of."""
 
 KeeperEvent = News | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent | KeeperAnswers

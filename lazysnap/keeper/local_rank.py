@@ -17,7 +17,6 @@ from lazysnap.keeper.inventory import RankInventory
 from lazysnap.keeper.lifecycle import Event, Phase, next_phase
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.node_storage import NodeStorage
-from lazysnap.keeper.other_runs import begin_search
 from lazysnap.keeper.protocol import (
     Abandon,
     Adopt,
@@ -392,14 +391,6 @@ class LocalRank:
         if self.last is None or self.last[0].start != run.start:
             earlier = [known for known in self._runs if known[0].floor < run.floor]
             self._runs = [*earlier, (run, self.team)][-_RUNS_KEPT:]
-        trainer = self.trainer
-
-        def tell(answer: Message) -> None:
-            if self.trainer is trainer:  # else it is for nobody
-                self.emit(answer)
-
-        if run.names_others:
-            begin_search(self.levels, run.run_id, tell)
 
     @property
     def last(self) -> tuple[Run, Team] | None:

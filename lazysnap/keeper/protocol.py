@@ -103,8 +103,6 @@ class Run(Message, frozen=True):
     """The other nodes, with several nodes."""
     is_new: bool
     """True if no keeper got this before."""
-    names_others: bool
-    """True if other runs are looked for at the levels; see ``OtherRun``."""
     parity: Parity | None = None
     """The group, with several nodes that protect each other."""
 
@@ -434,18 +432,6 @@ class NameFailed(Message, frozen=True):
     text: str
     is_lost: bool = False
     """True if the snapshot itself will never be there."""
-
-
-class OtherRun(Message, frozen=True):
-    """This training started fresh, and a level holds another run."""
-
-    level: str
-    step: int
-    """The newest complete one of that run."""
-    name: str
-    """The part of its id that people see."""
-    own_name: str
-    """The part of the id of the starting run that people see."""
 
 
 def _leaves(kind: type[Message]) -> list[type[Message]]:

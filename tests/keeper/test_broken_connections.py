@@ -104,7 +104,7 @@ def test_a_keeper_knows_the_run_before_anything_is_asked(tmp_path):
 
     with keeper_at(identity, answer):
         client = KeeperClient(identity, config)
-        client.adopt_run(Run("ab" * 8, "1" * 16, 0, 0, 1, 1, {}, [], None, is_new=True, names_others=False))
+        client.adopt_run(Run("ab" * 8, "1" * 16, 0, 0, 1, 1, {}, [], None, is_new=True))
 
         def ask_at_once():
             until(lambda: client.is_attached)

@@ -40,7 +40,7 @@ class Served:
 
     def begin_run(self, level):
         facts = {"step": 0, "floor": 0, "every_n_steps": EVERY, "num_kept": 1, "stored": {level.url: []}}
-        run = Run(RUN, STARTS[0], **facts, shared=[], peers=None, is_new=True, names_others=False)
+        run = Run(RUN, STARTS[0], **facts, shared=[], peers=None, is_new=True)
         self.rank.begin_run(run)
 
     def received(self, kind):

@@ -323,7 +323,7 @@ def test_what_an_earlier_start_protected_is_not_counted_for_the_next():
 
     def begin(start):
         fields = {"every_n_steps": 1, "num_kept": 2, "stored": {}, "shared": [], "peers": None}
-        client.adopt_run(Run(RUN, start, step=0, floor=0, is_new=True, names_others=False, **fields))
+        client.adopt_run(Run(RUN, start, step=0, floor=0, is_new=True, **fields))
 
     def heard() -> list[KeeperEvent]:
         return [event for event in client.poll_events() if isinstance(event, Protected)]

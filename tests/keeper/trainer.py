@@ -189,7 +189,6 @@ class Trainer:
                 shared=[],
                 peers=None,
                 is_new=True,
-                names_others=False,
             )
         )
         return True

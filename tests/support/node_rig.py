@@ -195,7 +195,6 @@ class Rig:
             peers=self._peers,
             shared=[level.url for level in self.levels_of(node) if level.shared],
             is_new=is_new,
-            names_others=False,
         )
         ranks = self.nodes[node]
         for slot in (slot for rank in ranks for slot in rank.slots()):
