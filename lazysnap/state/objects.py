@@ -10,10 +10,9 @@ from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.state.modules import fitted, told_orders, without_compiled
-from lazysnap.state.optimizers import check_optimizers, put_back, stepping
+from lazysnap.state.optimizers import check_optimizers, classes_of, put_back, stepping
 from lazysnap.state.pretrained import PRETRAINED, pretrained
 from lazysnap.state.scaler import load_scaler, state_of_scaler
-from lazysnap.state.settings import OptimizerSettings, warn
 from lazysnap.state.source import KEY, OPTIMIZERS
 from lazysnap.state.unsupported import check_averages_gradients, check_supported
 
@@ -121,8 +120,7 @@ class ObjectState(NamedObjects):
         for name, value in objects.items():
             if name in (_RNG, KEY):
                 raise ConfigError(
-                    f"the name {name!r} is taken: generators are captured as 'rng', settings of optimizers as "
-                    "'lazysnap'"
+                    f"the name {name!r} is taken: generators are captured as 'rng', classes of optimizers as 'lazysnap'"
                 )
             stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             if not stateful and not isinstance(value, dict):
@@ -132,8 +130,6 @@ class ObjectState(NamedObjects):
                 )
         self._objects = dict(objects)
         keep_streams([value for value in objects.values() if is_stateful_loader(value)])
-        self._settings = OptimizerSettings()
-        self._settings.note(self)
         self._checked = False
         self._pretrained: str | None = None
         self._has_noted = False
@@ -167,7 +163,7 @@ class ObjectState(NamedObjects):
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
         state = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
         state[_RNG] = collect_rng()
-        state[KEY] = {OPTIMIZERS: self._settings.fields, **self._noted()}
+        state[KEY] = {OPTIMIZERS: classes_of(self), **self._noted()}
         return state
 
     def check_averages_gradients(self) -> None:
@@ -200,7 +196,6 @@ class ObjectState(NamedObjects):
                 "name the objects as when it was taken"
             )
         check_optimizers(self, state, None)
-        warn(restored=self._settings.carry_on(state), changed=[])
         told: set[int] = set()
         for name, value in self._objects.items():
             if isinstance(value, torch.nn.Module):

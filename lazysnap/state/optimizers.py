@@ -55,7 +55,7 @@ def check_optimizers(
     ``parameters``: as for ``check_order``. Raises: StateMismatch, if classes, parameter groups, their keys, or the
     order of parameters differ.
     """
-    known = recorded(state)
+    known = _recorded(state)
     for path, optimizer in named_optimizers(source):
         saved = _at(state, path)
         if path in known:
@@ -69,8 +69,13 @@ def check_optimizers(
     check_order(source, parameters)
 
 
-def recorded(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The settings of the optimizers in a snapshot, by path (``settings.OptimizerSettings``)."""
+def classes_of(source: StateSource) -> dict[str, dict[str, str]]:
+    """Return the class of every optimizer by its path: part of every snapshot, compared by ``check_optimizers``."""
+    return {path: {"class": class_of(optimizer)} for path, optimizer in named_optimizers(source)}
+
+
+def _recorded(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what ``classes_of`` gave for the optimizers of a snapshot."""
     own = state.get(KEY)
     fields = own.get(OPTIMIZERS) if isinstance(own, dict) else None
     listed = fields.items() if isinstance(fields, dict) else ()

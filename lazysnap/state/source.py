@@ -8,7 +8,7 @@ import torch
 KEY = "lazysnap"
 """The key in a state of what this package adds to it."""
 OPTIMIZERS = "optimizers"
-"""Below ``KEY``: by path of an optimizer, its class and settings (``settings.OptimizerSettings``)."""
+"""Below ``KEY``: by path of an optimizer, its class (``optimizers.classes_of``)."""
 
 
 @runtime_checkable

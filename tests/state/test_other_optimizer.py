@@ -1,7 +1,5 @@
 """An optimizer gets the state of another kind of optimizer never, and of the same kind always."""
 
-import logging
-
 import pytest
 import torch
 
@@ -143,45 +141,3 @@ def test_the_second_of_two_optimizers_is_compared_too():
 
     with pytest.raises(StateMismatch, match=r"of\.b: the snapshot is of .*Adagrad, .*SGD"):
         two(torch.optim.SGD).load(two(torch.optim.Adagrad).collect())
-
-
-def test_a_changed_hyperparameter_is_named_with_both_values_at_every_restart(caplog):
-    source, _, optimizer = made(torch.optim.AdamW, step=False, lr=5e-4, weight_decay=0.1, betas=(0.9, 0.95))
-    with caplog.at_level(logging.WARNING):
-        source.load(saved(torch.optim.AdamW, lr=1e-3))
-
-    [record] = caplog.records
-    text = record.getMessage()
-    assert "optimizer.lr is 0.0005, in the snapshot 0.001;" in text
-    assert "optimizer.weight_decay is 0.1, in the snapshot 0.01 (" in text
-    assert "optimizer.betas is [0.9, 0.95], in the snapshot [0.9, 0.999]" in text
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-
-    caplog.clear()
-    again, _, _ = made(torch.optim.AdamW, step=False, lr=5e-4)
-    with caplog.at_level(logging.WARNING):
-        again.load(source.collect())
-    assert "optimizer.lr is 0.0005, in the snapshot 0.001" in caplog.records[0].getMessage()
-
-
-def test_what_a_schedule_changes_is_no_changed_hyperparameter(caplog):
-    def training(scheduler):
-        source, _, optimizer = made(torch.optim.SGD, momentum=0.9, lr=0.1)
-        if scheduler is None:
-            return source, lambda: optimizer.param_groups[0].update(lr=optimizer.param_groups[0]["lr"] / 2)
-        schedule = scheduler(optimizer)
-        return ObjectState({"optimizer": optimizer, "schedule": schedule}), lambda: (optimizer.step(), schedule.step())
-
-    schedules = [
-        None,
-        lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4),
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=9),
-    ]
-    with caplog.at_level(logging.WARNING, logger="lazysnap"):
-        for scheduler in schedules:
-            source, step = training(scheduler)
-            for _ in range(3):
-                step()
-            training(scheduler)[0].load(source.collect())
-
-    assert caplog.records == []

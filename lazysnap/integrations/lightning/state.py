@@ -37,10 +37,9 @@ from lazysnap.state.codec import path_text
 from lazysnap.state.left_out import LeftOut, Path, with_values_of
 from lazysnap.state.modules import fitted, told_orders
 from lazysnap.state.objects import NamedObjects
-from lazysnap.state.optimizers import put_back
+from lazysnap.state.optimizers import classes_of, put_back
 from lazysnap.state.scalars import pack, unpack
 from lazysnap.state.scaler import plain_numbers
-from lazysnap.state.settings import OptimizerSettings, differences, numbers, sizes, warn
 from lazysnap.state.source import KEY, OPTIMIZERS
 
 logger = logging.getLogger(__name__)
@@ -78,10 +77,6 @@ class LightningState(NamedObjects):
         self.loaders = LoaderPositions()
         self.hooks = Hooks(trainer)
         self._extras: dict[str, ModuleExtras] = {}
-        self._optimizer_settings = OptimizerSettings()
-        self._settings: dict[str, Any] = {}
-        self._restored: list[str] = []
-        """Settings of optimizers that are not as the program has them, because they were restored."""
         self._landing: dict[str, Any] | None = None
         self._told_left_out: set[Path] = set()
         """Paths that a warning has named."""
@@ -112,8 +107,7 @@ class LightningState(NamedObjects):
             "modules": {name: extras.collect() for name, extras in self._extras.items()},
             "validation_workers": running_workers(self._validation_loaders()),
             "streams": self._streams.collect(),
-            OPTIMIZERS: self._optimizer_settings.fields,
-            "settings": self._settings,
+            OPTIMIZERS: classes_of(self),
         }
         if left_out:
             state[KEY][_LEFT_OUT] = left_out
@@ -199,8 +193,6 @@ class LightningState(NamedObjects):
         Calls the ``on_load_checkpoint`` hooks of the program. Raises: what they and ``load_state_dict`` raise.
         """
         if self.is_landing:
-            self._optimizer_settings.note(self)
-            self._restored = self._optimizer_settings.carry_on(state)
             self._load_training(state)
             return
         with own_state(self._trainer):
@@ -350,18 +342,6 @@ class LightningState(NamedObjects):
         return {key: average for key, average in found.items() if isinstance(average, torch.nn.Module)}
 
     def start(self) -> None:
-        """The fit begins: buffers count as changed from here on, settings are as the program has them."""
+        """The fit begins: buffers count as changed from here on."""
         modules = {"": self._trainer.lightning_module, **self.averages()}
         self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
-        self._optimizer_settings.note(self)
-        self._settings = self._collect_settings()
-        if self._landing is not None:
-            warn(restored=self._restored, changed=differences("", self._landing["settings"], self._settings))
-
-    def _collect_settings(self) -> dict[str, Any]:
-        """Sizes of the training data, and numbers and switches among the hyperparameters."""
-        trainer = self._trainer
-        # Loaders that are made anew after some epochs may well be of other sizes then.
-        loaders = [] if trainer.reload_dataloaders_every_n_epochs else self.loaders.loaders
-        of_data = sizes("train_loader.", loaders) if loaders else {}
-        return of_data | numbers("hparams.", trainer.lightning_module.hparams_initial)

@@ -21,7 +21,6 @@ from lazysnap.data.streams import restore_rng
 from lazysnap.errors import ShardCorrupt, StateMismatch, UnsupportedState
 from lazysnap.state.codec import decode, encode, path_text
 from lazysnap.state.objects import ObjectState
-from lazysnap.state.settings import differences, plain, warn
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +39,6 @@ _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_s
 _OF_A_SESSION = {*_COUNTERS, "_initial_num_input_tokens_seen", "current_gradient_accumulation_steps"}
 """Numbers of ``Trainer`` itself that a restart needs not, or that are restored by name."""
 _MOST_NUMBERS = 1000
-_SETTINGS = (
-    "max_steps",
-    "num_train_epochs",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_grad_norm",
-    "label_smoothing_factor",
-    "logging_steps",
-    "eval_steps",
-    "save_steps",
-    "seed",
-)
-"""Arguments that are compared at a restart, beside those of the optimizer."""
 
 
 class TrainingState(ObjectState):
@@ -92,7 +78,6 @@ class TrainingState(ObjectState):
         self._objects |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "data": self.position}
         if trainer.accelerator.scaler is not None:
             self._objects["scaler"] = trainer.accelerator.scaler
-        self._settings.note(self)
         self._numbers_at_start = {name: repr(value) for name, value in self._numbers().items()}
 
     def collect(self) -> dict[str, Any]:
@@ -116,16 +101,11 @@ class TrainingState(ObjectState):
             "epoch": self.epoch,
             "given": position.given,
             "seconds": time.time() - self.began_s + self.earlier_s,
-            "settings": self._arguments(),
         }
         return state
 
     def _stateful(self) -> list[Any]:
         return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
-
-    def _arguments(self) -> dict[str, Any]:
-        values = {name: plain(getattr(self._trainer.args, name)) for name in _SETTINGS}
-        return {name: value for name, value in values.items() if value is not None}
 
     def _numbers(self) -> dict[str, Any]:
         """Counters of the trainer's own class."""
@@ -143,7 +123,6 @@ class TrainingState(ObjectState):
         if self._is_at_epoch_end:  # the next iteration begins an epoch
             state = {**state, "data": {**state["data"], "given": None}}
         super().load(state, data=data)
-        warn(restored=[], changed=differences("args.", state["trainer"]["settings"], self._arguments()))
 
     # ---------------------------------------------------------------- a restart
 
