@@ -12,7 +12,7 @@ import torch
 from gpt import HAMLET, TextWindows
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from lazysnap import LazyTrainerCallback
+import lazysnap
 
 
 class Characters(torch.utils.data.Dataset):
@@ -62,8 +62,8 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    callbacks = [PrintLoss(), LazyTrainerCallback()]  # (*)
-    trainer = Trainer(GPT2LMHeadModel(config), options, train_dataset=data, callbacks=callbacks)
+    trainer = Trainer(GPT2LMHeadModel(config), options, train_dataset=data, callbacks=[PrintLoss()])
+    lazysnap.attach(trainer)  # (*)
     trainer.train(resume_from_checkpoint="latest")  # (*)
     print(f"finished at step {trainer.state.global_step}", flush=True)
 

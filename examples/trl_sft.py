@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from lazysnap import LazyTrainerCallback
+import lazysnap
 
 
 def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
@@ -60,8 +60,8 @@ def main() -> None:
         processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"text": lines}),
         peft_config=LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM"),
-        callbacks=[LazyTrainerCallback()],
     )
+    lazysnap.attach(trainer)
     trainer.train(resume_from_checkpoint="latest")
     print(f"finished at step {trainer.state.global_step}", flush=True)
 

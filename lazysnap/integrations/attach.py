@@ -11,7 +11,7 @@ def attach(target: Any, snapshots: "str | os.PathLike[str] | SnapshotConfig | No
     """Give ``target`` snapshots, in place, and return it.
 
     An ``accelerate.Accelerator`` has then what a ``LazyAccelerator`` has; a ``transformers.Trainer`` (those of TRL are,
-    too) what a ``LazyTrainerCallback`` in its constructor would have given it. ``snapshots``: a path or URL, or a
+    too) takes snapshots and understands ``"latest"``, see ``LazyTrainerCallback``. ``snapshots``: a path or URL, or a
     ``SnapshotConfig``; default ``<project_dir>/lazysnap`` or ``<output_dir>/lazysnap``. Idempotent.
     Raises: ConfigError, for anything else, and as ``LazyAccelerator`` and ``LazyTrainerCallback``.
     """

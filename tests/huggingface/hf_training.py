@@ -226,8 +226,11 @@ def make_trainer(case: str, directory: Path, record: Recorder, callbacks: list[A
         data_collator=collate,
         train_dataset=Stream() if "stream" in case else Texts(),
         eval_dataset=Texts(6),
-        callbacks=[*callbacks, record],
+        callbacks=[*(one for one in callbacks if not isinstance(one, lazysnap.LazyTrainerCallback)), record],
     )
+    for one in callbacks:
+        if isinstance(one, lazysnap.LazyTrainerCallback):
+            one.attach(trainer)
     trainer.record = record
     return trainer
 

@@ -73,11 +73,14 @@ def test_attaching_twice_is_attaching_once(new_trainer):
         attach_trainer(trainer, "elsewhere")
 
 
-def test_a_callback_that_is_added_too_late_says_what_to_do(new_trainer):
+def test_a_callback_that_is_not_attached_says_what_to_do(new_trainer, tmp_path):
     trainer = new_trainer()
     trainer.add_callback(lazysnap.LazyTrainerCallback())
     with pytest.raises(ConfigError, match=r"lazysnap\.attach\(trainer\)"):
         trainer.train()
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(ConfigError, match=r"no argument of the constructor .*lazysnap\.attach\(trainer\)"):
+        Recorded(model=gpt2(), args=arguments, callbacks=[lazysnap.LazyTrainerCallback()])
 
 
 def test_a_callback_belongs_to_one_trainer(new_trainer):

@@ -1,8 +1,6 @@
 """``LazyTrainerCallback``: a snapshot of a ``Trainer`` at every optimizer step, and exact restarts."""
 
 import os
-import sys
-from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback
@@ -13,14 +11,15 @@ from lazysnap.integrations.arguments import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.training import Training
 
+_INSTEAD = "make the Trainer first, then call lazysnap.attach(trainer), or attach(trainer) of the callback"
+
 
 class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     """Captures the training state at optimizer steps while training goes on, and makes
     ``trainer.train(resume_from_checkpoint="latest")`` work, and ``"run:1f3a"`` for the run whose id begins so.
 
-    Give it to the constructor: ``Trainer(..., callbacks=[LazyTrainerCallback()])``. To a ``Trainer`` that was made
-    already it is given by ``attach_trainer``: a callback that is added later gets no reference to its trainer before
-    training begins, which is too late for ``"latest"``.
+    ``attach`` gives it to a ``Trainer``. It is no argument of the constructor: a callback gets no reference to its
+    trainer before training begins, which is too late for ``"latest"``.
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
     ``every_n_steps``: optimizer steps between captures into memory. ``persist_every_n_steps``: optimizer steps between
@@ -43,60 +42,50 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     def attach(self, trainer: Any) -> None:
         """Let ``trainer.train`` take snapshots and understand ``"latest"``. Replaces methods of this one object.
 
-        Raises: ConfigError, for a trainer that cannot be attached to, or if the callback belongs to another one.
+        Raises: ConfigError, for a trainer that cannot be attached to or has such a callback already, or if this one
+        belongs to another trainer.
         """
         if self._training is not None and self._training.trainer is not trainer:
             raise ConfigError("LazyTrainerCallback: it belongs to another Trainer already; make one for each")
+        if any(isinstance(item, LazyTrainerCallback) and item is not self for item in _callbacks_of(trainer)):
+            raise ConfigError("LazyTrainerCallback: the Trainer has one already")
         if self._training is None:
             self._training = Training(trainer, self)
+        if self not in _callbacks_of(trainer):
+            trainer.add_callback(self)
 
     # ---------------------------------------------------------------- hooks
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Find the trainer that is being made. Raises: ConfigError, as ``attach``."""
-        trainer = self._caller()
-        if trainer is not None:
-            self.attach(trainer)
+        """Raises: ConfigError: the constructor of a trainer does not say which trainer that is."""
+        raise ConfigError(f"LazyTrainerCallback is no argument of the constructor of a Trainer: {_INSTEAD}")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Raises: ConfigError, if no trainer was found when it was made."""
+        """Raises: ConfigError, if it was added without ``attach``."""
         if self._training is None or not self._training.is_running:
-            raise ConfigError(
-                "LazyTrainerCallback was added to a Trainer that was made already: give it to the constructor, as "
-                "Trainer(..., callbacks=[LazyTrainerCallback()]), or call lazysnap.attach(trainer) instead"
-            )
-
-    def _caller(self) -> Any:
-        """The trainer whose event is running: no event is given it, but its method is the caller."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            found = frame.f_locals.get("self")
-            if self in getattr(getattr(found, "callback_handler", None), "callbacks", ()):
-                return found
-            frame = frame.f_back
-        return None
+            raise ConfigError(f"LazyTrainerCallback was added by add_callback: {_INSTEAD}")
 
 
 def attach_trainer(
     trainer: Any, snapshots: "SnapshotConfig | str | os.PathLike[str] | None" = None
 ) -> LazyTrainerCallback:
-    """Let a ``Trainer`` that was made already take snapshots, and understand ``resume_from_checkpoint="latest"``.
+    """Make a ``LazyTrainerCallback`` and attach it to ``trainer``. Returns it, or the one that the trainer has already.
 
-    ``snapshots``: settings, or a path or URL for snapshots on storage; default ``<args.output_dir>/lazysnap``. The same
-    as ``LazyTrainerCallback`` in the constructor of the trainer, for where other code makes that. Returns the callback,
-    also one that the trainer had already.
+    ``snapshots``: settings, or a path or URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
     Raises: ConfigError, for settings that cannot work, also beside a callback that is there already.
     """
-    for item in trainer.callback_handler.callbacks:
-        if isinstance(item, LazyTrainerCallback):
-            if snapshots is not None:
-                raise ConfigError("attach: the Trainer has a LazyTrainerCallback already; give snapshots= to that one")
-            item.attach(trainer)
-            return item
+    known = next((item for item in _callbacks_of(trainer) if isinstance(item, LazyTrainerCallback)), None)
+    if known is not None and snapshots is None:
+        known.attach(trainer)
+        return known
     if isinstance(snapshots, SnapshotConfig):
         callback = LazyTrainerCallback(config=snapshots)
     else:
         callback = LazyTrainerCallback(snapshots)
     callback.attach(trainer)
-    trainer.add_callback(callback)
     return callback
+
+
+def _callbacks_of(trainer: Any) -> list[Any]:
+    found: list[Any] = trainer.callback_handler.callbacks
+    return found
