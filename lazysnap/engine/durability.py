@@ -1,4 +1,4 @@
-"""When what was captured is durable, at every level, by all ranks; and what memory of earlier ranks may go then."""
+"""Wait until captures are durable at every level, on all ranks."""
 
 import contextlib
 import logging
@@ -29,10 +29,6 @@ class Durability:
         self._client = client
         self._world = world
         self._outcomes = outcomes
-        self._has_dismissed = world.place.local_rank != 0
-        """Whether the keeper of the node knows that nobody needs what ranks left that are no more: its first rank says
-        so.
-        """
 
     def flush(self, timeout_s: float, progress: Progress | None) -> bool:
         """Block until the newest capture of this rank is durable at every level; ``False`` after the deadline. Without
@@ -91,14 +87,3 @@ class Durability:
             return f"waiting for {where} to store step {step}, at most {limit_s:g} s (drain_timeout_s)"
 
         return said_after(_SILENCE_S, line)
-
-    def dismiss_former(self, *, is_end: bool = False) -> None:
-        """After a restart with fewer ranks: say, once, that memory of ranks that are no more may go, when a snapshot of
-        this start is durable; without levels, when memory holds nothing older.
-
-        ``is_end``: all ranks ended well, so memory goes. Does not block. Hot.
-        """
-        if self._has_dismissed:
-            return
-        if self._client.is_durable(0) if self._config.levels else is_end or self._outcomes.is_past_resumed():
-            self._has_dismissed = self._client.supersede(self._world.place.local_world_size)

@@ -460,7 +460,6 @@ class SnapshotEngine:
                 self.check_memory()
                 if not began and self.config.require_memory:
                     began = self._capture(step, started)
-            self._durability.dismiss_former()
             return began
 
     def replan(self) -> None:
@@ -774,7 +773,6 @@ class SnapshotEngine:
             captured = not drain or self._has_captured_last()
             unstored = [] if durable else self._unstored_names()
             self._protection.sum_up()
-            self._durability.dismiss_former(is_end=durable and over and has_own)
         finally:
             self._leave()
             if over:

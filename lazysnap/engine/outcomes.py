@@ -16,8 +16,6 @@ class Outcomes:
         self._client = client
         self._log = log
         self._last_number = 0
-        self._first_sequence = 0
-        """0: none yet."""
         self._newest: tuple[int, int] | None = None
         """Sequence number and step."""
         self._whole: dict[int, int] = {}
@@ -25,7 +23,7 @@ class Outcomes:
 
     def reset(self) -> None:
         """Another state is loaded: what was captured before is of another past."""
-        self._first_sequence, self._newest, self._whole = 0, None, {}
+        self._newest, self._whole = None, {}
         self._log.statistics.last_whole_step = None
 
     def next_sequence(self) -> int:
@@ -36,7 +34,6 @@ class Outcomes:
     def began(self, job: CaptureJob) -> None:
         """Note a capture that began."""
         self._newest = job.sequence, job.step
-        self._first_sequence = self._first_sequence or job.sequence
 
     def ended(self, job: CaptureJob) -> None:
         """A capture is over: it is whole, or dropped, and that is logged."""
@@ -77,12 +74,6 @@ class Outcomes:
         """The step of the newest capture that is whole in the memory of a live keeper."""
         held = (n for n in sorted(self._whole, reverse=True) if self._client.state_of(n) is CaptureState.HELD)
         return self._whole.get(next(held, 0))
-
-    def is_past_resumed(self) -> bool:
-        """Whether memory holds captures since the last resume alone: by the argument in docs/architecture.md (*How many
-        slots*) one of them is whole on all ranks then.
-        """
-        return 0 < self._first_sequence <= min(self._client.whole(), default=0)
 
     def state_of(self, step: int) -> CaptureState:
         """What became of the last capture of ``step``."""

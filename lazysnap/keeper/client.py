@@ -59,7 +59,6 @@ from lazysnap.keeper.protocol import (
     Run,
     ServePeers,
     SlotMade,
-    Superseded,
     Welcome,
 )
 from lazysnap.keeper.questions import Questions
@@ -389,11 +388,6 @@ class KeeperClient:
         """Why this process is not the job's trainer: another one is attached. ``None`` as long as nothing says so."""
         return self._fatal if isinstance(self._fatal, JobBusy) and not self.was_attached else None
 
-    def whole(self) -> list[int]:
-        """The sequence numbers of all whole captures in this process's memory."""
-        with self._changed:
-            return self._slots.whole()
-
     def state_of(self, sequence: int) -> CaptureState:
         """Return the state of the capture with that sequence number."""
         with self._changed:
@@ -424,16 +418,6 @@ class KeeperClient:
     def _cut(connection: Connection) -> None:
         with contextlib.suppress(OSError):
             connection.sock.shutdown(2)
-
-    def supersede(self, first: int) -> bool:
-        """Let the keeper free the captures of ranks from local rank ``first`` on. Does not block.
-
-        ``False`` if no keeper is attached that could be told.
-        """
-        if self._connection is None:
-            return False
-        self.tell(Superseded(first))
-        return True
 
     def poll_events(self) -> list[KeeperEvent]:
         """Return the events since the last call."""

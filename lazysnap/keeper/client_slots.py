@@ -59,11 +59,6 @@ class MappedSlots:
         """Slots whose pages are in this process's tables; good for writing at full speed."""
         return tuple(slot for slot in self._slots.values() if slot in self._ready)
 
-    def whole(self) -> list[int]:
-        """The sequence numbers of all whole captures, in slots of any size."""
-        statuses = [slot.status() for slot in (*self._slots.values(), *self._orphans)]
-        return [status.sequence for status in statuses if status.phase is SlotPhase.WHOLE]
-
     def newest_sequence(self) -> int:
         """The greatest sequence number in any slot."""
         return max((slot.status().sequence for slot in self._slots.values()), default=0)

@@ -145,6 +145,11 @@ class LocalRank:
                 found = run.start
         return found == start
 
+    def holds_only(self, start: str) -> bool:
+        """True if there are whole captures, and all are of that start."""
+        whole = [slot for slot in self._pool.all() if slot.status().phase is SlotPhase.WHOLE]
+        return bool(whole) and all(self.holds(slot, start) for slot in whole)
+
     def has_begun(self, start: str) -> bool:
         """True if its trainer captures, or captured, for that start."""
         return any(run.start == start for run, _ in self._runs)

@@ -414,6 +414,11 @@ class NodeStorage:
                 for level, stopped, writer in known
             ]
 
+    def has_complete(self) -> bool:
+        """True if the first level has a complete snapshot of this start."""
+        with self._lock:
+            return any(key.start == self.run.start for key in self._levels[0].complete)
+
     def common_step(self) -> int | None:
         """The newest step that all ranks of the node hold whole."""
         return self._slots.newest_common()

@@ -188,12 +188,6 @@ class ServePeers(Question, frozen=True, kw_only=True):
     secret: Secret
 
 
-class Superseded(Message, frozen=True):
-    """Nobody needs what ranks from this local rank on left in memory."""
-
-    first: int
-
-
 class Ping(Message, frozen=True):
     """Answered by ``Pong``."""
 

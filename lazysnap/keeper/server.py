@@ -38,7 +38,6 @@ from lazysnap.keeper.protocol import (
     ServingPeers,
     ShowRank,
     Stop,
-    Superseded,
 )
 from lazysnap.keeper.trouble import Trouble
 from lazysnap.links.secret import Secret
@@ -171,6 +170,7 @@ class Server:
         if self._storage is not None and self._storage.is_abandoned():
             self._go_back()
         self._refuse_late()
+        self._release_former()
         is_used = any(rank.is_used for rank in self._ranks.values())
         for number, rank in list(self._ranks.items()):
             if is_used:
@@ -182,6 +182,20 @@ class Server:
         self._frozen.sweep([slot for rank in self._ranks.values() for slot in rank.slots()])
         if self._asked_to_stop is not None and all(rank.is_drained() for rank in self._ranks.values()):
             self._answer_stop(self._asked_to_stop)
+
+    def _release_former(self) -> None:
+        """Release memory of ranks that the present start does not have, once that has a snapshot of its own: complete
+        at the first level; without levels, when memory of the first rank holds nothing older.
+        """
+        first, storage = self._ranks.get(0), self._storage
+        if first is None or first.last is None or storage is None:
+            return
+        run, team = first.last
+        former = [rank for number, rank in self._ranks.items() if number >= len(team.node_ranks)]
+        if former and storage.run.start == run.start:
+            is_replaced = storage.has_complete() if storage.levels else first.holds_only(run.start)
+            for rank in former if is_replaced else ():
+                rank.go(Event.SUPERSEDED)
 
     # ---------------------------------------------------------------- what is stored
 
@@ -330,10 +344,6 @@ class Server:
             self._stop(connection, is_forced=message.force)
         elif rank is None:
             logger.info("%s: it comes from no trainer", type(message).__name__)  # of one that was refused just now
-        elif isinstance(message, Superseded):
-            for number, other in self._ranks.items():
-                if number >= message.first:
-                    other.go(Event.SUPERSEDED)
         elif isinstance(message, Run):
             self._begin_run(rank, message)
         elif isinstance(message, ServePeers):

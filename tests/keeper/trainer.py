@@ -78,7 +78,7 @@ class Trainer:
             size = entry.slot.status().image_bytes
             image = entry.slot.image[:size]
             if entry.checksums is not None:
-                MemoryBlocks(image, entry.checksums, "a slot").whole()
+                MemoryBlocks(image, entry.checksums, "a slot").verify(size)
             whole = bytes(image) == content(entry.run_id, entry.step, size - 4096)
             found.append([entry.step, entry.run_id, whole, entry.checksums is not None])
         return sorted(found)

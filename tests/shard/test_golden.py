@@ -50,9 +50,9 @@ def test_a_flipped_bit_in_any_byte_of_the_manifest_is_found():
 def test_a_flipped_bit_in_any_byte_of_the_shard_is_found_and_its_block_named():
     good = golden.file_path().read_bytes()
     checksums = Manifest.decode(golden.manifest_path().read_bytes(), "golden").checksums
-    MemoryBlocks(memoryview(good), checksums, "golden").whole()
+    MemoryBlocks(memoryview(good), checksums, "golden").verify(len(good))
     for position in range(len(good)):
         bad = bytearray(good)
         bad[position] ^= 1 << (position % 8)
         with pytest.raises(ValueError, match=f"golden: block {position // golden.BLOCK_BYTES} "):
-            MemoryBlocks(memoryview(bad), checksums, "golden").whole()
+            MemoryBlocks(memoryview(bad), checksums, "golden").verify(len(bad))
