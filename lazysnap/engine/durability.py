@@ -15,14 +15,14 @@ from lazysnap.ranks.world import World
 logger = logging.getLogger("lazysnap.engine")
 
 _SILENCE_S = 3.0
-"""How long the end of a training waits for storage before the user is told."""
+"""Seconds that the end of a training waits for storage before it says so."""
 
 Progress = Callable[[int, int], None]
-"""Is told how many bytes of this node's part are stored, and how many there are at all levels together."""
+"""Called with the bytes of this node's part that are stored, and with all bytes, of all levels together."""
 
 
 class Durability:
-    """Of one engine, from its making to its end."""
+    """The waits of one engine for storage."""
 
     def __init__(self, config: SnapshotConfig, client: KeeperClient, world: World, outcomes: Outcomes) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class Durability:
         return is_there()
 
     def end(self, progress: Progress | None, *, is_common: bool) -> bool:
-        """As ``flush``, at the end: all ranks wait for each other, and hear if one of them failed. Blocks: at most
+        """Like ``flush``, at the end: all ranks wait for each other, and fail if one of them failed. Blocks: at most
         ``drain_timeout_s``.
 
         Collective, if ``is_common``: all ranks came here.
@@ -77,7 +77,7 @@ class Durability:
         return all(done) and is_same
 
     def _telling(self, step: int | None, *, has_bar: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the user is told of a long wait for storage."""
+        """Return a context in which a long wait for storage is reported."""
         if step is None or has_bar or self._world.rank != 0 or not self._config.levels:
             return contextlib.nullcontext()
         limit_s = self._config.drain_timeout_s

@@ -57,7 +57,7 @@ def shared_levels(world: World, levels: Sequence[PersistentLevel]) -> list[str]:
 
 
 def _try(level: PersistentLevel, work: Callable[[Storage], bool | None]) -> bool:
-    """What ``work`` returns; ``False``, if it fails or takes too long."""
+    """Return the result of ``work``; ``False``, if it fails or takes too long."""
     attempt = Watchdog(lambda beat: work(open_store(level.url).storage), f"trying {shown(level.url)}")
     try:
         return attempt.result(min(_DEADLINE_S, level.timeout_s)) is True

@@ -22,7 +22,7 @@ class NonFinite:
     """
 
     steps: int = 1
-    """How far to go back, see ``SnapshotEngine.rollback``; 1: to the last boundary, if that was captured."""
+    """Steps to go back, see ``SnapshotEngine.rollback``; 1: to the last boundary, if that was captured."""
     max_rollbacks: int = 3
     """Rollbacks without a new step in between; the next one raises RollbackFailed."""
 
@@ -40,7 +40,7 @@ class LossSpike(NonFinite):
 
     factor: float = 5.0
     window: int = 50
-    """How many good losses the median is of. Fewer are not judged, nor where the median is not positive; after a
+    """Number of good losses that the median is of. Fewer are not judged, nor where the median is not positive; after a
     restart the window fills anew."""
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class LossWatch:
         """The last boundary before the rollbacks that count."""
         self._rollbacks = 0
         self.is_spoilt = False
-        """Whether a loss was bad since the last rollback."""
+        """True if a loss was bad since the last rollback."""
         self.last: Rollback | None = None
         """The last rollback."""
 
@@ -105,7 +105,7 @@ class LossWatch:
         return is_bad
 
     def is_bad(self, loss: Any) -> bool:
-        """Whether a loss (number, tensor, or ``None``: nothing to judge) is bad on any rank. Collective. Blocks.
+        """True if a loss (number, tensor, or ``None``: nothing to judge) is bad on any rank. Collective. Blocks.
 
         Raises: ConfigError, for anything else.
         """

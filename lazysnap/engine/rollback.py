@@ -25,7 +25,7 @@ from lazysnap.state.walk import walk
 
 @dataclass(frozen=True)
 class Rollback:
-    """What ``SnapshotEngine.rollback`` did."""
+    """The result of ``SnapshotEngine.rollback``."""
 
     step: int
     """Training stands here again; the next boundary is that of the step after it."""
@@ -44,7 +44,7 @@ class Lineage:
         self._steps: dict[str, int] = {}
 
     def go_on(self, present: str, run_id: str, step: int) -> None:
-        """Training goes on from ``step`` of ``run_id``; ``present`` is the run until now."""
+        """Record that training continues from ``step`` of ``run_id``; ``present`` is the run until now."""
         if run_id not in (present, *self._steps):
             self._steps.clear()  # a restart from elsewhere
         runs = list(self._steps)
@@ -53,7 +53,7 @@ class Lineage:
         self._steps[run_id] = step
 
     def has(self, plan: RestartPlan, present: str) -> bool:
-        """Whether a snapshot is of the present run, or one that it came from."""
+        """True if a snapshot is of the present run, or one that it came from."""
         return plan.run_id == present or plan.step <= self._steps.get(plan.run_id, -1)
 
 
@@ -123,7 +123,7 @@ class Rollbacks:
 
 
 def line_of(done: Rollback, reason: str) -> str:
-    """Return the line that tells the user of a rollback."""
+    """Return the line that reports a rollback."""
     return (
         f"rolled back from step {done.from_step} to step {done.step}{f' ({reason})' if reason else ''}: restored from "
         f"{shown(done.level)} in {duration(done.seconds)}; the batches since step {done.step} are skipped"

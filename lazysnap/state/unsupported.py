@@ -35,7 +35,7 @@ _WHY = {
     _FSDP1: "its parameters are pieces of one flat tensor, its state_dict() gathers them by collectives",
     _DEEPSPEED: "each process holds a part of weights and optimizer state that no state_dict() returns",
     _ZERO: "each process holds a part of it, and collectives gather it",
-    _LOCAL_SGD: "the weights of ranks differ until they are averaged, so no step is common to all ranks",
+    _LOCAL_SGD: "the weights of ranks differ until they are averaged, and no step is common to all ranks",
 }
 _SHARD = (
     "Shard by FSDP2 (torch.distributed.fsdp.fully_shard) and give the optimizer its parameters, or use "
