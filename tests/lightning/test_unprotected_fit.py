@@ -29,7 +29,9 @@ class Steps(Callback):
 def fit(directory, *, seed=1, fail_at=None, require_memory=False):
     pl.seed_everything(seed, verbose=False)
     level = PersistentLevel(str(directory / "level"), every_n_steps=3)
-    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(max_bytes=1 << 16, spill_dir=""), require_memory=require_memory)
+    config = SnapshotConfig(
+        levels=(level,), memory=MemoryLevel(max_bytes=1 << 16, spill_dir=""), require_memory=require_memory
+    )
     lazy = LazySnapshotCallback(config=config)
     steps = Steps(lazy, fail_at)
     trainer, model = make_trainer(directory, lazy, steps), Net()
