@@ -14,7 +14,7 @@ logger = logging.getLogger("lazysnap.engine")
 FIRST_REMINDER_S = 60.0
 """Seconds between the first and the second warning that captures are not in memory."""
 REMINDER_S = 600.0
-"""From each later one to the next."""
+"""Seconds between later warnings."""
 
 
 class Protection:
