@@ -292,7 +292,8 @@ def trainer(trace: Trace) -> None:
     )
     assert arguments.device == DEVICE
     lazy = LazyTrainerCallback(config=CONFIG)
-    made = Recorded(Losing(), arguments, train_dataset=Items(), callbacks=[lazy, Begun(trace, lazy)])
+    made = Recorded(Losing(), arguments, train_dataset=Items(), callbacks=[Begun(trace, lazy)])
+    lazy.attach(made)
     made.trace = trace
     made.train(resume_from_checkpoint="latest")
     trace.end(made.model.state_dict(), made.optimizer.state_dict()["state"])
