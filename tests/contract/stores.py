@@ -255,9 +255,10 @@ class StoreContract(FrozenContract):
         store, reader = make_store(), make_store()
         entry = Snapshot(1, elements=2 * BLOCK).write(store)
         went: list[bool] = []
+        is_first = threading.Lock()  # several threads may read
 
         def delete() -> None:
-            if not went:
+            if is_first.acquire(blocking=False):
                 went.append(Snapshot(1).delete(make_store()))
 
         (error,) = at_once(lambda: read_whole(reader, entry, delete))
