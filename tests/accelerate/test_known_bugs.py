@@ -9,11 +9,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from support import saving
 
+from lazysnap import export
 from lazysnap.data.streams import collect_rng
 from lazysnap.exports import accelerate_folders as folders
-from lazysnap.exports.accelerate import write_stock
 from lazysnap.exports.folder import in_place_when_whole, mark_of
+from lazysnap.state.walk import walk
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
 
@@ -46,9 +48,15 @@ class Script:
         }
 
     def copy(self, number, *states):
-        """What the child process of a named copy does."""
-        with in_place_when_whole(str(self.root / f"checkpoint_{number}"), {"step": number}) as temp:
-            write_stock(states or [self.state()], temp)
+        """Export a snapshot of as many ranks as there are states, as the process of a named copy does."""
+        url, states = str(self.root.parent / "level"), states or (self.state(),)
+        shutil.rmtree(url, ignore_errors=True)
+        snapshot = saving.Snapshot(url, len(states), step=number)
+        for rank, state in enumerate(states):
+            walked = walk(state)
+            boxes = {name: (tensor, None) for name, tensor in zip(walked.names, walked.tensors, strict=True)}
+            saving.write(snapshot, rank, boxes, walked.skeleton)
+        export(url, number, to=self.root / f"checkpoint_{number}", format="accelerate")
 
 
 @pytest.fixture

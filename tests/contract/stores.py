@@ -263,7 +263,8 @@ class StoreContract(FrozenContract):
 
         (error,) = at_once(lambda: read_whole(reader, entry, delete))
         assert went == [True]
-        assert everything(store.storage) == []
+        # NFS keeps the directory of a deleted file while that is open.
+        assert [path for path in everything(store.storage) if not path.endswith("/")] == []
         if self.keeps_open_files:
             assert error is None
         else:

@@ -57,18 +57,3 @@ def test_the_first_snapshot_of_the_new_run_in_memory_is_the_latest(make_job):
     assert job.resumed() == 6
     assert set(job.run("ddp", 2, look=True)) == {0}, job.output()
     assert job.resumed() == 7
-
-
-def test_a_fresh_start_of_several_ranks_names_what_it_leaves_on_one_of_them(make_job, tmp_path):
-    job = make(make_job, tmp_path)
-    assert set(job.run("ddp", 2, lag_s=0.1)) == {0}, job.output()
-    [(old, steps)] = stored(job).items()
-
-    heard = {"0": {"until_heard": "starts fresh"}}
-    assert set(job.run("ddp", 2, fresh=True, steps=3, by_rank=heard)) == {0}, job.output()
-
-    assert job.output().count("starts fresh") == 1
-    assert f"holds run {old[:8]}" in job.output()
-    assert "whose newest snapshot is step 8" in job.output()
-    assert list(stored(job).values())[1:] == [steps], job.output()
-    assert next(iter(stored(job).values()))[0] == 3
