@@ -128,7 +128,7 @@ def test_export_takes_the_run_that_was_chosen(url, capsys, tmp_path):
 
     assert run("export", url, "latest", *where, "--run", RUN[:8]) == 0
 
-    assert f"step 10 of run {RUN[:8]}:" in capsys.readouterr().out
+    assert f"step 10 of run {RUN[:8]} at " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
