@@ -359,6 +359,7 @@ def test_a_link_goes_on_when_the_port_serves_the_next_start(ends, listening):
     other, other_inbox = ends(1)
     other.connect(0, *keeper.listen("127.0.0.1"))
     inbox.until("up", 1)
+    other_inbox.until("up", 0)
 
     keeper.close()
     other.send(0, report(1))
