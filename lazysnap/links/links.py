@@ -148,11 +148,18 @@ class Links:
 
         Raises: Violation, if it belongs to another job, start or kind; OSError.
         """
-        if self._is_closed.is_set():
-            return
-        self._check(hello)
-        Channel(connection, _decoder, self._deadlines.send_s).send(self.me)
-        self._use(hello.node, connection, address)
+        thread = threading.current_thread()
+        with self._lock:
+            if self._is_closed.is_set():
+                return
+            self._threads.add(thread)  # ``close`` waits for it
+        try:
+            self._check(hello)
+            Channel(connection, _decoder, self._deadlines.send_s).send(self.me)
+            self._use(hello.node, connection, address)
+        finally:
+            with self._lock:
+                self._threads.discard(thread)
 
     def send(self, node: int, message: Message) -> None:
         """Send soon, if the link is up; else it is dropped, ``link_is_up`` asks for the state. Never blocks."""
