@@ -350,7 +350,7 @@ def test_links_that_are_closed_while_others_connect_leave_nothing(secret):
         closing.join()
         other.close()
     gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lazysnap-")]
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("lazysnap-")])
 
 
 def test_a_link_goes_on_when_the_port_serves_the_next_start(ends, listening):
@@ -386,4 +386,6 @@ def test_links_of_grants_that_are_closed_before_they_begin_are_closed(secret):
     links = Links(secret, hello(0), loop, QUICK)
     loop.close()
     loop.start(links)
-    assert not [thread for thread in threading.enumerate() if thread.name in ("lazysnap-link", "lazysnap-grants")]
+    until(
+        lambda: not [thread for thread in threading.enumerate() if thread.name in ("lazysnap-link", "lazysnap-grants")]
+    )
