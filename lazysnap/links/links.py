@@ -20,13 +20,15 @@ from lazysnap.grants.messages import MAX_NODES, Order, Report, StartId
 from lazysnap.links.channel import Channel, connect, shut
 from lazysnap.links.listener import Deadlines, Violation, reason
 from lazysnap.links.secret import Secret
+from lazysnap.links.threads import Threads
 
 logger = logging.getLogger(__name__)
 
 _draws = random.SystemRandom()
 """The global generators are the training's."""
 _CLOSE_S = 5.0
-"""``close`` waits for so long."""
+"""Seconds that ``close`` waits at most."""
+_THREAD = "lazysnap-link"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 """Seconds between two tries to connect: the pause doubles from the first to the second."""
 
@@ -134,32 +136,28 @@ class Links:
         self._peers: dict[int, _Peer] = {}
         self._down: set[int] = set()
         """Nodes of which it was logged that they are not reached."""
-        self._threads: set[threading.Thread] = set()
+        self._threads = Threads()
         self._is_closed = threading.Event()
 
     def connect(self, node: int, host: str, port: int) -> None:
         """Keep a link to that node from now on. Raises: ConfigError, if that node must connect to this one."""
         if node >= self.me.node:
             raise ConfigError(f"node {self.me.node} cannot connect to node {node}: the greater number connects")
-        self._start(lambda: self._keep_up(node, (host, port)))
+        self._threads.start(lambda: self._keep_up(node, (host, port)), _THREAD)
 
     def serve(self, connection: socket.socket, hello: Hello, address: str) -> None:
         """Use the connection of a node that has proven itself and sent ``hello``. Blocks: until it fails.
 
         Raises: Violation, if it belongs to another job, start or kind; OSError.
         """
-        thread = threading.current_thread()
         with self._lock:
             if self._is_closed.is_set():
                 return
-            self._threads.add(thread)  # ``close`` waits for it
-        try:
-            self._check(hello)
-            Channel(connection, _decoder, self._deadlines.send_s).send(self.me)
-            self._use(hello.node, connection, address)
-        finally:
-            with self._lock:
-                self._threads.discard(thread)
+            threading.current_thread().name = _THREAD
+            self._threads.add(threading.current_thread())  # ``close`` waits for it
+        self._check(hello)
+        Channel(connection, _decoder, self._deadlines.send_s).send(self.me)
+        self._use(hello.node, connection, address)
 
     def send(self, node: int, message: Message) -> None:
         """Send soon, if the link is up; else it is dropped, ``link_is_up`` asks for the state. Never blocks."""
@@ -171,26 +169,10 @@ class Links:
         """End all links. Blocks: for a moment."""
         with self._lock:
             self._is_closed.set()
-            peers, threads = list(self._peers.values()), list(self._threads)
+            peers = list(self._peers.values())
         for peer in peers:
             peer.close()
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(_CLOSE_S)
-
-    def _start(self, run: Callable[[], None]) -> threading.Thread:
-        def body() -> None:
-            try:
-                run()
-            finally:
-                with self._lock:
-                    self._threads.discard(thread)
-
-        thread = threading.Thread(target=body, name="lazysnap-link", daemon=True)
-        with self._lock:
-            thread.start()
-            self._threads.add(thread)
-        return thread
+        self._threads.join(_CLOSE_S)
 
     def _check(self, hello: Hello) -> None:
         me = self.me
@@ -244,7 +226,7 @@ class Links:
                 self._down.discard(node)
                 logger.info("links: node %d (%s) is back", node, address)
             self._handler.link_is_up(node)
-            sender = self._start(peer.send_all)
+            sender = self._threads.start(peer.send_all, _THREAD)
         error: Exception | None = None
         try:
             peer.receive_all(lambda message: self._received(node, peer, message))

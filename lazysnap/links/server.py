@@ -9,7 +9,6 @@ import contextlib
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 import xxhash
@@ -33,6 +32,7 @@ from lazysnap.links.messages import (
     What,
 )
 from lazysnap.links.secret import Secret
+from lazysnap.links.threads import Threads
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ MAX_CONNECTIONS = 1024
 _DEADLINES = Deadlines(alive_s=1.0, silence_s=300.0)
 """Seconds between two ``Alive`` messages; seconds that a client may ask nothing."""
 _CLOSE_S = 5.0
-"""``close`` waits for so long."""
+"""Seconds that ``close`` waits at most."""
 _decoder: msgpack.Decoder[Hello | Request] = msgpack.Decoder(Hello | Request)
 
 
@@ -57,13 +57,13 @@ class PeerServer:
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
         self._links: dict[str, Links] = {}
-        """What links are accepted for, by the kind of grants."""
+        """The links that are accepted, by the kind of grants."""
         self._connections: dict[socket.socket, Channel[Hello | Request] | None] = {}
         """``None``: it has not proven that it has the secret yet."""
-        self._threads: set[threading.Thread] = set()
+        self._threads = Threads()
         self._refusals = Refusals("peers")
         self._is_closed = threading.Event()
-        self._start(self._send_alive, "alive")
+        self._threads.start(self._send_alive, "lazysnap-peer-alive")
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Serve on one address of this machine; return the address.
@@ -77,7 +77,7 @@ class PeerServer:
         bound = listener.getsockname()
         with self._lock:
             self._listeners.append(listener)
-        self._start(lambda: self._accept(listener), "accept")
+        self._threads.start(lambda: self._accept(listener), "lazysnap-peer-accept")
         return bound[0], bound[1]
 
     def admit(self, links: Links) -> None:
@@ -97,26 +97,7 @@ class PeerServer:
                 listener.shutdown(socket.SHUT_RDWR)  # wakes ``accept``; its thread closes it
         for connection in connections:
             shut(connection)
-        deadline = time.monotonic() + _CLOSE_S
-        while (thread := self._any_thread()) and (left_s := deadline - time.monotonic()) > 0:
-            thread.join(left_s)
-
-    def _any_thread(self) -> threading.Thread | None:
-        with self._lock:
-            return next(iter(self._threads), None)
-
-    def _start(self, run: Callable[[], None], name: str) -> None:
-        def body() -> None:
-            try:
-                run()
-            finally:
-                with self._lock:
-                    self._threads.discard(thread)
-
-        thread = threading.Thread(target=body, name=f"lazysnap-peer-{name}", daemon=True)
-        with self._lock:
-            thread.start()
-            self._threads.add(thread)
+        self._threads.join(_CLOSE_S)
 
     def _send_alive(self) -> None:
         while not self._is_closed.wait(self._deadlines.alive_s):
@@ -152,7 +133,7 @@ class PeerServer:
         if self._is_closed.is_set():  # ``close`` may not have seen it
             shut(connection)
         try:
-            self._start(lambda: self._serve(connection, address), "connection")
+            self._threads.start(lambda: self._serve(connection, address), "lazysnap-peer-connection")
         except RuntimeError:
             self._forget(connection)
             raise
@@ -203,8 +184,7 @@ class PeerServer:
             return
         with self._lock:
             self._connections.pop(connection, None)
-            self._threads.discard(threading.current_thread())
-        threading.current_thread().name = "lazysnap-link"
+        self._threads.remove(threading.current_thread())
         links.serve(connection, hello, f"{address[0]}:{address[1]}")
 
 

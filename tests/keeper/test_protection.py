@@ -251,8 +251,15 @@ def test_reads_that_wait_for_a_capture_end_with_their_server(rig):
 
     reading = threading.Thread(target=read)
     reading.start()
+
+    def only_one():
+        """All connections but that of the reader become links."""
+        found = [thread for thread in threading.enumerate() if thread.name == "lazysnap-peer-connection"]
+        return found if len(found) == 1 else None
+
+    [server] = until(only_one)
     rig.reads[0].close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "lazysnap-peer-connection"]
+    assert not server.is_alive()
     reading.join()
     assert errors
     reader.close()
