@@ -106,8 +106,9 @@ class PersistentLevel:
     does not check each part on arrival. S3 does, so reading back would only cost transfer fees."""
 
     shared: bool | None = field(default=None, kw_only=True)
-    """Whether all nodes see the same place there. What several nodes hold (DDP, HSDP) is stored once then, not once per
-    node. ``None``: found out at the start, for a path by a small file. Only matters with several nodes."""
+    """True if all nodes see the same place there: state that several nodes hold (DDP, HSDP) is then stored once,
+    not once per node. ``None``: found out at the start, for a path by a small file. Only matters with several
+    nodes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", resolve_url(checked_url("PersistentLevel.url", self.url)))
@@ -195,12 +196,12 @@ class Mirror(Redundancy):
 
 @dataclass(frozen=True, kw_only=True)
 class Xor(Redundancy):
-    """Of each group one node may be lost."""
+    """One parity block per group: each group may lose one node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReedSolomon(Redundancy):
-    """Of each group ``parity`` nodes may be lost."""
+    """Several parity blocks per group: each group may lose ``parity`` nodes."""
 
     parity: int = 2
     """Nodes of a group that may be lost."""
@@ -217,12 +218,12 @@ class SnapshotConfig:
     memory: MemoryLevel = MemoryLevel()
     """The keeper's host memory."""
     redundancy: Mirror | Xor | ReedSolomon | Literal["auto"] | None = "auto"
-    """How other nodes protect captures: ``Mirror()``, ``Xor()``, ``ReedSolomon(parity=2)``, or ``None``. ``"auto"``:
+    """Protection by other nodes: ``Mirror()``, ``Xor()``, ``ReedSolomon(parity=2)``, or ``None``. ``"auto"``:
     ``Mirror`` for two nodes, ``Xor`` for three, ``ReedSolomon`` for more. One node has none. Takes two slots
     more of memory, and the parity (docs/several-ranks.md)."""
     failure_domain: str | None = None
-    """What fails together with this node (a rack, a switch): nodes with the same text are put into different groups as
-    far as possible. Default: the node's host."""
+    """Name of the unit that fails together with this node (a rack, a switch). Nodes with the same name are put into
+    different groups as far as possible. Default: the node's host."""
     require_memory: bool = False
     """Raise before the first step if captures cannot be made into memory that outlives the training. Otherwise training
     warns and goes on without snapshots."""
@@ -230,17 +231,18 @@ class SnapshotConfig:
     """The name of the job, by which a restart finds its memory. Default: the environment variable
     ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""
     io_timeout_s: float = 60.0
-    """Seconds to wait for an unfinished copy before that snapshot is dropped, for memory of the first capture, for a
-    free slot (several ranks only; one rank skips that capture), and for the keeper to start or answer. A keeper that is
-    silent for so long while training runs is reported."""
+    """Seconds to wait for an unfinished copy before that snapshot is dropped, for memory of the first capture, and
+    for the keeper to start or answer. Several ranks also wait so long for a free slot; one rank skips that capture.
+    A keeper that is silent for so long while training runs is reported."""
     link_address: str | None = None
-    """With several nodes: the address of rank 0's node at which the keepers of the other nodes reach its keeper.
-    Default: ``MASTER_ADDR`` as other nodes resolve it, if that is the node's own, else that of its default route."""
+    """Address of rank 0's node at which the keepers of other nodes reach its keeper. Only used with several nodes.
+    Default: ``MASTER_ADDR`` as other nodes resolve it, if that is the node's own, else that of its default
+    route."""
     collective_timeout_s: float = 300.0
-    """With several ranks: how long to wait for a silent rank when engines are made, resume, plan their first snapshot,
-    and close. Time for reading does not count."""
+    """Seconds to wait for a silent rank when engines are made, resume, plan their first snapshot, and close. Time for
+    reading does not count. Only used with several ranks."""
     drain_timeout_s: float = 600.0
-    """At a clean end: seconds to wait until the newest capture is durable at every level."""
+    """Seconds to wait at a clean end until the newest capture is durable at every level."""
 
     def __post_init__(self) -> None:
         _check_positive("SnapshotConfig", "every_n_steps", self.every_n_steps)
@@ -280,7 +282,7 @@ class SnapshotConfig:
 
 
 def redundancy_for(config: SnapshotConfig, nodes: int) -> Redundancy | None:
-    """What protects captures of so many nodes; ``None``: nothing.
+    """Return the protection for so many nodes, or ``None``.
 
     Where there are too few nodes for what was asked, the parity is as large as leaves one piece of data
     (``too_few_nodes`` says so).

@@ -1,4 +1,4 @@
-"""Every exception that lazysnap raises on purpose, under one root.
+"""All exceptions that lazysnap raises on purpose, under one root.
 
 ::
 

@@ -20,7 +20,7 @@ class Entry:
     rank: int
     world_size: int
     location: str
-    """In the level: name of a directory, or index of a slot."""
+    """Name of the directory in the level, or index of the slot."""
     frozen: str | None = None
     """Digest of its frozen tensors, which may be at another level."""
     node: str | None = None
@@ -39,7 +39,7 @@ class FrozenEntry:
     speed: int
     digest: str
     location: str
-    """In the level: name of a directory, or index of a slot."""
+    """Name of the directory in the level, or index of the slot."""
     node: str | None = None
     """Like that of ``Entry``."""
 

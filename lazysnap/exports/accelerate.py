@@ -1,9 +1,10 @@
 """A snapshot in the layout of Accelerate's ``save_state``, for stock ``Accelerator.load_state(directory)``.
 
-The state has these parts: ``model``, ``model_1``, …, ``optimizer``, …, ``scheduler``, …, ``scaler``, ``custom_0``, …,
-``rng`` and ``accelerate``. The last holds ``step`` and, if they differ from the defaults, ``safe_serialization``,
-``models`` (the parts to write, in order), ``prefixes`` (by model part, what DDP and ``torch.compile`` put before its
-names) and ``stateful_loaders`` (by loader part, the state of its ``StatefulDataLoader``).
+The parts of the state are named ``model``, ``model_1``, …, ``optimizer``, …, ``scheduler``, …, ``scaler``,
+``custom_0``, …, ``rng`` and ``accelerate``. The last part holds ``step`` and, if they differ from the defaults,
+``safe_serialization``, ``models`` (the parts to write, in order), ``prefixes`` (by model part, what DDP and
+``torch.compile`` put before its names) and ``stateful_loaders`` (by loader part, the state of its
+``StatefulDataLoader``).
 """
 
 import contextlib

@@ -24,7 +24,7 @@ _HEADER_NESTING = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a checkpoint of this accelerator has; for those that stock wrote, which have no mark."""
+    """Number of parts in a checkpoint of this accelerator. Used for checkpoints that stock wrote: they have no mark."""
 
     models: int = 1
     optimizers: int = 1
@@ -34,7 +34,7 @@ class Parts:
     has_scaler: bool = False
 
     def files(self) -> Iterable[tuple[str, ...]]:
-        """For each part the names of its file: one of them is to be there."""
+        """Yield the possible file names of each part; one of them must exist."""
         for index in range(self.models):
             end = f"_{index}" if index else ""
             yield f"model{end}.safetensors", f"pytorch_model{end}.bin"
@@ -115,8 +115,9 @@ def delete_superseded(root: str, total_limit: int | None, parts: Parts) -> list[
 
 
 def stock_prefix(model: torch.nn.Module) -> str:
-    """What stock puts before the names of the weights of one of ``accelerator._models``: what DDP and
-    ``torch.compile`` add. In Accelerate 1.15 these models are not in DDP yet.
+    """Return the prefix that DDP and ``torch.compile`` add to the weight names of one of ``accelerator._models``.
+
+    In Accelerate 1.15 these models are not in DDP yet.
     """
     prefix = ""
     while True:
@@ -139,7 +140,7 @@ def _numbered(root: str) -> list[str]:
 
 
 def _is_whole(path: str) -> bool:
-    """Whether the end of a file is there, for those that Accelerate writes."""
+    """True if a file that Accelerate writes is not cut off at its end; also for any other file."""
     name = os.path.basename(path)
     if not STOCK_FILE.fullmatch(name):
         return True

@@ -49,7 +49,7 @@ class _Child:
     """The ``handle_of`` the directory: a program may move it."""
 
     def place(self) -> str:
-        """Where the directory is now; the place where it was asked for, if it was removed."""
+        """Return the current path of the directory, or the path that was asked for if it was removed."""
         found = place_now(self.copy.directory, self.handle)
         is_moved = found is not None and found != os.path.realpath(self.copy.directory)
         return found if found is not None and is_moved else self.copy.directory
@@ -258,7 +258,7 @@ class NamedCopies:
 
 
 def _environment() -> dict[str, str]:
-    """Without what a launcher told this rank, and without devices."""
+    """Return the environment without a launcher's variables for this rank, and without devices."""
     root = str(pathlib.Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}

@@ -29,7 +29,7 @@ STOCK_FILE = re.compile(
 )
 """Files that Accelerate writes, or this module."""
 _OWNER = ".lazysnap-owner"
-"""In a directory that is being written: a file that its writer keeps locked, and whose lock the kernel drops."""
+"""A file in an unfinished directory, locked by its writer. The kernel drops the lock when the writer dies."""
 _held: list[int] = []
 """Descriptors of such files of this process."""
 UNFINISHED = "lazysnap-unfinished.json"
@@ -74,7 +74,7 @@ def in_place_when_whole(path: str, facts: Mapping[str, Any], *, made: int | None
 def mark_unfinished(path: str) -> None:
     """Make the directory of a checkpoint that will be filled later, marked as unfinished.
 
-    A directory that holds something stays as it is: it may be an earlier checkpoint.
+    A directory that is not empty is left alone: it may be an earlier checkpoint.
     Blocks. Raises: ConfigError, as ``in_place_when_whole``; OSError.
     """
     path = _checked(path)
@@ -177,7 +177,7 @@ def _checked(path: str) -> str:
 
 
 def _room(path: str) -> str:
-    """Where the temporary directory can be: beside ``path``, or in it if only that is possible."""
+    """Return the parent of the temporary directory: that of ``path``, or ``path`` if only that is possible."""
     parent = os.path.dirname(path)
     if os.path.isdir(path) and (os.path.ismount(path) or not os.access(parent, os.W_OK)):
         return path

@@ -24,7 +24,7 @@ def load_weights(
     part: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The ``state_dict()`` of the model in a snapshot, on the CPU: ``model.load_state_dict(load_weights(url))``.
+    """Return the model's ``state_dict()`` of a snapshot, on the CPU, for ``model.load_state_dict(load_weights(url))``.
 
     ``url``: a level, as in ``PersistentLevel``. ``which``: ``"latest"``, a step, a name given by ``keep``,
     or ``"run:1f3a"`` (also ``"run:1f3a@200"``) for the run whose id begins so.

@@ -118,7 +118,7 @@ def _foreign(path: str) -> str:
 
 
 def _is_exported_file(path: str) -> bool:
-    """Whether it is a safetensors file, or a zip file of ``torch.save``; or empty."""
+    """True if it is a safetensors file, a zip file of ``torch.save``, or empty."""
     start = _read_start(path, 4096)
     if start.startswith(_ZIP):
         length = int.from_bytes(start[26:28], "little")

@@ -33,7 +33,7 @@ class WeightsOnlyConverter:
 
     def __init__(self) -> None:
         self._changed: dict[str, list[str]] = {}
-        """By kind of change, the paths in the state."""
+        """Paths in the state, by kind of change."""
 
     def convert(self, value: Any, path: str = "") -> Any:
         """``value`` without types that are refused."""

@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Abilities:
-    """How a place behaves, as tried out."""
+    """Behaviour of a place, found by a trial."""
 
     shows_open_files: bool
     """A file is visible under its name before it is closed."""
     clock_ahead_s: float
-    """How far the place's clock is ahead of ours."""
+    """Seconds by which the place's clock is ahead of ours."""
 
 
 _abilities: dict[str, Abilities] = {}
@@ -273,13 +273,13 @@ class FsspecStorage(Storage):
 
     def is_settled(self, path: str) -> bool:
         """See ``Storage.is_settled``."""
-        self.abilities()  # tells the place's clock
+        self.abilities()  # measures the place's clock
         return super().is_settled(path)
 
     # ---------------------------------------------------------------- deleting
 
     def is_link(self, path: str) -> bool:
-        """Of the directory, as the driver says; ``sftp://`` has links, for example."""
+        """True if the driver says that the directory is a link; ``sftp://`` has links, for example."""
         try:
             facts = self._call(f"looking at {path}", "info", self._path(path.partition("/")[0]))
         except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Files that dead writers left at a level: nobody needs them, and no writer of ours returns to them.
+"""Files that dead writers left at a level. Nobody needs them.
 
-Listed is only what bears exactly a name of ours, in a snapshot's directory that is no symbolic link:
+Only files with exactly our names are listed, in snapshot directories that are no symbolic links:
 
-* temporary files of writers; whether the writer is dead, the storage is asked when they are deleted;
-* a file without a manifest that did not change for a day: before, it may be somebody's copy on its way (``cp``,
+* temporary files of writers; the storage checks that the writer is dead before it deletes them;
+* a file without a manifest that did not change for a day: a younger one may be a copy in progress (``cp``,
   ``rsync``, ``aws s3 cp``);
 * small files by which a place was tried out, that did not change for a day;
 * names (``keep-…``) in a directory where nothing else is, with our content, that did not change for a day.

@@ -1,6 +1,6 @@
 """The files of a level by their names alone: one listing per directory, whatever the number of ranks.
 
-Small enough to be told to all ranks, who then look at the manifests together, each at its share.
+It is small enough to send to all ranks. They then read the manifests together, each rank its share.
 """
 
 from collections import Counter
@@ -105,7 +105,7 @@ def list_directory(storage: Storage, name: str, problems: list[str], *, marked: 
 def without_manifest(url: str, step: int, directory: Directory, what: str = "passed over") -> str:
     """Return the message about a snapshot that is not complete because its directory has a bare file.
 
-    ``what``: what became of that step.
+    ``what``: the consequence for that step.
     """
     return (
         f"step {step} {what}: {shown(url)}/{directory.name}/{directory.bare} is there without its manifest, "

@@ -1,4 +1,4 @@
-"""A local (or mounted) directory: temporary names, large direct writes, fsync, a rename to the final name.
+"""A local or mounted directory: temporary names, large direct writes, fsync, a rename to the final name.
 
 ``O_DIRECT`` in blocks of several MiB from two threads is as fast as anything on this path, at a fifth of the
 processor time of buffered writes, and leaves the page cache to training (docs/architecture.md).
@@ -7,9 +7,8 @@ A writer holds an ``flock`` on its file from its creation until the snapshot is 
 the process, so whoever can take the lock knows that the writer is dead: no guess about process ids, which are
 reused and mean nothing in another container or on another host (``levels.locks``).
 
-Nothing is believed after an error: a file whose write or fsync failed is never published (the kernel forgets the bytes
-it could not write, so a second fsync would succeed), and no descriptor outlives one file, so that the next
-snapshot sees a mount that came back as it is.
+A file whose write or fsync failed is never published: the kernel forgets the bytes it could not write, so a second
+fsync would succeed. No descriptor outlives one file, so the next snapshot sees the present state of a mount.
 """
 
 import contextlib
@@ -210,7 +209,7 @@ class LocalStorage(Storage):
         self.url = root
         self._is_root_durable = False
         self._was_there = False
-        """Whether this process has written here."""
+        """True if this process has written here."""
 
     def _path(self, path: str) -> str:
         return os.path.join(self.url, path)
@@ -305,7 +304,7 @@ class LocalStorage(Storage):
             raise self._error(f"listing {path or '.'}", error) from error
 
     def is_link(self, path: str) -> bool:
-        """Of the names below the level's directory; that one may be a link."""
+        """True for a link below the level's directory; that directory itself may be a link."""
         parts = path.split("/")
         names = [self._path("/".join(parts[: count + 1])) for count in range(len(parts))]
         is_missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
@@ -314,12 +313,12 @@ class LocalStorage(Storage):
         return False
 
     def age_s(self, path: str) -> float:
-        """Since the later of both times: a copy may have been given the time of its original."""
+        """Return the seconds since the later of both times: a copy may have been given the time of its original."""
         with self._naming(f"looking at {path}"):
             return self._age_s(os.lstat(self._path(path)))
 
     def _age_s(self, facts: os.stat_result) -> float:
-        """By the clock of the file system, which may be on another host: that of a file which was just made there."""
+        """Return the age by the clock of the file system, which may be on another host: a new file shows its time."""
         try:
             with tempfile.TemporaryFile(dir=self.url) as probe:
                 now_s = os.fstat(probe.fileno()).st_mtime

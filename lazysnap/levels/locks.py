@@ -1,6 +1,6 @@
-"""Locks on open files that the kernel drops with their process: who lives is asked of it, never guessed.
+"""Locks on open files that show whether a writer lives: the kernel drops them with their process.
 
-Only ``flock``: over NFS it becomes a lock of the whole file at the server, so it holds between hosts, but there it
+Only ``flock`` is used. Over NFS it becomes a lock of the whole file at the server, so it holds between hosts. There it
 also conflicts with ``lockf`` of the same process. No lock is ever waited for.
 
 ==================  =========  ==================================================================================
@@ -32,10 +32,10 @@ def _flock(handle: int, operation: int) -> bool | None:
 
 
 def lock(handle: int) -> bool | None:
-    """Whether this open file got the exclusive lock; ``None`` where the file system knows no locks."""
+    """Take the exclusive lock of an open file. True if it was taken; ``None`` where the file system has no locks."""
     return _flock(handle, fcntl.LOCK_EX)
 
 
 def share(handle: int) -> bool | None:
-    """Whether this open file got a shared lock, in place of what it had; ``None`` where there are no locks."""
+    """Change the lock of an open file to a shared one. True if it was taken; ``None`` where there are no locks."""
     return _flock(handle, fcntl.LOCK_SH)

@@ -70,7 +70,7 @@ _ADVICE = {
     _FULL: "bucket {} is full; free space there or lower keep_last",
     "Unanswered|SlowDown|InternalError|ServiceUnavailable": "bucket {} does not answer",
 }
-"""By the server's codes, or classes of obstore where the server gives no code."""
+"""Texts by the server's codes, or by classes of obstore where the server gives no code."""
 
 _compares: dict[tuple[str, str], bool] = {}
 """True by endpoint and bucket if the server refuses an object whose checksum is wrong."""

@@ -1,6 +1,6 @@
 """Part of a shard, as a shard of its own: what a node stores at levels that all nodes see, or what it alone holds.
 
-Which rows of a tensor these are was settled when the capture was planned: at shared levels a node stores its own
+The capture plan chose the rows of each tensor: at shared levels a node stores its own
 tensors, and its share of what other nodes hold, too (``shared_rows``). Parity protects what few nodes hold (``nodes``).
 """
 

@@ -1,4 +1,4 @@
-"""What a place for snapshots must be able to do. Levels move bytes; they never re-serialize them."""
+"""Interface of a place for snapshots. Levels move bytes; they never re-serialize them."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ MAX_SMALL_BYTES = MAX_MANIFEST_BYTES
 """The largest object that is read whole. Manifests are smaller; a larger one is damaged or not ours."""
 
 ABANDONED_AFTER_S = 3600.0
-"""Where a place cannot tell whether a writer lives, an object that did not change for this long has none."""
+"""Age after which an unfinished object counts as abandoned, at places that do not know whether its writer lives."""
 
 SETTLED = 24
 """Times ``ABANDONED_AFTER_S``: a day. After that an object is nobody's work in progress, whoever put it there."""
@@ -59,7 +59,7 @@ class Storage(ABC):
     """A directory of objects. Paths are relative, with ``/``.
 
     Every place implements the abstract methods. The others have defaults for a place without locks, links and
-    directories, where only an object's age tells whether its writer is dead.
+    directories, where only an object's age shows whether its writer is dead.
 
     Every method blocks and raises LevelUnavailable or LevelFull. A name that does not exist raises FileNotFoundError;
     one that is no object of ours (a pipe, too large) raises ShardCorrupt.
@@ -74,7 +74,7 @@ class Storage(ABC):
 
     @property
     def checks_writes(self) -> bool:
-        """Whether the place compares a checksum of every part on arrival. Then reading back proves no more."""
+        """True if the place compares a checksum of every part on arrival. Reading back then proves no more."""
         return False
 
     # ---------------------------------------------------------------- objects
@@ -115,7 +115,7 @@ class Storage(ABC):
         """
 
     def exists(self, path: str) -> bool:
-        """Whether there is such an object."""
+        """True if the object exists."""
         try:
             self.size(path)
         except FileNotFoundError:
@@ -134,13 +134,13 @@ class Storage(ABC):
     # ---------------------------------------------------------------- writers that live or are dead
 
     def is_settled(self, path: str) -> bool:
-        """Whether an object did not change for a day. In doubt it did. Raises: FileNotFoundError."""
+        """True if an object certainly did not change for a day. Raises: FileNotFoundError."""
         return self._is_older(path, SETTLED * self.abandoned_after_s)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
-        """Remove an uncommitted object if its writer is dead and ``unless`` does not exist; whether it was removed.
+        """Remove an uncommitted object if its writer is certainly dead and ``unless`` does not exist.
 
-        In doubt it stays.
+        True if it was removed.
         """
         try:
             if not self._is_older(path, self.abandoned_after_s):
@@ -163,7 +163,7 @@ class Storage(ABC):
     # ---------------------------------------------------------------- directories and links
 
     def is_link(self, path: str) -> bool:
-        """Whether ``path``, or a directory that it is in, is a symbolic link: its target is not ours to delete.
+        """True if ``path``, or a directory that it is in, is a symbolic link: its target is not ours to delete.
 
         False if there is nothing.
         """
@@ -180,7 +180,7 @@ def probe_name() -> str:
 
 
 def is_probe(name: str) -> bool:
-    """Whether this is such a name."""
+    """True for a name that ``probe_name`` made."""
     return _PROBE.fullmatch(name) is not None
 
 

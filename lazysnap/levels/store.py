@@ -1,6 +1,6 @@
-"""Snapshots at one level: file first, manifest last. The manifest commits, and is deleted first.
+"""Snapshots at one level. The file is written first, the manifest last. The manifest commits, and is deleted first.
 
-Layout (docs/format.md)::
+The layout (docs/format.md)::
 
     step-00001000-<run>-<start>/node-00000-of-00001.safetensors     the shards of the ranks of a node
     step-00001000-<run>-<start>/node-00000-of-00001.json

@@ -87,11 +87,11 @@ class SlotStatus:
     """The step that the slot is pinned for; ``None``: it is not pinned."""
     ready: bool
     held: bool = False
-    """Whether parity on other nodes counts on it."""
+    """True if parity on other nodes depends on it."""
 
     @property
     def pinned(self) -> bool:
-        """Whether storage reads the slot, or is going to, or other nodes count on it: it is not to be reused."""
+        """True if the slot must not be reused: storage reads it or will, or other nodes depend on it."""
         return self.pinned_step is not None or self.held
 
 
@@ -100,7 +100,7 @@ def _round_up(size_bytes: int) -> int:
 
 
 def capacity_fits(capacity_bytes: int, needed_bytes: int) -> bool:
-    """Whether a slot's image is large enough for a capture, and not wastefully larger."""
+    """True if a slot's image is large enough for a capture, and not wastefully larger."""
     return needed_bytes <= capacity_bytes <= needed_bytes + needed_bytes // 20 + SLACK_BYTES
 
 
@@ -128,7 +128,7 @@ class Slot:
         self.before_unmap: Callable[[], object] = lambda: None
         """Called once before the memory is unmapped, to unregister it from a device."""
         self._checksums: tuple[int, Checksums] | None = None
-        """Of the capture with that sequence number, once this process computed them."""
+        """Sequence number and checksums of a capture, once this process computed them."""
 
     @classmethod
     def create(cls, meta_capacity: int, image_capacity: int, directory: str | None = None) -> "Slot":
@@ -286,13 +286,13 @@ class Slot:
         words[Word.PIN] = step + 1 if pin else 0
 
     def is_granted(self, step: int) -> bool:
-        """Whether the levels are to store this step next."""
+        """True if the levels are to store this step next."""
         return self.word(Word.GRANT) == step + 1
 
     def pin(self, step: int, *, until_stored: bool = False) -> None:
         """Keep the capture of ``step``, which is in the slot, from being written over: a level is to read it.
 
-        ``until_stored``: whether the keeper leaves the pin until it can say what became of the step.
+        ``until_stored``: True to keep the pin until the keeper knows the outcome of the step.
         """
         self._words[Word.PIN] = (step + 1) | (KEEP if until_stored else 0)
 
@@ -325,7 +325,7 @@ class Slot:
 
     @property
     def checksums(self) -> Checksums | None:
-        """Of the capture that is in the slot, if this process computed them."""
+        """Checksums of the capture in the slot, if this process computed them."""
         known = self._checksums
         return known[1] if known is not None and known[0] == self.word(Word.SEQUENCE) else None
 

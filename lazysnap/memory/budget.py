@@ -14,7 +14,7 @@ _RESERVE_BYTES = 256 << 20
 
 
 class Budget:
-    """What slots may take of the machine's free memory. Thread-safe.
+    """Share of the machine's free memory that slots may take. Thread-safe.
 
     Memory counts as free until its pages are populated, which takes seconds, and training takes more of it until its
     first step is over. Both are subtracted here, so that ranks that ask at the same time cannot all be promised the

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 _FILES_V1 = ("memory.usage_in_bytes", "memory.limit_in_bytes")
 _FILES_V2 = ("memory.current", "memory.max", "memory.high")
-"""The usage, then the limits. Above ``memory.high`` the kernel slows a process down until it stands still."""
+"""The usage, then the limits. Above ``memory.high`` the kernel slows a process down to a halt."""
 
 
 def available_bytes(root: str = "/") -> int:

@@ -90,7 +90,7 @@ class SlotPool:
     def __init__(self, made: Callable[[int, Slot], None]) -> None:
         self._made = made
         self.is_outdated: Callable[[tuple[int, int, int]], bool] = lambda wanted: False
-        """Whether other slots are wanted by now. Asked before each new slot, since populating one may take seconds."""
+        """True if other slots are wanted by now. Called before each new slot, since populating one may take seconds."""
         self._slots: dict[int, Slot] = {}
         self._returned: list[Slot] = []
         """Their memory counts as long as a level reads them."""
@@ -198,5 +198,5 @@ def _made(meta: int, image: int, refused: str, spill_dir: str | None) -> Slot:
 
 
 def fits(slot: Slot, meta_capacity: int, image_capacity: int) -> bool:
-    """Whether ``slot`` serves for captures of this size."""
+    """True if ``slot`` serves for captures of this size."""
     return slot.meta_capacity >= meta_capacity and capacity_fits(slot.image_capacity, image_capacity)

@@ -11,7 +11,7 @@ _POLL_S = 0.001
 STALL_S = 300.0
 """A capture whose watermark does not move for so long is given up."""
 _BEGIN_S = 1.0
-"""How long a capture may take to write its metadata, before its slot is readable."""
+"""Seconds that a capture may take to write its metadata, before its slot is readable."""
 
 
 class SlotSource:
@@ -59,7 +59,7 @@ class SlotSource:
         return self._slot.read(offset, length)
 
     def _is_whole(self) -> bool:
-        """Whether it is whole and still the same one, by one look at the words. Raises: CaptureAborted."""
+        """True if it is whole and still the same one. Reads the words once. Raises: CaptureAborted."""
         status = self._slot.status()
         self._check()
         return status.phase is SlotPhase.WHOLE and status.sequence == self.sequence

@@ -1,7 +1,7 @@
 """The place of each tensor in a shard: a safetensors header that is known before any data is copied.
 
-The header is padded with spaces so that the data starts on a page; tensors follow each other without holes, as the
-safetensors format demands, ordered by item size so that each one stays aligned to its elements.
+The header is padded with spaces so that the data starts on a page. Tensors follow each other without holes, as the
+safetensors format demands. They are ordered by item size, so each one stays aligned to its elements.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The manifest beside a node's file: it describes the bytes and commits them, because it is written last.
 
-A file is ``{"digest":"xxh3-128:<hex>","manifest":<body>}`` and a newline; the digest is over the exact bytes of the
-body, so that a flipped byte anywhere in the file is found (docs/format.md).
+A file is ``{"digest":"xxh3-128:<hex>","manifest":<body>}`` and a newline. The digest covers the exact bytes of the
+body, so a flipped byte anywhere in the file is found (docs/format.md).
 """
 
 import json

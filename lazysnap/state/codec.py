@@ -66,8 +66,8 @@ def encode(value: Any, *, tensor: TensorSink, depth: int = 0) -> Any:
     """Return ``value`` as plain JSON values; ``tensor(tensor, path)`` receives each tensor and returns its name.
 
     ``depth``: the number of containers around ``value``.
-    Raises: UnsupportedState, naming the path of the first value of an unknown type, or that is nested more than
-    ``MAX_STATE_DEPTH`` deep; RecursionError, if the stack is too small for that (``with_stack``).
+    Raises: UnsupportedState, with the path of the first value that has an unknown type or is nested more than
+    ``MAX_STATE_DEPTH`` deep. RecursionError, if the stack is too small for that (``with_stack``).
     """
     return _Encoder(tensor, depth).any(value)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 def collector_paused() -> Iterator[None]:
     """No garbage collection in here, unless the program turned it off anyway.
 
-    A walk makes some ten thousand short-lived containers, and frees them by itself when it is over; their number alone
-    would start full collections, of 160 ms each with torch imported, where a boundary takes 4 ms.
+    A walk makes some ten thousand short-lived containers and frees them at its end. Their number alone would start full
+    collections, of 160 ms each with torch imported. A boundary takes 4 ms.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -25,7 +25,7 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer whose steps can be hooked: ``optimizer``, or the one that Accelerate or Fabric wrapped in it.
 
     These wrappers are subclasses of ``Optimizer`` without hooks or state of their own; their ``state_dict`` is that of
-    the inner optimizer. Other wrappers have their own hooks and state, and are returned as they are.
+    the inner optimizer. Other wrappers have their own hooks and state, and are returned unchanged.
     """
     while "_optimizer_step_pre_hooks" not in vars(optimizer):
         inner = next((vars(optimizer)[name] for name in _INNER if name in vars(optimizer)), None)

@@ -1,8 +1,8 @@
 """The walk over the training state: its tensors in a fixed order, and everything else in the safe encoding.
 
-``StateWalker`` repeats the walk at every boundary. Where the structure did not change it reuses the text of the last
-time: dicts that hold only tensors (parameters), or only such dicts (the optimizer's state of all parameters), cost a
-comparison of their keys, and subtrees without tensors are encoded as one piece.
+``StateWalker`` repeats the walk at every boundary. Where the structure did not change it reuses its last text. Dicts
+that hold only tensors (parameters), or only such dicts (the optimizer's state of all parameters), cost a comparison
+of their keys. Subtrees without tensors are encoded as one piece.
 """
 
 import json
