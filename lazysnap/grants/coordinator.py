@@ -56,6 +56,8 @@ class LevelGrants:
     source: int | None = None
     turn: int = 0
     """See ``LevelOrder``."""
+    is_open: bool = False
+    """True once every node answered and said which files it has there. Before that nothing is decided."""
     is_ahead: bool = True
     """True if the step lay ahead of all ranks when it was granted: then a miss says that the margin is too small."""
     complete: set[int] = field(default_factory=set)
@@ -135,7 +137,7 @@ class LevelGrants:
         told |= {StepKey(step, start) for step in newest(self.complete.intersection(wishes))}
         lost = tuple(sorted({*newest(self.lost), *newest(self.lost.intersection(wishes))}))
         complete, cancelled = tuple(sorted(told)), newest(self.cancelled)
-        return LevelOrder(self.grant, self.source, complete, cancelled, lost, is_ready, self.turn)
+        return LevelOrder(self.grant, self.source, complete, cancelled, lost, is_ready, self.turn, is_open=self.is_open)
 
 
 @dataclass
@@ -157,8 +159,6 @@ class Coordinator:
     epoch: Epoch = field(init=False)
     reports: dict[int, Report] = field(default_factory=dict)
     """The newest order sent to each node in this epoch."""
-    is_open: bool = False
-    """True if every node answered. Before that nothing is decided."""
     is_parted: bool = False
     """See ``Order``. Set by whoever has the links."""
     outbids: int = 0
@@ -178,7 +178,7 @@ class Coordinator:
         """The present state, for every node."""
         levels = enumerate(self.levels)
         told = tuple(x.order(self.start, self.wishes, is_ready=self._is_ready(index)) for index, x in levels)
-        return Order(self.epoch, not self.is_open, told, self.is_parted)
+        return Order(self.epoch, told, self.is_parted)
 
     def order_to(self, node: int, order: Order) -> Order:
         """Return the order as that node gets it: it names the frozen tensors that this node writes."""
@@ -201,17 +201,19 @@ class Coordinator:
 
         A new coordinator goes above an old one at once. Two that are both alive must not disturb each other for ever.
         """
-        if not self.is_open and not self.outbids:
+        is_open = any(level.is_open for level in self.levels)
+        if not is_open and not self.outbids:
             return 0.0
-        return (0.5 + draw) * min((1.0 if self.is_open else 0.1) * (1 << min(self.outbids, 6)), 5.0)
+        return (0.5 + draw) * min((1.0 if is_open else 0.1) * (1 << min(self.outbids, 6)), 5.0)
 
     def outbid(self) -> bool:
         """Begin again above another coordinator; ``False`` if that happened already."""
         if self.heard < self.epoch:
             return False
         self.epoch = Epoch(self.heard.number + 1, self.owner)
-        self.reports, self.is_open, self.outbids = {}, False, self.outbids + 1
+        self.reports, self.outbids = {}, self.outbids + 1
         for level in self.levels:
+            level.is_open = False
             level.take(None, None, is_ahead=True)
         return True
 
@@ -243,10 +245,10 @@ class Coordinator:
         """
         if len(self.reports) < self.num_nodes:
             return False
-        if not self.is_open:
-            self._open()
         for index, level in enumerate(self.levels):
             said = [report.levels[index] for report in self.reports.values()]
+            if not level.is_open:
+                self._open(index)
             if self.is_memory:
                 level.complete.intersection_update(*(one.stored for one in said))
             self._count(level, said, own)
@@ -261,7 +263,7 @@ class Coordinator:
             [
                 (
                     *(x.grant, x.source, max(x.complete, default=-1), len(x.complete)),
-                    *(len(x.complete & wishes), len(x.cancelled), len(x.lost), x.writers),
+                    *(len(x.complete & wishes), len(x.cancelled), len(x.lost), x.writers, x.is_open),
                 )
                 for x in self.levels
             ],
@@ -269,23 +271,24 @@ class Coordinator:
         )
         return self._told != before
 
-    def _open(self) -> None:
-        """All nodes answered: take up what is under way, count what all of them have."""
-        self.is_open = True
-        for index, level in enumerate(self.levels):
-            said = [report.levels[index] for report in self.reports.values()]
-            for stored in set.intersection(*(set(one.stored) for one in said)):
-                level.publish(stored)
-            source: int | None = None
-            going = [(one.grant, one.source) for one in said if one.progress in UNDER_WAY and one.grant is not None]
-            step: int | None = None
-            if going:
-                step, source = max(going, key=lambda one: one[0])
-            # One step alone may be pinned. Here two coordinators may have granted different ones.
-            if source is None and any(other.holds_slots and other.grant != step for other in self.levels[:index]):
-                step = None
-            level.take(step, source, is_ahead=True)
-            level.cancelled.update({granted for granted, _ in going} - {step} - level.complete)
+    def _open(self, index: int) -> None:
+        """All nodes answered: take up what is under way, count what all of them have, if all know what that is."""
+        level, said = self.levels[index], [report.levels[index] for report in self.reports.values()]
+        if any(one.progress is Progress.LISTING for one in said):
+            return
+        level.is_open = True
+        for stored in set.intersection(*(set(one.stored) for one in said)):
+            level.publish(stored)
+        source: int | None = None
+        going = [(one.grant, one.source) for one in said if one.progress in UNDER_WAY and one.grant is not None]
+        step: int | None = None
+        if going:
+            step, source = max(going, key=lambda one: one[0])
+        # One step alone may be pinned. Here two coordinators may have granted different ones.
+        if source is None and any(other.holds_slots and other.grant != step for other in self.levels):
+            step = None
+        level.take(step, source, is_ahead=True)
+        level.cancelled.update({granted for granted, _ in going} - {step} - level.complete)
 
     @staticmethod
     def _count(level: LevelGrants, said: list[LevelReport], own: Own) -> None:
@@ -306,7 +309,16 @@ class Coordinator:
         level = self.levels[index]
         said = [report.levels[index] for report in self.reports.values()]
         present = (level.turn, level.grant)
-        return not level.is_under_way and all((one.turn, one.grant) == present and one.is_ready for one in said)
+        listing = Progress.LISTING
+        return (
+            level.is_open
+            and not level.is_under_way
+            and all((one.turn, one.grant) == present and one.is_ready and one.progress is not listing for one in said)
+        )
+
+    def _works(self, index: int) -> bool:
+        level = self.levels[index]
+        return not level.has_failed and (level.is_open or self._is_ready(index))
 
     def _source(self, index: int) -> int | None:
         """The nearest faster level that works; ``None``: the slots.
@@ -318,7 +330,7 @@ class Coordinator:
             (
                 above
                 for above in reversed(range(index))
-                if not self.levels[above].has_failed and (own.shared or not self.levels[above].settings.shared)
+                if self._works(above) and (own.shared or not self.levels[above].settings.shared)
             ),
             None,
         )

@@ -43,6 +43,8 @@ class Progress(enum.Enum):
 
     ::
 
+        LISTING ──files are known──> IDLE, WAITING or COMMITTED
+
         IDLE ──grant──> WAITING ──> WRITING ──> VERIFYING ──> COMMITTED
                            │           └───────────┴──> FAILED, MISSED
                            └──> MISSED, YIELDED
@@ -51,6 +53,8 @@ class Progress(enum.Enum):
     granted step already goes to COMMITTED at once.
     """
 
+    LISTING = "listing"
+    """The node does not know yet which files of this start it has there. Nothing is granted or cancelled meanwhile."""
     IDLE = "idle"
     WAITING = "waiting"
     """The slots do not hold the step on all ranks of the node yet."""
@@ -117,14 +121,14 @@ class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     """
     frozen: Digest | None = None
     """The frozen tensors that the receiver writes, of those that it asked for."""
+    is_open: bool = True
+    """False: a new coordinator does not know yet what all nodes have there. It grants and cancels nothing."""
 
 
 class Order(Struct, frozen=True, tag="order", forbid_unknown_fields=True):
     """A message from the coordinator to every keeper."""
 
     epoch: Epoch
-    is_hello: bool
-    """A new coordinator asks for reports; the order grants and cancels nothing yet."""
     levels: Annotated[tuple[LevelOrder, ...], Meta(max_length=MAX_LEVELS)]
     is_parted: bool = False
     """True if the coordinator has no link to some node. Nodes without trainers then store what they hold."""

@@ -91,11 +91,13 @@ class NodeLevel:
     """The node's state for one level."""
 
     stored: set[int] = field(default_factory=set)
-    """Steps of this start of which this node has a file that was read back. Listed when the keeper starts."""
+    """Steps of this start of which this node has a file that was read back. A new keeper lists what another stored."""
     grant: int | None = None
     source: int | None = None
     progress: Progress = Progress.IDLE
     turn: int = 0
+    """See ``LevelOrder``."""
+    is_open: bool = False
     """See ``LevelOrder``."""
     is_ready: bool = True
     attempt: int = 0
@@ -136,11 +138,21 @@ class NodeLevel:
             return is_turn
         self.grant, self.source = order.grant, order.source
         self.attempt += 1  # a write under way cannot commit any more
+        if self.progress is not Progress.LISTING:
+            self._begin()
+        return self.progress is not Progress.WAITING
+
+    def _begin(self) -> None:
         if self.grant is None:
             self.progress = Progress.IDLE
         else:
             self.progress = Progress.COMMITTED if self.grant in self.stored else Progress.WAITING
-        return self.progress is not Progress.WAITING
+
+    def list(self, steps: Collection[int]) -> None:
+        """Count these steps, whose files are there, as stored. What was granted meanwhile begins."""
+        self.stored.update(steps)
+        if self.progress is Progress.LISTING:
+            self._begin()
 
     def report(self, wishes: set[int]) -> LevelReport:
         """Return the report for the coordinator."""
@@ -167,8 +179,6 @@ class NodeGrants:
     """Wishes for steps that trainers keep in their slots meanwhile: what is being written gives way to them."""
     is_parted: bool = False
     """True if the coordinator has no link to some node."""
-    is_open: bool = False
-    """True if the coordinator decides: all nodes answered it."""
 
     @property
     def word(self) -> int | None:
@@ -187,12 +197,13 @@ class NodeGrants:
             return False
         if order.epoch < self.epoch:
             return True  # that coordinator must learn of the newer one
-        is_news = order.is_hello or order.epoch != self.epoch
-        self.epoch, self.is_parted, self.is_open = order.epoch, order.is_parted, not order.is_hello
+        is_news = order.epoch != self.epoch
+        self.epoch, self.is_parted = order.epoch, order.is_parted
         for level, said in zip(self.levels, order.levels, strict=True):
             level.learn(said)
-            if order.is_hello:
-                level.turn = said.turn
+            level.is_open = said.is_open
+            if not said.is_open:
+                level.turn, is_news = said.turn, True
             elif level.obey(said):
                 is_news = True
         self.wishes = {step for step in self.wishes if not self.is_answered(step)}
@@ -215,7 +226,7 @@ class NodeGrants:
 
     def is_to_write(self, level: int, digest: str) -> bool:
         """True if this node writes these frozen tensors now. A coordinator that does not decide yet names nobody."""
-        return not self.is_open or self.levels[level].named == digest
+        return not self.levels[level].is_open or self.levels[level].named == digest
 
     def is_answered(self, step: int, levels: Collection[int] | None = None) -> bool:
         """True if the step is complete, or lost, at every level, or at these."""
@@ -309,6 +320,14 @@ class NodeGrants:
         """A small write to the level worked; whether to report."""
         was_ready, self.levels[level].is_ready = self.levels[level].is_ready, True
         return not was_ready
+
+    def listed(self, level: int, steps: Collection[int] | None) -> bool:
+        """The files of this start at the level are known, or (``None``) it does not tell. Reports."""
+        if steps is None:
+            self.levels[level].is_ready = False
+        else:
+            self.levels[level].list(steps)
+        return True
 
     def give_up(self, level: int, step: int) -> bool:
         """Ask before a file of this start is deleted: ``False``, if it was cancelled and is granted again. From now on

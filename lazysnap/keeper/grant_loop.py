@@ -135,10 +135,9 @@ class GrantLoop:
         """The step must be stored at every level."""
         self._events.put(lambda: self._node.wish(step, is_urgent=is_urgent))
 
-    def listed(self, level: int, steps: set[int]) -> None:
-        """Record the snapshots that an earlier keeper of this start stored, read back."""
-        with self._lock:
-            self._node.levels[level].stored |= steps
+    def listed(self, level: int, steps: set[int] | None) -> None:
+        """The snapshots that an earlier keeper of this start stored; ``None``: the level does not tell."""
+        self._events.put(lambda: self._node.listed(level, steps))
 
     def wait_for_decision(self) -> None:
         """Block until the decision under way, if there is one, was carried out."""
@@ -273,7 +272,7 @@ class GrantLoop:
 
     def _obey(self, order: Order) -> bool:
         is_news = self._node.receive(order)
-        if order.epoch == self._node.epoch and not order.is_hello:
+        if order.epoch == self._node.epoch:
             self._actions.learned(self._node.levels)
         return is_news
 

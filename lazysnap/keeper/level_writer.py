@@ -110,7 +110,9 @@ class LevelWriter:
         self._known: tuple[Sequence[NodeLevel], Mapping[int, set[str]]] = (), {}
         """See ``learned``. Replaced as a whole."""
         self._is_untidy = self._is_closed = self._is_swept = self._is_busy = False
-        self._knows_earlier, self._knows_own = knows_earlier, True
+        self._knows_earlier = knows_earlier
+        self._lists = False
+        """True until it is known what an earlier keeper of this start stored."""
         self._fails_since: float | None = None
         self._began = 0.0
         self.failed_at = 0.0
@@ -141,10 +143,10 @@ class LevelWriter:
         """Store a step."""
         self._put(lambda: self._write(write))
 
-    def list_own(self, told: Callable[[set[int]], bool]) -> None:
-        """Find what an earlier keeper of this start stored. ``told`` gets the steps; ``False``: it came too late."""
-        self._knows_own = False
-        self._put(lambda: self._list(told))
+    def list_own(self) -> None:
+        """Find what an earlier keeper of this start stored."""
+        self._lists = True
+        self._put(self._list)
 
     def learned(self, levels: Sequence[NodeLevel], names: Mapping[int, set[str]]) -> None:
         """Take the complete steps of all levels, and the names by step: names may be given, old snapshots may go."""
@@ -434,14 +436,15 @@ class LevelWriter:
             store.check_frozen(entry, beat)
         store.verify(place, beat)
 
-    def _list(self, told: Callable[[set[int]], bool]) -> None:
+    def _list(self) -> None:
+        assert self._loop is not None
+        found: set[int] | None = None
         try:
             found = self._within_deadline("looking for what is there", self._look)
+            self._lists = False
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             self._failed(None, error)
-            told(set())
-        else:
-            self._knows_own = told(found)
+        self._loop.listed(self._index, found)
 
     def _look(self, beat: Beat) -> set[int]:
         """Return the steps of this start that the node has, by their manifests and the sizes of their files."""
@@ -488,6 +491,8 @@ class LevelWriter:
             logger.info("%s: a small write fails: %s", self._where, error)
             return
         self._fails_since = None
+        if self._lists:
+            self._put(self._list)
         self._loop.probed(self._index)
 
     def _rest(self) -> None:
@@ -537,6 +542,8 @@ class LevelWriter:
         if not levels:
             return
         own, protected = levels[self._index], self._protected(levels, names)
+        if not own.is_open:  # what is complete there is not known yet
+            return
         found = self._files.of_run(store.storage.list())
         for directory, key in sorted(found.items(), key=lambda item: item[1]):
             if not self._memory.may_delete():
@@ -544,17 +551,11 @@ class LevelWriter:
             is_own = key.start == self._files.start
             if key in self._memory.named_before():
                 continue
-            if not self._retention.is_over(key, own, protected) or not self._is_known(key, own):
+            if not self._retention.is_over(key, own, protected) or not (is_own or self._knows_earlier):
                 continue
             # Asked at the last moment: a step that was cancelled may have been granted again.
             if not is_own or (self._loop is not None and self._loop.give_up(self._index, key.step)):
                 delete_files(self._files.mine(store.storage, directory, key), beat)
-
-    def _is_known(self, key: StepKey, own: NodeLevel) -> bool:
-        """True if an order would have listed the snapshot as complete, if it is."""
-        if key.start != self._files.start:
-            return self._knows_earlier
-        return self._knows_own or key in own.complete or key.step in own.cancelled
 
     def _protected(self, levels: Sequence[NodeLevel], names: Mapping[int, set[str]]) -> set[int]:
         """Steps with a name that is to be written, and those that slower levels have still to copy."""

@@ -16,7 +16,7 @@ from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
-from lazysnap.grants.messages import StepKey
+from lazysnap.grants.messages import Progress, StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.level_writer import LevelPlace, LevelWriter
@@ -44,8 +44,6 @@ _UNREACHED_S, _REMINDER_S = 10.0, 600.0
 """Seconds until the warning that a node is not reached, and until it is repeated."""
 _NAMES_S = 300.0
 """Seconds for which snapshots of this start may get their names beside the next start."""
-_LIST_S = 3.0
-"""Seconds that the first grant of a new keeper waits for levels to list what the keeper before it stored."""
 _AFTER_ERROR_S = 5.0
 """Pause after an error that nobody foresaw."""
 
@@ -101,8 +99,6 @@ class NodeStorage:
         self._is_closed = False
         self._is_retired = False
         """True once memory belongs to the next start."""
-        self._has_begun = False
-        """True once steps are granted."""
         self._tells_unreached_at: float | None = None
         """The time of the next warning; ``None``: none was given, or it is over."""
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
@@ -131,7 +127,8 @@ class NodeStorage:
 
     def _known(self, level: PersistentLevel) -> NodeLevel:
         """Take as complete what the restart saw there. The coordinator lists only the newest."""
-        known = NodeLevel(complete={*self._earlier(level)})
+        progress = Progress.IDLE if self.run.is_new else Progress.LISTING
+        known = NodeLevel(progress=progress, complete={*self._earlier(level)})
         return replace(known, remembered=max(known.remembered, level.keep_last))
 
     def _earlier(self, level: PersistentLevel) -> frozenset[StepKey]:
@@ -156,7 +153,8 @@ class NodeStorage:
                 return
             if not self.run.is_new:
                 self._wish_kept()
-                self._list()
+                for writer in self._writers:
+                    writer.list_own()
             self._loop.start(self._linked(self._loop, "storage"))
             if self._before is not None:
                 self._before.end()
@@ -185,29 +183,6 @@ class NodeStorage:
                 step = slot.kept_step
                 if step is not None and rank.holds(slot, self.run.start):
                     self.wish(step, is_urgent=True)
-
-    def _list(self) -> None:
-        """Ask each level what an earlier keeper of this start stored. Blocks: at most ``_LIST_S``.
-
-        A level that answers later is granted steps all the same. What it has then counts for nothing, and stays.
-        """
-        waiting = threading.Semaphore(0)
-        for index, writer in enumerate(self._writers):
-
-            def told(steps: set[int], index: int = index) -> bool:
-                with self._lock:
-                    if not self._has_begun:
-                        self._loop.listed(index, steps)
-                    is_late = self._has_begun
-                waiting.release()
-                return not is_late
-
-            writer.list_own(told)
-        deadline = time.monotonic() + _LIST_S
-        for _ in self._writers:
-            waiting.acquire(timeout=max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            self._has_begun = True
 
     def _linked(self, loop: GrantLoop, about: About) -> Links | None:
         """Return the links of a loop, for that kind of grants; ``None``: there is one node."""

@@ -16,7 +16,7 @@ from msgspec import Struct, msgpack
 from lazysnap.links.framing import HEAD_BYTES, Framing, M
 from lazysnap.links.secret import Secret, handshake
 
-PROTOCOL = b"lazysnap", 4
+PROTOCOL = b"lazysnap", 5
 """Letters, and the version of all messages between keepers: raised with every change that the other end sees."""
 MAX_FRAME_BYTES = 1 << 20
 _PROGRESS_BYTES = 1 << 18

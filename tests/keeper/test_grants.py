@@ -47,9 +47,9 @@ def test_nearly_every_granted_step_becomes_complete(scenario):
 @pytest.mark.parametrize(
     ("rule", "scenario", "promise", "seeds"),
     [
-        ("epoch", "two", simulation.NOT_STORED, [11, 45]),
+        ("epoch", "two", simulation.NOT_STORED, [33, 64]),
         ("all", "coordinator", simulation.NOT_COMPLETE, range(3)),
-        ("clean", "node", simulation.LEFT_BEHIND, [6, 30]),
+        ("clean", "node", simulation.LEFT_BEHIND, [17, 20]),
         ("list", "node", simulation.LEFT_BEHIND, range(3)),
     ],
 )
@@ -241,8 +241,8 @@ def test_a_missed_step_is_granted_with_a_margin_and_no_clock_cancels():
 
 def test_a_node_pins_a_step_that_was_begun_before_the_order_came():
     node = NodeGrants(0, START, (NodeLevel(),))
-    levels = (LevelGrants(PersistentLevel("/0"), grant=10),)
-    coordinator = Coordinator(7, START, 1, levels, is_open=True)
+    levels = (LevelGrants(PersistentLevel("/0"), is_open=True, grant=10),)
+    coordinator = Coordinator(7, START, 1, levels)
     node.receive(coordinator.order())
     begun = RankView(15, False, (SlotView(10, True), SlotView(15, False)))
 
@@ -542,6 +542,38 @@ def test_a_new_coordinator_takes_up_what_is_under_way_and_counts_what_all_nodes_
     assert old.epoch > cluster.coordinator.epoch
     cluster.finish(nodes=[1])
     assert cluster.complete() == [10, 20]
+
+
+def test_a_new_coordinator_whose_node_lists_a_level_late_cancels_no_complete_step():
+    """Its node may have deleted the snapshot before that one: the file of the other node would be the last."""
+    cluster = Cluster()
+    cluster.train(10)
+    node, other = cluster.nodes
+    for number in range(2):
+        write = cluster.writes.pop((number, 0))
+        cluster.nodes[number].committed(write)
+        cluster.nodes[number].verified(write)
+    for number in range(2):  # complete now; the keeper dies before the other one hears that
+        cluster.coordinator.receive(cluster.nodes[number].report([cluster.ranks[number]]))
+    cluster.coordinator.decide(Own(10, frozenset()))
+    cluster.ranks[:] = [RankView(20, False, (SlotView(20, True),))] * 2  # and memory went on
+
+    cluster.coordinator = Coordinator(9, START, 2, (LevelGrants(cluster.settings[0]),))
+    cluster.nodes[0] = node = NodeGrants(0, START, (NodeLevel(progress=Progress.LISTING),))
+    cluster.tell()
+    cluster.tell()
+    assert cluster.coordinator.levels[0].cancelled == set()
+    assert not other.levels[0].is_open
+    node.listed(0, None)  # it fails
+    cluster.report()
+    assert cluster.coordinator.levels[0].cancelled == set()
+    node.listed(0, {10})
+    node.probed(0)
+    cluster.report()
+
+    assert cluster.complete() == [10]
+    cluster.report()
+    assert cluster.granted() == [30]
 
 
 def test_two_coordinators_never_have_one_epoch():

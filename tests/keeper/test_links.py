@@ -223,7 +223,7 @@ def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, listenin
     def large():
         """Half a megabyte in memory, each its own."""
         levels = (LevelOrder(1, None, (), tuple(range(500)), tuple(range(500))) for _ in range(16))
-        return Order(Epoch(1, 1), False, tuple(levels))
+        return Order(Epoch(1, 1), tuple(levels))
 
     with authenticated(listening(links), secret) as peer:
         peer.sendall(frame(hello(1)))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
-from lazysnap.grants.messages import StepKey
+from lazysnap.grants.messages import Progress, StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.grants.retention import Retention, still_to_copy
 
@@ -281,8 +281,11 @@ class SimKeeper:
         self.ranks = [rank for rank in job.ranks if rank.node == node]
         self.wished = []
         self.mine = [set() for _ in job.settings]
-        levels = [NodeLevel({f.step for f in files if self._is_own(f)}) for files in self.world.files]
-        self.grants = NodeGrants(node, job.start, tuple(levels))
+        levels = tuple(NodeLevel(progress=Progress.LISTING) for _ in self.world.files)
+        self.grants = NodeGrants(node, job.start, levels)
+        for number in range(len(levels)):
+            r, hangs = self.world.random, bool(job.faults & {"keepers", "coordinator"})
+            self.world.at(r.uniform(1, 200) * job.tick if hangs and r.random() < 0.3 else 0, self._list, number)
         self.alone, self.is_parted = StoringAlone(self.grants, job.num_kept, 20), False
         self.retention = [Retention(settings, job.start) for settings in job.settings]
 
@@ -295,6 +298,13 @@ class SimKeeper:
     def _is_mine(self, file):
         """Files of earlier starts are shared out."""
         return self._is_own(file) if file.start == self.job.start else file.node % self.job.num_nodes == self.node
+
+    def _list(self, number):
+        """The level answers, as late as it likes."""
+        if not self.is_dead:
+            self.grants.listed(number, {file.step for file in self.world.files[number] if self._is_own(file)})
+            self.say()
+            self.look()
 
     def views(self):
         return [rank.view() for rank in self.ranks]
@@ -319,7 +329,7 @@ class SimKeeper:
             self.grants.epoch = min(self.grants.epoch, order.epoch)
         is_news = self.grants.receive(order)
         self._settle()
-        if order.epoch == self.grants.epoch and not order.is_hello:
+        if order.epoch == self.grants.epoch:
             self.retain()
         if is_news:
             self.say()
@@ -428,7 +438,7 @@ class SimKeeper:
             for slower, settings in list(zip(self.grants.levels, self.job.settings, strict=True))[number + 1 :]:
                 protected |= still_to_copy(level, slower, settings, self.job.start)
             for file in listing:
-                if not self._is_mine(file) or not retention.is_over(file.key, level, protected):
+                if not level.is_open or not self._is_mine(file) or not retention.is_over(file.key, level, protected):
                     continue
                 if "clean" in self.world.without and file.key not in level.complete:
                     kept = sorted(level.complete)[-retention.settings.keep_last :]

@@ -303,7 +303,7 @@ class ProtectingKeeper(SimKeeper):
         if self.is_dead:
             return
         is_news = self.grants.receive(order)
-        has_learned = order.epoch == self.grants.epoch and not order.is_hello and self.held.learn()
+        has_learned = order.epoch == self.grants.epoch and self.held.learn()
         if has_learned and not self.ranks[0].is_gone:
             step = self.held.protected
             self.world.tell(self.node, None if step is None else (step, self.job.start))
