@@ -115,7 +115,7 @@ def damaged(data):
 
 
 def order(number):
-    return Order(Epoch(number, 7), False, (LevelOrder(10, None, (), (), ()),))
+    return Order(Epoch(number, 7), (LevelOrder(10, None, (), (), ()),))
 
 
 def test_messages_go_both_ways_and_arrive_as_they_were(ends, server):
