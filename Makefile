@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing but Python >= 3.10 with pip: each sets up .venv by itself.
 #
-#   make demo    kill a real training four times, resume it, compare bit for bit
+#   make demo    kill a real training three times, resume it, compare bit for bit (DEMO="--kills 10")
 #   make test    lint, types, import layers, the quick tier of the tests: minutes (LAZYSNAP_TEST_SEED=… repeats a sample)
 #   make test-all  lint, types, import layers, all tests
 #   make bench   what a snapshot stalls and costs (BENCH="--params 100m --threads 2" for the large one)
@@ -9,6 +9,7 @@
 #   make scale   cost with several ranks, counted with 2, 4 and 8 (SCALE="--counted 2")
 #   make gpu     on a machine with CUDA: tests/gpu, blocked time, rates, restores; in the environment of PYTHON=… (GPU="--sizes-gb 1")
 #   make oldest  exact resumes with the oldest PyTorch and Lightning that are supported
+#   make wheel   build the wheel, install it alone into an empty environment, run its demo there
 #   make pythons what needs no torch, with every other Python >= 3.10 that is here
 #   make lint    lint, types, import layers
 #   make format  let ruff format the code
@@ -43,13 +44,13 @@ WITHOUT_TORCH := tests/keeper tests/levels tests/parity tests/shard tests/test_c
   tests/shard/test_pieces.py) --ignore-glob 'tests/shard/test_golden*.py'
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
-.PHONY: help demo test test-all test-failed lint format bench levels restore scale gpu oldest pythons clean
+.PHONY: help demo test test-all test-failed lint format bench levels restore scale gpu oldest pythons wheel clean
 
 help:
-	@sed -n '2,18s/^# \{0,1\}//p' Makefile
+	@sed -n '2,19s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/kill_and_resume.py $(DEMO)
+	$(BIN)/lazysnap demo $(DEMO)
 
 test: lint
 	$(RUN_TESTS) --tier quick $(PYTEST)
@@ -93,6 +94,14 @@ oldest: $(VENV)/.dev
 	$(VENV)-oldest/bin/python -m pytest --quiet -W 'ignore:Converting a tensor with requires_grad:UserWarning' \
 	  tests/lightning/test_versions.py tests/capture
 
+wheel: $(VENV)/.made
+	rm -rf dist
+	$(BIN)/uv build --quiet --wheel --out-dir dist
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VENV)-wheel
+	$(BIN)/uv pip install --quiet --python $(VENV)-wheel/bin/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"} \
+	  "$(TORCH)" dist/*.whl
+	wheel="$$PWD/$(VENV)-wheel/bin"; cd "$$(mktemp -d)" && "$$wheel/lazysnap" demo --max-steps 60 --kills 2
+
 pythons: $(VENV)/.dev
 	found=""; for version in 3.10 3.12 3.13 3.14; do \
 	  for python in "python$$version" "$${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version".*/bin/python; do \
@@ -107,7 +116,7 @@ pythons: $(VENV)/.dev
 	done; echo "tested without torch:$${found:- nothing, no other Python is here}"
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-other runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-other $(VENV)-wheel runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # The first Python that is new enough; a machine may have shims that do not start.
 # Without ensurepip (Debian without python3-venv) virtualenv makes the environment.
@@ -126,7 +135,7 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.made pyproject.toml
-	$(UV) "$(TORCH)" -e '.[examples]'
+	$(UV) "$(TORCH)" -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml

@@ -178,10 +178,3 @@ def test_two_ranks_go_on_from_memory_when_one_of_them_was_killed(tmp_path):
     assert int(steps.pop()) >= 8
     assert f"finished at step 40 after {40 * 2 * 16 * 64:,} characters" in job.text
     assert code == 0, job.text[-4000:]
-
-
-@pytest.mark.slow
-def test_killed_twice_and_once_with_its_keeper_the_run_ends_bit_for_bit_equal(tmp_path):
-    output = run("kill_and_resume.py", "--size", "tiny", "--max-steps", "120", "--kills", "2", job_id="unused")
-    assert "equal bit for bit after 2 kills" in output
-    assert "trainer + keeper" in output

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import lazysnap
+from lazysnap.cli.demo import add_arguments as add_demo
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
 from lazysnap.cli.plan import add_arguments as add_plan
 from lazysnap.cli.stores import parse_option, parse_options, redactions
@@ -70,6 +71,7 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     _add_export(commands.add_parser("export", parents=[level], help="write a snapshot in the format of another tool"))
     _add_keeper(commands.add_parser("keeper", parents=[common], help="run a keeper for a job, ahead of it (a sidecar)"))
     _add_stop(commands.add_parser("stop", parents=[common], help="end keepers that a training of this node left"))
+    add_demo(commands.add_parser("demo", parents=[common], help="kill a real training, resume it, compare bit for bit"))
     add_plan(commands.add_parser("plan", parents=[common], help="memory, bytes and time that snapshots will take"))
     return root
 

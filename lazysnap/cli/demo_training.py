@@ -1,0 +1,99 @@
+"""The training that ``lazysnap demo`` kills: a small transformer in a plain PyTorch loop, on text that Python brings.
+
+    python -m lazysnap.cli.demo_training --max-steps 200 --directory runs/demo
+
+It needs torch alone. Without ``--directory`` it runs without snapshots.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig, SnapshotEngine
+
+_CONTEXT, _WIDTH, _BATCH = 64, 64, 4
+
+
+class _Model(nn.Module):
+    """A causal transformer that predicts the next character."""
+
+    def __init__(self, characters: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(characters, _WIDTH)
+        self.positions = nn.Parameter(torch.randn(_CONTEXT, _WIDTH) * 0.02)
+        layer = nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.1, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(_WIDTH, characters)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(_CONTEXT), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(batch, time) character numbers -> (batch, time, characters) logits."""
+        hidden = self.layers(self.tokens(ids) + self.positions, mask=self.mask, is_causal=True)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def _windows() -> tuple[list[Tensor], int]:
+    """Return pieces of ``_CONTEXT + 1`` characters of Python's own source text, and the number of characters."""
+    text = inspect.getsource(argparse)
+    number = {character: index for index, character in enumerate(sorted(set(text)))}
+    ids = torch.tensor([number[character] for character in text])
+    return list(ids[: len(ids) // (_CONTEXT + 1) * (_CONTEXT + 1)].split(_CONTEXT + 1)), len(number)
+
+
+def _digest(*states: Any) -> str:
+    """Return the SHA-256 of every bit of the tensors in ``states``."""
+    total = hashlib.sha256()
+    for leaf in _pytree.tree_leaves(states):
+        if isinstance(leaf, Tensor):
+            total.update(bytes(leaf.detach().contiguous().view(-1).view(torch.uint8).tolist()))
+    return total.hexdigest()
+
+
+def main() -> None:
+    """Train, print a line per step, and at the end the digest of weights and optimizer state."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-steps", type=int, default=200)
+    parser.add_argument("--directory")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)  # steps are so small that threads would only wait for each other
+    torch.manual_seed(1603)
+    windows, characters = _windows()
+    model = _Model(characters)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.max_steps)
+    loader = ResumableLoader(torch.utils.data.DataLoader(windows, _BATCH, shuffle=True, drop_last=True))  # type: ignore[arg-type]
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+    with contextlib.ExitStack() as stack:
+        engine, step = None, 0
+        if args.directory is not None:
+            config = SnapshotConfig(levels=(PersistentLevel(args.directory, every_n_steps=20),))
+            engine = stack.enter_context(SnapshotEngine(config, state))
+            engine.restore("latest")
+            step = engine.step
+        print(f"starting at step {step}", flush=True)  # noqa: T201
+        while step < args.max_steps:
+            for batch in loader:
+                loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                step += 1
+                if engine is not None:
+                    engine.boundary()
+                print(f"step {step} loss {loss.item():.4f}", flush=True)  # noqa: T201
+                if step == args.max_steps:
+                    break
+    print(f"finished at step {step}: {_digest(model.state_dict(), optimizer.state_dict())}", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
