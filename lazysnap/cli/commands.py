@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import lazysnap
 from lazysnap.cli.demo import add_arguments as add_demo
+from lazysnap.cli.doctor import add_arguments as add_doctor
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
 from lazysnap.cli.plan import add_arguments as add_plan
 from lazysnap.cli.stores import parse_option, parse_options, redactions
@@ -72,6 +73,10 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     _add_keeper(commands.add_parser("keeper", parents=[common], help="run a keeper for a job, ahead of it (a sidecar)"))
     _add_stop(commands.add_parser("stop", parents=[common], help="end keepers that a training of this node left"))
     add_demo(commands.add_parser("demo", parents=[common], help="kill a real training, resume it, compare bit for bit"))
+    doctor = commands.add_parser("doctor", parents=[common], help="check this node and a level before a training")
+    doctor.add_argument("url", nargs="?", **_URL)
+    doctor.add_argument("--storage-option", help="an option of the fsspec file system", **_OPTION)
+    add_doctor(doctor)
     add_plan(commands.add_parser("plan", parents=[common], help="memory, bytes and time that snapshots will take"))
     return root
 

@@ -44,7 +44,8 @@ def _windows() -> tuple[list[Tensor], int]:
     text = inspect.getsource(argparse)
     number = {character: index for index, character in enumerate(sorted(set(text)))}
     ids = torch.tensor([number[character] for character in text])
-    return list(ids[: len(ids) // (_CONTEXT + 1) * (_CONTEXT + 1)].split(_CONTEXT + 1)), len(number)
+    starts = range(0, len(ids) - _CONTEXT, _CONTEXT + 1)
+    return [ids[start : start + _CONTEXT + 1] for start in starts], len(number)
 
 
 def _digest(*states: Any) -> str:

@@ -1,0 +1,277 @@
+"""``lazysnap doctor``: check this node, and a level, before a training is started there."""
+
+import argparse
+import contextlib
+import errno
+import os
+import platform
+import re
+import resource
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Literal
+
+from rich.filesize import decimal
+
+from lazysnap.cli.output import Output
+from lazysnap.cli.stores import open_place
+from lazysnap.config import PersistentLevel, SnapshotConfig
+from lazysnap.errors import ConfigError, LazySnapError, LevelError, MemoryBoundExceeded
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.levels import SnapshotStore
+from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.source import map_anonymous
+from lazysnap.levels.storage import Storage, probe, probe_name
+from lazysnap.levels.watchdog import Beat, Watchdog
+from lazysnap.memory.arena import Slot
+from lazysnap.memory.limits import available_bytes
+from lazysnap.memory.slot_files import check_room
+from lazysnap.shard.checksum import BLOCK_BYTES
+
+_OLDEST = {"torch": (2, 8), "lightning": (2, 5), "accelerate": (1, 15), "transformers": (5, 20)}
+"""The oldest versions that are supported; of the frameworks those that are installed count."""
+_LEAST_BYTES = 1 << 30
+_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+"""Files that the drivers of CUDA and ROCm make."""
+_CLOCK_S = 60.0
+"""Seconds that the clock of a level may differ from this node's."""
+_PEER_S = 5.0
+_TRIAL_S = 30.0
+"""Seconds without progress after which a level counts as hanging."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """The result of one check. ``text`` says what was found; unless it is good, also what to change."""
+
+    topic: str
+    verdict: Literal["good", "better", "bad"]
+    """``better``: training works, and something would make it faster or safer."""
+    text: str
+
+
+def add_arguments(doctor: argparse.ArgumentParser) -> None:
+    """Those of this command, beside a level and its options."""
+    doctor.add_argument("--peer", action="append", default=[], metavar="HOST", help="another node (may be repeated)")
+    doctor.add_argument("--size-mb", type=int, default=256, metavar="N", help="bytes written to the level (256 MB)")
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Check, and print a line for each check. Blocks: writes ``--size-mb`` to the level, reads and deletes it.
+
+    Returns 1 if something is bad.
+    """
+    colours = {"good": "green", "better": "yellow", "bad": "bold red"}
+    lines = []
+    for line in _checks(args):
+        lines.append(line)
+        output.line(f"{line.verdict:7}{line.topic:12} {line.text}", colours[line.verdict])
+    return output.result(ok=all(line.verdict != "bad" for line in lines), checks=[asdict(line) for line in lines])
+
+
+def _checks(args: argparse.Namespace) -> Iterator[Line]:
+    yield from _versions()
+    yield _memory()
+    yield _huge_pages()
+    yield _keeper()
+    yield from _device()
+    yield from map(_peer, args.peer)
+    if args.url is None:
+        yield Line("level", "better", "not checked: name a path or URL to check it (lazysnap doctor URL)")
+    else:
+        yield from _level(args)
+
+
+# ---------------------------------------------------------------- this node
+
+
+def _versions() -> Iterator[Line]:
+    found = {}
+    for package in _OLDEST:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    old = [
+        f"{package} {version} is older than {'.'.join(map(str, _OLDEST[package]))}"
+        for package, version in found.items()
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST[package]
+    ]
+    if platform.system() != "Linux":
+        yield Line("system", "bad", f"{platform.system()}: lazysnap needs Linux")
+    installed = ", ".join(f"{package} {version}" for package, version in found.items())
+    text = f"Python {platform.python_version()}, {installed}"
+    yield Line("versions", "bad", f"{'; '.join(old)}: upgrade") if old else Line("versions", "good", text)
+
+
+def _memory() -> Line:
+    free = available_bytes()
+    text = f"{decimal(free)} free for this process and its control groups, for three slots of {decimal(free // 3)}"
+    if free < _LEAST_BYTES:
+        return Line("memory", "bad", f"{text}; raise the memory limit of the container or job")
+    return Line("memory", "good", text)
+
+
+def _huge_pages() -> Line:
+    with contextlib.suppress(OSError), open(_HUGE_PAGES) as file:
+        chosen = re.findall(r"\[(\w+)\]", file.read())
+        if chosen and chosen[0] not in ("never", "deny"):
+            return Line("huge pages", "good", f"shared memory may use them ({chosen[0]})")
+        return Line(
+            "huge pages", "better", f"off; slots are ready in a third of the time after `echo advise > {_HUGE_PAGES}`"
+        )
+    return Line("huge pages", "better", "this kernel has none for shared memory: slots take longer to make")
+
+
+def _keeper() -> Line:
+    """Bind the socket that a keeper of this user would have, and make a slot."""
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(JobIdentity(f"doctor-{os.urandom(8).hex()}", os.getuid(), socket.gethostname()).address)
+        Slot.create(4096, 1 << 20).close()
+    except (LazySnapError, OSError) as error:
+        return Line("keeper", "bad", f"none can run here: {error}")
+    return Line("keeper", "good", "a Unix socket, the user's secret and sealed shared memory can be made")
+
+
+def _device() -> Iterator[Line]:
+    if not any(map(os.path.exists, _DEVICES)):
+        yield Line("device", "good", "no GPU here: captures come from the memory of the CPU")
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY:
+        change = (
+            "`ulimit -l unlimited`"
+            if hard == resource.RLIM_INFINITY
+            else "LimitMEMLOCK=infinity, or memlock in limits.conf"
+        )
+        yield Line("memlock", "better", f"{decimal(soft)}: larger slots are copied through a buffer; set {change}")
+    # torch takes seconds to import, and is needed for nothing else here.
+    import torch
+
+    from lazysnap.capture.registration import register
+
+    if not torch.accelerator.is_available():
+        yield Line("device", "bad", f"torch {torch.__version__} sees no device: install the build for this driver")
+        return
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    slot = Slot.create(4096, 64 << 20)
+    is_registered = register(slot, torch.device(device.type, 0))
+    slot.close()
+    if is_registered:
+        yield Line("device", "good", f"{device.type}: 64 MiB of a slot were page-locked")
+    else:
+        yield Line(
+            "device", "better", f"{device.type} locked no slot in memory: the next step waits for copies; see memlock"
+        )
+
+
+def _peer(host: str) -> Line:
+    """Connect to a port of ``host`` where nobody listens: a refusal comes back from a node that can be reached."""
+    topic = f"peer {host}"
+    try:
+        address = socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)[0]
+        with socket.socket(address[0], address[1]) as sock:
+            sock.settimeout(_PEER_S)
+            code = sock.connect_ex(address[4])
+    except OSError as error:
+        return Line(topic, "bad", f"{error}; name it by an address that this node can resolve")
+    if code in (0, errno.ECONNREFUSED):
+        return Line(topic, "good", f"answers at {address[4][0]}")
+    reason = "no answer" if code in (errno.EAGAIN, errno.ETIMEDOUT) else os.strerror(code)
+    return Line(topic, "bad", f"{address[4][0]}: {reason}; allow TCP on any port among the nodes of a job")
+
+
+# ---------------------------------------------------------------- a level
+
+
+def _level(args: argparse.Namespace) -> Iterator[Line]:
+    made: list[str] = []
+    try:
+        SnapshotConfig(levels=(PersistentLevel(args.url),))  # refuses places that would not outlive a process
+        store = open_place(args.url, args.storage_option)
+        is_local = isinstance(store.storage, LocalStorage)
+        if is_local:
+            made = _missing(store.url)
+        yield from _trial(store, args.size_mb << 20)
+        if is_local:
+            yield from _local(store.url)
+    except (ConfigError, LevelError, OSError) as error:
+        yield Line("level", "bad", f"{error}")
+    finally:
+        for directory in made:
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+
+
+def _missing(path: str) -> list[str]:
+    """Return ``path`` and the directories around it that do not exist, the innermost first."""
+    missing = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing
+
+
+def _trial(store: SnapshotStore, size_bytes: int) -> Iterator[Line]:
+    """Write, read back and delete objects. Raises: LevelError, also if nothing moves for ``_TRIAL_S``."""
+    storage = store.storage
+    Watchdog(lambda beat: probe(storage, beat), f"a small object at {store.url}").result(_TRIAL_S)
+    yield Line("level", "good", f"{store.url}: a small object was written, read and deleted")
+    trial = Watchdog(lambda beat: _seconds(storage, size_bytes, beat), f"{decimal(size_bytes)} at {store.url}")
+    write, read = (f"{decimal(int(size_bytes / seconds))}/s" for seconds in trial.result(_TRIAL_S))
+    yield Line("rates", "good", f"durable writes of {write}, reads of {read} ({decimal(size_bytes)})")
+    ahead_s = Watchdog(lambda beat: _clock_ahead_s(storage), f"the clock of {store.url}").result(_TRIAL_S)
+    if ahead_s is None:
+        yield Line("clock", "good", "the level shows no time, and needs none")
+    elif abs(ahead_s) > _CLOCK_S:
+        yield Line("clock", "better", f"that of the level differs by {abs(ahead_s):.0f} s: synchronise both (NTP)")
+    else:
+        yield Line("clock", "good", "that of the level agrees with this node's")
+
+
+def _seconds(storage: Storage, size_bytes: int, beat: Beat) -> tuple[float, float]:
+    """Return the seconds of a durable write and of a read."""
+    data = map_anonymous(BLOCK_BYTES)
+    data[:] = os.urandom(1 << 20) * (BLOCK_BYTES >> 20)
+    path = probe_name()
+    ranges = [(at, min(BLOCK_BYTES, size_bytes - at)) for at in range(0, size_bytes, BLOCK_BYTES)]
+    began = time.monotonic()
+    with contextlib.closing(storage.create(path, size_bytes)) as writer:
+        with ThreadPoolExecutor(storage.parallel_writes) as pool:
+            for _ in pool.map(lambda part: writer.write(part[0], data[: part[1]]), ranges):
+                beat()
+        writer.publish()
+    wrote = time.monotonic()
+    try:
+        with contextlib.closing(storage.reader(path)) as reader, ThreadPoolExecutor(storage.parallel_reads) as pool:
+            for _ in pool.map(lambda part: reader.read_into(part[0], map_anonymous(part[1])), ranges):
+                beat()
+        return wrote - began, time.monotonic() - wrote
+    finally:
+        storage.delete(path)
+
+
+def _clock_ahead_s(storage: Storage) -> float | None:
+    """Return by how many seconds the level's clock is ahead of this node's; ``None`` if it shows no time."""
+    if isinstance(storage, LocalStorage):
+        with tempfile.TemporaryFile(dir=storage.url) as file:
+            return os.fstat(file.fileno()).st_mtime - time.time()
+    abilities = getattr(storage, "abilities", None)
+    return None if abilities is None else float(abilities().clock_ahead_s)
+
+
+def _local(directory: str) -> Iterator[Line]:
+    facts = os.statvfs(directory)
+    yield Line("space", "good", f"{decimal(facts.f_bavail * facts.f_frsize)} free: keep_last + 1 snapshots must fit")
+    try:
+        check_room(directory, BLOCK_BYTES, "slots")
+    except MemoryBoundExceeded as error:
+        yield Line("spill", "better", str(error))
+    else:
+        yield Line("spill", "good", "where memory does not suffice, slots can be files here")
