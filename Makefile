@@ -9,6 +9,7 @@
 #   make scale   cost with several ranks, counted with 2, 4 and 8 (SCALE="--counted 2")
 #   make gpu     on a machine with CUDA: tests/gpu, blocked time, rates, restores; in the environment of PYTHON=… (GPU="--sizes-gb 1")
 #   make oldest  exact resumes with the oldest PyTorch and Lightning that are supported
+#   make docs    build the site into docs/_build, warnings are errors
 #   make wheel   build the wheel, install it alone into an empty environment, run its demo there
 #   make pythons what needs no torch, with every other Python >= 3.10 that is here
 #   make lint    lint, types, import layers
@@ -44,10 +45,10 @@ WITHOUT_TORCH := tests/keeper tests/levels tests/parity tests/shard tests/test_c
   tests/shard/test_pieces.py) --ignore-glob 'tests/shard/test_golden*.py'
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
-.PHONY: help demo test test-all test-failed lint format bench levels restore scale gpu oldest pythons wheel clean
+.PHONY: help demo test test-all test-failed lint format bench levels restore scale gpu oldest pythons wheel docs clean
 
 help:
-	@sed -n '2,19s/^# \{0,1\}//p' Makefile
+	@sed -n '2,20s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
 	$(BIN)/lazysnap demo $(DEMO)
@@ -94,6 +95,9 @@ oldest: $(VENV)/.dev
 	$(VENV)-oldest/bin/python -m pytest --quiet -W 'ignore:Converting a tensor with requires_grad:UserWarning' \
 	  tests/lightning/test_versions.py tests/capture
 
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build
+
 wheel: $(VENV)/.made
 	rm -rf dist
 	$(BIN)/uv build --quiet --wheel --out-dir dist
@@ -116,7 +120,7 @@ pythons: $(VENV)/.dev
 	done; echo "tested without torch:$${found:- nothing, no other Python is here}"
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-other $(VENV)-wheel runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-other $(VENV)-wheel runs build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # The first Python that is new enough; a machine may have shims that do not start.
 # Without ensurepip (Debian without python3-venv) virtualenv makes the environment.
@@ -136,6 +140,10 @@ $(VENV)/.made:
 
 $(VENV)/.demo: $(VENV)/.made pyproject.toml
 	$(UV) "$(TORCH)" -e .
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.made pyproject.toml
+	$(UV) "$(TORCH)" -e '.[docs]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml

@@ -188,3 +188,9 @@ def test_the_package_is_marked_as_typed():
     assert spec is not None
     assert spec.origin is not None
     assert (Path(spec.origin).parent / "py.typed").is_file()
+
+
+def test_the_reference_has_every_public_name():
+    reference = (ROOT / "docs" / "api.md").read_text()
+    assert not [name for name in DOCUMENTED - {"LazySnapError"} if f":: lazysnap.{name}\n" not in reference]
+    assert "automodule:: lazysnap.errors" in reference
