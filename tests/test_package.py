@@ -50,6 +50,7 @@ TORCH_FREE = (
     "lazysnap.parity.groups",
     "lazysnap.resolver",
     "lazysnap.shard",
+    "lazysnap.warm.supervisor",
 )
 
 

@@ -77,6 +77,9 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     doctor.add_argument("url", nargs="?", **_URL)
     doctor.add_argument("--storage-option", help="an option of the fsspec file system", **_OPTION)
     add_doctor(doctor)
+    _add_run(commands.add_parser("run", parents=[common], help="start a training again after a crash, warm"))
+    worker = commands.add_parser("worker", parents=[common], help="a warm start inside a launcher such as torchrun")
+    worker.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     add_plan(commands.add_parser("plan", parents=[common], help="memory, bytes and time that snapshots will take"))
     return root
 
@@ -123,6 +126,18 @@ def _add_keeper(keeper: argparse.ArgumentParser) -> None:
     keeper.add_argument("url", nargs="?", help="URL of the job's first level, as in its settings")
     keeper.add_argument("--job-id", help="the job's SnapshotConfig.job_id; default: LAZYSNAP_JOB_ID, else the URL")
     keeper.add_argument("--local-rank", type=int, default=0, help="if each rank runs this: only rank 0 starts a keeper")
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.add_argument("--max-restarts", type=int, default=10, metavar="N", help="restarts in all (10)")
+    run.add_argument(
+        "--same-exit-within",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="no restart after two equal exits within that time without a new step (30)",
+    )
+    run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 
 
 def _add_stop(stop: argparse.ArgumentParser) -> None:

@@ -43,6 +43,7 @@ from lazysnap.state.objects import ObjectState
 from lazysnap.state.optimizers import check_optimizers
 from lazysnap.state.source import StateSource
 from lazysnap.topology import Team
+from lazysnap.warm.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class SnapshotEngine:
         self._last_due: int | None = None
         self._absence: Absence | None = None
         self._resumed: report.Resumed | None = None
+        self._steps = Steps()
         self._has_told_start = False
         """Whether the user was told how this training starts."""
         self._closed = False
@@ -445,6 +447,7 @@ class SnapshotEngine:
                 self._events.begin(self._from_step)
                 self._begin_run()
             if not self._recorder.is_due(step, force=force):
+                self._steps.reached(step)
                 return False
             self._last_due = step
             self.tell_start()
@@ -460,6 +463,7 @@ class SnapshotEngine:
                 self.check_memory()
                 if not began and self.config.require_memory:
                     began = self._capture(step, started)
+            self._steps.reached(step)
             return began
 
     def replan(self) -> None:

@@ -1,0 +1,281 @@
+"""One start of a program: a thin process in the program's place, whose warm parent forks the program itself.
+
+The parent is made by the first client that needs it, so it has inherited from a client what the program is to inherit:
+environment, directory, limits, masks, groups, namespaces. A client in other surroundings makes a parent of its own.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from lazysnap.warm.command import Command, python_command
+from lazysnap.warm.place import locked, owner_directory, owner_of, user_directory
+from lazysnap.warm.steps import DIRECTORY
+
+PARENT = "LAZYSNAP_WARM_PARENT"
+"""Environment variable in which a parent gets its descriptors and paths."""
+PYTHON = "PYTHON_EXEC"
+"""Environment variable that torchrun takes the interpreter of its workers from."""
+_OF_ONE_START = (
+    "RANK LOCAL_RANK GROUP_RANK ROLE_RANK NODE_RANK MASTER_ADDR MASTER_PORT SLURM_PROCID SLURM_LOCALID SLURM_TASK_PID "
+    f"OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK PMIX_RANK PWD OLDPWD SHLVL _ {DIRECTORY} {PYTHON}"
+)
+"""Environment variables that may differ between the starts and ranks of one parent, beside ``TORCHELASTIC_*``."""
+_TRIES = 3
+_MOST_HANDLES = 250
+_TOGETHER_S = 0.2
+"""A signal to a process group reaches the client and its supervisor within that time."""
+_KEPT = "KILL STOP CHLD IO TSTP TTIN TTOU CONT SEGV BUS FPE ILL TRAP ABRT PIPE SYS XCPU XFSZ URG STKFLT"
+"""Signals that are about this process itself, or that a terminal sends to all."""
+FORWARDED = signal.valid_signals() - {getattr(signal, f"SIG{name}", 0) for name in _KEPT.split()}
+SI_KERNEL = 0x80
+"""``si_code`` of a signal from a terminal, which all processes of a group get."""
+
+
+def main(words: Sequence[str]) -> NoReturn:
+    """``lazysnap worker``, and what ``PYTHON_EXEC`` names: start a program inside a launcher, and end as it does."""
+    directory = os.environ.get(DIRECTORY, "")
+    if owner_of(directory) is None:
+        directory = owner_directory(os.getppid())
+    run(words, directory)
+
+
+def run(words: Sequence[str], directory: str) -> NoReturn:
+    """Start a program warm and end as it ends; where no warm parent can start it, become it.
+
+    ``directory``: see ``place.owner_directory``. The calling process must have one thread, and no handlers of signals.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    command = python_command(words)
+    if isinstance(command, Command):
+        with contextlib.suppress(OSError):
+            for _ in range(_TRIES):
+                if (status := _Program(*_start(command, directory)).wait()) is not None:
+                    end_as(status)
+    try:
+        os.execvp(words[0], [*words])
+    except OSError as error:
+        sys.stderr.write(f"lazysnap: {words[0]}: {error.strerror}\n")
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def end_as(status: int) -> NoReturn:
+    """End this process with the wait status of another one: its exit code, or death by the same signal."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has dumped its core
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        os.kill(os.getpid(), number)
+        os._exit(128 + number)  # process 1 of a container does not die of it
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+# ------------------------------------------------------------------------------------------------ the parent
+
+
+def _start(command: Command, directory: str) -> tuple[socket.socket, bool]:
+    """Ask a parent to fork the program: the connection, and True if the program is to lead a session."""
+    environ = {name: value for name, value in os.environ.items() if not _is_of_one_start(name)}
+    leads = os.getsid(0) == os.getpid()
+    surroundings = hashlib.sha256(json.dumps(_surroundings(command, environ, leads)).encode()).hexdigest()[:24]
+    connection = _connect(command, environ, directory, surroundings)
+    handles = [int(name) for name in os.listdir("/proc/self/fd")]
+    handles = [number for number in handles if _is_inherited(number)]
+    if len(handles) > _MOST_HANDLES:
+        raise OSError("too many open files")
+    launcher = os.pidfd_open(os.getppid())
+    message = {
+        "environ": {name: value for name, value in os.environ.items() if _is_of_one_start(name)},
+        "handles": handles,
+        "group": None if leads else os.getpgrp(),
+    }
+    data = json.dumps(message).encode()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is seen when the answer is read
+        socket.send_fds(connection, [struct.pack("I", len(data))], [launcher, *handles])
+        connection.sendall(data)
+    os.close(launcher)
+    return connection, leads
+
+
+def _is_of_one_start(name: str) -> bool:
+    return name in _OF_ONE_START.split() or name.startswith("TORCHELASTIC_")
+
+
+def _is_inherited(number: int) -> bool:
+    try:
+        return os.get_inheritable(number)
+    except OSError:  # the one that listed them
+        return False
+
+
+def _surroundings(command: Command, environ: dict[str, str], leads: bool) -> list[Any]:
+    """All that a program inherits, and a parent hands on as it is."""
+    here = os.stat(".")
+    facts: list[Any] = [command.python, command.argv, sorted(environ.items()), here.st_dev, here.st_ino]
+    facts += [leads or os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)]
+    facts += [os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))]
+    with open("/proc/self/status") as file:
+        wanted = (
+            "Umask",
+            "Uid",
+            "Gid",
+            "Groups",
+            "SigBlk",
+            "SigIgn",
+            "Cap",
+            "NoNewPrivs",
+            "Cpus_allowed",
+            "Mems_allowed",
+        )
+        facts += [line for line in file if line.startswith(wanted)]
+    for name in ("limits", "cgroup", "oom_score_adj"):
+        with contextlib.suppress(OSError), open(f"/proc/self/{name}") as file:
+            facts.append(file.read())
+    return facts
+
+
+def _connect(command: Command, environ: dict[str, str], directory: str, name: str) -> socket.socket:
+    """Connect to the parent of these surroundings; start it, if there is none."""
+    connection = socket.socket(socket.AF_UNIX)
+    with locked(directory) as handle:
+        address = f"/proc/self/fd/{handle}/{name}"  # however long the path is
+        try:
+            connection.connect(address)
+        except (FileNotFoundError, ConnectionRefusedError):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(address)
+                listener.listen(1024)
+                _start_parent(command, environ, directory, (listener, name))
+            connection.connect(address)
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.getuid():
+        raise PermissionError(f"{directory}/{name} belongs to user {uid}")
+    return connection
+
+
+def _start_parent(
+    command: Command, environ: dict[str, str], directory: str, listening: tuple[socket.socket, str]
+) -> None:
+    """Start a parent: the interpreter with the program's own arguments. Its ``sitecustomize`` is that of the parent."""
+    owner = owner_of(directory)
+    if owner is None:
+        raise ProcessLookupError(f"the process that {directory} belongs to is gone")
+    listener, name = listening
+    program = hashlib.sha256(json.dumps([command.python, command.argv, os.getcwd()]).encode()).hexdigest()[:24]
+    handle = os.pidfd_open(owner)
+    facts = {
+        "listener": listener.fileno(),
+        "owner": handle,
+        "socket": f"{directory}/{name}",
+        "names": f"{user_directory()}/{program}",
+        "path": environ.get("PYTHONPATH"),
+        "name": command.name,
+        "leads": os.getsid(0) == os.getpid(),
+    }
+    hook = os.path.join(os.path.dirname(__file__), "parent")
+    path = os.pathsep.join(filter(None, [hook, environ.get("PYTHONPATH")]))
+    try:
+        subprocess.Popen(
+            command.argv,
+            executable=command.python,
+            env={**environ, "PYTHONPATH": path, PARENT: json.dumps(facts)},
+            pass_fds=(listener.fileno(), handle),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    finally:
+        os.close(handle)
+
+
+# ------------------------------------------------------------------------------------------------ the program
+
+
+class _Program:
+    """A program that a parent was asked to fork."""
+
+    def __init__(self, connection: socket.socket, leads: bool) -> None:
+        self._connection = connection
+        self._pid = 0
+        """Its process; 0 before the parent has forked it."""
+        self._leads = leads
+        """True if it has a session of its own; else it is in the process group of this client."""
+        self._received: dict[int, float] = {}
+        """Signals that came from others than the launcher of this client, and when."""
+
+    def wait(self) -> int | None:
+        """Forward signals until the program ends; its wait status, SIGKILL if its parent died. ``None``: there was no
+        program yet when the parent ended or refused.
+        """
+        waited = FORWARDED | {signal.SIGIO}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+        fcntl.fcntl(self._connection, fcntl.F_SETOWN, os.getpid())
+        flags = fcntl.fcntl(self._connection, fcntl.F_GETFL)
+        fcntl.fcntl(self._connection, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+        while True:
+            try:
+                data = self._connection.recv(4)
+            except BlockingIOError:
+                self._next_signal(waited)
+                continue
+            except ConnectionResetError:
+                data = b""
+            if len(data) < 4:
+                self._connection.close()
+                if self._pid:
+                    return int(signal.SIGKILL)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                return None
+            number: int = struct.unpack("i", data)[0]
+            if self._pid:
+                return number
+            self._pid = number
+
+    def _next_signal(self, waited: set[signal.Signals]) -> None:
+        found = signal.sigtimedwait(waited, _TOGETHER_S) if self._received else signal.sigwaitinfo(waited)
+        if found is None:
+            # What came to this client alone has not come by its launcher meanwhile.
+            for number in [*self._received]:
+                self._send(number)
+            self._received.clear()
+        elif found.si_signo != signal.SIGIO:
+            if not self._pid:
+                end_as(found.si_signo)
+            self._forward(found)
+
+    def _forward(self, found: signal.struct_siginfo) -> None:
+        """Once only: a signal to the process group reached the program already, if it is in that group."""
+        number, now = found.si_signo, time.monotonic()
+        if self._leads:
+            self._send(number)
+        elif found.si_code == SI_KERNEL:
+            return
+        elif found.si_pid != os.getppid():
+            self._received[number] = now
+        elif now - self._received.pop(number, -_TOGETHER_S) >= _TOGETHER_S:
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._leads:
+                # Launchers signal the whole group of a worker.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._pid, number)
+                    return
+            os.kill(self._pid, number)

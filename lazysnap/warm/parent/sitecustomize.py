@@ -1,0 +1,389 @@
+"""The warm parent: a Python interpreter that stops right before its program, and forks each start of it.
+
+Python imports this module as ``sitecustomize``, at the end of its own start. The first process waits for clients; as
+soon as it is known what the program imports, it forks a second one, which imports that and takes over. What either
+forks for a client leaves this module: the interpreter goes on as it always does, with the program of its command line.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import io
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from types import ModuleType
+from typing import Any, NoReturn
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE))
+_STANDARD = os.path.dirname(os.__file__)
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel")
+_UNFIT, _STALE = 81, 82
+"""Exit codes of the second process: a module that it imported must be left out; installed packages have changed."""
+_MOST_FAILURES = 8
+_LOOK_S = 0.5
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+class _Start:
+    """A program that was forked for a client."""
+
+    def __init__(self, pid: int, connection: socket.socket, launcher: int, leads: bool) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.launcher = launcher
+        self.leads = leads
+        self.handle = os.pidfd_open(pid)
+        self.is_killed = False
+
+    def kill(self) -> None:
+        """SIGKILL, also to its process group if that is its own."""
+        self.is_killed = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGKILL)
+            if self.leads:
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close what belongs to it in this process."""
+        self.connection.close()
+        os.close(self.launcher)
+        os.close(self.handle)
+
+
+class _Parent:
+    """The part of both processes: wait for clients, fork programs, report how these end."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.listener = socket.socket(fileno=facts["listener"])
+        self.owner: int = facts["owner"]
+        self.socket: str = facts["socket"]
+        self.names: str = facts["names"]
+        self.name: str = facts["name"]
+        self.environ = dict(os.environ)
+        self.starts: list[_Start] = []
+        self.second: int | None = None
+        """Descriptor of the second process, in the first one."""
+        self.is_second = False
+        self.is_stale = False
+        self.failures = 0
+        self.importing = os.memfd_create("importing")
+        """Names the module that the second process imports at this moment, for the first one."""
+        self.imported_at = 0
+        """When the list of names that was imported last was written."""
+        self.packages = _packages()
+
+    def serve(self) -> None:
+        """Serve clients. Returns in a program that was forked."""
+        while True:
+            if not self.is_second and self.second is None and self.failures < _MOST_FAILURES and self._written_at():
+                self._fork_second()
+            ready = self._wait()
+            if self.owner in ready:
+                self._end()
+            if self.second in ready:
+                self._second_ended()
+            for start in [*self.starts]:
+                if start.handle in ready:
+                    _, status = os.waitpid(start.pid, 0)
+                    with contextlib.suppress(OSError):
+                        start.connection.send(struct.pack("i", status))
+                    start.close()
+                    self.starts.remove(start)
+                elif start.connection.fileno() in ready or start.launcher in ready:
+                    start.kill()  # its client died, or who started that
+            if self.is_stale and not self.starts and self.second is None:
+                os._exit(_STALE)
+            if self.listener.fileno() in ready and self._take():
+                return
+
+    def _wait(self) -> set[int]:
+        poll = select.poll()
+        watched = [self.owner, *(start.handle for start in self.starts)]
+        watched += [
+            n for start in self.starts if not start.is_killed for n in (start.connection.fileno(), start.launcher)
+        ]
+        watched += [] if self.second is None else [self.second]
+        watched += [self.listener.fileno()] if self.second is None and not self.is_stale else []
+        for number in watched:
+            poll.register(number, select.POLLIN)
+        is_waiting = not self.is_second and self.second is None and self.failures < _MOST_FAILURES
+        return {number for number, _ in poll.poll(1000 * _LOOK_S if is_waiting else None)}
+
+    def _end(self) -> NoReturn:
+        """The process that this parent belongs to is gone, and nothing of it stays."""
+        for start in self.starts:
+            start.kill()
+        with contextlib.suppress(OSError):
+            for name in os.listdir(os.path.dirname(self.socket)):
+                os.unlink(os.path.join(os.path.dirname(self.socket), name))
+            os.rmdir(os.path.dirname(self.socket))
+        os._exit(0)
+
+    # ---------------------------------------------------------------- the second process
+
+    def _written_at(self) -> int:
+        try:
+            return os.stat(f"{self.names}.imports").st_mtime_ns
+        except OSError:
+            return 0
+
+    def _fork_second(self) -> None:
+        me, pid = os.getpid(), os.fork()
+        if pid:
+            self.second = os.pidfd_open(pid)
+            self._second_pid = pid
+            return
+        _die_with(me)
+        for start in self.starts:
+            start.close()
+        self.starts.clear()
+        self.is_second = True
+        self._import()
+
+    def _second_ended(self) -> None:
+        _, status = os.waitpid(self._second_pid, 0)
+        assert self.second is not None
+        os.close(self.second)
+        self.second = None
+        self.is_stale = os.WIFEXITED(status) and os.WEXITSTATUS(status) == _STALE
+        if not self.is_stale:
+            self.failures += 1
+        name = os.pread(self.importing, 4096, 0)
+        if name:
+            os.ftruncate(self.importing, 0)
+            with open(f"{self.names}.left-out", "ab") as file:
+                file.write(name + b"\n")
+
+    def _import(self) -> None:
+        """Import what the last start had imported, but for modules that cannot stand it. Ends the process, if one
+        leaves a thread or opens a device.
+        """
+        self.imported_at = self._written_at()
+        left_out = set(_lines(f"{self.names}.left-out"))
+        for name in _lines(f"{self.names}.imports"):
+            if name in sys.modules or name in left_out:
+                continue
+            os.pwrite(self.importing, name.encode(), 0)
+            with contextlib.suppress(BaseException):  # the program meets the error itself, if it imports that
+                __import__(name)
+            if not _can_fork():
+                os._exit(_UNFIT)
+            os.ftruncate(self.importing, 0)
+
+    # ---------------------------------------------------------------- a start
+
+    def _take(self) -> bool:
+        """Serve one client; True in the program that was forked for it."""
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:
+            return False
+        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        connection.settimeout(5.0)
+        handles: list[int] = []
+        try:
+            head, handles, _, _ = socket.recv_fds(connection, 4, 253, socket.MSG_CMSG_CLOEXEC)
+            if uid != os.getuid() or len(head) < 4 or not handles:
+                raise ValueError("no client")
+            request = json.loads(_received(connection, struct.unpack("I", head)[0]))
+        except (OSError, ValueError):
+            for number in handles:
+                os.close(number)
+            connection.close()
+            return False
+        connection.settimeout(None)
+        if self.packages != _packages():
+            # The next client finds no socket here and makes a new parent.
+            self.is_stale = True
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.socket)
+        elif self.is_second and not self.starts and self.imported_at != self._written_at():
+            self._import()
+        if self.is_stale or not _can_fork():
+            for number in handles:
+                os.close(number)
+            connection.close()
+            if not self.starts and not self.is_stale:
+                os._exit(_UNFIT)
+            return False
+        me, pid = os.getpid(), os.fork()
+        if pid:
+            launcher, *others = handles
+            for number in others:
+                os.close(number)
+            self.starts.append(_Start(pid, connection, launcher, request["group"] is None))
+            with contextlib.suppress(OSError):
+                connection.send(struct.pack("i", pid))
+            return False
+        _die_with(me)
+        connection.close()
+        os.close(handles.pop(0))
+        self._become(request, handles)
+        return True
+
+    def _become(self, request: dict[str, Any], handles: list[int]) -> None:
+        """Take over what a fork does not inherit from the client."""
+        for start in self.starts:
+            start.close()
+        self.listener.close()
+        os.close(self.owner)
+        os.close(self.importing)
+        _call_self(self.name)
+        if request["group"] is None:
+            os.setsid()
+        else:
+            os.setpgid(0, request["group"])
+        _take_handles(request["handles"], handles)
+        os.environ.update(request["environ"])
+        for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+            stream = _stream(number, mode, getattr(sys, name))
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        # Drawn when these modules are imported; ``random`` itself takes care of a fork.
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
+        if "multiprocessing.process" in sys.modules:
+            process = sys.modules["multiprocessing.process"].current_process()
+            process.authkey = os.urandom(32)
+        program = os.getpid()
+        atexit.register(lambda: record() if os.getpid() == program else None)
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise ValueError("half a request")
+        data += more
+    return data
+
+
+def record() -> None:
+    """Write down which installed modules are imported by now, once: the next start finds them imported."""
+    if _recorded:
+        return
+    _recorded.append(True)
+    names = [name for name, module in [*sys.modules.items()] if _is_installed(name, module)]
+    path = f"{_parent.names}.imports"
+    with contextlib.suppress(OSError):
+        if names != _lines(path):
+            with open(f"{path}.{os.getpid()}", "w") as file:
+                file.write("\n".join(names))
+            os.replace(f"{path}.{os.getpid()}", path)
+
+
+def _is_installed(name: str, module: ModuleType) -> bool:
+    """True of the standard library and of packages; not of the user's own files, which may change."""
+    try:
+        spec = module.__spec__
+        origin = spec.origin if spec is not None and spec.name == name else None
+    except Exception:  # noqa: BLE001  modules may be any object
+        return False
+    if not isinstance(origin, str) or name == "__main__":
+        return False
+    return origin.startswith((_STANDARD, _PACKAGE)) or any(part in origin for part in _PACKAGES)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path) as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _packages() -> list[tuple[str, int]]:
+    """When the directories of installed packages, and the files of lazysnap, were changed last."""
+    found = [path for path in sys.path if any(part in f"{path}/" for part in _PACKAGES)]
+    found += [f"{folder}/{name}" for folder, _, names in os.walk(_PACKAGE) for name in names if name.endswith(".py")]
+    # Not of a directory of lazysnap: the first import makes ``__pycache__`` there.
+    return [(path, os.stat(path).st_mtime_ns) for path in found if os.path.exists(path)]
+
+
+def _can_fork() -> bool:
+    """True if there is no thread of Python but this one, and no context on a device."""
+    if len(sys._current_frames()) > 1:
+        return False
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(_DEVICES):
+                return False
+    return True
+
+
+def _die_with(parent: int) -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _take_handles(targets: list[int], handles: list[int]) -> None:
+    """Give descriptors the numbers that they had in the client; of the standard ones, close what it had closed."""
+    least = max([2, *targets]) + 1
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least) for number in handles]
+    for number in {0, 1, 2, *handles}:
+        os.close(number)
+    for target, number in zip(targets, moved, strict=True):
+        os.dup2(number, target)
+        os.close(number)
+
+
+def _stream(number: int, mode: str, old: io.TextIOWrapper) -> io.TextIOWrapper | None:
+    """Make a standard stream as Python makes it."""
+    is_unbuffered = old.write_through
+    try:
+        buffer: Any = open(number, f"{mode}b", 0 if is_unbuffered and mode == "w" else -1, closefd=False)  # noqa: SIM115
+    except OSError:
+        return None
+    raw = getattr(buffer, "raw", buffer)
+    raw.name = old.name
+    is_line = not is_unbuffered and (raw.isatty() or number == 2)
+    stream = io.TextIOWrapper(buffer, old.encoding, old.errors, "\n", is_line, is_unbuffered)
+    stream.mode = mode  # type: ignore[misc]
+    return stream
+
+
+def _call_self(name: str) -> None:
+    """Give this process a name, in listings of processes."""
+    with open("/proc/self/comm", "w") as file:
+        file.write(name)
+
+
+def _begin() -> _Parent:
+    _call_self("lazysnap-warm")
+    sys.path[:] = [path for path in sys.path if path != _HERE]
+    sys.path_importer_cache.pop(_HERE, None)
+    facts = json.loads(os.environ.pop("LAZYSNAP_WARM_PARENT"))
+    if facts["path"] is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = facts["path"]
+    for name in ("listener", "owner"):
+        os.set_inheritable(facts[name], False)
+    if facts["leads"]:
+        os.setsid()
+    else:
+        os.setpgid(0, 0)
+    return _Parent(facts)
+
+
+sys.modules["_lazysnap_warm"] = sys.modules[__name__]
+_recorded: list[bool] = []
+try:
+    _parent = _begin()
+    _parent.serve()
+except BaseException:  # noqa: BLE001  whatever it is, the program must not run in its parent
+    sys.excepthook(*sys.exc_info())
+    os._exit(1)
+sys.modules.pop("sitecustomize")
+import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  that of the user, if there is one

@@ -1,0 +1,49 @@
+"""The newest step of a program that ``lazysnap run`` started, for its supervisor."""
+
+import contextlib
+import os
+import struct
+import sys
+from types import ModuleType
+
+DIRECTORY = "LAZYSNAP_WARM"
+"""Environment variable: the directory of the supervisor. It holds the file ``steps``."""
+PARENT = "_lazysnap_warm"
+"""The name under which the module of the warm parent is found in its children."""
+_FORM = struct.Struct("q")
+
+
+def read(directory: str) -> int:
+    """Return the newest step that any process of this supervisor reached; -1 before the first."""
+    with contextlib.suppress(OSError, struct.error), open(os.path.join(directory, "steps"), "rb") as file:
+        step: int = _FORM.unpack(file.read())[0]
+        return step
+    return -1
+
+
+class Steps:
+    """Tells a supervisor, if there is one, which step was reached."""
+
+    def __init__(self) -> None:
+        self._directory = os.environ.get(DIRECTORY)
+        self._newest = read(self._directory) if self._directory else -1
+        self._is_first = True
+
+    def reached(self, step: int) -> None:
+        """Note that ``step`` is over. The first call also notes which modules are imported, for the next start.
+
+        Never raises: no training ends because its supervisor is gone.
+        """
+        if self._is_first:
+            self._is_first = False
+            parent: ModuleType | None = sys.modules.get(PARENT)
+            if parent is not None:
+                parent.record()
+        if self._directory and step > self._newest:
+            self._newest = step
+            with contextlib.suppress(OSError):
+                file = os.open(os.path.join(self._directory, "steps"), os.O_WRONLY | os.O_CREAT, 0o600)
+                try:
+                    os.pwrite(file, _FORM.pack(step), 0)
+                finally:
+                    os.close(file)

@@ -1,0 +1,265 @@
+"""When a program is started again, what ends it, and that nothing of it stays."""
+
+import json
+import os
+import pty
+import signal
+import socket
+import struct
+import sys
+
+import pytest
+from support.waiting import until
+from warm_place import LAZYSNAP
+
+HANDLES = """
+import json, os, signal, sys
+received = []
+woken, wakes = os.pipe()
+os.set_blocking(wakes, False)
+signal.set_wakeup_fd(wakes)
+def note(number, frame):
+    received.append(number)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGRTMAX):
+    signal.signal(number, note)
+def write(name, value):
+    with open(name + ".new", "w") as file: json.dump(value, file)
+    os.replace(name + ".new", name)
+write("ready.json", [os.getpid(), os.getppid(), os.getpgrp()])
+while signal.SIGRTMAX not in received:
+    os.read(woken, 1)
+write("received.json", received)
+sys.exit(9)
+"""
+END = signal.SIGRTMAX
+"""Ends the program. The kernel hands over all others before this one."""
+COUNTS = """
+import json, os, sys
+from lazysnap.warm.steps import Steps
+try: starts = json.load(open("starts.json"))
+except OSError: starts = []
+starts.append([os.getpid(), os.getppid(), "wave" in sys.modules, open(f"/proc/{os.getppid()}/comm").read()])
+json.dump(starts, open("starts.json", "w"))
+import wave
+steps = Steps()
+"""
+
+
+def ready(place, name="ready.json"):
+    return until(lambda: place.read(name), lambda: str([one.poll() for one in place.started]))
+
+
+@pytest.fixture
+def handles(place):
+    path = place.write("handles.py", HANDLES)
+    process = place.start(LAZYSNAP, "run", "--", sys.executable, path, start_new_session=True)
+    return process, *ready(place)
+
+
+def test_a_signal_to_the_runner_reaches_the_program_once(place, handles):
+    process, _, _, group = handles
+    assert group == process.pid
+    for number in (signal.SIGUSR1, signal.SIGTERM, END):
+        process.send_signal(number)
+    assert process.wait(60) == 9
+    assert sorted(place.read("received.json")) == [signal.SIGUSR1, signal.SIGTERM, END]
+    place.wait_until_gone()
+
+
+def test_a_signal_to_the_group_reaches_the_program_once(place, handles):
+    process, *_ = handles
+    os.killpg(process.pid, signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(END)
+    assert process.wait(60) == 9
+    assert sorted(place.read("received.json")) == [signal.SIGUSR1, signal.SIGTERM, END]
+    place.wait_until_gone()
+
+
+def test_the_process_between_runner_and_program_forwards_as_well(place, handles):
+    process, *_ = handles
+    [client] = [one.pid for one in place.processes() if one.ppid() == process.pid and one.name() != "lazysnap-warm"]
+    os.kill(client, END)
+    process.send_signal(signal.SIGTERM)  # ends the runner's restarts
+    assert process.wait(60) == 9
+    assert END in place.read("received.json")
+    place.wait_until_gone()
+
+
+def test_ctrl_c_reaches_the_program_once_and_nothing_is_started_again(place):
+    path = place.write("handles.py", HANDLES)
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(place.directory)
+        os.execve(LAZYSNAP, [LAZYSNAP, "run", "--", sys.executable, path], place.environ)
+    ready(place)
+    os.write(terminal, b"\x03")
+    os.kill(pid, END)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    os.close(terminal)
+    assert place.read("received.json") == [signal.SIGINT, END]
+    place.wait_until_gone()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT])
+def test_a_program_without_handlers_ends_by_the_signal_and_so_does_the_runner(place, number):
+    path = place.write("waits.py", "open('ready.json', 'w').write('[1]')\nimport signal\nsignal.pause()")
+    process = place.start(LAZYSNAP, "run", "--", sys.executable, path)
+    ready(place)
+    process.send_signal(number)
+    assert process.wait(60) == -number
+    place.wait_until_gone()
+    assert [path.name for path in place.directory.glob("lazysnap-warm/*") if path.is_dir()] == []
+
+
+def test_when_the_runner_is_killed_nothing_stays(place, handles):
+    process, *_ = handles
+    process.kill()
+    process.wait(60)
+    place.wait_until_gone()
+    assert [path.name for path in place.directory.glob("lazysnap-warm/*") if path.is_dir()] == []
+
+
+def test_when_the_parent_is_killed_the_program_is_started_again(place, handles):
+    process, program, parent, _ = handles
+    os.remove(place.directory / "ready.json")
+    os.kill(parent, signal.SIGKILL)
+    again, *_ = ready(place)
+    assert again != program
+    process.send_signal(signal.SIGTERM)  # no more restarts
+    process.send_signal(END)
+    assert process.wait(60) == 9
+    place.wait_until_gone()
+
+
+def test_a_killed_program_is_started_again_warm(place):
+    """The first start imports, later ones find it imported, and what the user's own files hold is read anew."""
+    place.write("own.py", "VALUE = 1")
+    path = place.write(
+        "train.py",
+        COUNTS + "import own, signal\n"
+        "open('own.py', 'w').write('VALUE = ' + '1' * (len(starts) + 1))\n"
+        "assert own.VALUE == int('1' * len(starts))\n"
+        "steps.reached(len(starts))\n"
+        "if len(starts) < 4:\n"
+        "    if len(starts) == 1:\n"
+        "        import time\n"
+        "        while not any(open(f'/proc/{p}/stat').read().split()[3] == str(os.getppid()) and 'lazysnap-warm' in\n"
+        "                      open(f'/proc/{p}/comm').read() for p in os.listdir('/proc') if p.isdigit()): pass\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n",
+    )
+    code, _, err = place.warm(sys.executable, path, options=())
+    starts = place.read("starts.json")
+    assert (code, len(starts)) == (0, 4), err
+    assert [is_warm for _, _, is_warm, _ in starts] == [False, True, True, True]
+    assert {name for *_, name in starts} == {"lazysnap-warm\n"}
+    assert len({parent for _, parent, _, _ in starts[1:]}) == 1
+    assert "was ended by SIGKILL after step 3: restart 3 of at most 10" in err
+    place.wait_until_gone()
+
+
+def test_a_crash_that_repeats_without_a_new_step_ends_with_its_traceback_and_code(place):
+    path = place.write("train.py", COUNTS + "steps.reached(min(len(starts), 3))\n1 / 0")
+    code, _, err = place.warm(sys.executable, path, options=())
+    assert (code, len(place.read("starts.json"))) == (1, 4)
+    assert err.count("ZeroDivisionError") == 4
+    assert err.endswith("twice within 30 s without a new step: no restart\n")
+
+
+def test_other_exits_and_slower_ones_are_no_repetition(place):
+    path = place.write("train.py", COUNTS + "sys.exit(len(starts) % 2 + 1)")
+    assert place.warm(sys.executable, path, options=("--max-restarts", "3"))[0] == 1
+    assert len(place.read("starts.json")) == 4
+    path = place.write("train.py", COUNTS + "sys.exit(7)")
+    options = ("--same-exit-within", "0", "--max-restarts", "2")
+    code, _, err = place.warm(sys.executable, path, options=options)
+    assert (code, len(place.read("starts.json"))) == (7, 7)
+    assert "as often as --max-restarts allows" in err
+
+
+def test_changed_packages_start_another_parent(place):
+    path = place.write(
+        "train.py",
+        COUNTS + "import added_first\n"
+        "os.makedirs(f'site-packages/new{len(starts)}', exist_ok=True)\n"
+        "steps.reached(len(starts))\n"
+        "sys.exit(len(starts) < 3)\n",
+    )
+    (place.packages / "added_first.py").write_text("")
+    code, _, err = place.warm(sys.executable, path, options=())
+    assert code == 0, err
+    assert len({parent for _, parent, *_ in place.read("starts.json")}) == 3
+    place.wait_until_gone()
+
+
+BAD = {
+    "thread": "import threading, time; threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()",
+    "exits": "import os\nif 'lazysnap-warm' in open('/proc/self/comm').read(): os._exit(0)",
+    "crashes": "import os\nif 'lazysnap-warm' in open('/proc/self/comm').read(): os.kill(os.getpid(), 11)",
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_module_that_cannot_stand_it_is_left_out(place, bad):
+    (place.packages / "bad.py").write_text(BAD[bad])
+    path = place.write("train.py", COUNTS + "import bad; print('bad' in sys.modules)")
+    # Known from the first run: the second one imports before its first start.
+    for number in (1, 2, 3):
+        code, out, err = place.warm(sys.executable, path)
+        assert (code, out) == (0, "True\n"), err
+        assert place.read("starts.json")[-1][2] == (number > 1)
+    [left_out] = place.directory.glob("lazysnap-warm/*.left-out")
+    assert left_out.read_text() == "bad\n"
+
+
+def test_a_module_that_raises_in_the_parent_only_is_imported_by_the_program(place):
+    (place.packages / "bad.py").write_text("if 'lazysnap-warm' in open('/proc/self/comm').read(): raise SystemExit(5)")
+    path = place.write("train.py", COUNTS + "import bad; print('whole')")
+    for _ in range(2):
+        assert place.warm(sys.executable, path)[:2] == (0, "whole\n")
+
+
+def test_nobody_else_reaches_the_parent(place, handles):
+    [directory] = [path for path in place.directory.glob("lazysnap-warm/*") if path.is_dir()]
+    [address] = [path for path in directory.iterdir() if path.is_socket()]
+    assert [oct(path.stat().st_mode & 0o777) for path in (directory, directory.parent)] == ["0o700", "0o700"]
+    if os.getuid():
+        pytest.skip("only root becomes another user")
+    # Let others find it: the parent itself refuses them.
+    for path, mode in ((directory, 0o711), (address, 0o777)):
+        path.chmod(mode)
+    answers = []
+    for user in (0, 65534):
+        read, write = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.chdir(directory)
+            os.setuid(user)
+            os.write(write, ask(address.name))
+            os._exit(0)
+        os.waitpid(pid, 0)
+        os.close(write)
+        answers.append(len(os.read(read, 9)))
+        os.close(read)
+    assert answers == [4, 0]
+
+
+def ask(address):
+    """What a parent answers to the request of a client."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        data = json.dumps({"environ": {}, "handles": [], "group": None}).encode()
+        socket.send_fds(connection, [struct.pack("I", len(data))], [os.pidfd_open(os.getpid())])
+        try:
+            connection.sendall(data)
+            return connection.recv(4)
+        except (BrokenPipeError, ConnectionResetError):
+            return b""
+
+
+def test_a_directory_that_others_can_write_to_is_refused(place):
+    (place.directory / "lazysnap-warm").mkdir()
+    (place.directory / "lazysnap-warm").chmod(0o777)
+    code, _, err = place.warm(sys.executable, "-c", "")
+    assert code == 2
+    assert "must be a directory of user" in err
