@@ -21,6 +21,7 @@ from lazysnap.engine import report
 from lazysnap.engine.durability import Durability, Progress
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.level_checks import shared_levels
+from lazysnap.engine.notice import Held, Notice
 from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.rollback import Rollback, Rollbacks, line_of
 from lazysnap.engine.statistics import Statistics
@@ -86,7 +87,8 @@ class SnapshotEngine:
         self._world = world = World(config.collective_timeout_s)
         world.compare_devices(self._source.optimizers())
         team = Team.of(world.places, world.rank)
-        self._client = KeeperClient(identity, config, team)
+        self._notice = Notice(config, self._held, self._seal)
+        self._client = KeeperClient(identity, config, team, self._notice.listener.ring)
         self._lock = threading.RLock()
         self._statistics = Statistics()
         self._events = EventLog(config, self._statistics)
@@ -123,6 +125,8 @@ class SnapshotEngine:
         self._closed = False
         self._has_ended_well = False
         """What ``close`` returned."""
+        self._is_sealed = False
+        """True if nothing is captured any more, though training may go on for a moment."""
 
     def __enter__(self) -> "SnapshotEngine":
         """Begin training. Memory is made ready in the background, after ``restore`` if that comes later.
@@ -156,6 +160,15 @@ class SnapshotEngine:
     def step(self) -> int:
         """The step of the last boundary, or of the snapshot that was restored after it; 0 before the first."""
         return self._recorder.seen_step or 0
+
+    @property
+    def stop_requested(self) -> bool:
+        """True once a notice says that this process is about to be killed (docs/operations.md): end the training well.
+
+        A program that reads it ends itself, so no boundary raises SystemExit then. With several ranks it becomes true
+        on all of them, though not at the same step: agree on one before you leave the loop.
+        """
+        return self._notice.is_requested()
 
     @property
     def start(self) -> str:
@@ -392,6 +405,19 @@ class SnapshotEngine:
         self._client.start()
         self._gates.install(self._source.optimizers())
         self._recorder.prepare()
+        self.listen()
+
+    def listen(self, exception: type[BaseException] = SystemExit) -> None:
+        """Heed a notice of the end from now on; ``prepare`` and the first ``boundary`` do that, too. Idempotent.
+
+        ``exception`` is raised at the last boundary, with the exit code. Does not block.
+        """
+        self._notice.listen(self._client, self.step, exception)
+
+    @property
+    def listens(self) -> bool:
+        """True after ``listen``."""
+        return self._notice.listens
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until all memory is there, frozen tensors in it; ``False`` after the deadline, or as soon as it is
@@ -422,11 +448,17 @@ class SnapshotEngine:
         On a device, a boundary waits until the capture before it is whole.
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node; ConfigError after the end, or while a graph is being captured; at the first boundary
-        also what ``check_memory`` raises.
+        also what ``check_memory`` raises; SystemExit, when a notice ends the training here (docs/operations.md).
         Nothing else.
         """
+        began = self._boundary(step, force=force or self._notice.cuts)
+        self._notice.passed(self.step)
+        return began
+
+    def _boundary(self, step: int | None, *, force: bool) -> bool:
         with self._lock:
             self._check_open("boundary")
+            self.listen()
             if is_capturing_graph():
                 raise ConfigError(
                     "engine.boundary() is being captured into a graph, where it would run once and never again: call "
@@ -446,7 +478,7 @@ class SnapshotEngine:
                 self._from_step, self._stored = max(0, step - 1), {}
                 self._events.begin(self._from_step)
                 self._begin_run()
-            if not self._recorder.is_due(step, force=force):
+            if not self._recorder.is_due(step, force=force) or self._is_sealed:
                 self._steps.reached(step)
                 return False
             self._last_due = step
@@ -767,6 +799,10 @@ class SnapshotEngine:
         """
         if self._closed:
             return self._has_ended_well
+        if self._notice.cuts:  # the training is not over, whatever the program makes of the end
+            self.abandon()
+            return False
+        self._notice.closes()
         durable, over, captured, has_own, unstored = False, False, True, False, list[str]()
         self._events.is_training = False
         try:
@@ -787,6 +823,7 @@ class SnapshotEngine:
                 self._client.goodbye(self.config.io_timeout_s)
             else:
                 self._client.abandon()
+            self._notice.leave()
         self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
         if unstored and self._world.rank == 0:
             message = "the names %s are lost, unless %s takes their snapshots while memory stays (linger_s, %g s)"
@@ -875,11 +912,14 @@ class SnapshotEngine:
         ``error``: the exception that ends the training, for the line that the user sees.
         """
         if not self._closed:
+            self._notice.fails(is_alone=self._world.is_alone)
             self._events.is_training = False
             self._finish_copies()
             self._leave()
             self._client.abandon()
-            self._tell_end(report.Ending.ABANDONED, error)
+            self._notice.leave()
+            if not self._notice.cuts:  # which has told the end
+                self._tell_end(report.Ending.ABANDONED, error)
 
     def discard(self) -> None:
         """Leave, and give up what memory holds: nobody wants anything of this training. Blocks: asks the keeper."""
@@ -889,6 +929,22 @@ class SnapshotEngine:
             self._drop("engine.discard", lambda item: True)
             self._leave()
             self._client.goodbye(self.config.io_timeout_s)
+            self._notice.leave()
+
+    def _held(self) -> Held:
+        """Return what is captured by now, for the notice of an end. Does not block. Thread-safe."""
+        resumed, steps = self._resumed, self._outcomes.held_steps()
+        if not steps and resumed is not None and resumed.only_in_memory:
+            steps = [resumed.step]
+        return Held(tuple(steps), self._newest_durable())
+
+    def _seal(self) -> Held:
+        """Capture nothing any more; return what is captured. Thread-safe. Blocks: until the copies are done."""
+        with self._lock:
+            self._is_sealed = True
+            self._finish_copies()
+            self._recorder.settle()
+            return self._held()
 
     def _leave(self) -> None:
         self.statistics()  # as they are while the keeper is there

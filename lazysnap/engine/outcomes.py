@@ -70,6 +70,11 @@ class Outcomes:
             self.lost(sequence)
         return None
 
+    def held_steps(self) -> list[int]:
+        """Return the steps of captures that are whole and not void, the newest first. May be called on any thread."""
+        whole = sorted(dict(self._whole).items(), reverse=True)
+        return [step for number, step in whole if self._client.state_of(number) is not CaptureState.LOST]
+
     def last_held_step(self) -> int | None:
         """The step of the newest capture that is whole in the memory of a live keeper."""
         held = (n for n in sorted(self._whole, reverse=True) if self._client.state_of(n) is CaptureState.HELD)

@@ -161,6 +161,8 @@ class Coordinator:
     """The newest order sent to each node in this epoch."""
     is_parted: bool = False
     """See ``Order``. Set by whoever has the links."""
+    is_ending: bool = False
+    """See ``Order``."""
     outbids: int = 0
     heard: Epoch = field(default_factory=Epoch)
     _told: object = None
@@ -178,7 +180,7 @@ class Coordinator:
         """The present state, for every node."""
         levels = enumerate(self.levels)
         told = tuple(x.order(self.start, self.wishes, is_ready=self._is_ready(index)) for index, x in levels)
-        return Order(self.epoch, told, self.is_parted)
+        return Order(self.epoch, told, self.is_parted, self.is_ending)
 
     def order_to(self, node: int, order: Order) -> Order:
         """Return the order as that node gets it: it names the frozen tensors that this node writes."""

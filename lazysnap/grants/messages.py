@@ -100,6 +100,8 @@ class Report(Struct, frozen=True, tag="report", forbid_unknown_fields=True):
     """Steps that must be stored at every level: a name, a flush, the last step of a training."""
     left: Steps | None = None
     """When all trainers of the node are gone: the steps that all of its ranks hold whole. Else ``None``."""
+    is_ending: bool = False
+    """True if all processes are about to be killed, as some process of the node was told."""
 
 
 class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -132,6 +134,8 @@ class Order(Struct, frozen=True, tag="order", forbid_unknown_fields=True):
     levels: Annotated[tuple[LevelOrder, ...], Meta(max_length=MAX_LEVELS)]
     is_parted: bool = False
     """True if the coordinator has no link to some node. Nodes without trainers then store what they hold."""
+    is_ending: bool = False
+    """See ``Report``; of any node."""
 
 
 def newest(steps: Collection[int]) -> tuple[int, ...]:

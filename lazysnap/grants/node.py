@@ -179,6 +179,8 @@ class NodeGrants:
     """Wishes for steps that trainers keep in their slots meanwhile: what is being written gives way to them."""
     is_parted: bool = False
     """True if the coordinator has no link to some node."""
+    is_ending: bool = False
+    """See ``Report``."""
 
     @property
     def word(self) -> int | None:
@@ -189,7 +191,7 @@ class NodeGrants:
         """The whole state, for the coordinator."""
         left = newest(common_whole(ranks)) if all(rank.is_gone for rank in ranks) else None
         levels = tuple(level.report(self.wishes) for level in self.levels)
-        return Report(self.node, self.epoch, levels, newest(self.wishes), left)
+        return Report(self.node, self.epoch, levels, newest(self.wishes), left, self.is_ending)
 
     def receive(self, order: Order) -> bool:
         """Take an order; whether to report at once. Look at the slots afterwards."""
@@ -218,6 +220,11 @@ class NodeGrants:
         if is_urgent:
             self.urgent.add(step)
         return True
+
+    def take_notice(self) -> bool:
+        """All processes are about to be killed; whether to report."""
+        was_ending, self.is_ending = self.is_ending, True
+        return not was_ending
 
     def ask(self, level: int, digest: str | None) -> bool:
         """Ask to write these frozen tensors, or (``None``) be done with that; whether to report."""

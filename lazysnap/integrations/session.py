@@ -1,6 +1,5 @@
 """One training behind a door: its steps and figures, how it starts, goes back and ends; the same for all frameworks."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,6 @@ from lazysnap.integrations.figures import Figures
 from lazysnap.integrations.progress_bar import DrainBar
 from lazysnap.runs import means_snapshot
 from lazysnap.state.source import StateSource
-
-logger = logging.getLogger(__name__)
-
-_BEFORE_EXIT_S = 30.0
-"""Seconds after SIGTERM to make the last capture durable: what most schedulers grant before they kill."""
 
 
 class Session:
@@ -88,29 +82,6 @@ class Session:
         """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows how far it is."""
         with bar:
             self.engine.close(drain=True, progress=bar)
-
-    def save_before_exit(self, step: int, *, is_boundary: bool) -> None:
-        """At SIGTERM: make the newest snapshot durable, and tell what became of it; ``is_boundary``: ``step`` is over,
-        capture it.
-
-        With several ranks all call it at the same step. Blocks: at most ``_BEFORE_EXIT_S``.
-        """
-        engine = self.engine
-        if is_boundary:
-            engine.boundary(step, force=True)
-            engine.gate()
-        is_durable = bool(engine.config.levels) and engine.flush(_BEFORE_EXIT_S)
-        why_lost = engine.statistics().unprotected
-        if is_durable:
-            what = "the last snapshot is durable"
-            engine.close(drain=False)
-        elif why_lost is not None:
-            what = f"the last step is not durable after {_BEFORE_EXIT_S:g} s, and NOT protected in memory: {why_lost}"
-        else:
-            what = (
-                f"the last snapshot is in memory, not durable after {_BEFORE_EXIT_S:g} s; the keeper goes on writing it"
-            )
-        logger.warning("terminated at step %d: %s", step, what)
 
     def tell_fresh(self, asked: Any, how: str, step: int = 0) -> None:
         """Tell the user how training starts, if it resumes no snapshot; ``asked``: the checkpoint asked for."""

@@ -22,6 +22,8 @@ def main() -> None:
     parser.add_argument("--trainer", type=int, help="descriptor of a connection to the trainer that starts it")
     parser.add_argument("--foreground", action="store_true", help="do not detach")
     arguments = parser.parse_args()
+    # They come to the whole job, also while this starts; ``run_keeper`` takes them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
     if not arguments.foreground:
         _detach()
     trainer = None

@@ -46,6 +46,7 @@ from lazysnap.keeper.protocol import (
     Drain,
     Drained,
     DrainProgress,
+    Ending,
     FrozenDropped,
     FrozenRefused,
     FrozenSlot,
@@ -87,7 +88,17 @@ _live_clients: "weakref.WeakSet[KeeperClient]" = weakref.WeakSet()
 class KeeperClient:
     """Connection to this job's keeper. Thread-safe."""
 
-    def __init__(self, identity: JobIdentity, config: SnapshotConfig, team: Team | None = None) -> None:
+    def __init__(
+        self,
+        identity: JobIdentity,
+        config: SnapshotConfig,
+        team: Team | None = None,
+        on_notice: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_notice``: called on the client's thread when the keeper says that this process is about to be killed."""
+        self._on_notice = on_notice
+        self._ending: Ending | None = None
+        """The notice of the end that each keeper gets, the next one included."""
         self._identity = identity
         self._config = config
         self._team = team or Team()
@@ -178,6 +189,8 @@ class KeeperClient:
                                 self._run = msgspec.structs.replace(self._run, floor=self._newest_sequence())
                             self._notes.append(self._run)
                             self._run = msgspec.structs.replace(self._run, is_new=False)
+                        if self._ending is not None:
+                            self._notes.append(self._ending)
                         self._connection = connection
                         self.was_attached = True
                         self._events.append(KeeperReady())
@@ -298,6 +311,8 @@ class KeeperClient:
                 self._frozen.drop(message.digest)
             elif isinstance(message, DrainProgress):
                 self._progress = message.done, message.total
+            elif isinstance(message, Ending):
+                self._on_notice()
             if isinstance(message, Complete):
                 news = self._durable.add(message)
                 message = msgspec.structs.replace(message, steps=news)
@@ -402,6 +417,22 @@ class KeeperClient:
                 return
             self._notes.append(message)
         self._send_notes()
+
+    def give_notice(self, *, is_sealed: bool) -> None:
+        """Say that this process is about to be killed, to this keeper and the next. Does not block. See ``Ending``."""
+        self._ending = Ending(is_sealed)
+        self.tell(self._ending)
+
+    def newest_durable(self) -> int:
+        """The newest step of this start that is known to be complete at the first level; -1: none."""
+        with self._changed:
+            return self._durable.newest(self._config.levels[0].url) if self._config.levels else -1
+
+    @property
+    def keeper_pid(self) -> int | None:
+        """The process of the attached keeper."""
+        connection = self._connection
+        return None if connection is None else connection.peer_pid
 
     def _send_notes(self) -> None:
         connection = self._connection

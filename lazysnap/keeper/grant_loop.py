@@ -49,6 +49,9 @@ class GrantActions(Protocol):
     def learned(self, levels: Sequence[NodeLevel]) -> None:
         """An order was obeyed: tell trainers what is complete or lost, and delete what expired, on other threads."""
 
+    def give_notice(self) -> None:
+        """Another node says that all processes are about to be killed. May be called again."""
+
 
 class GrantLoop:
     """The thread. Its methods may be called from any thread, and never block, but for ``close``."""
@@ -134,6 +137,10 @@ class GrantLoop:
     def wish(self, step: int, *, is_urgent: bool = False) -> None:
         """The step must be stored at every level."""
         self._events.put(lambda: self._node.wish(step, is_urgent=is_urgent))
+
+    def give_notice(self) -> None:
+        """All processes are about to be killed: tell the other nodes."""
+        self._events.put(self._node.take_notice)
 
     def listed(self, level: int, steps: set[int] | None) -> None:
         """The snapshots that an earlier keeper of this start stored; ``None``: the level does not tell."""
@@ -272,6 +279,8 @@ class GrantLoop:
 
     def _obey(self, order: Order) -> bool:
         is_news = self._node.receive(order)
+        if order.is_ending:
+            self._actions.give_notice()
         if order.epoch == self._node.epoch:
             self._actions.learned(self._node.levels)
         return is_news
@@ -299,6 +308,9 @@ class GrantLoop:
 
     def _hear(self, report: Report) -> None:
         assert self._coordinator is not None
+        if report.is_ending and not self._coordinator.is_ending:
+            self._coordinator.is_ending = True  # at once: a node that does not answer must not hold it up
+            self._order()
         if self._coordinator.receive(report):
             due = time.monotonic() + self._coordinator.pause_s(_draws.random())
             heapq.heappush(self._timers, (due, next(self._count), self._outbid))

@@ -26,6 +26,7 @@ from lazysnap.keeper.protocol import (
     Drain,
     Drained,
     DrainProgress,
+    Ending,
     FrozenFilled,
     FrozenRefused,
     FrozenSlot,
@@ -113,6 +114,8 @@ class LocalRank:
         self._progress = (0, 0)
         self._has_missed = False
         """True if the trainer did not take some message."""
+        self._is_sealed = False
+        """True if its trainer lives, and captures nothing more."""
         self.is_choosing = False
         """True if its trainer did not name its run yet: until then nothing may be deleted."""
         self._runs: list[tuple[Run, Team]] = []
@@ -126,8 +129,8 @@ class LocalRank:
 
     @property
     def is_gone(self) -> bool:
-        """True if its trainer is dead, or said goodbye: whole captures in its slots do not change any more."""
-        return self.phase not in (Phase.WAITING, Phase.ATTACHED, Phase.AWAY)
+        """True if its trainer is dead, sealed, or said goodbye: captures in its slots do not change any more."""
+        return self._is_sealed or self.phase not in (Phase.WAITING, Phase.ATTACHED, Phase.AWAY)
 
     def has_left(self, start: str) -> bool:
         """See ``node_storage.RankMemory``."""
@@ -275,6 +278,7 @@ class LocalRank:
         self.levels, self.team = hello.levels, hello.team
         self._spill_dir = spill_dir(hello.memory, hello.levels)
         self.is_choosing, self._last, self._settled, self._has_missed = True, None, None, False
+        self._is_sealed = False
         self.go(Event.HELLO)
         newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
         self.emit(Welcome(os.getpid(), newest))
@@ -378,6 +382,11 @@ class LocalRank:
             case Protect():
                 if storage is not None:
                     storage.protect(message.step)
+            case Ending():
+                self._is_sealed = message.is_sealed
+                if storage is not None:
+                    storage.give_notice()
+                    storage.slots_changed()
             case Drain():
                 self._progress = (0, 0)
                 self._drain = message, storage.wait_for(message.step) if storage is not None and self.levels else None

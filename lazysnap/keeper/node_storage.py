@@ -24,7 +24,7 @@ from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
 from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protection import NodeProtection, ProtectionContext
-from lazysnap.keeper.protocol import Complete, Message, NameFailed, Run, Unlinked
+from lazysnap.keeper.protocol import Complete, Ending, Message, NameFailed, Run, Unlinked
 from lazysnap.keeper.step_wait import AtLevel, Wait
 from lazysnap.links.links import About, Links
 from lazysnap.links.links import Hello as LinkHello
@@ -99,6 +99,8 @@ class NodeStorage:
         self._is_closed = False
         self._is_retired = False
         """True once memory belongs to the next start."""
+        self._is_ending = False
+        """True once somebody said that the processes of this start are about to be killed."""
         self._tells_unreached_at: float | None = None
         """The time of the next warning; ``None``: none was given, or it is over."""
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
@@ -332,6 +334,21 @@ class NodeStorage:
         if self.levels:
             self._loop.wish(step, is_urgent=is_urgent)
 
+    def give_notice(self) -> None:
+        """The processes of this start are about to be killed: store the newest capture now; tell all trainers, once."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        self.store_newest()
+        self._loop.give_notice()
+        self.emit(Ending())
+
+    def store_newest(self) -> None:
+        """Store the newest capture that all ranks of the node hold whole, due or not."""
+        step = self.common_step()
+        if step is not None:
+            self.wish(step, is_urgent=True)
+
     def protect(self, step: int) -> None:
         """The step is to be protected by other nodes."""
         if self._protection is not None:
@@ -362,6 +379,8 @@ class NodeStorage:
     def again(self) -> list[Message]:
         """Return the messages for a trainer that comes back."""
         told: list[Message] = [] if self._protection is None else self._protection.again()
+        if self._is_ending:
+            told.append(Ending())
         with self._lock:
             for settings, level in zip(self.levels, self._levels, strict=True):
                 steps = sorted(key.step for key in level.complete if key.start == self.run.start)

@@ -209,6 +209,9 @@ class NodeProtection:
         """See ``GrantActions.begin``."""
         self._work.put(write)
 
+    def give_notice(self) -> None:
+        """See ``GrantActions.give_notice``: storage takes it."""
+
     def learned(self, levels: Sequence[NodeLevel]) -> None:
         """See ``GrantActions.learned``."""
         if self._held.learn():

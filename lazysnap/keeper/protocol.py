@@ -12,7 +12,7 @@ from lazysnap.errors import KeeperUnavailable
 from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 
@@ -186,6 +186,15 @@ class ServePeers(Question, frozen=True, kw_only=True):
     host: str
     port: int
     secret: Secret
+
+
+class Ending(Message, frozen=True):
+    """The processes of this start are about to be killed: store the newest capture now, and tell all ranks. A keeper
+    says the same to its trainers."""
+
+    is_sealed: bool = False
+    """True if this trainer captures nothing more: what it holds counts as that of a dead one, so that all ranks store
+    the same step."""
 
 
 class Ping(Message, frozen=True):

@@ -68,6 +68,8 @@ def run_keeper(
     if trainer is not None:
         server.serve(trainer, is_proven=True)
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes of a step; it is for trainers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
     server.run()
 
 
@@ -90,6 +92,8 @@ class Server:
         """When it leaves, if no trainer came."""
         self._has_served = False
         self._is_terminated = False
+        self._ends = False
+        """True once it is to leave when the last trainer has."""
         self._is_leaving = False
         """True if it was asked to leave, and no trainer came since."""
         self._asked_to_stop: Connection | None = None
@@ -160,12 +164,14 @@ class Server:
         return self._storage is None or self._storage.is_idle() or time.monotonic() > self._idle_until
 
     def terminate(self) -> None:
-        """SIGTERM: persist the newest captures, then leave."""
+        """SIGTERM: persist the newest captures, then leave; while a trainer lives, not before its end."""
         self._is_terminated = True
 
     def _tick(self) -> None:
         if self._is_terminated:
-            self._is_terminated = False
+            self._end()
+        if self._ends and not any(rank.is_used for rank in self._ranks.values()):
+            self._ends = False
             self._leave()
         if self._storage is not None and self._storage.is_abandoned():
             self._go_back()
@@ -239,6 +245,12 @@ class Server:
     def _emit(self, message: Message) -> None:
         for rank in list(self._ranks.values()):
             rank.emit(message)
+
+    def _end(self) -> None:
+        """SIGTERM came. Trainers may have got it, too (Slurm, systemd), and need this keeper to their end."""
+        self._is_terminated, self._ends = False, True
+        if self._storage is not None:
+            self._storage.store_newest()
 
     def _leave(self) -> None:
         self._is_leaving = True
@@ -361,7 +373,8 @@ class Server:
         if rank is not None and rank.refuses(connection):
             connection.send(rank.busy())
             return
-        self._is_leaving = False  # what it still holds serves a trainer better than no memory for up to an hour
+        # What it still holds serves a trainer better than no memory for up to an hour.
+        self._ends = self._is_leaving = False
         if rank is not None and rank.phase is Phase.GONE:
             rank.close()
             rank = None

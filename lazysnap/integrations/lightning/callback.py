@@ -10,6 +10,7 @@ from lazysnap.integrations.arguments import Arguments
 from lazysnap.integrations.lightning.display import Loggers, drain_bar
 from lazysnap.integrations.lightning.framework import callback_bases, rebase
 from lazysnap.integrations.lightning.latest import HOW, Latest
+from lazysnap.integrations.lightning.signals import listen
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
 from lazysnap.integrations.patches import Patches
@@ -85,10 +86,16 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._latest, self._loggers = latest, Loggers(trainer)
             self._hook_loops(trainer)
 
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Heed a notice of the end."""
+        if self._latest is not None:
+            listen(trainer, self._begun(trainer).engine)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
             session, state = self._begun(trainer), self._state
+            listen(trainer, session.engine)
 
             def prepare() -> None:
                 check_parts(trainer)
@@ -111,16 +118,9 @@ class LazySnapshotCallback(WithEngine, Callback):
             epoch_loop._batches_that_stepped -= 1
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """A last capture on SIGTERM; else leave the newest one to the keeper, for a restart."""
+        """Leave the newest capture to the keeper, for a restart."""
         try:
             if self.session is not None:
-                step = trainer.global_step
-                if type(exception).__name__ == "SIGTERMException":
-                    # Lightning looks for the signal after a batch and everything due after it: this is a boundary. In
-                    # the middle of a validation it is none: weights may be swapped, and the rest of it would be missing
-                    # after the restart.
-                    is_boundary = not trainer.validating and self.session.has_passed(step)
-                    self.session.save_before_exit(step, is_boundary=is_boundary)
                 self.session.engine.abandon(exception)
         finally:
             self.leave()

@@ -1,0 +1,294 @@
+"""What happens between a notice of the end (``engine.signals``) and the end of the process.
+
+::
+
+    notice      the keeper stores the newest capture at once, and tells the other ranks
+    boundary    if it comes soon: the newer step is captured, and the training thread stops there
+    sealed      nothing more is captured. To the keeper this rank is as one whose trainer is dead: the keepers store the
+                newest step that all ranks hold
+    told        that step is durable: one line names it and the step that was cut
+    end         at a boundary by an exception in the training thread, else at once
+
+A boundary comes soon if it comes within twice the time of the last step, counted from the last boundary, and within
+half of the budget. When the budget is over, the line says what is not durable and where it is, and the process ends.
+A program that handles the signal itself, or that reads ``engine.stop_requested``, ends itself: then the newest capture
+is stored, and the rest is up to the program.
+"""
+
+import contextlib
+import enum
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from lazysnap.config import SnapshotConfig
+from lazysnap.console import say
+from lazysnap.engine.signals import Listener
+from lazysnap.errors import ConfigError
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.levels.redaction import shown
+
+logger = logging.getLogger("lazysnap.engine")
+
+NOTICE_S = "LAZYSNAP_NOTICE_S"
+"""The environment variable with the seconds from a notice until the process is killed."""
+EXIT_CODE = "LAZYSNAP_NOTICE_EXIT_CODE"
+"""The environment variable with the exit code of a training that a notice ends."""
+_DEFAULT_NOTICE_S, _DEFAULT_EXIT_CODE = 30.0, 128 + 15
+_MARGIN = 0.1
+"""The part of the budget that is left to the end of the process."""
+_SLACK_S = 0.5
+"""A step may take so much longer than twice the one before."""
+_LOOK_S = 0.1
+_FLUSH_S = 1.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """The captures of one rank at one moment."""
+
+    steps: tuple[int, ...]
+    """Whole in memory, the newest first; empty if nothing is newer than ``durable``."""
+    durable: int | None
+    """The newest step of this training that a level is known to have."""
+
+
+class _Way(enum.Enum):
+    """The way a training ends after a notice."""
+
+    CUT = "at the next boundary, or at once"
+    PROGRAM = "the program ends it"
+    CLOSE = "it was over already, and is being closed"
+
+
+class Notice:
+    """Waits for the notice of one training. All methods are for the training thread."""
+
+    def __init__(self, config: SnapshotConfig, held: Callable[[], Held], seal: Callable[[], Held]) -> None:
+        """Both are called on other threads. ``held`` returns what is captured by now; ``seal``, too, when copies are
+        done, and lets nothing be captured any more.
+
+        Raises: ConfigError, for an environment variable that is no number.
+        """
+        self._config, self._held, self._seal = config, held, seal
+        self._budget_s = _number(NOTICE_S, _DEFAULT_NOTICE_S)
+        self._code = int(_number(EXIT_CODE, _DEFAULT_EXIT_CODE))
+        self._exception: type[BaseException] = SystemExit
+        self.listener = Listener(self._heard)
+        self._client: KeeperClient | None = None
+        self._pace_s: float | None = None
+        """The seconds between the last two boundaries."""
+        self._last = (0.0, 0)
+        """The time and the step of the last boundary."""
+        self._way: _Way | None = None
+        """``None`` before the notice."""
+        self._what = ""
+        """The source of the notice."""
+        self._stored = -1
+        """The step that was stored after the notice."""
+        self._is_looked_at = self._is_closing = self._is_raised = False
+        self._arrived = threading.Event()
+        """Set when the training thread is at a boundary."""
+        self._telling = threading.Lock()
+        self._is_told = threading.Event()
+        self._is_left = threading.Event()
+
+    # ---------------------------------------------------------------- the training thread
+
+    def listen(self, client: KeeperClient, step: int, exception: type[BaseException]) -> None:
+        """Training goes on behind ``step``: from now on a notice is heard. Idempotent. Does not block.
+
+        ``exception`` is raised at the last boundary, with the exit code.
+        """
+        if self.listens:
+            return
+        self._client, self._last, self._exception = client, (time.monotonic(), step), exception
+        self.listener.start()
+        if not self.listener.has_signals and os.getpid() == 1:
+            logger.warning(
+                "SIGTERM can neither end this training nor store its newest step: it is process number 1, and does not "
+                "train on its main thread, where alone Python handles signals. Train on the main thread, or start the "
+                "container with an init process (docker run --init)"
+            )
+
+    @property
+    def listens(self) -> bool:
+        """True after ``listen``."""
+        return self._client is not None
+
+    def is_requested(self) -> bool:
+        """True once a notice came. The program that asks ends its training itself, from now on."""
+        self._is_looked_at = True
+        return self._way is not None
+
+    @property
+    def cuts(self) -> bool:
+        """True if the notice ends this training."""
+        return self._way is _Way.CUT
+
+    def passed(self, step: int) -> None:
+        """A boundary is over. If the training ends here, block until that step is durable.
+
+        Raises: the exception of ``listen``, if the training ends here.
+
+        On another thread than the main one it ends the process: there an exception would end the thread alone.
+        """
+        now = time.monotonic()
+        self._pace_s, self._last = now - self._last[0], (now, step)
+        if self.cuts and not self._is_raised:
+            self._arrived.set()
+            self._is_told.wait()
+            if threading.current_thread() is not threading.main_thread():
+                self._exit()
+            self._is_raised = True
+            raise self._exception(self._code)
+
+    def closes(self) -> None:
+        """The training is over, and is about to be closed: a notice waits for that."""
+        self._is_closing = True
+
+    def fails(self, *, is_alone: bool) -> None:
+        """An error ends the training. If a notice came, wait until the newest step is durable.
+
+        With several ranks end the process then: those that are gone already make the others fail.
+        """
+        if self.cuts and not self._is_raised:
+            self._arrived.set()
+            self._is_told.wait()
+            if not is_alone:
+                self._exit()
+
+    def leave(self) -> None:
+        """The training has ended: signals are handled as before. Idempotent. Does not block."""
+        self._is_left.set()
+        self.listener.close()
+
+    # ---------------------------------------------------------------- other threads
+
+    def _heard(self, what: str) -> None:
+        """Do all that follows a notice, on the listener's thread."""
+        client, ends_at = self._client, time.monotonic() + (1 - _MARGIN) * self._budget_s
+        assert client is not None
+        self._what = what
+        if self._is_closing:
+            self._way = _Way.CLOSE
+        elif self._is_looked_at or self.listener.is_of_program(what):
+            self._way = _Way.PROGRAM
+        else:
+            self._way = _Way.CUT
+        client.give_notice(is_sealed=False)
+        threading.Thread(target=self._guard, args=(ends_at,), name="lazysnap-budget", daemon=True).start()
+        if self._way is _Way.PROGRAM:
+            self._follow(client, ends_at)
+        if self._way is not _Way.CUT:
+            return
+        self._arrived.wait(self._patience_s())
+        held = self._seal()
+        client.give_notice(is_sealed=True)
+        if self._store(client, held, ends_at):
+            self._tell()
+            if not self._arrived.is_set():
+                self._exit()
+
+    def _patience_s(self) -> float:
+        """Return the seconds within which the next boundary is expected."""
+        if self._pace_s is None:
+            return 0.0
+        return max(0.0, min(self._last[0] + 2 * self._pace_s + _SLACK_S - time.monotonic(), self._budget_s / 2))
+
+    def _store(self, client: KeeperClient, held: Held, ends_at: float) -> bool:
+        """Block until the newest step that all ranks hold is durable at the first level; ``False`` after the deadline.
+
+        Without levels, or without any capture, there is nothing to wait for.
+        """
+        if not self._config.levels or not held.steps:
+            return True
+        while (left_s := ends_at - time.monotonic()) > 0:
+            # A newer one that other ranks lack is found lost at once.
+            for step in held.steps:
+                is_there = client.drain(step, left_s, enough=functools.partial(client.is_durable, step))
+                if is_there or client.is_durable(step):
+                    self._stored = step
+                    return True
+            time.sleep(_LOOK_S)
+        return False
+
+    def _follow(self, client: KeeperClient, ends_at: float) -> None:
+        """The program ends itself: say when the newest step of now is durable."""
+        newest = max(self._held().steps, default=None)
+        while newest is not None and self._config.levels and client.newest_durable() < newest:
+            if self._is_left.wait(_LOOK_S) or time.monotonic() > ends_at:
+                return
+        self._tell()
+
+    def _guard(self, ends_at: float) -> None:
+        """End the process when the budget is over, unless the training has ended, or the program ends it."""
+        if self._is_left.wait(max(0.0, ends_at - time.monotonic())):
+            return
+        self._tell()
+        if self._way is not _Way.PROGRAM:
+            self._exit()
+
+    def _tell(self) -> None:
+        """Write the last line, once."""
+        with self._telling:
+            if not self._is_told.is_set():
+                line, is_good = self._line()
+                if is_good:
+                    say(line)
+                else:
+                    logger.warning("%s", line)
+                self._is_told.set()
+
+    def _line(self) -> tuple[str, bool]:
+        """Return the line, and whether nothing that was captured is missing."""
+        client, held, levels = self._client, self._held(), self._config.levels
+        assert client is not None
+        durable = max(client.newest_durable(), self._stored, -1 if held.durable is None else held.durable)
+        asks = "asks this training to end" if self._way is _Way.PROGRAM else "ended this training"
+        head = f"{self._what or 'a notice to another rank'} {asks} in step {self._last[1] + 1}"
+        stored = f"step {durable} is durable at {shown(levels[0].url)}" if levels and durable >= 0 else ""
+        newest = max(held.steps, default=-1)
+        if newest < 0 and not stored:
+            return f"{head}: no step of it was captured, a restart begins as this one did", True
+        if newest <= durable:
+            return f"{head}; {stored}", True
+        keeper = client.keeper_pid
+        where = f"step {newest} is in the memory of " + (
+            "this process alone" if keeper is None else f"the keeper (process {keeper})"
+        )
+        if os.getpid() == 1:
+            where += ", which ends with this process, number 1 of its container"
+        elif keeper is not None and levels:
+            where += ", which goes on storing it"
+        if not levels:
+            return f"{head}; {where}: there is no storage level", False
+        return f"{head}; NOT DURABLE after {self._budget_s:g} s ({NOTICE_S}): {where}; {stored or 'none is'}", False
+
+    def _exit(self) -> NoReturn:
+        """End the process. Nothing else is reliable from here: the main thread may stand in a collective."""
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_S)  # the main thread may hold the lock of a stream
+        os._exit(self._code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _number(name: str, default: float) -> float:
+    """Raises: ConfigError."""
+    text = os.environ.get(name) or str(default)
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) >= 0:
+            return value
+    raise ConfigError(f"{name} must be a number of 0 or more, got {text!r}")

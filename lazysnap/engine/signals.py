@@ -1,0 +1,188 @@
+"""Signals and a file that say that this process is about to be killed."""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+logger = logging.getLogger("lazysnap.engine")
+
+STOP_FILE = "LAZYSNAP_STOP_FILE"
+"""The environment variable that names a file. When it appears, or is written again, training ends."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_CLOSE, _FILE, _KEEPER = 0, 254, 255
+"""What is written to the pipe instead of the number of a signal."""
+_LOOK_S = 0.25
+_listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
+
+
+class Beside:
+    """A handler of somebody who does not end the training: it is called, and the training ends all the same."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Call the handler, if there is one."""
+        if callable(self._handler):
+            self._handler(number, frame)
+
+
+class Listener:
+    """Calls ``heard`` once, on a thread of its own, with the name of what was noticed first.
+
+    A signal reaches that thread at once, whatever the main thread does: Python's C handler writes to a pipe. The
+    program's own handler is called too, on the main thread, when that is between two instructions.
+    """
+
+    def __init__(self, heard: Callable[[str], None]) -> None:
+        self._heard = heard
+        self._pipe: tuple[int, int] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._wakeup_before = -1
+        self._is_over = threading.Event()
+
+    @property
+    def is_on(self) -> bool:
+        """True between ``start`` and ``close``."""
+        return self._pipe is not None
+
+    @property
+    def has_signals(self) -> bool:
+        """True if it handles signals. Elsewhere than on the main thread Python cannot."""
+        return bool(self._before)
+
+    def start(self) -> None:
+        """Begin. Handles signals if called on the main thread."""
+        if self._pipe is not None:
+            return
+        reader, writer = self._pipe = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(writer, False)
+        _listeners.add(self)
+        if threading.current_thread() is threading.main_thread():
+            self._install(writer)
+        threading.Thread(target=self._listen, args=(reader,), name="lazysnap-notice", daemon=True).start()
+        path = os.environ.get(STOP_FILE)
+        if path:
+            # Apart from signals: a file system that does not answer holds this thread up, and nothing else.
+            threading.Thread(target=self._watch, args=(path, _stamp(path)), name="lazysnap-file", daemon=True).start()
+
+    def _install(self, writer: int) -> None:
+        for number in SIGNALS:
+            before = signal.getsignal(number)
+            while isinstance(owner := getattr(before, "__self__", None), Listener):  # of an engine that was left open
+                before = owner._before[number]
+            # A handler that is not Python's, such as that of faulthandler, could not be called, nor put back.
+            if before is not signal.SIG_IGN and (callable(before) or not _is_caught(number)):
+                self._before[number] = before
+                signal.signal(number, self._on_signal)
+        if self._before:
+            self._wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._write(number)  # again, if somebody else took the wakeup descriptor
+        before = self._before.get(signal.Signals(number))
+        if callable(before):
+            before(number, frame)
+
+    def is_of_program(self, name: str) -> bool:
+        """True if the program handles that signal itself; of anything else, if it handles SIGTERM."""
+        number = next((number for number in self._before if number.name == name), signal.SIGTERM)
+        now = signal.getsignal(number)
+        is_ours = getattr(now, "__self__", None) is self
+        handler = self._before.get(number) if is_ours else now
+        return callable(handler) and not isinstance(handler, Beside)
+
+    def ring(self) -> None:
+        """The keeper noticed something on another rank."""
+        self._write(_KEEPER)
+
+    def _write(self, what: int) -> None:
+        pipe = self._pipe
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # full: there is something to read
+                os.write(pipe[1], bytes([what]))
+
+    def _listen(self, reader: int) -> None:
+        names = {int(number): number.name for number in SIGNALS} | {_FILE: os.environ.get(STOP_FILE, ""), _KEEPER: ""}
+        while (what := os.read(reader, 1)[0]) != _CLOSE:
+            if self._wakeup_before >= 0 and what not in (_FILE, _KEEPER):
+                with contextlib.suppress(OSError):
+                    os.write(self._wakeup_before, bytes([what]))
+            if what in names:
+                self._heard(names[what])
+                names = {}
+        os.close(reader)
+
+    def _watch(self, path: str, before: object) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            now = _stamp(path)
+            if now is not None and now != before:
+                self._write(_FILE)
+                return
+            before = now
+
+    def close(self) -> None:
+        """Put the handlers back that were there before. Idempotent. Does not block."""
+        pipe = self._pipe
+        if pipe is None:
+            return
+        self._is_over.set()
+        if self._before and threading.current_thread() is not threading.main_thread():
+            return  # only there may the handlers, which write to the pipe, be taken away
+        self._uninstall(pipe[1])
+        self._write(_CLOSE)
+        self._pipe = None
+        os.close(pipe[1])
+
+    def _uninstall(self, writer: int) -> None:
+        if not self._before:
+            return
+        if (now := signal.set_wakeup_fd(-1)) != writer:
+            signal.set_wakeup_fd(now)  # of somebody who came later
+        elif self._wakeup_before >= 0:
+            with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+                signal.set_wakeup_fd(self._wakeup_before)
+        for number, before in self._before.items():
+            if getattr(signal.getsignal(number), "__self__", None) is self:
+                signal.signal(number, before)
+        self._before = {}
+
+    def forget_in_child(self) -> None:
+        """Leave the signals of a forked child alone: its pipe is the parent's."""
+        if self._pipe is not None:
+            self._uninstall(self._pipe[1])
+            for end in self._pipe:
+                os.close(end)
+            self._pipe = None
+
+
+def _stamp(path: str) -> object:
+    """What changes when the file is written again; ``None`` if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _is_caught(number: signal.Signals) -> bool:
+    """True if this process has a handler for that signal."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as lines:
+        for line in lines:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _after_fork_in_child() -> None:
+    for listener in list(_listeners):
+        listener.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
