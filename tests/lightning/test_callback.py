@@ -1,6 +1,5 @@
 """What users do with the callback and with ckpt_path="latest", over the real engine and keeper."""
 
-import os
 import pickle
 import signal
 
@@ -11,7 +10,6 @@ from harness import BATCH_SIZE, Net, Numbers, digest
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lazysnap import LazySnapshotCallback, LossSpike, PersistentLevel, SnapshotConfig, latest_path
@@ -116,19 +114,6 @@ def test_after_ctrl_c_a_fit_goes_on_from_the_step_before_it(tmp_path, whole):
     finally:
         signal.signal(signal.SIGINT, handler)
     assert finish(*fit(tmp_path, seed=99)) == whole
-
-
-@pytest.mark.parametrize(
-    ("step", "durable", "settings"),
-    [(5, 5, {}), (5, 6, {"limit_val_batches": 0})],
-    ids=["before a validation", "at the end of an epoch"],
-)
-def test_sigterm_makes_the_last_clean_step_durable(step, durable, settings, tmp_path):
-    whole = finish(*fit(tmp_path / "whole", **settings))
-    with pytest.raises(SIGTERMException):
-        fit(tmp_path, DieAt(step, lambda: os.kill(os.getpid(), signal.SIGTERM)), **settings)
-    assert f"/step-{durable:08d}-" in latest_path(str(tmp_path / "lazysnap"))
-    assert finish(*fit(tmp_path, seed=99, **settings)) == whole
 
 
 def test_a_finished_training_started_again_ends_at_once_and_can_be_prolonged(tmp_path):

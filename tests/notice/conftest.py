@@ -1,0 +1,136 @@
+"""Trainings that get a notice of their end: real processes, real signals."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+from lazysnap import SnapshotConfig, latest_path
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import try_connect
+
+HERE = pathlib.Path(__file__).parent
+UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+INIT = [sys.executable, str(HERE / "small_init.py")]
+PARENTS = {
+    "none": [],
+    "a shell": ["sh", "-c", '"$@"; exit $?', "sh"],
+    "process 1": UNSHARE,
+    "an init": [*UNSHARE, *INIT],
+}
+LINE = re.compile(r"lazysnap: (.*) ended this training in step (\d+)(.*)")
+DURABLE = re.compile(r"; step (\d+) is durable at (\S+)")
+
+
+class Run:
+    """One start of a training, and the lines it wrote."""
+
+    def __init__(self, command, env, depth):
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.depth = depth
+        self.lines = []
+
+    def await_line(self, *wanted):
+        """Read until one of these lines; what else was written stays in ``lines``."""
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if self.lines[-1] in wanted:
+                return
+        raise AssertionError("\n".join([f"none of {wanted} in:", *self.lines]))
+
+    def pid(self):
+        """The process that is told: the training, or the init above it."""
+        pid = self.process.pid
+        for _ in range(self.depth):
+            [pid] = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(pid)
+
+    def end(self):
+        """Read to the end; the exit code, as a shell would show it."""
+        self.lines += [line.rstrip("\n") for line in self.process.stdout]
+        code = self.process.wait()
+        return 128 - code if code < 0 else code
+
+    def steps(self, word):
+        return [int(line.split()[1]) for line in self.lines if re.fullmatch(rf"{word} \d+", line)]
+
+    def cut(self):
+        """The step that was cut and the one that is durable, of the last line of lazysnap."""
+        found = [match for line in self.lines if (match := LINE.search(line))]
+        assert len(found) == 1, "\n".join(self.lines)
+        durable = DURABLE.search(found[0][3])
+        return int(found[0][2]), durable and int(durable[1])
+
+
+class Trainings:
+    def __init__(self, root):
+        self.root, self.runs = root, []
+        self.job_id = uuid.uuid4().hex
+        self.url = str(root / "snapshots")
+
+    def start(self, door, phase, at, *, parent="none", **env):
+        """``at``: the step; with a ``+`` the training goes on behind it."""
+        env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, "OMP_NUM_THREADS": "1", **env}
+        command = [*PARENTS[parent], sys.executable, str(HERE / "noticed.py"), door, str(self.root), phase, at]
+        depth = {"none": 0}.get(parent, 1)
+        self.runs.append(Run(command, env, depth))
+        return self.runs[-1]
+
+    def start_ranks(self, phase, at, **env):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                   str(HERE / "noticed.py"), "plain", str(self.root), phase, at]  # fmt: skip
+        env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, "OMP_NUM_THREADS": "1", **env}
+        self.runs.append(Run(command, env, 0))
+        return self.runs[-1]
+
+    def durable(self):
+        """The newest complete step on storage."""
+        path = latest_path(self.url)
+        return path and int(re.search(r"step-(\d+)-", path)[1])
+
+    def keeper(self):
+        connection = try_connect(JobIdentity.from_config(SnapshotConfig(job_id=self.job_id)))
+        if connection is None:
+            return None
+        pid = connection.peer_pid
+        connection.close()
+        return pid
+
+    def kill_keeper(self):
+        pid = self.keeper()
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+
+    def close(self):
+        for run in self.runs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.process.pid, signal.SIGKILL)
+            run.process.stdout.close()
+            run.process.wait()
+        self.kill_keeper()
+
+
+@pytest.fixture
+def trainings(tmp_path):
+    trainings = Trainings(tmp_path)
+    yield trainings
+    trainings.close()
+
+
+def can_unshare():
+    return subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="session")
+def namespaces():
+    """Skip where a user may make no namespace of processes."""
+    if not can_unshare():
+        pytest.skip("unshare --user --pid is not allowed here")

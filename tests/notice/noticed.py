@@ -1,0 +1,194 @@
+"""A training that says on stdout where it is: ``noticed.py DOOR DIRECTORY PHASE STEP``.
+
+At PHASE of STEP it stays: as a long step, evaluation or save would, until a notice ends it; with a sign after STEP
+(``7+``) it goes on. ``boundary N`` is written when the boundary of step N is over.
+"""
+
+import os
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+
+DOOR, DIRECTORY, PHASE, AT = sys.argv[1:5]
+STEPS, EVERY = 4000, 5
+ROWS, EPOCHS = 64, STEPS // 8
+torch.set_num_threads(1)
+
+
+def at(phase, step):
+    print(f"{phase} {step}", flush=True)
+    if (phase, str(step)) == (PHASE, AT):
+        while True:
+            sum(range(1000))
+
+
+def net():
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+
+class State:
+    """Asked for its state inside of each capture."""
+
+    def state_dict(self):
+        if STEP[0]:
+            at("save_state", STEP[0])
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+STEP = [0]
+
+
+def plain(url):
+    from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+
+    model = net()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = SnapshotConfig(levels=(PersistentLevel(url, every_n_steps=1000),))
+    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "state": State()})
+    engine.restore("latest")
+    with engine:
+        at("before", 0)
+        while engine.step < STEPS:
+            STEP[0] = step = engine.step + 1
+            at("step", step)
+            if dist.is_initialized() and dist.get_rank() == 0:
+                at("collective", step)  # the others wait in theirs
+            wrapped(torch.randn(4, 8)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.boundary()
+            print(f"boundary {step}", flush=True)
+            if step % EVERY == 0:
+                at("evaluation", step)
+
+
+def looking(url):
+    """A program that ends itself."""
+    from lazysnap import SnapshotEngine
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = SnapshotEngine(url, {"model": model, "optimizer": optimizer})
+    engine.restore("latest")
+    with engine:
+        while not engine.stop_requested:
+            step = engine.step + 1
+            at("step", step)
+            model(torch.randn(4, 8)).pow(2).mean().backward()
+            optimizer.step()
+            engine.boundary()
+            print(f"boundary {step}", flush=True)
+    print(f"left at {engine.step}", flush=True)
+    sys.exit(3)
+
+
+def lightning(url):
+    import lightning.pytorch as pl
+
+    from lazysnap import LazySnapshotCallback
+
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch, index):
+            at("step", self.trainer.global_step + 1)
+            return self.net(batch[0]).pow(2).mean()
+
+        def validation_step(self, batch, index):
+            at("evaluation", self.trainer.global_step)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    class Says(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            print(f"boundary {trainer.global_step}", flush=True)
+
+        def on_train_start(self, trainer, module):
+            at("before", 0)
+
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            if trainer.global_step:
+                at("save_state", trainer.global_step)
+
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(ROWS, 8)), batch_size=8)
+    trainer = pl.Trainer(
+        max_steps=STEPS, default_root_dir=DIRECTORY, callbacks=[Says(), LazySnapshotCallback(url)], accelerator="cpu",
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        val_check_interval=EVERY, num_sanity_val_steps=1,
+    )  # fmt: skip
+    trainer.fit(Model(), loader, loader, ckpt_path="latest")
+
+
+def accelerate(url):
+    from lazysnap.integrations.accelerate import LazyAccelerator
+
+    accelerator = LazyAccelerator(cpu=True, snapshots=url)
+    model = net()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(ROWS, 8)), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    accelerator.register_for_checkpointing(State())
+    accelerator.load_state("latest")
+    at("before", 0)
+    step = 0
+    for _ in range(EPOCHS):
+        for [batch] in loader:
+            STEP[0] = step = step + 1
+            at("step", step)
+            accelerator.backward(model(batch).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.save_state()
+            print(f"boundary {step}", flush=True)
+            if step % EVERY == 0:
+                at("evaluation", step)
+
+
+def transformers(url):
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    import lazysnap
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x=None, labels=None):
+            return {"loss": (self.net(x) - labels).pow(2).mean()}
+
+    class Says(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            at("before", 0)
+
+        def on_step_begin(self, args, state, control, **_):
+            print(f"boundary {state.global_step}", flush=True)
+            at("step", state.global_step + 1)
+
+        def on_prediction_step(self, args, state, control, **_):
+            at("evaluation", state.global_step)
+
+    rows = [{"x": torch.randn(8), "labels": torch.randn(1)} for _ in range(ROWS)]
+    arguments = TrainingArguments(
+        output_dir=DIRECTORY, max_steps=STEPS, per_device_train_batch_size=8, eval_strategy="steps", eval_steps=EVERY,
+        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Says()])
+    lazysnap.attach(trainer, url)
+    trainer.train(resume_from_checkpoint="latest")
+
+
+if __name__ == "__main__":
+    if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+    globals()[DOOR](str(pathlib.Path(DIRECTORY) / "snapshots"))
+    print("over", flush=True)
