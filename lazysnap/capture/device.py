@@ -24,8 +24,8 @@ from functools import partial
 
 import torch
 
+from lazysnap.capture.capture import Capture
 from lazysnap.capture.devices import event_for_thread
-from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import CapturePlan, view_of
 from lazysnap.capture.reader import pieces_of
 from lazysnap.capture.registration import register
@@ -69,24 +69,24 @@ class DeviceCopier:
         self._done: torch.Event | None = None
         self._has_warned = False
 
-    def begin(self, job: CaptureJob) -> None:
-        """Queue all copies of this device. What was queued stands in ``job.arrivals`` and ``job.device_copies``, also
+    def begin(self, capture: Capture) -> None:
+        """Queue all copies of this device. ``arrivals`` and ``device_copies`` of the capture list what was queued, also
         where this raises: out of memory, for example.
         """
-        is_locked = register(job.slot, self._device)  # usually done before, in the background
+        is_locked = register(capture.slot, self._device)  # usually done before, in the background
         with torch.accelerator.device_index(self._device.index), torch.no_grad():
-            if job.plan is not self._plan:
-                self._prepare(job.plan)
+            if capture.plan is not self._plan:
+                self._prepare(capture.plan)
             before = event_for_thread(self._device, enable_timing=True)
             try:
-                self._queue(job, is_locked=is_locked)
+                self._queue(capture, is_locked=is_locked)
             except BaseException:
-                self._end(job, before)
+                self._end(capture, before)
                 raise
             if is_locked:
-                self._end(job, before)
+                self._end(capture, before)
             else:
-                job.arrivals.append((job.plan.layout.size_bytes, partial(self._end, job, before)))
+                capture.arrivals.append((capture.plan.layout.size_bytes, partial(self._end, capture, before)))
 
     def gate(self) -> tuple[torch.Event, torch.Event]:
         """The compute stream goes no further than here before the copies are done. The events round its wait."""
@@ -98,32 +98,32 @@ class DeviceCopier:
         behind.record(compute)
         return before, behind
 
-    def _queue(self, job: CaptureJob, *, is_locked: bool) -> None:
+    def _queue(self, capture: Capture, *, is_locked: bool) -> None:
         compute = torch.accelerator.current_stream(self._device)
         try:
-            self._stage(job, lazy=False)
-            eager = self._transfers(job, lazy=False)
+            self._stage(capture, lazy=False)
+            eager = self._transfers(capture, lazy=False)
             if is_locked:
-                self._send(job, eager)
+                self._send(capture, eager)
             else:
                 for _, host, source in eager:
                     _bring(host, source, compute.record_event())
         finally:
             self._side.wait_event(compute.record_event())
         with self._side:
-            self._stage(job, lazy=True)
-            lazy = self._transfers(job, lazy=True)
+            self._stage(capture, lazy=True)
+            lazy = self._transfers(capture, lazy=True)
             if is_locked:
-                self._send(job, lazy)
+                self._send(capture, lazy)
             else:
                 ready = self._side.record_event()
-                job.arrivals += [(start, partial(_bring, host, source, ready)) for start, host, source in lazy]
+                capture.arrivals += [(start, partial(_bring, host, source, ready)) for start, host, source in lazy]
 
-    def _end(self, job: CaptureJob, before: torch.Event) -> None:
+    def _end(self, capture: Capture, before: torch.Event) -> None:
         """Note the end of all copies of this device: for the gate's wait, and for the copy thread's."""
         with torch.accelerator.device_index(self._device.index), self._side:
             self._done = self._side.record_event()
-            job.device_copies.append((before, event_for_thread(self._device, enable_timing=True)))
+            capture.device_copies.append((before, event_for_thread(self._device, enable_timing=True)))
 
     def _prepare(self, plan: CapturePlan) -> None:
         """Find the runs of adjacent tensors and make their staging buffers, once per plan."""
@@ -173,12 +173,12 @@ class DeviceCopier:
         self._runs.append(run)
         self._run_buffers.append(buffer[lead:])
 
-    def _stage(self, job: CaptureJob, *, lazy: bool) -> None:
-        chosen = [index for index in self._staging if job.plan.records[index].lazy is lazy]
+    def _stage(self, capture: Capture, *, lazy: bool) -> None:
+        chosen = [index for index in self._staging if capture.plan.records[index].lazy is lazy]
         if chosen:
-            torch._foreach_copy_([self._staging[i] for i in chosen], [job.sources[i].detach() for i in chosen])
+            torch._foreach_copy_([self._staging[i] for i in chosen], [capture.sources[i].detach() for i in chosen])
 
-    def _send(self, job: CaptureJob, transfers: Iterable[Transfer]) -> None:
+    def _send(self, capture: Capture, transfers: Iterable[Transfer]) -> None:
         """Queue copies into the page-locked slot on the current stream."""
         starts: list[int] = []
         sent = 0
@@ -187,24 +187,25 @@ class DeviceCopier:
             starts.append(start)
             sent += host.nbytes
             if sent >= EVENT_BYTES:
-                self._mark(job, starts)
+                self._mark(capture, starts)
                 starts, sent = [], 0
-        self._mark(job, starts)
+        self._mark(capture, starts)
 
-    def _mark(self, job: CaptureJob, starts: list[int]) -> None:
+    def _mark(self, capture: Capture, starts: list[int]) -> None:
         landed = event_for_thread(self._device)
-        job.arrivals += [(start, landed.synchronize) for start in starts]
+        capture.arrivals += [(start, landed.synchronize) for start in starts]
 
-    def _transfers(self, job: CaptureJob, *, lazy: bool) -> Iterator[Transfer]:
+    def _transfers(self, capture: Capture, *, lazy: bool) -> Iterator[Transfer]:
         """Copies to the host in file order: of large tensors, and with the lazy ones those of all that was staged."""
-        large = [(job.plan.records[index].offset, index) for index in self._large[lazy]]
+        large = [(capture.plan.records[index].offset, index) for index in self._large[lazy]]
         runs = [(run.start, -1 - number) for number, run in enumerate(self._runs if lazy else ())]
         for start, which in sorted(large + runs):
             if which >= 0:
-                yield start, job.plan.view(job.slot, which), job.sources[which].detach()
+                yield start, capture.plan.view(capture.slot, which), capture.sources[which].detach()
             else:
                 run = self._runs[-1 - which]
-                host = view_of(job.slot.buffer, job.slot.image_offset + run.start, torch.uint8, (run.end - run.start,))
+                place, size = capture.slot.image_offset + run.start, run.end - run.start
+                host = view_of(capture.slot.buffer, place, torch.uint8, (size,))
                 yield start, host, self._run_buffers[-1 - which]
 
 

@@ -5,6 +5,7 @@ with at least one dimension, and what the source names besides. Everything else 
 before control returns, since it may change at any time (docs/architecture.md).
 """
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,7 +85,10 @@ class CapturePlan:
     """Tensors of the state that are stored apart."""
     replicas: list[int] = field(default_factory=list)
     """See ``CaptureMeta``."""
-    _views: dict[Slot, dict[int, torch.Tensor]] = field(default_factory=dict, repr=False)
+    _views: "weakref.WeakKeyDictionary[Slot, dict[int, torch.Tensor]]" = field(
+        default_factory=weakref.WeakKeyDictionary, repr=False
+    )
+    """Made once per slot; they go with it."""
 
     @cached_property
     def lazy(self) -> list[int]:
@@ -185,11 +189,6 @@ class CapturePlan:
             made = view_of(slot.buffer, start, record.stored_dtype, record.stored_shape)
             views[index] = _NOTHING if record.frozen else made
         return views[index]
-
-    def forget(self, slots: Sequence[Slot]) -> None:
-        """Drop the views of slots that are not among ``slots``, so that their memory can go."""
-        for slot in [known for known in self._views if known not in slots]:
-            del self._views[slot]
 
 
 def view_of(buffer: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.console import has_terminal, said_after
-from lazysnap.engine.outcomes import Outcomes
+from lazysnap.engine.history import History
 from lazysnap.errors import WaitTimeout
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.levels.redaction import shown
@@ -24,17 +24,17 @@ Progress = Callable[[int, int], None]
 class Durability:
     """The waits of one engine for storage."""
 
-    def __init__(self, config: SnapshotConfig, client: KeeperClient, world: World, outcomes: Outcomes) -> None:
+    def __init__(self, config: SnapshotConfig, client: KeeperClient, world: World, history: History) -> None:
         self._config = config
         self._client = client
         self._world = world
-        self._outcomes = outcomes
+        self._history = history
 
     def flush(self, timeout_s: float, progress: Progress | None) -> bool:
         """Block until the newest capture of this rank is durable at every level; ``False`` after the deadline. Without
         levels: until a keeper has it.
         """
-        return self._client.drain(self._outcomes.newest_whole(), timeout_s, progress)
+        return self._client.drain(self._history.newest_whole(), timeout_s, progress)
 
     def wait_first(self, step: int, timeout_s: float) -> bool:
         """Block until that step, or a later one, is durable at the first level; ``False`` after the deadline.
@@ -46,7 +46,7 @@ class Durability:
             return self._client.is_durable(step)
 
         if not (self._world.is_alone and is_there()):
-            self._client.drain(self._outcomes.newest_whole(), timeout_s, enough=is_there)
+            self._client.drain(self._history.newest_whole(), timeout_s, enough=is_there)
         return is_there()
 
     def end(self, progress: Progress | None, *, is_common: bool) -> bool:
@@ -55,7 +55,7 @@ class Durability:
 
         Collective, if ``is_common``: all ranks came here.
         """
-        newest = self._outcomes.newest_whole()
+        newest = self._history.newest_whole()
 
         def drain(last: int | None) -> bool:
             if not self._client.was_attached:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from lazysnap import faults
 from lazysnap.capture.devices import is_capturing_graph
 from lazysnap.capture.gate import OptimizerGates
-from lazysnap.capture.job import CapturePhase
 from lazysnap.capture.plan import check_kinds
 from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.console import say
@@ -96,9 +95,9 @@ class SnapshotEngine:
         self._events.speaks_for_node = world.place.local_rank == 0
         self._recorder = Recorder(config, self._source, self._client, self._events, world)
         check_places(world, config, identity.job_id)
-        self._captures, self._outcomes = self._recorder.captures, self._recorder.outcomes
+        self._captures, self._history = self._recorder.captures, self._recorder.history
         self._gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
-        self._durability = Durability(config, self._client, world, self._outcomes)
+        self._durability = Durability(config, self._client, world, self._history)
         self._meeting = meet_keepers(world, self._client, config, identity.job_id)
         self._recorder.group = self._meeting.group
         self._shared = shared_levels(world, config.levels)
@@ -116,7 +115,6 @@ class SnapshotEngine:
         """Whether it is settled which run this is, so that captures may begin."""
         self._is_training = False
         """Whether the ``with`` block was entered."""
-        self._last_due: int | None = None
         self._absence: Absence | None = None
         self._resumed: report.Resumed | None = None
         self._steps = Steps()
@@ -286,7 +284,6 @@ class SnapshotEngine:
         meta.run_id = run_id
         meta.follow(snapshot.newest_start)
         self._recorder.resume(snapshot.step)
-        self._last_due = None
         self._from_step = snapshot.step
         self._stored = {url: [*stored] for url, stored in snapshot.stored.items()}
         self._resumed = report.Resumed.of(snapshot, has_levels=bool(self.config.levels))
@@ -481,7 +478,6 @@ class SnapshotEngine:
             if not self._recorder.is_due(step, force=force) or self._is_sealed:
                 self._steps.reached(step)
                 return False
-            self._last_due = step
             self.tell_start()
             if not self._is_begun:
                 self._begin_run()
@@ -518,7 +514,7 @@ class SnapshotEngine:
             return False
         deadline = time.monotonic() + self.config.io_timeout_s
         # A short training may end before all memory is there, and slots may still be read by a slow level.
-        while not self.boundary(step, force=True) and self._last_due == step and self._recorder.last_step != step:
+        while not self.boundary(step, force=True) and self._recorder.last_step != step:
             if time.monotonic() > deadline or not self.wait_ready(max(0.0, deadline - time.monotonic())):
                 break  # ``close`` says so
             time.sleep(0.005)
@@ -546,6 +542,7 @@ class SnapshotEngine:
                 began = self._recorder.begin(step)
         except UnsupportedState as error:
             if not self._recorder.encoded_once:
+                self._recorder.skip("unsupported state")
                 raise
             self._events.note_once("state", "step %d is not captured: %s", step, error)
             began = self._recorder.skip("unsupported state")
@@ -579,12 +576,9 @@ class SnapshotEngine:
             if not self._captures.is_copying:
                 return
             started = time.perf_counter()
-            is_due = self._captures.job is not None
-            job = self._captures.finish(self.config.io_timeout_s)
+            is_due = self._captures.finish(self.config.io_timeout_s) is not None
             if is_due:
                 faults.point("engine.gated")
-            if job is not None and job.phase is not CapturePhase.COPYING:
-                self._recorder.account(job)
             self._recorder.settle()
             seconds = time.perf_counter() - started
             self._statistics.waited_s += seconds
@@ -656,7 +650,7 @@ class SnapshotEngine:
 
     def _capture_branch(self, step: int) -> None:
         """Make the state that was loaded the newest snapshot. Collective. Blocks: until it is whole in memory."""
-        self._recorder.stores_next, self._last_due = True, step
+        self._recorder.stores_next = True
         timeout_s = self.config.io_timeout_s
         faults.point("engine.rollback.capture")
         with self._lock:
@@ -743,7 +737,7 @@ class SnapshotEngine:
             return self._await_protected(step, timeout_s)
         deadline = time.monotonic() + timeout_s
         # A copy that hangs may still end. A keeper that was lost is being replaced.
-        while (state := self._outcomes.state_of(step)) in (CaptureState.COPYING, CaptureState.ALONE):
+        while (state := self._history.state_of(step)) in (CaptureState.COPYING, CaptureState.ALONE):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
@@ -774,8 +768,8 @@ class SnapshotEngine:
         self._finish_copies()
         done = self._durability.flush(timeout_s, progress)
         self._drain_events()
-        is_captured = self._last_due is None or self._statistics.last_whole_step is not None
-        return done and is_captured and not self._outcomes.has_lost_last
+        is_captured = self._recorder.last_due is None or self._history.newest_whole() is not None
+        return done and is_captured and not self._history.has_lost_last
 
     def statistics(self) -> Statistics:
         """Counters and timings so far; updated in place."""
@@ -783,7 +777,7 @@ class SnapshotEngine:
         if not self._closed:
             with self._lock:
                 self._recorder.settle()
-            self._statistics.last_whole_step = self._outcomes.last_held_step()
+            self._statistics.last_whole_step = self._history.last_held_step()
         return self._statistics
 
     def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:
@@ -839,7 +833,7 @@ class SnapshotEngine:
 
     def _has_own(self) -> bool:
         """Whether anything is captured since this start, or since the last restore."""
-        return self._outcomes.newest_whole() is not None
+        return self._history.newest_whole() is not None
 
     def _tell_end(self, ending: report.Ending, error: BaseException | None = None) -> None:
         self._drain_events()
@@ -875,7 +869,7 @@ class SnapshotEngine:
         return max([*stored, *of_before], default=None)
 
     def _has_captured_last(self) -> bool:
-        last, newest = self._last_due, self._outcomes.newest_whole()
+        last, newest = self._recorder.last_due, self._history.newest_whole()
         if last is None or last == newest:
             return True
         logger.warning(
@@ -902,7 +896,7 @@ class SnapshotEngine:
         is_there = self._has_own() or resumed is None or not resumed.only_in_memory
         durable = self._durability.end(progress, is_common=is_common) and is_there
         self._drain_events()
-        if not durable and is_there and self._outcomes.last_held_step() is None:  # else see ``report.not_durable``
+        if not durable and is_there and self._history.last_held_step() is None:  # else see ``report.not_durable``
             logger.warning("the last snapshot is not durable at every level. %s", self._reason())
         return durable
 
@@ -933,7 +927,7 @@ class SnapshotEngine:
 
     def _held(self) -> Held:
         """Return what is captured by now, for the notice of an end. Does not block. Thread-safe."""
-        resumed, steps = self._resumed, self._outcomes.held_steps()
+        resumed, steps = self._resumed, self._history.held_steps()
         if not steps and resumed is not None and resumed.only_in_memory:
             steps = [resumed.step]
         return Held(tuple(steps), self._newest_durable())

@@ -5,20 +5,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lazysnap import faults
-from lazysnap.capture.job import CaptureJob, CapturePhase
+from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.captures import Captures
 from lazysnap.capture.plan import CapturePlan
 from lazysnap.capture.registration import registrar
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.captures import Captures
 from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
 from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
+from lazysnap.engine.history import History
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
-from lazysnap.engine.outcomes import Outcomes
 from lazysnap.engine.planner import Planner
 from lazysnap.engine.report import Sizes
 from lazysnap.errors import MemoryBoundExceeded
@@ -36,16 +36,6 @@ logger = logging.getLogger("lazysnap.engine")
 
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """The last capture that was begun."""
-
-    step: int
-    slot: Slot
-    sequence: int
-    versions: list[int]
 
 
 class Recorder:
@@ -70,7 +60,7 @@ class Recorder:
         self._world = world
         self.meta = MetaWriter.agreed(world, config)
         self.names = Names(client)
-        self.outcomes = Outcomes(client, log)
+        self.history = History(self.captures, client)
         self.frozen = FrozenTensors(source, client, log, self.meta)
         self.planner = Planner(source, world, self.frozen, log)
         self._meta_capacity = META_BYTES
@@ -79,13 +69,11 @@ class Recorder:
         """Whether the keeper still leaves room for what the first step takes."""
         self._peak_before = 0
         """The peak of this process's memory before the first step."""
-        self._begun: _Begun | None = None
-        self.last_step: int | None = None
-        """Of the last capture, or of the snapshot that was resumed from."""
+        self._resumed_step: int | None = None
         self.seen_step: int | None = None
         """Of the last boundary, or of the snapshot that training went on from."""
         self._skipped: tuple[int | None, str] | None = None
-        """The step that was left out last, and why."""
+        """The step that was left out since the newest capture began, and why."""
         self._keepers_lost = 0
         self.group = (1, 0)
         """Nodes that protect each other, and how many of them may be lost."""
@@ -134,12 +122,14 @@ class Recorder:
 
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
-        self.last_step = self.seen_step = step
+        self._resumed_step = self.seen_step = step
+        self._skipped = None
         if self.frozen.names:
             self.planner.plan = None  # it refers to a set that is chosen anew
         self.frozen.reset()
         self.names.begin_run()
-        self.outcomes.reset()
+        self.history.reset()
+        self._log.statistics.last_whole_step = None
         self.waits_for_memory = True
         self._log.begin(step)
 
@@ -147,6 +137,20 @@ class Recorder:
         """The state of ``step``, the newest that was captured, was loaded in place: training stands there again."""
         self.seen_step = step
         self.frozen.reloaded()
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last capture, or of the snapshot that was resumed from."""
+        newest = self.history.newest
+        return self._resumed_step if newest is None else newest.step
+
+    @property
+    def last_due(self) -> int | None:
+        """The step of the last boundary that was due, captured or not, since the last resume."""
+        if self._skipped is not None:
+            return self._skipped[0]
+        newest = self.history.newest
+        return None if newest is None else newest.step
 
     # ---------------------------------------------------------------- at a boundary
 
@@ -162,11 +166,9 @@ class Recorder:
 
     def _reach(self, step: int) -> None:
         """Note in memory that training passed ``step``: after its death the keeper knows how many steps are lost."""
-        if self._begun is not None:
-            try:
-                self._begun.slot.set_word(Word.REACHED, step + 1)
-            except ValueError:  # this slot was given back, for captures of another size
-                self._begun = None
+        newest = self.history.newest
+        if newest is not None and not newest.is_dropped:
+            newest.slot.set_word(Word.REACHED, step + 1)
 
     def begin(self, step: int) -> bool:
         """Begin the capture; ``False``, and the reason counted, if it cannot be.
@@ -221,7 +223,7 @@ class Recorder:
         slot = self._await_slot(slots, lambda: self._fitting(plan, len(meta)))
         if slot is None:
             return self.skip("all slots are in use")
-        self._start(CaptureJob(plan, slot, step, walked.tensors), meta)
+        self._start(Capture(plan, slot, step, walked.tensors, sequence=self.history.next_sequence()), meta)
         return True
 
     def is_unprotected(self) -> bool:
@@ -246,17 +248,16 @@ class Recorder:
         else:
             self._request(*self._reserved)
 
-    def _start(self, job: CaptureJob, meta: bytes) -> None:
-        slot, step, size = job.slot, job.step, job.plan.layout.size_bytes
-        job.sequence = self.outcomes.next_sequence()
+    def _start(self, capture: Capture, meta: bytes) -> None:
+        slot, step, size = capture.slot, capture.step, capture.plan.layout.size_bytes
         faults.point("engine.begin")
-        slot.begin(step, sequence=job.sequence, image_bytes=size, meta=meta, pin=slot.is_granted(step))
+        slot.begin(step, sequence=capture.sequence, image_bytes=size, meta=meta, pin=slot.is_granted(step))
         if slot.word(Word.PIN) and not slot.is_granted(step):
             slot.unpin()  # withdrawn in between: the keeper, which looks the other way round, may have missed the pin
         # While storage waits for a step ahead its keeper looks at the words by itself: a message costs 0.3 ms.
         if self._config.levels and slot.word(Word.GRANT) <= step + 1:
             self._client.tell(SlotsChanged())
-        self.captures.begin(job)
+        self.captures.begin(capture)
         self._log.protection.regained()
         if slot.is_file:
             self._log.note_once(
@@ -267,12 +268,10 @@ class Recorder:
                 self.spill_dir,
             )
         faults.point("engine.begun")
-        self.outcomes.began(job)
-        self._begun = _Begun(step, slot, job.sequence, job.versions)
-        self.last_step = step
         self._log.statistics.began += 1
         if self._skipped is not None and self._skipped[0] == step:  # tried again, with success
             self._log.statistics.skipped -= Counter([self._skipped[1]])
+        self._skipped = None
         self._log.statistics.shard_bytes = size
         if self._config.levels and (self.stores_next or self.names.wanted):
             slot.pin(step, until_stored=True)
@@ -307,7 +306,6 @@ class Recorder:
             self._request(*self._reserved)
         if not slots and self._waits_for(lambda: bool(self._fitting(plan, meta_bytes))):
             slots = self._fitting(plan, meta_bytes)
-        plan.forget(slots)
         return slots
 
     def _waits_for(self, is_there: Callable[[], bool]) -> bool:
@@ -342,6 +340,7 @@ class Recorder:
         statuses = [slot.status() for slot in mapped]
         for index in slots_to_return(statuses, self._idle(mapped), self._kept(), fitting, count):
             self._client.return_slot(mapped[index])
+            self.captures.forget(mapped[index])
 
     def _kept(self) -> int:
         return kept_whole(self._config, self._world.size, runs_ahead=self._world.runs_ahead)
@@ -415,31 +414,37 @@ class Recorder:
         return slots[index] if index is not None and slots[index].take() else None
 
     def settle(self) -> None:
-        """Count captures that devices have finished since the gate, and how long devices waited at gates."""
-        for job in self.captures.take_settled():
-            self.account(job)
+        """Count captures that ended, and how long devices waited at gates."""
+        for capture in self.captures.take_ended():
+            self._count(capture)
         self._log.statistics.device_wait_s += self.captures.take_device_wait_s()
 
-    def account(self, job: CaptureJob) -> None:
-        """A capture into memory is over: count it."""
-        if job.phase is CapturePhase.WHOLE:
-            statistics = self._log.statistics
+    def _count(self, capture: Capture) -> None:
+        """A capture into memory is over: count it, and say so if it was dropped."""
+        statistics = self._log.statistics
+        if capture.phase is Phase.WHOLE:
             statistics.whole += 1
-            statistics.bytes_captured += job.plan.layout.size_bytes
-            statistics.copy.add(job.copy_s)
-        self.outcomes.ended(job)
+            statistics.bytes_captured += capture.plan.layout.size_bytes
+            statistics.copy.add(capture.copy_s)
+            statistics.last_whole_step = capture.step  # whoever reads it asks whether its keeper lives
+            return
+        if capture.phase is Phase.TORN:
+            statistics.torn += 1
+        else:
+            statistics.failed += 1
+        self._log.note_once("dropped", "the snapshot of step %d is dropped: %s", capture.step, capture.reason)
 
     # ---------------------------------------------------------------- names
 
     def keep(self, name: str) -> int:
         """Name the capture of the last boundary, or else that of the next; its step (of the next: the least)."""
         self._await_named(name)
-        begun = self._begun
-        if begun is not None and begun.step == self.seen_step and self._is_there(begun):
+        newest = self.history.newest
+        if newest is not None and newest.step == self.seen_step and _is_there(newest):
             # Before the keeper hears of it: from now on the slot is not used for another capture.
-            begun.slot.pin(begun.step, until_stored=True)
-            self.names.give(begun.step, [name])
-            return begun.step
+            newest.slot.pin(newest.step, until_stored=True)
+            self.names.give(newest.step, [name])
+            return newest.step
         self.names.wanted.append(name)
         return (self.seen_step or 0) + 1
 
@@ -467,11 +472,6 @@ class Recorder:
         kept = {slot.kept_step for slot in self._client.slots()}
         return sorted(step for step in kept if step not in (None, self.seen_step))
 
-    @staticmethod
-    def _is_there(begun: _Begun) -> bool:
-        status = begun.slot.status()
-        return status.sequence == begun.sequence and status.phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
-
     def resend_to_new_keeper(self) -> None:
         """After a keeper's death: the next one does not know what was asked of the last."""
         lost = self._log.statistics.keepers_lost
@@ -485,3 +485,7 @@ class Recorder:
         """Let go of the state and of the slots. Blocks: at most some seconds."""
         self.frozen.close()
         self.planner.forget()
+
+
+def _is_there(capture: Capture) -> bool:
+    return capture.is_in_slot and capture.slot.status().phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)

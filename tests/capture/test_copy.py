@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 
+from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.captures import Captures
 from lazysnap.capture.copier import SLICE_BYTES
 from lazysnap.capture.dtypes import logical_facts, logical_name
-from lazysnap.capture.job import CaptureJob, CapturePhase
 from lazysnap.capture.plan import make_plan
-from lazysnap.engine.captures import Captures
 from lazysnap.memory.arena import Slot, SlotPhase
 from lazysnap.shard.layout import Layout
 from lazysnap.state.objects import ObjectState
@@ -72,7 +72,7 @@ class Bench:
         if self.slot is None:
             self.slot = WatchedSlot.create(1 << 16, plan.layout.size_bytes)
         self.slot.begin(step, sequence=step, image_bytes=plan.layout.size_bytes, meta=b"{}", pin=False)
-        return CaptureJob(plan, self.slot, step, walked.tensors)
+        return Capture(plan, self.slot, step, walked.tensors, sequence=step)
 
     def held(self, job):
         return {name: job.plan.view(self.slot, index) for index, name in enumerate(job.plan.names)}
@@ -130,7 +130,7 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(bench, kind):
     it.captures.begin(job)
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is CapturePhase.WHOLE
+    assert job.phase is Phase.WHOLE
     assert it.slot.status().phase is SlotPhase.WHOLE
     held = it.held(job)
     for name, tensor in tensors.items():
@@ -150,7 +150,7 @@ def test_eager_tensors_are_in_the_slot_when_begin_returns(bench):
     counter.add_(1)  # as a forward pass does to a buffer
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is CapturePhase.WHOLE
+    assert job.phase is Phase.WHOLE
     assert torch.equal(it.held(job)["eager.counter"], torch.zeros(1000))
 
 
@@ -167,7 +167,7 @@ def test_a_tensor_that_changes_while_it_is_copied_makes_the_capture_void(bench):
     held.go_on.set()
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is CapturePhase.TORN
+    assert job.phase is Phase.TORN
     assert it.slot.status().phase is SlotPhase.VOID
     assert "lazy.b" in job.reason
 
@@ -183,7 +183,7 @@ def test_a_tensor_whose_memory_is_replaced_while_it_is_copied_makes_the_capture_
     held.go_on.set()
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is CapturePhase.TORN
+    assert job.phase is Phase.TORN
 
 
 def test_a_change_after_the_copy_does_not_matter(bench):
@@ -196,7 +196,7 @@ def test_a_change_after_the_copy_does_not_matter(bench):
 
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is CapturePhase.WHOLE
+    assert job.phase is Phase.WHOLE
     assert not it.captures.is_disturbed()
 
 
@@ -209,12 +209,12 @@ def test_a_copy_that_hangs_is_given_up_and_never_becomes_whole(bench):
 
     assert it.captures.finish(0.01) is job
 
-    assert job.phase is CapturePhase.FAILED
+    assert job.phase is Phase.FAILED
     assert not it.captures.wait_released(0.0)
     held.go_on.set()
     assert job.released.wait(TIMEOUT_S)
     assert it.captures.wait_released(0.0)
-    assert (job.phase, it.slot.status().phase) == (CapturePhase.FAILED, SlotPhase.VOID)
+    assert (job.phase, it.slot.status().phase) == (Phase.FAILED, SlotPhase.VOID)
 
 
 def test_the_gate_returns_at_once_when_nothing_is_in_flight(bench):
@@ -236,7 +236,7 @@ def test_a_capture_whose_begin_fails_is_discarded_and_the_next_one_works(bench):
     again = it.job(step=2)
     it.captures.begin(again)
     it.captures.finish(TIMEOUT_S)
-    assert again.phase is CapturePhase.WHOLE
+    assert again.phase is Phase.WHOLE
 
 
 def test_an_error_in_the_copy_thread_fails_that_capture_only(bench):
@@ -247,12 +247,12 @@ def test_an_error_in_the_copy_thread_fails_that_capture_only(bench):
     it.captures.begin(job)
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is CapturePhase.FAILED
+    assert job.phase is Phase.FAILED
     assert it.slot.status().phase is SlotPhase.VOID
     again = it.job(step=2)
     it.captures.begin(again)
     it.captures.finish(TIMEOUT_S)
-    assert again.phase is CapturePhase.WHOLE
+    assert again.phase is Phase.WHOLE
 
 
 def test_the_watermark_only_grows_and_ends_at_the_size(bench):
@@ -272,7 +272,7 @@ def test_the_watermark_only_grows_and_ends_at_the_size(bench):
     it.captures.begin(job)
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is CapturePhase.WHOLE, job.reason
+    assert job.phase is Phase.WHOLE, job.reason
     assert len(seen) == 20
     assert seen == sorted(seen)
     assert it.slot.status().watermark == job.plan.layout.size_bytes

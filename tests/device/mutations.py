@@ -53,33 +53,34 @@ WHOLE, SCHEDULES, CHANGED = (
     "gpu:test_a_tensor_that_changes_bef",
 )
 HUNG, SHORT, THREADS = "gpu:test_a_device_that_does", "software:test_a_device_without_memory", "software:test_threads"
-DEVICE, COPIER, JOB = "capture/device.py", "capture/copier.py", "capture/job.py"
-CAPTURES, READER = "engine/captures.py", "capture/reader.py"
+DEVICE, COPIER, CAPTURE = "capture/device.py", "capture/copier.py", "capture/capture.py"
+CAPTURES, READER = "capture/captures.py", "capture/reader.py"
 MUTANTS = [
     # What orders the work of a device.
     Mutant(DEVICE, "self._side.wait_event(compute.record_event())", WHOLE),
     Mutant(DEVICE, "compute.wait_event(self._done)", WHOLE),
     Mutant(DEVICE, "self._done = self._side.record_event()", WHOLE),
-    Mutant(DEVICE, "job.device_copies.append((before, event_for_thread(self._device, enable_timing=True)))", WHOLE),
-    Mutant(DEVICE, "except BaseException:\n                self._end(job, before)", SHORT, "except BaseException:"),
-    Mutant(CAPTURES, "self._gate_devices(job)\n        if job.phase", WHOLE, "if job.phase"),
-    Mutant(CAPTURES, "self.job = None\n            self._gate_devices(job)", SHORT, "self.job = None"),
+    Mutant(DEVICE, "capture.device_copies.append((before, event_for_thread(self._device, enable_timing=True)))", WHOLE),
+    Mutant(DEVICE, "except BaseException:\n                self._end(capture, before)", SHORT, "except BaseException:"),
+    Mutant(CAPTURES, "self._gate_devices(capture)\n        return", WHOLE, "return"),
+    Mutant(CAPTURES, "self._gate_devices(capture)\n            raise", SHORT, "raise"),
+    Mutant(CAPTURES, "if device in self._copiers:", "software:test_a_second_device", "if True:"),
     Mutant("capture/devices.py", "    event.record()\n", SCHEDULES, ""),
     # What may change at any time is read on the compute stream.
-    Mutant(DEVICE, "if job.plan.records[index].lazy is lazy]", "gpu:test_buffers_that_change", "if lazy]"),
-    Mutant(DEVICE, "self._send(job, eager)", "gpu:test_a_large_average", "with self._side: self._send(job, eager)"),
+    Mutant(DEVICE, "if capture.plan.records[index].lazy is lazy]", "gpu:test_buffers_that_change", "if lazy]"),
+    Mutant(DEVICE, "self._send(capture, eager)", "gpu:test_a_large", "with self._side: self._send(capture, eager)"),
     # What the copy thread waits for.
     Mutant(DEVICE, "(start, landed.synchronize)", SCHEDULES, "(start, lambda: None)"),
-    Mutant(COPIER, "behind.synchronize()\n            job.copy_s", SCHEDULES, "job.copy_s"),
+    Mutant(COPIER, "behind.synchronize()\n            capture.copy_s", SCHEDULES, "capture.copy_s"),
     Mutant(COPIER, "if record.offset < first_of_device:", "gpu:test_the_watermark_covers", "if True:"),
-    Mutant(COPIER, "_await_devices(job)\n                job.rel", SHORT, "job.rel"),
+    Mutant(COPIER, "_await_devices(capture)\n                capture.rel", SHORT, "capture.rel"),
     Mutant(COPIER, "behind.synchronize()\n        except", SHORT, "pass\n        except"),
-    Mutant(COPIER, "torch.accelerator.set_device_index(job.plan.devices[0])", THREADS),
+    Mutant(COPIER, "torch.accelerator.set_device_index(capture.plan.devices[0])", THREADS),
     Mutant("capture/devices.py", "blocking=True)\n", THREADS, "blocking=False)\n"),
     # Slots that are not page-locked.
     Mutant(DEVICE, "pieces_of(source, [ready])", "ring:test_the_capture_is_of", "pieces_of(source)"),
-    Mutant(DEVICE, "partial(self._end, job, before)", "ring:test_the_capture_is_of", "lambda: None"),
-    Mutant(COPIER, "if job.device_copies:", "ring:test_the_boundary_does_not", "if True:"),
+    Mutant(DEVICE, "partial(self._end, capture, before)", "ring:test_the_capture_is_of", "lambda: None"),
+    Mutant(COPIER, "if capture.device_copies:", "ring:test_the_boundary_does_not", "if True:"),
     Mutant(READER, "side.wait_event(event)", "ring:test_the_capture_is_of"),
     Mutant(READER, "landed.synchronize()", "ring:test_in_any_schedule"),
     Mutant(READER, "buffers[(number + 1) % 2]", "ring:test_in_any_schedule", "buffers[0]"),
@@ -88,42 +89,42 @@ MUTANTS = [
     # What the training thread waits for.
     Mutant(
         CAPTURES,
-        "if not (job.cpu_sources_read if job.device_copies else job.released).wait(timeout_s):",
+        "if not (capture.cpu_sources_read if capture.device_copies else capture.released).wait(timeout_s):",
         "gpu:test_the_gate_of_a_state_on_both",
         "if False:",
     ),
     Mutant(CAPTURES, "self.wait_released(timeout_s)\n            ", "gpu:test_a_gate_behind_the_next", ""),
-    Mutant(CAPTURES, "if not job.released.wait(max(0.0, deadline - time.monotonic())):", HUNG, "if False:"),
-    Mutant(CAPTURES, 'job.give_up(CapturePhase.FAILED, f"the copy did not end within {timeout_s:g} s")', HUNG),
+    Mutant(CAPTURES, "if not capture.released.wait(max(0.0, deadline - time.monotonic())):", HUNG, "if False:"),
+    Mutant(CAPTURES, 'capture.drop(Phase.FAILED, f"the copy did not end within {timeout_s:g} s")', HUNG),
     # The comparisons.
-    Mutant(CAPTURES, "job.pass_gate()", CHANGED),
-    Mutant(JOB, "self._compare()\n                self._is_behind", CHANGED, "self._is_behind"),
-    Mutant(JOB, "self._is_behind_gate = True", "gpu:test_a_change_behind_the_gate"),
+    Mutant(CAPTURES, "capture.pass_gate()", CHANGED),
+    Mutant(CAPTURE, "self._compare()\n            self.is_past", CHANGED, "pass\n            self.is_past"),
+    Mutant(CAPTURE, "()\n            self.is_past_gate = True", "gpu:test_a_change_behind_the_gate", "()"),
     Mutant(
-        JOB,
+        CAPTURE,
         "may be torn.\n                self._compare()",
         "copy:test_a_tensor_that_changes",
         "\n                pass",
     ),
-    Mutant(JOB, "sources[index]._version != versions[index] or ", CHANGED, ""),
-    Mutant(JOB, " or sources[index].data_ptr() != records[index].pointer", "copy:test_a_tensor_whose_memory", ""),
+    Mutant(CAPTURE, "sources[index]._version != version or ", CHANGED, ""),
+    Mutant(CAPTURE, " or sources[index].data_ptr() != records[index].pointer", "copy:test_a_tensor_whose_memory", ""),
     # The end word, and that a capture which was given up has none.
-    Mutant(COPIER, "job.commit()", WHOLE),
-    Mutant(JOB, "self.slot.commit()", WHOLE),
+    Mutant(COPIER, "capture.commit()", WHOLE),
+    Mutant(CAPTURE, "self.slot.commit()", WHOLE),
     Mutant(
-        JOB,
-        "if self.phase is not CapturePhase.COPYING:\n                return False\n            faults",
+        CAPTURE,
+        "if self.phase is not Phase.COPYING:\n                return False\n            faults",
         "copy:test_a_copy_that_hangs",
         "faults",
     ),
-    Mutant(JOB, "self.slot.discard()", HUNG),
+    Mutant(CAPTURE, "self.slot.discard()", HUNG),
     Mutant(
-        JOB,
-        "if self.phase is not CapturePhase.COPYING:\n            return False\n        self.sl",
+        CAPTURE,
+        "if self.phase is not Phase.COPYING:\n            return False\n        self.sl",
         "gpu:test_gi",
         "self.sl",
     ),
-    Mutant(CAPTURES, 'job.give_up(CapturePhase.FAILED, f"it could not begin: {type(error).__name__}: {error}")', SHORT),
+    Mutant(CAPTURES, 'capture.drop(Phase.ABORTED, f"it could not begin: {type(error).__name__}: {error}")', SHORT),
 ]
 
 

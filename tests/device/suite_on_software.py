@@ -18,7 +18,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from support import accelerator
 
 from lazysnap.capture import device, devices, reader
-from lazysnap.capture.job import CapturePhase
+from lazysnap.capture.capture import Phase
 from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.memory.arena import SlotPhase
@@ -48,7 +48,37 @@ def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench, m
             train(*it.parts)  # goes on, behind whatever was queued
             assert it.captures.wait_released(TIMEOUT_S)
             assert not it.captures.is_writing(it.slot)
-            assert (job.phase, it.slot.status().phase) == (CapturePhase.FAILED, SlotPhase.VOID)
+            assert (job.phase, it.slot.status().phase) == (Phase.ABORTED, SlotPhase.VOID)
+            continue
+        it.captures.finish(TIMEOUT_S)
+        it.check(job)
+        break
+    assert failed >= 4
+
+
+def test_a_second_device_without_memory_for_the_first_capture_shows_its_error(bench):  # noqa: F811
+    """At each allocation in turn: the second device may not have been come to."""
+    failed = 0
+    for number in range(1, 50):
+        other, optimizer = make(device=f"{DEVICE}:1")
+        train(other, optimizer)
+        turned = torch.nn.Parameter(torch.randn(600, 300, device=DEVICE).t())  # is made dense while copies are queued
+        others = {"other": other, "adam": optimizer, "sgd": torch.optim.SGD([turned])}
+        it = bench(extra={"turned": turned.detach()}, others=others)
+        job = it.prepared(number)
+        accelerator.SOFTWARE.configure(seed=number, failing_allocation=number)
+        try:
+            it.captures.begin(job)
+        except torch.OutOfMemoryError:
+            failed += 1
+            assert it.captures.finish(TIMEOUT_S) is None
+            train(*it.parts)
+            train(other, optimizer)
+            assert it.captures.wait_released(TIMEOUT_S)
+            assert (job.phase, it.slot.status().phase) == (Phase.ABORTED, SlotPhase.VOID)
+            job = it.begin(number + 1)
+            it.captures.finish(TIMEOUT_S)
+            it.check(job)
             continue
         it.captures.finish(TIMEOUT_S)
         it.check(job)

@@ -8,9 +8,9 @@ from support import accelerator
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.capture import device
-from lazysnap.capture.job import CaptureJob, CapturePhase
+from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.captures import Captures
 from lazysnap.capture.plan import make_plan
-from lazysnap.engine.captures import Captures
 from lazysnap.memory.arena import Slot, SlotPhase
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
@@ -93,7 +93,7 @@ class Bench:
             self.slot.populate()
         self.slot.expected = Expected(walked, plan, self.slot)
         self.slot.begin(step, sequence=step, image_bytes=plan.layout.size_bytes, meta=b"{}", pin=False)
-        return CaptureJob(plan, self.slot, step, walked.tensors)
+        return Capture(plan, self.slot, step, walked.tensors, sequence=step)
 
     def begin(self, step=1):
         job = self.prepared(step)
@@ -188,7 +188,7 @@ def test_the_gate_of_a_state_on_both_waits_for_what_is_read_from_the_cpu_alone(b
         assert job.cpu_sources_read.is_set()
         with torch.no_grad():
             slow.weight.add_(1)  # as an optimizer behind the gate does
-        assert job.phase is CapturePhase.COPYING
+        assert job.phase is Phase.COPYING
 
     it.check(job)
 
@@ -235,7 +235,7 @@ def test_a_tensor_that_changes_before_the_gate_makes_the_capture_void(bench):
         torch._C._autograd._unsafe_set_version_counter((it.parts[0][0].weight,), (99,))  # without a write that races
         it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is CapturePhase.TORN
+    assert job.phase is Phase.TORN
     assert it.captures.wait_released(TIMEOUT_S)
     assert it.slot.status().phase is SlotPhase.VOID
 
@@ -248,10 +248,10 @@ def test_a_change_behind_the_gate_does_not_matter_though_the_device_still_copies
         it.captures.finish(TIMEOUT_S)
         with torch.no_grad():
             it.parts[0][0].weight.add_(1)
-        assert job.phase is CapturePhase.COPYING
+        assert job.phase is Phase.COPYING
 
     it.check(job)
-    assert it.captures.take_settled() == [job]
+    assert it.captures.take_ended() == [job]
 
 
 def test_strided_complex_and_odd_tensors_on_the_device(bench):
@@ -302,11 +302,11 @@ def test_a_gate_behind_the_next_one_waits_until_the_capture_is_whole(bench):
     with accelerator.busy_stream():
         it.captures.begin(job)
         assert it.captures.finish(TIMEOUT_S) is job
-        assert job.phase is CapturePhase.COPYING
+        assert job.phase is Phase.COPYING
 
     assert it.captures.finish(TIMEOUT_S) is None
 
-    assert job.phase is CapturePhase.WHOLE
+    assert job.phase is Phase.WHOLE
 
 
 def test_a_device_that_does_not_finish_costs_the_snapshot_and_no_more_than_one_wait(bench):
@@ -318,7 +318,7 @@ def test_a_device_that_does_not_finish_costs_the_snapshot_and_no_more_than_one_w
 
         assert not it.captures.wait_released(0.01)
 
-        assert job.phase is CapturePhase.FAILED
+        assert job.phase is Phase.FAILED
         assert it.slot.status().phase is SlotPhase.VOID
         assert it.captures.is_writing(it.slot)
     assert job.released.wait(TIMEOUT_S)
@@ -332,7 +332,7 @@ def test_giving_up_a_capture_that_is_whole_changes_nothing(bench):
     it.captures.finish(TIMEOUT_S)
     assert it.captures.wait_released(TIMEOUT_S)
 
-    assert not job.give_up(CapturePhase.FAILED, "too late")
+    assert not job.drop(Phase.FAILED, "too late")
 
     it.check(job)
 

@@ -10,8 +10,8 @@ import torch
 from support.names import RUN, START, directory_of
 from support.snapshots import lone_manifest
 
+from lazysnap.capture.capture import Capture
 from lazysnap.capture.copier import copy_eager
-from lazysnap.capture.job import CaptureJob
 from lazysnap.capture.plan import make_plan
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels import open_store
@@ -71,7 +71,7 @@ def slot(large):
     """All but the 4 GiB of zeros captured; what nobody writes to takes no memory."""
     slot = Slot.create(1 << 20, large.plan.layout.size_bytes)
     slot.begin(1, sequence=1, image_bytes=large.plan.layout.size_bytes, meta=b"{}", pin=False)
-    job = CaptureJob(large.plan, slot, 1, large.walked.tensors)
+    job = Capture(large.plan, slot, 1, large.walked.tensors, sequence=1)
     slot.image[: len(large.plan.layout.header)] = large.plan.layout.header
     copy_eager(job)
     return slot

@@ -1,0 +1,132 @@
+"""One capture: everything that is known of one boundary's copy on one rank."""
+
+import enum
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lazysnap import faults
+from lazysnap.capture.dtypes import stored_form
+from lazysnap.capture.plan import CapturePlan
+from lazysnap.memory.arena import Slot, Word
+
+
+class Phase(enum.Enum):
+    """COPYING -> WHOLE, or -> dropped for a reason: TORN (a source changed meanwhile), FAILED (error, deadline),
+    ABORTED (it could not begin).
+    """
+
+    COPYING = "copying"
+    WHOLE = "whole"
+    TORN = "torn"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+class Capture:
+    """The capture of one boundary into ``slot``. Nothing else remembers what became of it, hence the many attributes.
+
+    Phase changes are one act under a lock: a late copy that was given up on never commits.
+    """
+
+    def __init__(
+        self, plan: CapturePlan, slot: Slot, step: int, tensors: Sequence[torch.Tensor], *, sequence: int
+    ) -> None:
+        self.plan = plan
+        self.slot = slot
+        self.step = step
+        self.sequence = sequence
+        """Number of the capture in its slot."""
+        self.sources = list(map(stored_form, tensors)) if plan.is_converting else tensors
+        """Kept alive until nothing reads them; empty then."""
+        self._versions = [tensors[index]._version for index in plan.lazy]
+        self.phase = Phase.COPYING
+        self.reason = ""
+        """Why it was dropped."""
+        self.copy_s = 0.0
+        self.arrivals: list[tuple[int, Callable[[], None]]] = []
+        """Copies from devices: the place in the image where one begins, and what blocks until its bytes are there."""
+        self.device_copies: list[tuple[torch.Event, torch.Event]] = []
+        """Events before and behind all copies of each device, also where queueing them failed. A copy that no device
+        orders before what training does behind the gate is none of them until it is over."""
+        self.cpu_sources_read = threading.Event()
+        """Set when no tensor in CPU memory is read any more: these may change again."""
+        self.released = threading.Event()
+        """Set when nothing writes into the slot any more. The phase is final then."""
+        self.is_past_gate = False
+        """True if its sources may change: no gate waits for it on the host any more."""
+        self.is_counted = False
+        """True if the engine has counted what became of it."""
+        self._lock = threading.Lock()
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if its result will not be used: the copy may stop."""
+        return self.phase in (Phase.TORN, Phase.FAILED, Phase.ABORTED)
+
+    @property
+    def is_in_slot(self) -> bool:
+        """True as long as no later capture was begun in its slot."""
+        return self.slot.word(Word.SEQUENCE) == self.sequence
+
+    def changed_sources(self) -> list[str]:
+        """Names of lazy tensors that something wrote to since the boundary.
+
+        Fused optimizers do not bump versions; the gate is the rule and this is the net under it.
+        """
+        records, sources = self.plan.records, self.sources
+        return [
+            records[index].name
+            for index, version in zip(self.plan.lazy if sources else (), self._versions, strict=False)
+            if sources[index]._version != version or sources[index].data_ptr() != records[index].pointer
+        ]
+
+    def pass_gate(self) -> None:
+        """Compare the sources for the last time: what is queued from now on is ordered behind the copies, and may
+        change them. A capture whose sources changed is dropped.
+        """
+        with self._lock:
+            if self.phase is Phase.COPYING:
+                self._compare()
+            self.is_past_gate = True
+
+    def commit(self) -> bool:
+        """Mark the slot whole, unless the capture was dropped or its sources changed before the gate. Every byte of
+        every source was read. The last act of a capture, on the copy thread.
+        """
+        with self._lock:
+            if self.phase is Phase.COPYING and not self.is_past_gate:
+                # What changes from now on does not matter; what changed before may be torn.
+                self._compare()
+            if self.phase is not Phase.COPYING:
+                return False
+            faults.point("capture.commit")
+            self.slot.commit()
+            self.phase = Phase.WHOLE
+        faults.point("capture.committed")
+        return True
+
+    def drop(self, phase: Phase, reason: str) -> bool:
+        """Discard the capture, unless it is whole already."""
+        with self._lock:
+            return self._drop(phase, reason)
+
+    def release(self) -> None:
+        """Let go of the sources: nothing reads them, and nothing writes into the slot, any more. Copy thread."""
+        self.sources, self.arrivals = (), []
+        self.cpu_sources_read.set()
+        self.released.set()
+
+    def _compare(self) -> None:
+        changed = self.changed_sources()
+        if changed:
+            self._drop(Phase.TORN, f"{len(changed)} tensors changed while they were copied: {changed[0]}, …")
+
+    def _drop(self, phase: Phase, reason: str) -> bool:
+        if self.phase is not Phase.COPYING:
+            return False
+        self.slot.discard()
+        self.phase = phase
+        self.reason = reason
+        return True

@@ -1,0 +1,160 @@
+"""Begins captures, holds training at the gate until their sources may change, and remembers the newest of them."""
+
+import time
+
+import torch
+
+from lazysnap import faults
+from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.copier import CopyThread, copy_eager
+from lazysnap.capture.device import DeviceCopier
+from lazysnap.capture.plan import CapturePlan
+from lazysnap.memory.arena import Slot, Word
+from lazysnap.shard.checksum import digest
+
+
+class Captures:
+    """All methods are called on the training thread.
+
+    On a CPU the gate leaves no capture in flight. On a device it leaves one: the host goes on while the device copies,
+    until the next gate. So when a capture begins, the one before it is whole (docs/architecture.md, *How many slots*).
+    """
+
+    def __init__(self) -> None:
+        self.history: list[Capture] = []
+        """Oldest first: the newest capture, and earlier ones that their slots still hold or that still write there."""
+        self._thread = CopyThread()
+        self._copiers: dict[torch.device, DeviceCopier] = {}
+        self._device_waits: list[tuple[torch.Event, torch.Event]] = []
+        """Events round each wait of a compute stream that is not counted yet."""
+        self._is_hung = False
+        """True if a capture was waited for in vain, until nothing writes for it any more."""
+
+    @property
+    def before_gate(self) -> Capture | None:
+        """The capture that no gate has passed yet."""
+        return self.history[-1] if self.history and not self.history[-1].is_past_gate else None
+
+    @property
+    def is_copying(self) -> bool:
+        """True if a gate has work to do, for the capture of this boundary or an earlier one. Hot."""
+        return self.before_gate is not None or any(not capture.released.is_set() for capture in self.history)
+
+    def wait_released(self, timeout_s: float) -> bool:
+        """Block until nothing writes for an earlier capture any more, at most ``timeout_s``; ``False`` after that.
+
+        A capture that hangs is dropped, and waited for only once.
+        """
+        deadline = time.monotonic() + (0.0 if self._is_hung else timeout_s)
+        for capture in self.history:
+            if not capture.released.wait(max(0.0, deadline - time.monotonic())):
+                self._hang(capture, timeout_s)
+                return False
+        self._is_hung = False
+        return True
+
+    def _hang(self, capture: Capture, timeout_s: float) -> None:
+        capture.drop(Phase.FAILED, f"the copy did not end within {timeout_s:g} s")
+        self._is_hung = True
+
+    def begin(self, capture: Capture) -> None:
+        """Copy what is eager, queue what is lazy. The slot's ``begin`` was called before.
+
+        Raises: whatever a copy meets; then the capture is discarded, and its slot is free when devices have done what
+        was queued.
+        """
+        self.history = [*filter(_is_needed, self.history), capture]
+        try:
+            self._start(capture)
+        except BaseException as error:
+            # A pinned slot that stayed half begun would hold persistence for ever.
+            capture.drop(Phase.ABORTED, f"it could not begin: {type(error).__name__}: {error}")
+            capture.is_past_gate = True
+            self._gate_devices(capture)
+            raise
+        finally:
+            self._thread.begin(capture)
+
+    def _start(self, capture: Capture) -> None:
+        faults.point("capture.begin")
+        write_header(capture.plan, capture.slot)
+        copy_eager(capture)
+        faults.point("capture.eager_copied")
+        for device in capture.plan.devices:
+            if device not in self._copiers:
+                self._copiers[device] = DeviceCopier(device)
+            self._copiers[device].begin(capture)
+
+    def finish(self, timeout_s: float) -> Capture | None:
+        """The gate: when it returns, sources may change. The capture that may change them now; ``None`` if an earlier
+        gate did that, and this one only waited for what devices copy.
+
+        Blocks: until the copy thread has read what is in CPU memory, at most ``timeout_s``; then the capture is dropped
+        and never becomes whole. Device copies are waited for by the device; such a capture becomes whole later.
+        """
+        capture = self.before_gate
+        if capture is None:
+            self.wait_released(timeout_s)
+            return None
+        if not (capture.cpu_sources_read if capture.device_copies else capture.released).wait(timeout_s):
+            self._hang(capture, timeout_s)
+        capture.pass_gate()
+        self._gate_devices(capture)
+        return capture
+
+    def _gate_devices(self, capture: Capture) -> None:
+        for device in capture.plan.devices if capture.device_copies else ():
+            if device in self._copiers:  # a capture that could not begin may not have come to all devices
+                self._device_waits.append(self._copiers[device].gate())
+
+    def take_ended(self) -> list[Capture]:
+        """Captures that are whole or dropped by now, and past their gate; each once."""
+        ended = [one for one in self.history if one.is_past_gate and not one.is_counted]
+        ended = [one for one in ended if one.phase not in (Phase.COPYING, Phase.ABORTED)]
+        for capture in ended:
+            capture.is_counted = True
+        return ended
+
+    def take_device_wait_s(self) -> float:
+        """Seconds that compute streams stood still at gates, as far as devices have come; each wait counts once."""
+        done = [pair for pair in self._device_waits if pair[1].query()]
+        self._device_waits = [pair for pair in self._device_waits if pair not in done]
+        return sum(before.elapsed_time(behind) for before, behind in done) / 1000
+
+    def discard(self, reason: str) -> bool:
+        """Drop the capture in flight: an optimizer stepped without waiting for it. ``False``, if there is none."""
+        return self.before_gate is not None and self.before_gate.drop(Phase.TORN, reason)
+
+    def is_disturbed(self) -> bool:
+        """True if a source of the capture in flight changed since the boundary, before it was whole."""
+        capture = self.before_gate
+        if capture is None:
+            return False
+        # TORN: the copy thread found it first.
+        return capture.phase is Phase.TORN or (capture.phase is Phase.COPYING and bool(capture.changed_sources()))
+
+    def is_writing(self, slot: Slot) -> bool:
+        """True if something may still write into ``slot`` for an earlier capture."""
+        return any(one.slot is slot and not one.released.is_set() for one in self.history)
+
+    def forget(self, slot: Slot) -> None:
+        """Let go of ``slot``, which goes back to the keeper. What became of the newest capture is still known."""
+        self.history = [one for one in self.history if one.slot is not slot or one is self.history[-1]]
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the copy thread behind the copies of devices: the slots may go. Blocks: at most ``timeout_s``."""
+        self._thread.close(timeout_s)
+        self.history = []
+
+
+def _is_needed(capture: Capture) -> bool:
+    return not capture.released.is_set() or (capture.is_in_slot and not capture.is_dropped)
+
+
+def write_header(plan: CapturePlan, slot: Slot) -> None:
+    """Put the plan's header into the image, if another stands there."""
+    mark = int(digest(plan.layout.header)[:15], 16) | 1
+    if slot.word(Word.PLAN) != mark:
+        slot.set_word(Word.PLAN, 0)
+        slot.image[: len(plan.layout.header)] = plan.layout.header
+        slot.set_word(Word.PLAN, mark)
