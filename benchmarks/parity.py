@@ -304,7 +304,8 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     from lazysnap.levels.blocks import Wanted
     from lazysnap.resolver import Entry
     from lazysnap.restore.lost_parts import lost_parts
-    from lazysnap.restore.peer_shards import PeerShards
+    from lazysnap.restore.parity import Parity
+    from lazysnap.restore.peer_memory import Connections
     from lazysnap.snapshots.reader import read
 
     rank, nodes = dist.get_rank(), dist.get_world_size()
@@ -317,7 +318,7 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     ]
     told: list[Any] = [None] * nodes
     dist.all_gather_object(told, (engine._world.place.node, entries, held))
-    parts, *_ = lost_parts(
+    parts, computed, _ = lost_parts(
         (entry for _, entries, _ in told for entry in entries), [(node, one) for node, _, held in told for one in held]
     )
     group, lost = engine._meeting.group
@@ -330,12 +331,13 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     dist.barrier()
     if rank == nodes - 1:
         cpu_s, started = _cpu_s(everyone), time.perf_counter()
-        peers = PeerShards(engine._meeting)
-        peers.know(parts)
-        [number] = [number for number, part in enumerate(parts) if part.position == rank]
-        shard = peers.computed(number, rank, "the lost node")
+        connections = Connections(engine._meeting)
+        source = Parity(connections)
+        source.lost = parts
+        [entry] = [entry for entry in computed if entry.rank == rank]
+        shard = source.open(entry, "the lost node", lambda: None)
         read({shard: [Wanted(shard.offset, shard.offset + shard.layout.size_bytes, put)]})
-        peers.close()
+        connections.close()
         ours |= {"s": time.perf_counter() - started, "cpu_s": _cpu_s(everyone) - cpu_s}
     dist.barrier()
     return {**ours, **bare(ours["bytes"] // (nodes - 1), range(nodes - 1, nodes))}

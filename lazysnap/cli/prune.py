@@ -214,7 +214,7 @@ def _carry_out(store: SnapshotStore, plan: Plan, name: str, output: Output) -> l
                 deleted.append(found.location)
             else:
                 output.say(f"{found.location} stays: somebody gave it a name meanwhile")
-        wanted = {entry.frozen for entry in store.inventory().entries} if plan.frozen else set()
+        wanted = {entry.frozen for entry in Catalogue(store).inventory().entries} if plan.frozen else set()
         for one, manifest in plan.frozen:
             advance(manifest.size_bytes)
             if one.digest not in wanted and delete_files([store.place(one)]):

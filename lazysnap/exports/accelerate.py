@@ -20,7 +20,9 @@ from lazysnap.exports.job import Job
 from lazysnap.exports.safetensors import add_file, tied_names
 from lazysnap.exports.states import Outline, parts_of, read_state
 from lazysnap.exports.torch_file import save_outlines
-from lazysnap.snapshots.whole import Filling, WholeSnapshot, WholeTensor
+from lazysnap.snapshots.assembly import JoinedTensor
+from lazysnap.snapshots.reads import Reads
+from lazysnap.snapshots.whole import WholeSnapshot
 from lazysnap.state.scaler import plain_numbers
 
 FACTS, RNG = "accelerate", "rng"
@@ -49,7 +51,7 @@ def write_stock(job: Job, path: str) -> list[str]:
     Blocks. Raises: StateMismatch, if this is no state of an Accelerator; UnsupportedState, for a value that cannot be
     pickled, or weights that safetensors refuses; ShardCorrupt; LevelError; OSError.
     """
-    whole, outline, filling = job.whole, Outline(job.whole), Filling()
+    whole, outline, reads = job.whole, Outline(job.whole), Reads()
     state = outline.state(parts_of(None))
     others = [WholeSnapshot(whole.snapshot, rank) for rank in range(1, whole.snapshot.plan.world_size)]
     ranks = [outline.read({part: state.get(part) for part in OF_EVERY_RANK})]
@@ -65,7 +67,7 @@ def write_stock(job: Job, path: str) -> list[str]:
 
         def save(value: Any, name: str) -> None:
             faults.point("export.accelerate.file")
-            files.append(save_outlines(value, os.path.join(path, name), outline, stack, filling))
+            files.append(save_outlines(value, os.path.join(path, name), outline, stack, reads))
 
         for index, part in enumerate(facts.get("models", parts_called(state, "model"))):
             prefix = facts.get("prefixes", {}).get(part, "")
@@ -73,7 +75,7 @@ def write_stock(job: Job, path: str) -> list[str]:
             if facts.get("safe_serialization", True):
                 faults.point("export.accelerate.file")
                 chosen = _tensors_of(weights, outline)
-                add_file(filling, stack, os.path.join(path, _numbered("model.safetensors", index)), chosen, {})
+                add_file(reads, stack, os.path.join(path, _numbered("model.safetensors", index)), chosen, {})
             else:
                 save(weights, _numbered("pytorch_model.bin", index))
         for kind in ("optimizer", "scheduler"):
@@ -86,7 +88,7 @@ def write_stock(job: Job, path: str) -> list[str]:
             save(plain_numbers(outline.read(state["scaler"])), "scaler.pt")
         for index, part in enumerate(parts_called(state, "custom")):
             save(state[part], f"custom_checkpoint_{index}.pkl")
-        job.fill(filling)
+        job.fill(reads)
         for file in files:
             file.seal()
     for index, rank in enumerate(ranks):
@@ -109,7 +111,7 @@ def _random_states(rank: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {"step": rank[FACTS].get("step", 0), **{_RNG_NAMES[name]: rng[name] for name in _RNG_NAMES if name in rng}}
 
 
-def _tensors_of(weights: Mapping[str, Any], outline: Outline) -> dict[str, WholeTensor]:
+def _tensors_of(weights: Mapping[str, Any], outline: Outline) -> dict[str, JoinedTensor]:
     """Return the weights to write: of tied ones the first, as Accelerate does; ``load_state`` ties them again."""
     others = sorted(name for name, value in weights.items() if not isinstance(value, torch.Tensor))
     if others:

@@ -8,7 +8,7 @@ from lazysnap.exports.states import Outline, parts_of
 from lazysnap.exports.torch_file import save_outlines
 from lazysnap.exports.weights import EXTRAS, is_lightning, registered_names
 from lazysnap.exports.weights_only import WeightsOnlyConverter
-from lazysnap.snapshots.whole import Filling
+from lazysnap.snapshots.reads import Reads
 from lazysnap.state.scalars import unpack
 from lazysnap.state.scaler import plain_numbers
 
@@ -42,9 +42,9 @@ def write_checkpoint(job: Job, path: str) -> list[str]:
     converter = WeightsOnlyConverter()
     if not job.options.keep_types:
         content = converter.convert(content)
-    filling = Filling()
+    reads = Reads()
     with contextlib.ExitStack() as files:
-        file = save_outlines(content, path, outline, files, filling)
-        job.fill(filling)
+        file = save_outlines(content, path, outline, files, reads)
+        job.fill(reads)
         file.seal()
     return notes + converter.notes()

@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lazysnap.errors import LazySnapError, UnsupportedState
 from lazysnap.exports.checkpoint import stock_state
 from lazysnap.exports.job import Job
-from lazysnap.exports.states import Outline, memory_of
+from lazysnap.exports.states import Outline
 from lazysnap.shard.pieces import Extent
-from lazysnap.snapshots.whole import Box, Filling, WholeTensor
+from lazysnap.snapshots.assembly import JoinedTensor, Tile
+from lazysnap.snapshots.reads import Reads
+from lazysnap.snapshots.tensors import into
 
 _BATCH_BYTES = 128 << 20
 """Tensors that are in memory at a time; larger boxes are cut."""
@@ -40,7 +42,7 @@ def write_distributed(job: Job, path: str) -> list[str]:
     try:
         with warnings.catch_warnings(), job.bar("exporting", outline.size_bytes) as beat:
             warnings.simplefilter("ignore")  # it warns that there is no process group
-            save(state, storage_writer=writer, planner=_Planner(job, outline, beat), no_dist=True)
+            save(state, storage_writer=writer, planner=_Planner(outline, beat), no_dist=True)
     except ValueError as error:
         raise UnsupportedState(f"torch.distributed.checkpoint cannot hold this state: {error}") from error
     except CheckpointException as error:
@@ -86,8 +88,8 @@ class _Chunk:
     """A part of a tensor that DCP writes at a time."""
 
     item: WriteItem
-    tensor: WholeTensor | None
-    box: Box | None
+    tensor: JoinedTensor | None
+    tile: Tile | None
     value: torch.Tensor
     """An outline; or, where the snapshot has no such tensor, the part itself."""
 
@@ -103,9 +105,9 @@ class _Chunk:
     @property
     def place(self) -> tuple[str, int, Extent]:
         """The place of its first byte: sorted by it, chunks are in the order of the files."""
-        if self.box is None:
+        if self.tile is None:
             return "", 0, ()
-        return self.box.tile.stored.shard.where, self.box.tile.stored.offset, self.box.offsets
+        return self.tile.stored.shard.where, self.tile.stored.offset, self.tile.offsets
 
 
 def _key(item: WriteItem) -> tuple[str, tuple[int, ...]]:
@@ -115,9 +117,9 @@ def _key(item: WriteItem) -> tuple[str, tuple[int, ...]]:
 class _Planner(DefaultSavePlanner):
     """Plans the parts that the shards hold, in their order, and reads some of them at a time."""
 
-    def __init__(self, job: Job, outline: Outline, beat: Callable[[int], None]) -> None:
+    def __init__(self, outline: Outline, beat: Callable[[int], None]) -> None:
         super().__init__()
-        self._job, self._outline, self._beat = job, outline, beat
+        self._outline, self._beat = outline, beat
         self._chunks: list[_Chunk] = []
         self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
         self._read: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
@@ -147,13 +149,13 @@ class _Planner(DefaultSavePlanner):
 
     def _cut(self, name: str, value: torch.Tensor) -> Iterator[_Chunk]:
         source = self._outline.source(value)
-        boxes: list[Box | None] = [] if source is None else list(source.boxes(_BATCH_BYTES))
-        for box in boxes or [None]:
-            offsets, sizes = ((0,) * value.dim(), value.shape) if box is None else (box.offsets, box.shape)
+        tiles: list[Tile | None] = [] if source is None else list(source.cut(_BATCH_BYTES))
+        for tile in tiles or [None]:
+            offsets, sizes = ((0,) * value.dim(), value.shape) if tile is None else (tile.offsets, tile.shape)
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             data = TensorWriteData(chunk, TensorProperties(dtype=value.dtype), value.shape)
             item = WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)
-            yield _Chunk(item, source, box, value)
+            yield _Chunk(item, source, tile, value)
 
     def resolve_data(self, write_item: WriteItem) -> "torch.Tensor | io.BytesIO":
         """See ``DefaultSavePlanner``."""
@@ -168,7 +170,7 @@ class _Planner(DefaultSavePlanner):
         for old in self._read.values():
             old.untyped_storage().resize_(0)  # DCP keeps every tensor until its file is complete
         self._read, size = {}, 0
-        filling = Filling()
+        reads = Reads()
         for chunk in self._chunks[number:]:
             size += chunk.shape.numel() * chunk.value.itemsize
             if self._read and size > _BATCH_BYTES:
@@ -176,6 +178,6 @@ class _Planner(DefaultSavePlanner):
             is_outline = chunk.tensor is not None
             made = torch.empty(chunk.shape, dtype=chunk.value.dtype) if is_outline else chunk.value.clone()
             self._read[chunk.key] = made
-            if chunk.tensor is not None and chunk.box is not None:
-                filling.add_box(chunk.tensor, chunk.box, memory_of(made))
-        filling.run(self._job.whole.snapshot, self._beat)
+            if chunk.tensor is not None and chunk.tile is not None:
+                reads.add_tile(chunk.tile.alone(), chunk.tensor.item_bytes, into(made))
+        reads.run(self._beat)

@@ -13,7 +13,8 @@ from lazysnap.exports.job import Job
 from lazysnap.exports.safetensors import add_file, tied_names
 from lazysnap.exports.weights import EXTRAS, chosen_tensors, place_of_weights
 from lazysnap.shard.limits import load_json
-from lazysnap.snapshots.whole import Filling, WholeTensor
+from lazysnap.snapshots.assembly import JoinedTensor
+from lazysnap.snapshots.reads import Reads
 
 COPIED = re.compile(
     r"(config|generation_config|adapter_config|special_tokens_map|added_tokens|vocab|chat_template|processor_config"
@@ -58,7 +59,7 @@ def write_folder(job: Job, path: str) -> list[str]:
     tied = tied_names(tensors, list(tensors))
     os.mkdir(path)
     with contextlib.ExitStack() as stack:
-        filling = Filling()
+        reads = Reads()
         stem = "model" if adapter is None else "adapter_model"
         shards = _shards({name: one for name, one in tensors.items() if name not in tied}, job.options.shard_bytes)
         weights: dict[str, str] = {}
@@ -66,7 +67,7 @@ def write_folder(job: Job, path: str) -> list[str]:
             part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             name = f"{stem}{part}.safetensors"
             weights.update(dict.fromkeys(shard, name))
-            add_file(filling, stack, os.path.join(path, name), shard, {})
+            add_file(reads, stack, os.path.join(path, name), shard, {})
         if len(shards) > 1:
             size = sum(one.size_bytes for name, one in tensors.items() if name not in tied)
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weights.items()))}
@@ -76,7 +77,7 @@ def write_folder(job: Job, path: str) -> list[str]:
                 _write(os.path.join(path, name), text)
         for name, source in files.items():
             shutil.copyfile(source, os.path.join(path, name))
-        job.fill(filling)
+        job.fill(reads)
     has_tokenizer = any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in files)
     return [] if has_tokenizer or adapter is not None else ["no tokenizer files: --config DIR copies those of DIR"]
 
@@ -115,9 +116,9 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _shards(tensors: Mapping[str, WholeTensor], most_bytes: int) -> list[dict[str, WholeTensor]]:
+def _shards(tensors: Mapping[str, JoinedTensor], most_bytes: int) -> list[dict[str, JoinedTensor]]:
     """Return the tensors of each file, in their order."""
-    shards: list[dict[str, WholeTensor]] = [{}]
+    shards: list[dict[str, JoinedTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if shards[-1] and size + tensor.size_bytes > most_bytes:

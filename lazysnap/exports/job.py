@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lazysnap.errors import ConfigError
-from lazysnap.snapshots.whole import Filling, WholeSnapshot
+from lazysnap.snapshots.reads import Reads
+from lazysnap.snapshots.whole import WholeSnapshot
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Shows the progress of some work: takes its name and its bytes, gives the function that counts those that are done."""
@@ -59,7 +60,7 @@ class Job:
     options: ExportOptions
     bar: Bar = no_bar
 
-    def fill(self, filling: Filling) -> None:
-        """Read the snapshot into the files of an export. Blocks. Raises: as ``Filling.run``."""
-        with self.bar("exporting", filling.size_bytes) as beat:
-            filling.run(self.whole.snapshot, beat)
+    def fill(self, reads: Reads) -> None:
+        """Read the snapshot into the files of an export. Blocks. Raises: as ``Reads.run``."""
+        with self.bar("exporting", reads.size_bytes) as beat:
+            reads.run(beat)

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from lazysnap.levels.files import pwrite_all
-from lazysnap.snapshots.whole import Write
+from lazysnap.snapshots.reads import Write
 
 
 class NewFile(AbstractContextManager["NewFile"]):

@@ -8,7 +8,8 @@ from lazysnap.exports.job import Job
 from lazysnap.exports.new_file import NewFile
 from lazysnap.exports.weights import chosen_tensors
 from lazysnap.shard.layout import Layout
-from lazysnap.snapshots.whole import Filling, Key, WholeTensor
+from lazysnap.snapshots.assembly import JoinedTensor
+from lazysnap.snapshots.reads import Reads, written
 
 FORMAT = {"format": "pt"}
 """The metadata of every file: its tensors are those of torch."""
@@ -25,17 +26,17 @@ def write_safetensors(job: Job, path: str) -> list[str]:
     chosen = chosen_tensors(job.whole.meta.state, job.options.only)
     tensors = {name: job.whole.tensor(stored) for name, stored in chosen.items()}
     tied = tied_names(tensors, sorted(tensors))
-    filling = Filling()
+    reads = Reads()
     with contextlib.ExitStack() as files:
-        add_file(filling, files, path, {name: one for name, one in tensors.items() if name not in tied}, tied)
-        job.fill(filling)
+        add_file(reads, files, path, {name: one for name, one in tensors.items() if name not in tied}, tied)
+        job.fill(reads)
     some = f"{len(tied)} tied tensor{'s are' if len(tied) > 1 else ' is'}"
     return [f"{some} stored once: load with safetensors.torch.load_model"] if tied else []
 
 
-def tied_names(tensors: Mapping[str, WholeTensor], order: Sequence[str]) -> dict[str, str]:
+def tied_names(tensors: Mapping[str, JoinedTensor], order: Sequence[str]) -> dict[str, str]:
     """Return the names of tensors that are tied to one that comes before them in ``order``, and the name of that."""
-    first: dict[Key, str] = {}
+    first: dict[tuple[object, ...], str] = {}
     for name in order:
         if tensors[name].size_bytes:
             first.setdefault(tensors[name].key, name)
@@ -44,13 +45,13 @@ def tied_names(tensors: Mapping[str, WholeTensor], order: Sequence[str]) -> dict
 
 
 def add_file(
-    filling: Filling,
+    reads: Reads,
     files: contextlib.ExitStack,
     path: str,
-    tensors: Mapping[str, WholeTensor],
+    tensors: Mapping[str, JoinedTensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Make a file of these tensors, which is filled when ``filling`` runs; it is open until ``files`` ends.
+    """Make a file of these tensors, which is filled when ``reads`` runs; it is open until ``files`` ends.
 
     Raises: UnsupportedState, for a dtype or a name that safetensors does not have; OSError.
     """
@@ -67,4 +68,4 @@ def add_file(
     file = files.enter_context(NewFile(path, layout.size_bytes))
     file.write(0, layout.header)
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-        filling.add(tensors[spec.name], file.behind(offset))
+        reads.add(tensors[spec.name], written(tensors[spec.name], file.behind(offset)))

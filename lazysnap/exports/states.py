@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lazysnap.errors import ShardCorrupt
 from lazysnap.shard.limits import with_stack
 from lazysnap.shard.manifest import TAG
-from lazysnap.shard.strides import strides_of
-from lazysnap.snapshots.tensors import facts_of
-from lazysnap.snapshots.whole import Filling, WholeSnapshot, WholeTensor, Write
+from lazysnap.snapshots.assembly import JoinedTensor
+from lazysnap.snapshots.reads import Reads
+from lazysnap.snapshots.tensors import into, room_for
+from lazysnap.snapshots.whole import WholeSnapshot
 from lazysnap.state.codec import decode, tensor_names
 
 Choose = Callable[[Any], Any]
@@ -50,7 +51,7 @@ def read_state(whole: WholeSnapshot, choose: Choose) -> dict[str, Any]:
     with whole.snapshot.naming():
         encoded = with_stack(lambda: choose(whole.meta.state))
         names = tensor_names(encoded)
-    found = read_tensors(whole, {name: whole.tensor(name) for name in names})
+    found = read_tensors({name: whole.tensor(name) for name in names})
     return _decoded(whole, encoded, found.__getitem__)
 
 
@@ -62,37 +63,15 @@ def _decoded(whole: WholeSnapshot, encoded: Any, tensor: Callable[[str], torch.T
     return state
 
 
-def read_tensors(whole: WholeSnapshot, tensors: Mapping[str, WholeTensor]) -> dict[str, torch.Tensor]:
+def read_tensors(tensors: Mapping[str, JoinedTensor]) -> dict[str, torch.Tensor]:
     """Return tensors in memory, tied ones once. Blocks. Raises: ShardCorrupt; LevelError."""
-    filling, made = Filling(), {}
+    reads, made = Reads(), {}
     for tensor in tensors.values():
         if tensor.key not in made:
-            made[tensor.key] = _new(tensor)
-            filling.add(tensor, memory_of(made[tensor.key]))
-    filling.run(whole.snapshot)
-    orders = {tensor.key: tensor.first.order for tensor in tensors.values()}
-    for key, order in orders.items():
-        if order is not None:
-            rows = made[key]
-            made[key] = torch.empty_strided(rows.shape, strides_of(rows.shape, order), dtype=rows.dtype).copy_(rows)
+            made[tensor.key] = room_for(tensor)
+            reads.add(tensor, into(made[tensor.key]))
+    reads.run()
     return {name: made[tensor.key] for name, tensor in tensors.items()}
-
-
-def _new(tensor: WholeTensor) -> torch.Tensor:
-    try:
-        return torch.empty(tensor.shape, dtype=facts_of(tensor.first)[0])
-    except RuntimeError as error:  # an empty shape like [0, 2**61, 2**61]
-        raise ShardCorrupt(f"{tensor.first.shard.where}: tensor {tensor.name}: {error}") from error
-
-
-def memory_of(tensor: torch.Tensor) -> Write:
-    """Return what writes into the memory of a new tensor."""
-    memory = bytes_of(tensor.untyped_storage())
-
-    def write(offset: int, data: memoryview, keep: torch.Tensor = tensor) -> None:
-        memory[offset : offset + len(data)] = data
-
-    return write
 
 
 class Outline:
@@ -102,7 +81,7 @@ class Outline:
         self._whole = whole
         self._mode = FakeTensorMode()
         self._made: dict[object, torch.Tensor] = {}
-        self._sources: dict[int, WholeTensor] = {}
+        self._sources: dict[int, JoinedTensor] = {}
         """The tensors that outlines stand for, by ``identity_of`` the outline's memory."""
 
     def state(self, choose: Choose) -> dict[str, Any]:
@@ -111,10 +90,10 @@ class Outline:
             encoded = with_stack(lambda: choose(self._whole.meta.state))
         return _decoded(self._whole, encoded, lambda name: self._outline(self._whole.tensor(name)))
 
-    def _outline(self, tensor: WholeTensor) -> torch.Tensor:
+    def _outline(self, tensor: JoinedTensor) -> torch.Tensor:
         if tensor.key not in self._made:
             with self._mode:
-                made = self._made[tensor.key] = _new(tensor)
+                made = self._made[tensor.key] = room_for(tensor, is_row_major=True)
             self._sources[identity_of(made.untyped_storage())] = tensor
         return self._made[tensor.key]
 
@@ -123,11 +102,11 @@ class Outline:
         """Bytes of all tensors, tied ones once."""
         return sum(tensor.size_bytes for tensor in self._sources.values())
 
-    def source(self, value: Any) -> WholeTensor | None:
+    def source(self, value: Any) -> JoinedTensor | None:
         """Return the tensor of the snapshot that an outline stands for; ``None`` for any other value."""
         return self.source_of(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
 
-    def source_of(self, storage: torch.UntypedStorage) -> WholeTensor | None:
+    def source_of(self, storage: torch.UntypedStorage) -> JoinedTensor | None:
         """Return the same as ``source`` for the memory of an outline."""
         return self._sources.get(identity_of(storage))
 
@@ -135,7 +114,7 @@ class Outline:
         """Return a value with tensors in memory in place of outlines. Blocks. Raises: ShardCorrupt; LevelError."""
         leaves = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
         wanted = {str(id(one)): source for one in leaves if (source := self.source(one)) is not None}
-        found = read_tensors(self._whole, wanted)
+        found = read_tensors(wanted)
         return tree_map_only(torch.Tensor, lambda one: found.get(str(id(one)), one), value)
 
 

@@ -17,7 +17,7 @@ import torch
 from lazysnap.errors import UnsupportedState
 from lazysnap.exports.new_file import NewFile
 from lazysnap.exports.states import Outline, bytes_of, identity_of
-from lazysnap.snapshots.whole import Filling
+from lazysnap.snapshots.reads import Reads, written
 
 _READ_BYTES = 16 << 20
 
@@ -46,14 +46,14 @@ class TorchFile(AbstractContextManager["TorchFile"]):
         """Close the file."""
         self._file.__exit__(kind, error, trace)
 
-    def add(self, filling: Filling, outline: Outline) -> None:
-        """Have the tensors that ``outline`` knows written when ``filling`` runs; the others are written now. Blocks."""
+    def add(self, reads: Reads, outline: Outline) -> None:
+        """Have the tensors that ``outline`` knows written when ``reads`` runs; the others are written now. Blocks."""
         for storage, record in self._storages:
             source = outline.source_of(storage)
             if source is None:
                 self._file.write(record.start, bytes_of(storage))
             else:
-                filling.add(source, self._file.behind(record.start))
+                reads.add(source, written(source, self._file.behind(record.start)))
 
     def seal(self) -> None:
         """Write the checksums of the tensors, which torch ignores and other readers of zip files compare. Blocks."""
@@ -69,13 +69,13 @@ class TorchFile(AbstractContextManager["TorchFile"]):
                 self._file.write(descriptor + 4, field)
 
 
-def save_outlines(value: Any, path: str, outline: Outline, files: ExitStack, filling: Filling) -> TorchFile:
-    """Make a file of ``torch.save`` that is filled when ``filling`` runs; ``seal`` it then. Blocks.
+def save_outlines(value: Any, path: str, outline: Outline, files: ExitStack, reads: Reads) -> TorchFile:
+    """Make a file of ``torch.save`` that is filled when ``reads`` runs; ``seal`` it then. Blocks.
 
     Raises: UnsupportedState, for a value that cannot be pickled; OSError.
     """
     file = files.enter_context(TorchFile(value, path))
-    file.add(filling, outline)
+    file.add(reads, outline)
     return file
 
 

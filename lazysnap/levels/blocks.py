@@ -66,14 +66,14 @@ class Blocks(Protocol):
 
     def rest(self) -> None:
         """Close the file, unless it is to stay open; the next ``block`` opens it again. Harmless twice."""
-        ...
+        return
 
     def close(self) -> None:
         """Close the file; the next ``block`` opens it again. Harmless twice."""
-        ...
+        return
 
 
-class FileBlocks:
+class FileBlocks(Blocks):
     """The blocks of a committed file at a level. The first read opens it."""
 
     def __init__(self, place: FilePlace, manifest: Manifest, *, stays_open: bool = True) -> None:
@@ -141,7 +141,7 @@ class FileBlocks:
             reader.close()
 
 
-class MemoryBlocks:
+class MemoryBlocks(Blocks):
     """The blocks of a shard in memory; compared if there are checksums."""
 
     threads = 4
@@ -166,12 +166,6 @@ class MemoryBlocks:
         """Compare the blocks of the first bytes with their checksums. Blocks. Raises: ShardCorrupt."""
         upto = min(size_bytes, self.size_bytes)
         fill({self: [Wanted(0, upto, lambda at, data: None)]})
-
-    def rest(self) -> None:
-        """Nothing to do: there is no file."""
-
-    def close(self) -> None:
-        """Nothing to do: there is no file."""
 
 
 class VerifiedSource:

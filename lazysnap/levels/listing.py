@@ -5,7 +5,7 @@ It is small enough to send to all ranks. They then read the manifests together, 
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lazysnap.errors import LevelError
@@ -51,24 +51,6 @@ class Listing:
 
     directories: tuple[Directory, ...]
     problems: tuple[str, ...] = ()
-
-    def to_fields(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> "Listing":
-        """Return the listing in parsed JSON."""
-        directories = (
-            Directory(
-                item["name"],
-                tuple((count, first, last) for count, first, last in item["ranges"]),
-                tuple(item["names"]),
-                item["bare"],
-            )
-            for item in fields["directories"]
-        )
-        return cls(tuple(directories), tuple(fields["problems"]))
 
 
 def list_names(storage: Storage, *, marked: bool = False, beat: Beat = lambda: None) -> Listing:

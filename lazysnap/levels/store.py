@@ -14,7 +14,6 @@ The name of a directory says what is in it, so no two writers ever want the same
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,8 +34,6 @@ from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.node_file import (
     FROZEN_NAME,
     FilePlace,
-    check_place,
-    entries_of,
     read_committed,
     write_node_file,
 )
@@ -44,7 +41,7 @@ from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import BlockSource, shard_of
 from lazysnap.levels.storage import Storage, level_error
 from lazysnap.levels.watchdog import Beat
-from lazysnap.resolver import Entry, FrozenEntry, Inventory
+from lazysnap.resolver import Entry, FrozenEntry
 from lazysnap.shard.manifest import CaptureMeta, Manifest, Shard
 from lazysnap.shard.names import (
     NodeName,
@@ -52,7 +49,6 @@ from lazysnap.shard.names import (
     check_name,
     frozen_directory_name,
     keep_file_name,
-    parse_frozen_directory_name,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,8 +86,6 @@ class SnapshotStore:
         self.storage = storage
         self.url = storage.url
         self.speed = speed
-        self._known: dict[FilePlace, tuple[object, int, list[Entry]]] = {}
-        """The stamp of a manifest when it was read, the size of its file, what that holds."""
 
     # ---------------------------------------------------------------- writing
 
@@ -190,57 +184,6 @@ class SnapshotStore:
     def listing(self, *, marked: bool = False) -> Listing:
         """Return what is here by its name alone; see ``levels.listing``. Raises: LevelUnavailable."""
         return list_names(self.storage, marked=marked)
-
-    def inventory(self, listing: Listing | None = None, share: tuple[int, int] | None = None) -> Inventory:
-        """Return what can be restored from here, and what cannot and why. Nothing found there makes it raise.
-
-        With a ``listing`` nothing is listed again, with ``share`` (number, of how many) only that part is looked at.
-        Raises: LevelUnavailable, if the level does not answer.
-        """
-        listing = self.listing() if listing is None else listing
-        entries: list[Entry] = []
-        images: list[FrozenEntry] = []
-        problems = list(listing.problems)
-        seen: set[FilePlace] = set()
-        for directory in listing.directories:
-            frozen = parse_frozen_directory_name(directory.name)
-            named = SnapshotName.parse(directory.name)
-            passed_over = "" if named is None else f"step {named.step} passed over: "
-            for place in (FilePlace(self.storage, directory.name, name) for name in directory.nodes(share)):
-                seen.add(place)
-                try:
-                    found = self._look_at(place)
-                except FileNotFoundError as error:
-                    lost = error.filename or error
-                    where = f"{shown(self.url)}/{directory.name}"
-                    problems.append(f"{passed_over}{where}: a manifest without its file: {lost}")
-                except (FormatError, LevelError) as error:
-                    # One file that cannot be read says nothing about the others.
-                    problems.append(f"{passed_over}{error}")
-                else:
-                    if frozen is None:
-                        entries += [replace(entry, names=directory.names) for entry in found]
-                    else:
-                        images.append(FrozenEntry(self.url, self.speed, frozen, directory.name))
-        if share is None:
-            for place in self._known.keys() - seen:
-                self._known.pop(place, None)  # a run may write millions
-        return Inventory(self.url, tuple(entries), tuple(images), tuple(problems))
-
-    def _look_at(self, place: FilePlace) -> list[Entry]:
-        """Check one manifest, and that its file is there. Manifests that did not change are not read again.
-
-        Raises: FormatError, LevelError, FileNotFoundError.
-        """
-        stamp = self.storage.stamp(place.manifest_path)
-        known = self._known.get(place)
-        if known is None or stamp is None or known[0] != stamp:
-            manifest = place.read_manifest()
-            check_place(manifest, place)
-            entries = entries_of(manifest, self.url, self.speed, place.directory)
-            known = self._known[place] = (stamp, manifest.size_bytes, entries)
-        place.check_size(known[1])
-        return known[2]
 
     # ---------------------------------------------------------------- reading
 

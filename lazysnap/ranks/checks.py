@@ -71,10 +71,10 @@ def _compared(owner: str, kind: str, settings: object) -> Settings:
     return {f"{owner}.{name}": value for name, value in vars(settings).items() if f"{kind}.{name}" not in MAY_DIFFER}
 
 
-def check_alike(told: Sequence[Settings]) -> None:
-    """``told``: by every rank. Raises: ConfigError, naming what differs, and on which ranks first."""
-    first = told[0]
-    for rank, mine in enumerate(told):
+def check_alike(settings: Sequence[Settings]) -> None:
+    """Check that the settings of all ranks are equal. Raises: ConfigError, naming what differs, and on which ranks."""
+    first = settings[0]
+    for rank, mine in enumerate(settings):
         # The number of levels first: then it says enough.
         for name in ("number of levels", *first):
             if mine.get(name) != first[name]:

@@ -1,10 +1,9 @@
 """The part of the state that this rank captures: its own tensors, its shards, its share of replicated ones.
 
-Replicated state (DDP) is cut by rows into shares of equal size over the ranks of a node, so that together they hold one
-copy per node (topology.share); so is a DTensor's local shard over those of them that hold the same one (HSDP, tensors
-that a mesh dimension replicates). In the same way it is cut over the nodes: at levels that all nodes see, each stores
-its share of it alone. Worked out once, from what this rank knows alone; a later boundary only takes the same views of
-the live tensors again.
+The ranks of a node cut replicated state (DDP) by rows into shares of equal size, and together hold one copy of it
+(topology.share). Those that hold the same local shard of a DTensor cut that (HSDP, tensors that a mesh dimension
+replicates). The nodes cut the same state once more: at a level that all nodes see, each stores its share alone. Each
+rank computes its part once, from what it knows alone. A later boundary takes the same views of the live tensors.
 """
 
 import json
@@ -45,7 +44,7 @@ class _Shared:
     scope: str
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Where ``local`` begins in the global tensor."""
+    """The place of ``local`` in the global tensor."""
 
     @property
     def rows(self) -> tuple[int, int]:

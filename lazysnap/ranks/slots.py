@@ -1,7 +1,7 @@
 """Which slot the next capture goes to, and which slots the keeper may free. Pure.
 
-With one rank two slots are enough to always keep the newest whole snapshot while the next one is written; persistence
-reads from a slot of its own for long, so it makes three. The argument for many ranks is in docs/architecture.md.
+With one rank, two slots keep the newest whole snapshot while the next one is written. Storage reads a third one for
+long. docs/architecture.md has the argument for many ranks.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from lazysnap.memory.arena import SlotPhase, SlotStatus
 def slots_needed(
     config: SnapshotConfig, world_size: int = 1, *, runs_ahead: bool = False, is_redundant: bool = False
 ) -> int:
-    """Slots for one rank: those that are kept, the one being written, one that persistence reads, and where other
-    nodes protect it the one that is protected and the one that is about to be.
+    """Return the number of slots for one rank: those that are kept, one to write, and one that storage reads.
+
+    Where other nodes protect this one, also the slot that is protected, and the next one.
     """
     needed = least_slots(config, world_size, runs_ahead=runs_ahead) + bool(config.levels) + 2 * is_redundant
     if world_size > 1:
@@ -48,9 +49,8 @@ def newest_whole(statuses: Sequence[SlotStatus], count: int) -> list[int]:
 def choose_slot(statuses: Sequence[SlotStatus], idle: Sequence[bool], kept: int = 1) -> int | None:
     """Return the index of the slot to write next, ``None`` if all are in use.
 
-    Never a pinned slot (persistence reads it), never one that a device still writes into (not ``idle``), never one of
-    the ``kept`` newest whole ones (until the next is whole, they are the restart points in memory); of the others the
-    oldest.
+    It is not pinned (storage reads it) or written by a device (not ``idle``). It is not one of the ``kept`` newest
+    whole ones: until the next is whole, these are the restart points in memory. Of the others it is the oldest.
     """
     return next(iter(_free(statuses, idle, kept)), None)
 

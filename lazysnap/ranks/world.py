@@ -1,8 +1,7 @@
 """The ranks of one training, and their exchanges when planning and resuming, never per snapshot.
 
-They run on a gloo group of its own, in host memory, so that nothing of it meets the training's collectives; what is
-exchanged is JSON (``torch.distributed``'s object collectives would unpickle what arrives). Every exchange has a
-deadline.
+Exchanges use a gloo group of their own, in host memory, apart from the training's collectives. They carry JSON, because
+the object collectives of ``torch.distributed`` unpickle what arrives. Every exchange has a deadline.
 """
 
 import datetime
@@ -13,7 +12,6 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from lazysnap.capture.plan import Key
 from lazysnap.errors import WaitTimeout
 from lazysnap.ranks.partition import Partition
 from lazysnap.state.walk import Walk
-from lazysnap.topology import Place, places
+from lazysnap.topology import places
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -48,25 +46,35 @@ def node_name() -> str:
 class World:
     """All ranks of this training, or this process alone if ``torch.distributed`` is not initialised."""
 
-    def __init__(self, timeout_s: float = 60.0) -> None:
-        """Collective if there are several ranks: all of them make it at the same point. Blocks.
+    def __init__(self, timeout_s: float = 60.0, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """``optimizers``: of the training of this rank.
 
+        Collective if there are several ranks: all of them make it at the same point. Blocks.
         Raises: WaitTimeout, if one of them is missing.
         """
         self._timeout = datetime.timedelta(seconds=timeout_s)
         is_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if is_many else 0
         self.size = dist.get_world_size() if is_many else 1
-        self._group: Any = self._meet() if is_many else None
+        self._group: Any = self._new_group() if is_many else None
         self._shares: tuple[bool, bool] | None = None
         self._untrained: frozenset[str] | None = None
         self._lost: WaitTimeout | None = None
-        self.runs_ahead = False
-        """True if some rank trains on a device, whose host runs ahead of it. See ``compare_devices``."""
         self.exchanges = 0
         """Collectives so far; a test sees to it that snapshots need none."""
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        is_on_device = any(one.device.type not in ("cpu", "meta") for group in groups for one in group["params"])
+        told = self.exchange("making the engine", [node_name(), is_on_device])
+        self.places = places([name for name, _ in told])
+        """The places of all ranks."""
+        self.place = self.places[self.rank]
+        """The place of this rank."""
+        self.node_ranks = [place.rank for place in self.places if place.node == self.place.node]
+        """The ranks of this node, in order."""
+        self.runs_ahead = any(is_ahead for _, is_ahead in told)
+        """True if some rank trains parameters on a device, whose host runs ahead of it."""
 
-    def _meet(self) -> Any:
+    def _new_group(self) -> Any:
         try:
             return dist.new_group(backend="gloo", timeout=self._timeout)
         except RuntimeError as error:
@@ -79,31 +87,10 @@ class World:
             "Snapshots are as they were; start all ranks again"
         )
 
-    def compare_devices(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Learn whether any rank, this one with ``optimizers``, trains parameters on a device. Collective."""
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        is_on_device = any(one.device.type not in ("cpu", "meta") for group in groups for one in group["params"])
-        self.runs_ahead = any(self.exchange("making the engine", is_on_device))
-
     @property
     def is_alone(self) -> bool:
         """True if there is one rank only."""
         return self.size == 1
-
-    @cached_property
-    def places(self) -> list[Place]:
-        """The places of all ranks. Collective at its first use."""
-        return places([str(name) for name in self.exchange("making the engine", node_name())])
-
-    @property
-    def place(self) -> Place:
-        """The place of this rank. Collective at the first use of ``places``."""
-        return self.places[self.rank]
-
-    @cached_property
-    def node_ranks(self) -> list[int]:
-        """The ranks of this node, in order. Collective at the first use of ``places``."""
-        return [place.rank for place in self.places if place.node == self.place.node]
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's ``value`` (plain JSON), in the order of the ranks; ``what`` they do. Collective. Blocks.
@@ -138,11 +125,10 @@ class World:
             raise self._missing(what, error) from error
 
     def exchange_after(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Return every rank's result of ``work`` (plain JSON), when all have theirs. Collective. Blocks: as long as
-        they work.
+        """Return every rank's result of ``work`` (plain JSON) when all are done. Collective. Blocks.
 
-        One rank may read from memory in a moment what another one fetches from far away: while they work they tell each
-        other so, and the deadline is for one that is dead or silent. Raises: as ``exchange``, after its own work.
+        One rank may read from memory in a moment what another one fetches from far away. While they work they exchange
+        heartbeats, so the deadline is for a rank that is dead or silent. Raises: as ``exchange``, after its own work.
         """
         if self._group is None:
             return [work()]
@@ -150,7 +136,7 @@ class World:
         over = threading.Event()
         outcome: list[Any] = []
 
-        def tell() -> None:
+        def beat() -> None:
             try:
                 while not outcome:
                     over.wait(min(_BEAT_S, self._timeout.total_seconds() / 4))
@@ -162,13 +148,13 @@ class World:
             except WaitTimeout as error:
                 outcome.append(error)
 
-        teller = threading.Thread(target=tell, name="lazysnap-beat", daemon=True)
-        teller.start()
+        beats = threading.Thread(target=beat, name="lazysnap-beat", daemon=True)
+        beats.start()
         try:
             results.append(work())
         finally:
             over.set()
-            teller.join()
+            beats.join()
         if isinstance(outcome[0], WaitTimeout):
             raise outcome[0]
         return list(outcome[0])
@@ -176,9 +162,9 @@ class World:
     def settle(self, walked: Walk, replicated: Collection[Key], untrained: Collection[str]) -> Partition:
         """Return the part of the state that this rank captures. Collective at its first call, later ones are not.
 
-        Where ranks of a node that should hold the same tensors do not, each of the node captures its own whole; where
-        those of several nodes do not, each node stores its own whole.
-        ``untrained``: see ``Partition``; of the first call, so that all ranks always cut alike.
+        If ranks of a node differ in tensors that they should share, each captures its own whole. If ranks of several
+        nodes differ, each node stores its own whole. ``untrained``: see ``Partition``. That of the first call counts,
+        so that all ranks always cut alike.
         Raises: WaitTimeout, and at once from then on: no snapshots without a common plan.
         """
         if self._lost is not None:
@@ -219,14 +205,14 @@ class World:
             dist.destroy_process_group(group)
 
 
-def agree(told: Sequence[Sequence[Sequence[Any]]], node_ranks: Collection[int]) -> tuple[bool, bool]:
+def agree(commons: Sequence[Sequence[Sequence[Any]]], node_ranks: Collection[int]) -> tuple[bool, bool]:
     """True if ranks that hold the same tensors all reported the same facts about them: those of ``node_ranks``, and
     all. Pure.
 
-    ``told``: by rank, see ``Partition.common``. The first is the same for a whole node_ranks, the second for all ranks.
+    ``commons``: by rank, see ``Partition.common``. The first is the same on all ranks of a node, the second on all.
     """
-    in_node = all(common in told[other] for rank in node_ranks for common in told[rank] for other in common[0])
+    in_node = all(common in commons[other] for rank in node_ranks for common in commons[rank] for other in common[0])
     seen: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for _, holders, count, tensors in (common for commons in told for common in commons):
+    for _, holders, count, tensors in (common for ones in commons for common in ones):
         seen[holders, count].append(tensors)
     return in_node, all(len(found) == count and len(set(found)) == 1 for (_, count), found in seen.items())

@@ -5,7 +5,7 @@ import threading
 
 from lazysnap.levels.listing import Listing
 from lazysnap.levels.redaction import shown
-from lazysnap.restore.level_reader import Answer
+from lazysnap.restore.level import Answer
 from lazysnap.shard.names import SnapshotName
 
 logger = logging.getLogger("lazysnap.engine")

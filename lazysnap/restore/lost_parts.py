@@ -33,8 +33,9 @@ class LostPart:
 def lost_parts(
     entries: Iterable[Entry], held: Sequence[tuple[str, HeldParity]]
 ) -> tuple[list[LostPart], list[Entry], list[str]]:
-    """Return what can be computed, lost or not; an entry for each of its shards, whose ``location`` begins with its
-    number; and why what is lost besides cannot be computed.
+    """Return the parts that can be computed, lost or not, an entry for each of their shards, and problems.
+
+    The ``location`` of an entry begins with the number of its part. A problem says why a lost part cannot be computed.
 
     ``entries``: of memory; ``held``: parity, and the node that holds it. The same on all ranks.
     """

@@ -2,14 +2,56 @@
 
 from collections.abc import Callable
 
-from lazysnap.errors import JobBusy, LazySnapError
+from lazysnap.errors import JobBusy, LazySnapError, ShardCorrupt
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import MemoryInventory
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.neighbour import NeighbourMemory
+from lazysnap.levels.blocks import MemoryBlocks
+from lazysnap.levels.watchdog import Beat
+from lazysnap.memory.arena import Slot
 from lazysnap.resolver import Entry, FrozenEntry, Inventory
 from lazysnap.restore.snapshot import MEMORY
+from lazysnap.restore.source import Item
+from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import Layout
+from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.snapshots.reader import OpenShard
 from lazysnap.topology import Place
+
+
+class RankMemory:
+    """The captures of one rank in the memory of this node, mapped. See ``restore.source.Source``."""
+
+    timeout_s = None
+
+    def __init__(self, held: MemoryInventory) -> None:
+        self._held = held
+
+    def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
+        """See ``Source``."""
+        of_item = item.location.split("/")[1]
+        if isinstance(item, FrozenEntry):
+            slot = self._held.frozen.get(of_item)
+            checksums = None if slot is None else Checksums.of(_image(slot))
+            if checksums is not None and checksums.whole != item.digest:
+                raise ShardCorrupt(f"{where}: their checksum is {checksums.whole}, expected {item.digest}")
+        else:
+            held = next((one for one in self._held.entries if one.sequence == int(of_item)), None)
+            slot, checksums = (None, None) if held is None else (held.slot, held.checksums)
+        if slot is None:
+            raise ShardCorrupt(f"{where}: it is not there any more")
+        image, meta = _image(slot), CaptureMeta.from_bytes(slot.read_meta(), where)
+        # Without checksums nothing can be compared: the keeper has not computed them yet.
+        if checksums is not None and checksums.size_bytes != len(image):
+            raise ShardCorrupt(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
+        blocks = MemoryBlocks(image, None if isinstance(item, FrozenEntry) else checksums, where)
+        blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, whatever the header looks like
+        return OpenShard(meta.rank, meta, Layout.parse(image, len(image), where), blocks)
+
+
+def _image(slot: Slot) -> memoryview:
+    return slot.image[: slot.status().image_bytes]
 
 
 class NodeMemory:
@@ -67,7 +109,7 @@ class NodeMemory:
         return [self._inventory(number) for number in found]
 
     def _inventory(self, number: int) -> Inventory:
-        held = self.held(number)
+        held = self._held(number)
         entries = tuple(
             Entry(
                 MEMORY,
@@ -86,8 +128,11 @@ class NodeMemory:
         images = tuple(FrozenEntry(MEMORY, 0, str(digest), f"{number}/{digest}", self.node) for digest in held.frozen)
         return Inventory(f"{MEMORY} of local rank {number} of {self.node}", entries, images)
 
-    def held(self, number: int) -> MemoryInventory:
-        """Return the keeper's captures of a local rank. Blocks, the first time."""
+    def rank(self, number: int) -> RankMemory:
+        """Return the memory of a local rank as a source. Blocks, the first time."""
+        return RankMemory(self._held(number))
+
+    def _held(self, number: int) -> MemoryInventory:
         if number not in self._inventories:
             try:
                 neighbour = NeighbourMemory(self._identity, number, self._timeout_s)

@@ -1,7 +1,7 @@
-"""One restart of all ranks: each reports what its memory and its levels hold, and all try the same snapshots.
+"""One restart of all ranks: they list what all sources have, and try the same snapshots in the same order.
 
-Every rank restores the same one or none. A snapshot that one rank cannot read whole is passed over by all of them; a
-rank that is silent ends the restart at a deadline, and nothing was changed anywhere (docs/architecture.md).
+Every rank restores the same snapshot, or none does. If one rank cannot read its part, all go on to the next. If a rank
+is silent, the restart ends at a deadline, and nothing was changed anywhere (docs/architecture.md).
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel, SnapshotConfig
-from lazysnap.errors import JobBusy, ShardCorrupt, SnapshotNotFound, StateMismatch
+from lazysnap.errors import JobBusy, SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.protocol import HeldParity, TrainerEnd
@@ -27,14 +27,15 @@ from lazysnap.ranks.meeting import NOBODY, Meeting, meet_keepers
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, candidates, newest_start
 from lazysnap.restore.late_levels import follow
-from lazysnap.restore.level_reader import LevelReader
+from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 from lazysnap.restore.node_memory import NodeMemory
+from lazysnap.restore.parity import Parity
 from lazysnap.restore.part import Part, PartReader
-from lazysnap.restore.peer_shards import PeerShards
-from lazysnap.restore.shards import BadFrozen, BadShard, ShardOpener
+from lazysnap.restore.peer_memory import Connections, PeerMemory
 from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
-from lazysnap.restore.survey import Survey, check_levels, fields_of, inventory_of
+from lazysnap.restore.sources import Failure, Places, Sources
+from lazysnap.restore.survey import Survey, check_levels
 from lazysnap.runs import Choice, runs_in, short_ids
 from lazysnap.shard.names import SnapshotName, id_after, new_id
 from lazysnap.state.gc_pause import collector_paused
@@ -48,10 +49,6 @@ _PATIENCE_S = 3.0
 """Seconds to wait for levels if memory has a whole snapshot."""
 _LISTINGS = 3
 """Listings of levels at most, until nothing vanishes between listing and reading."""
-
-
-class Vanished(Exception):
-    """A snapshot that was listed is not there any more."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Restart:
     start: str = ""
     """The id of this start: no earlier one has a greater id."""
     casts: bool = False
-    """True for an evaluation, which may use another precision than the training: see ``part.check_fits``."""
+    """True for an evaluation, which may use another precision than the training: see ``targets.check_fits``."""
 
 
 def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
@@ -78,41 +75,21 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
 
     Raises: StateMismatch on all ranks, if one of them cannot take the freshest snapshot; WaitTimeout.
     """
-    started = time.perf_counter()
     choice = Choice.of(which)
     with contextlib.ExitStack() as stack:
         search = _Search(restart, stack)
-        snapshot = None
-        unreadable: set[SnapshotKey] = set()
-        is_patient = False
-        for tries_left in reversed(range(_LISTINGS)):
-            search.forget()
-            unreadable.clear()
-            # Another choice than the newest may begin a new run, which has to be later than all others.
-            inventories = search.inventories(is_patient=is_patient or not choice.is_latest)
-            is_patient = True
-            plans = choice.plans(inventories)
-            with contextlib.suppress(Vanished):  # on all ranks
-                for plan in plans:
-                    snapshot = search.attempt(plan, is_last_try=not tries_left)
-                    if snapshot is not None:
-                        break
-                    unreadable.add(plan.key)
-                    if search.survey.late:
-                        break
-                if snapshot is not None or not search.survey.late:
-                    break
+        # Another choice than the newest may begin a new run, which has to be later than all others.
+        snapshot = search.first_whole(choice.plans, is_patient=not choice.is_latest)
+        inventories = search.inventories
         if snapshot is not None:
             search.note_newer(snapshot)
-            newest = next(other for other in candidates(inventories) if other.key not in unreadable)
-            is_newest = newest.key == plan.key
+            newest = next(plan for plan in candidates(inventories) if plan.key not in search.unreadable)
+            is_newest = newest.key == SnapshotKey(snapshot.run_id, snapshot.step, snapshot.start, snapshot.world_size)
             return dataclasses.replace(
                 snapshot,
-                seconds=time.perf_counter() - started,
                 skipped=tuple(search.problems),
                 end=search.end() if choice.is_latest else None,
                 protected=search.protected,
-                newest_start=newest_start(inventories),
                 stored={
                     level.url: _stored(inventories, level, snapshot)
                     for level in restart.config.levels
@@ -125,9 +102,8 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
             raise SnapshotNotFound(choice.missing(inventories))
         held = {plan.step for plan in candidates(inventories)}
         seen = {entry.step for inventory in inventories for entry in inventory.entries}
-        urls = tuple(level.url for level in restart.config.levels)
         return Absence(
-            urls,
+            tuple(level.url for level in restart.config.levels),
             incomplete=tuple(sorted(seen - held)),
             unreadable=tuple(sorted(held)),
             uncommitted=search.survey.uncommitted,
@@ -142,24 +118,11 @@ def fetch_back(
 
     Raises: as ``fetch``.
     """
-    started = time.perf_counter()
     with contextlib.ExitStack() as stack:
         search = _Search(restart, stack)
-        inventories = search.inventories(is_patient=True)
-        for plan in filter(is_wanted, candidates(inventories)):
-            snapshot = search.attempt(plan, is_last_try=True)
-            if snapshot is None:
-                continue
-            flaws = [text for text in restart.world.exchange(f"looking at step {plan.step}", flaw(snapshot)) if text]
-            if not flaws:
-                return dataclasses.replace(
-                    snapshot,
-                    seconds=time.perf_counter() - started,
-                    skipped=tuple(search.problems),
-                    newest_start=newest_start(inventories),
-                )
-            search.problems.append(f"step {plan.step} passed over: {flaws[0]}")
-    return None
+        order = lambda inventories: [plan for plan in candidates(inventories) if is_wanted(plan)]  # noqa: E731
+        snapshot = search.first_whole(order, is_patient=True, flaw=flaw)
+        return None if snapshot is None else dataclasses.replace(snapshot, skipped=tuple(search.problems))
 
 
 def _new_run(world: World, inventories: list[Inventory], newest: RestartPlan) -> NewRun:
@@ -182,40 +145,78 @@ def _stored(inventories: list[Inventory], level: PersistentLevel, snapshot: Snap
 
 
 class _Search:
-    """One restart on one rank."""
+    """One restart on one rank: lists what all sources have, and reads the best snapshot that is whole everywhere."""
 
     def __init__(self, restart: Restart, stack: contextlib.ExitStack) -> None:
+        self._started = time.perf_counter()
         self._restart = restart
         self._world = world = restart.world
         self._node = world.place.node
         self.problems: list[str] = []
         """One line for each snapshot or level that was passed over, and why."""
+        self.inventories: list[Inventory] = []
+        """Contents of all sources. The same on every rank."""
+        self.unreadable: set[SnapshotKey] = set()
+        """Snapshots that some rank could not read."""
+        self.protected: SnapshotKey | None = None
+        """See ``Snapshot``."""
         places = enumerate(restart.config.levels if restart.has_storage else ())
-        self._levels = levels = {level.url: LevelReader(level, place + _FIRST_LEVEL) for place, level in places}
+        self._levels = levels = {level.url: Level(level, place + _FIRST_LEVEL) for place, level in places}
         for level in levels.values():
             level.begin_open()
         self.survey = Survey(world, levels)
-        self._peers = PeerShards(restart.meeting)
+        self._connections = Connections(restart.meeting)
+        self._parity = Parity(self._connections)
         timeout_s = restart.config.io_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
-        self._opener = ShardOpener(levels, self._memory, self._peers, stack, self.problems.append)
-        self._parts = PartReader(restart.source, world, self._opener, casts=restart.casts)
-        self._gone = False
-        self.protected: SnapshotKey | None = None
-        """See ``Snapshot``."""
+        self._sources = Sources(
+            Places(self._memory, PeerMemory(self._connections), self._parity, levels), stack, self.problems.append
+        )
+        self._parts = PartReader(restart.source, world, self._sources, casts=restart.casts)
         stack.callback(self._close)
 
     def _close(self) -> None:
         for problem in self.problems:
             logger.warning("%s", problem)
-        self.forget()
+        self._sources.forget()
+        self._connections.close()
         self._memory.close()
 
-    def forget(self) -> None:
-        """Everything is listed and opened anew."""
-        self.problems.clear()
-        self._opener.forget()
-        self._peers.close()
+    def first_whole(
+        self,
+        order: Callable[[list[Inventory]], list[RestartPlan]],
+        *,
+        is_patient: bool,
+        flaw: Callable[[Snapshot], str] = lambda snapshot: "",
+    ) -> Snapshot | None:
+        """Return the first snapshot, in this order, that all ranks can read and in which none finds a ``flaw``.
+
+        What vanished between listing and reading is listed again; so are levels that were not waited for, if what
+        memory has cannot be read. ``is_patient``: see ``_list``.
+        Collective. Blocks. Raises: StateMismatch; JobBusy; WaitTimeout.
+        """
+        for tries_left in reversed(range(_LISTINGS)):
+            self.problems.clear()
+            self.unreadable.clear()
+            self._sources.forget()
+            self._connections.close()
+            self.inventories = self._list(is_patient=is_patient)
+            is_patient = True
+            for plan in order(self.inventories):
+                snapshot, has_vanished = self._attempt(plan, flaw)
+                if snapshot is not None:
+                    return dataclasses.replace(
+                        snapshot,
+                        seconds=time.perf_counter() - self._started,
+                        newest_start=newest_start(self.inventories),
+                    )
+                self.unreadable.add(plan.key)
+                if self.survey.late or (has_vanished and tries_left):
+                    break
+            else:
+                if not self.survey.late:
+                    return None
+        return None
 
     def note_newer(self, snapshot: Snapshot) -> None:
         """Name newer snapshots that a listing shows, now and when a late level answers, and that were not read."""
@@ -231,7 +232,7 @@ class _Search:
 
     # ---------------------------------------------------------------- what there is
 
-    def inventories(self, *, is_patient: bool) -> list[Inventory]:
+    def _list(self, *, is_patient: bool) -> list[Inventory]:
         """Return what all ranks found, the same list on every rank. Collective.
 
         Levels are waited for as long as their settings say if ``is_patient``, or if memory has no whole snapshot; else
@@ -246,8 +247,8 @@ class _Search:
             except JobBusy as error:
                 refusal = str(error)
             own = self._memory.own if self._world.place.local_rank == 0 else None
-            parity = [] if own is None else [msgspec.to_builtins(held) for held in own.parity]
-            return [refusal, [fields_of(inventory) for inventory in mine], list(self._levels), parity]
+            parity = [] if own is None else msgspec.to_builtins(own.parity)
+            return [refusal, msgspec.to_builtins(mine), list(self._levels), parity]
 
         told = self._world.exchange_after("what is in memory", remember)
         busy = [text for text, *_ in told if text]
@@ -255,111 +256,115 @@ class _Search:
             raise JobBusy(busy[0])
         check_levels([urls for _, _, urls, _ in told], self._world.places)
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
-        memories = [inventory_of(item) for _, listed, _, _ in told for item in listed]
+        memories = [one for _, listed, _, _ in told for one in msgspec.convert(listed, list[Inventory])]
         memories.append(self._computed(memories, [parity for *_, parity in told]))
         stored = self.survey.look(self.problems, None if is_patient or not candidates(memories) else _PATIENCE_S)
         found = [*memories, *stored]
         self.problems += [problem for inventory in found for problem in inventory.problems]
         return found
 
-    def _computed(self, memories: Sequence[Inventory], told: Sequence[list[Any]]) -> Inventory:
-        """Return what parity has of nodes that are gone. ``told``: the reports by rank. Collective, if one node is left
-        of several."""
+    def _computed(self, memories: Sequence[Inventory], reports: Sequence[list[Any]]) -> Inventory:
+        """Return what parity has of lost nodes. ``reports``: parity in memory, by rank.
+
+        Collective, if one node is left.
+        """
         client = self._restart.client
-        if any(told) and client is not None and self._restart.meeting.peers is None:
+        if any(reports) and client is not None and self._restart.meeting.peers is None:
             config, job_id = self._restart.config, self._restart.identity.job_id
-            self._peers.meet(meet_keepers(self._world, client, config, job_id, alone=True))
+            self._connections.meeting = meet_keepers(self._world, client, config, job_id, alone=True)
         held = [
             (place.node, msgspec.convert(item, HeldParity))
-            for place, items in zip(self._world.places, told, strict=True)
+            for place, items in zip(self._world.places, reports, strict=True)
             for item in items
-            if self._peers.reaches(place.node)
+            if self._connections.reaches(place.node)
         ]
-        lost, entries, problems = lost_parts((entry for memory in memories for entry in memory.entries), held)
-        self._peers.know(lost)
+        memory = (entry for inventory in memories for entry in inventory.entries)
+        self._parity.lost, entries, problems = lost_parts(memory, held)
         self.protected = most_protected(held)
         return Inventory(PARITY, tuple(entries), problems=tuple(problems) if self._world.rank == 0 else ())
 
     # ---------------------------------------------------------------- one snapshot
 
-    def attempt(self, plan: RestartPlan, *, is_last_try: bool) -> Snapshot | None:
-        """Read this rank's part of a snapshot; ``None`` on all ranks, if one of them could not. Collective.
+    def _attempt(self, plan: RestartPlan, flaw: Callable[[Snapshot], str]) -> tuple[Snapshot | None, bool]:
+        """Read this rank's part of a snapshot; ``None`` on all ranks, if one of them could not, or found a flaw.
 
-        Raises: StateMismatch; Vanished, if it is not the last try. Each on all ranks.
+        The second is true if something vanished that was listed. Collective. Raises: StateMismatch, on all ranks.
         """
-        parts: list[Part] = []
-        self._gone = False
+        found: list[Snapshot] = []
+        self._sources.has_vanished = False
 
         def read() -> list[Any]:
             mismatch = failure = ""
-            by_rank = "" if self._world.is_alone else f"rank {self._world.rank}: "
             try:
                 with collector_paused():
-                    parts.append(self._read(plan, self._world.rank % plan.world_size))
+                    part = self._read(plan)
+                if isinstance(part, Part):
+                    found.append(self._snapshot(plan, part))
+                    failure = flaw(found[0])
+                else:
+                    failure = part.text
             except StateMismatch as error:
-                mismatch = f"{by_rank}{error}"
-            except Exception as error:  # noqa: BLE001  storage packages may raise anything
-                failure = f"step {plan.step} passed over: {by_rank}{error}"
+                mismatch = str(error)
+            except Exception as error:  # noqa: BLE001  decoders of users may raise anything
+                failure = str(error)
             faults.point("restore.read")
-            return [mismatch, failure, self._gone]
+            by_rank = "" if self._world.is_alone else f"rank {self._world.rank}: "
+            return [text and f"{by_rank}{text}" for text in (mismatch, failure)] + [self._sources.has_vanished]
 
         told = self._world.exchange_after(f"reading step {plan.step}", read)
-        failures = [text for _, text, _ in told if text]
+        failures = [f"step {plan.step} passed over: {text}" for _, text, _ in told if text]
         if failures:
             self.problems += failures
-            if any(gone for _, _, gone in told) and not is_last_try:
-                raise Vanished(f"step {plan.step}")
-            return None
-        mismatches = [text for text, _, _ in told if text]
+            return None, any(gone for *_, gone in told)
+        mismatches = [text for text, *_ in told if text]
         if mismatches:
             raise StateMismatch(mismatches[0])
-        [part] = parts
-        level = max(part.levels, key=[MEMORY, PARITY, *self._levels].index)
+        return found[0], False
+
+    def _snapshot(self, plan: RestartPlan, part: Part) -> Snapshot:
         return Snapshot(
             part.state,
             plan.step,
             plan.run_id,
             plan.start,
-            level,
+            level=max(part.levels, key=[MEMORY, PARITY, *self._levels].index),
             seconds=0.0,
             world_size=plan.world_size,
             parameters=part.parameters,
             captured_ns=part.captured_ns,
         )
 
-    def _read(self, plan: RestartPlan, own: int) -> Part:
-        bad: dict[Entry, BadShard] = {}
+    def _read(self, plan: RestartPlan) -> Part | Failure:
+        """Read from the best sources; after each failure from the next ones, as long as there are any."""
+        own, failures = self._world.rank % plan.world_size, self._sources.failures
+        entries = [entry for offers in plan.sources for entry in offers]
         while True:
-            chosen = self._choose(plan, own, bad)
-            try:
-                part = self._parts.read(plan, chosen)
-            except BadFrozen as error:  # another source of it is tried, as long as there are any
-                self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)
-            except BadShard as error:
-                bad[error.entry] = error
-                self._gone = self._gone or isinstance(error.__cause__, FileNotFoundError)
-            else:
+            chosen = nearest_sources(filter(self._is_usable, entries), self._node)
+            bad = {entry: failures[entry] for entry in entries if entry in failures}
+            if own not in chosen:
+                within = "" if self._world.is_alone else f" within reach of {self._node.split('/')[0]}"
+                reasons = "; ".join(bad.values()) or "it is not there"
+                return Failure(f"the shard of rank {own} is nowhere whole{within}: {reasons}")
+            part = self._parts.read(plan, chosen)
+            if isinstance(part, Part):
                 for entry, reason in bad.items():
                     of_rank = f" of rank {entry.rank}" if plan.world_size > 1 else ""
                     self.problems.append(f"step {plan.step}{of_rank} at {shown(entry.level)} passed over: {reason}")
+            if isinstance(part, Part) or part.item is None:
                 return part
 
-    def _is_near(self, entry: Entry) -> bool:
+    def _is_usable(self, entry: Entry) -> bool:
         is_here = entry.node in (None, self._node) or entry.node in self.survey.reach
-        return is_here or (entry.level == MEMORY and self._peers.reaches(entry.node))
+        is_near = is_here or (entry.level == MEMORY and self._connections.reaches(entry.node))
+        return is_near and entry not in self._sources.failures
 
-    def _choose(self, plan: RestartPlan, own: int, bad: Mapping[Entry, BadShard]) -> dict[int, Entry]:
-        """Per rank of the snapshot the fastest source that this one can reach."""
-        chosen = {}
-        for rank, offers in enumerate(plan.sources):
-            near = [entry for entry in offers if entry not in bad and self._is_near(entry)]
-            if near:  # of two in memory the one of this node
-                chosen[rank] = min(near, key=lambda entry: (entry.speed, entry.node not in (None, self._node)))
-        if own not in chosen:
-            within = "" if self._world.is_alone else f" within reach of {self._node.split('/')[0]}"
-            reasons = "; ".join(map(str, bad.values())) or "it is not there"
-            raise ShardCorrupt(f"the shard of rank {own} is nowhere whole{within}: {reasons}")
-        return chosen
+
+def nearest_sources(usable: Iterable[Entry], node: str) -> dict[int, Entry]:
+    """Return by rank the fastest of the usable sources of its shard; of two in memory that of this node. Pure."""
+    chosen: dict[int, Entry] = {}
+    for entry in sorted(usable, key=lambda entry: (entry.speed, entry.node not in (None, node))):
+        chosen.setdefault(entry.rank, entry)
+    return chosen
 
 
 def reseed(snapshot: Snapshot, world: World) -> None:

@@ -43,8 +43,8 @@ class Snapshot:
     skipped: tuple[str, ...] = ()
     """Why newer snapshots, or faster levels, were passed over."""
     world_size: int = 1
-    """Ranks of the training that it was taken from; with another number of ranks now, random numbers could
-    not be continued, and the position in the data counts other batches (``lazysnap.data.share``)."""
+    """Ranks of the training that captured it. With another number now, random numbers cannot be continued, and the
+    position in the data counts other batches (``lazysnap.data.share``)."""
     newest_start: str | None = None
     """The newest start of all snapshots that were found."""
     stored: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict, repr=False)
@@ -60,7 +60,7 @@ class Snapshot:
     captured_ns: int | None = None
     """When it was captured, in nanoseconds since the epoch."""
     end: TrainerEnd | None = None
-    """For ``"latest"``: when the trainer before this one ended, and how far it came, if its keeper still knows."""
+    """The end of the trainer before this one, for ``"latest"``, if its keeper still knows it."""
 
 
 @dataclass(frozen=True)

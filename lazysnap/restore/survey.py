@@ -1,7 +1,7 @@
-"""The contents of all levels, looked at by all ranks together: each reads its share of the manifests.
+"""The contents of all levels, read by all ranks together: each reads its share of the manifests.
 
-Names come first. A URL is listed by one rank of all, a path by one of each node: nodes that see the same directories,
-inode and times included, are at one place and share the work; a disk that only one node sees is shared by its ranks.
+Names come first. One rank lists a URL, and one rank of each node lists a path. Nodes that see the same directories,
+inode and times included, share one place and its work. The ranks of a node share a disk that only this node sees.
 """
 
 import dataclasses
@@ -14,20 +14,22 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from lazysnap import faults
 from lazysnap.errors import ConfigError
 from lazysnap.levels.listing import Directory, Listing, without_manifest
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.world import World
-from lazysnap.resolver import Entry, FrozenEntry, Inventory, joined
-from lazysnap.restore.level_reader import Answer, LevelReader
+from lazysnap.resolver import Inventory, joined
+from lazysnap.restore.level import Answer, Level
 from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Place
 
 logger = logging.getLogger("lazysnap.engine")
 
 _SILENCE_S = 3.0
-"""Seconds that a level may be silent before the user is told that it is waited for."""
+"""Seconds that a level may be silent before a warning says that the restart waits for it."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ class Site:
 
 
 class Survey:
-    """One rank's part of the work."""
+    """The listing of levels on one rank."""
 
-    def __init__(self, world: World, levels: Mapping[str, LevelReader]) -> None:
+    def __init__(self, world: World, levels: Mapping[str, Level]) -> None:
         self._world = world
         self._levels = levels
         self.reach: set[str] = set()
@@ -59,10 +61,10 @@ class Survey:
         self.unanswered: dict[str, Answer[Listing]] = {}
         """Listings of late levels that this rank began."""
         self._named: set[str] = set()
-        """Levels of which the user was told that they are waited for."""
+        """Levels for which that warning was given."""
 
     def look(self, problems: list[str], patience_s: float | None = None) -> list[Inventory]:
-        """Return what all ranks found, the same list on each; what this one could not is added to ``problems``.
+        """Return what all ranks found, the same list on each. Adds what this one could not read to ``problems``.
         Collective.
 
         ``patience_s``: how long levels are waited for in all; ``None``: as long as their settings say.
@@ -87,7 +89,7 @@ class Survey:
             if (name := SnapshotName.parse(directory.name)) is not None
             if (text := _why_unread(site.url, name, directory, is_late=site.url in late))
         ]
-        return merged([inventory_of(item) for listed, _ in looked for item in listed])
+        return merged([msgspec.convert(item, Inventory) for listed, _ in looked for item in listed])
 
     def _names(self, problems: list[str], until: float | None) -> list[Any]:
         """The listings of this rank, each with its URL, and the URLs of levels that did not answer in time."""
@@ -106,9 +108,9 @@ class Survey:
                     "it answers"
                 )
                 continue
-            self._name_silent(url, listing, until)
+            self._warn_of_silence(url, listing, until)
             try:
-                mine.append([url, listing().to_fields()])
+                mine.append([url, msgspec.to_builtins(listing())])
             except Exception as error:  # noqa: BLE001  storage packages may raise anything
                 problems.append(f"{shown(url)} passed over: {error}")
         return [mine, list(self.unanswered)]
@@ -123,26 +125,26 @@ class Survey:
             if site.label is not None:
                 self.reach.add(site.label)
             share = (site.members.index(rank), len(site.members))
-            # What the listing met is told once.
+            # Problems of the listing are reported once.
             listing = site.listing if share[0] == 0 else dataclasses.replace(site.listing, problems=())
             begun.append((site, self._levels[site.url].begin_look(listing, share)))
         for site, looked in begun:
             if not looked.comes(until):
                 late.append(site.url)
                 continue
-            self._name_silent(site.url, looked, until)
+            self._warn_of_silence(site.url, looked, until)
             try:
                 inventory = looked()
             except Exception as error:  # noqa: BLE001  storage packages may raise anything
                 problems.append(f"{shown(site.url)} passed over: {error}")
                 continue
             entries = tuple(dataclasses.replace(entry, node=site.label) for entry in inventory.entries)
-            found.append(fields_of(dataclasses.replace(inventory, entries=entries)))
+            found.append(msgspec.to_builtins(dataclasses.replace(inventory, entries=entries)))
         faults.point("restore.surveyed")
         return [found, late]
 
-    def _name_silent(self, url: str, answer: Answer[Any], until: float | None) -> None:
-        """Tell the user, once a level, that it is waited for without a deadline of a few seconds. Blocks: for that."""
+    def _warn_of_silence(self, url: str, answer: Answer[Any], until: float | None) -> None:
+        """Warn, once for each level, that the restart waits for it. Blocks: for some seconds."""
         if until is None and url not in self._named and not answer.comes(time.monotonic() + _SILENCE_S):
             self._named.add(url)
             logger.warning(
@@ -154,7 +156,7 @@ class Survey:
 
 
 def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: bool) -> str:
-    """Why a snapshot that a listing shows cannot be restored; empty, if nothing is known against it."""
+    """Return why a snapshot that a listing shows cannot be restored; empty, if no reason is known."""
     if directory.bare:
         return without_manifest(url, name.step, directory)
     if is_late and directory.is_whole:
@@ -166,7 +168,7 @@ def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: 
 
 
 def check_levels(urls: Sequence[Sequence[str]], places: Sequence[Place]) -> None:
-    """``urls``: of every rank's levels. Raises: ConfigError, if those of two ranks of a node differ."""
+    """Check that the ranks of a node have the same levels. ``urls``: by rank. Raises: ConfigError, if not."""
     first: dict[str, int] = {}
     for rank, mine in enumerate(urls):
         other = first.setdefault(places[rank].node, rank)
@@ -182,11 +184,11 @@ def is_path(url: str) -> bool:
     return urlsplit(url).scheme in ("", "file", "local")
 
 
-def sites_of(told: list[Any], places: list[Place]) -> list[Site]:
-    """The places there are, from what each rank listed: ``[url, listing]``. Pure."""
+def sites_of(listed: list[Any], places: list[Place]) -> list[Site]:
+    """Return all places. ``listed``: by rank, ``[url, listing]``. Pure."""
     seen: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, listed in enumerate(told):
-        for url, fields in listed:
+    for rank, found in enumerate(listed):
+        for url, fields in found:
             seen[url, json.dumps(fields)].append(rank)
     of_node: dict[str, list[int]] = defaultdict(list)
     for place in places:
@@ -196,7 +198,7 @@ def sites_of(told: list[Any], places: list[Place]) -> list[Site]:
         nodes = dict.fromkeys(places[rank].node for rank in listers) if is_path(url) else of_node
         label = None if len(nodes) == len(of_node) else f"{url} of rank {listers[0]}"
         members = tuple(sorted(rank for node in nodes for rank in of_node[node]))
-        sites.append(Site(url, label, Listing.from_fields(json.loads(fields)), members))
+        sites.append(Site(url, label, msgspec.json.decode(fields, type=Listing), members))
     return sites
 
 
@@ -206,23 +208,3 @@ def merged(inventories: list[Inventory]) -> list[Inventory]:
     for inventory in inventories:
         by_level[inventory.level].append(inventory)
     return [joined(found) for found in by_level.values()]
-
-
-def fields_of(inventory: Inventory) -> dict[str, Any]:
-    """Return plain values."""
-    return {
-        "level": inventory.level,
-        "entries": [vars(entry) for entry in inventory.entries],
-        "frozen": [vars(image) for image in inventory.frozen],
-        "problems": inventory.problems,
-    }
-
-
-def inventory_of(fields: dict[str, Any]) -> Inventory:
-    """Return the inventory in parsed JSON."""
-    return Inventory(
-        fields["level"],
-        tuple(Entry(**{**item, "names": tuple(item["names"])}) for item in fields["entries"]),
-        tuple(FrozenEntry(**item) for item in fields["frozen"]),
-        tuple(fields["problems"]),
-    )

@@ -51,15 +51,6 @@ def _are_sizes(value: Any, length: int) -> bool:
     return isinstance(value, list) and len(value) == length and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
 
 
-def distinct(pieces: Sequence[Piece]) -> list[Piece]:
-    """One of each box: replicas hold the same bytes. Empty boxes are left out."""
-    found: dict[tuple[Extent, Extent], Piece] = {}
-    for piece in pieces:
-        if 0 not in piece.shape:
-            found.setdefault((piece.offsets, piece.shape), piece)
-    return list(found.values())
-
-
 def overlaps(pieces: Sequence[Piece], offsets: Extent, shape: Extent) -> Iterator[Overlap]:
     """The parts of ``pieces`` that lie in the box at ``offsets`` of ``shape``."""
     for piece in pieces:
@@ -74,12 +65,16 @@ def overlaps(pieces: Sequence[Piece], offsets: Extent, shape: Extent) -> Iterato
 
 
 class Cover:
-    """The part of one wanted box that the pieces added so far fill. They may overlap: where replicas were cut at
-    different places, as on nodes with different numbers of ranks.
+    """A wanted box and the pieces added so far. Each element comes from the first piece that has it.
+
+    Pieces may overlap: replicas are cut at different places on nodes with different numbers of ranks.
     """
 
     def __init__(self, offsets: Extent, shape: Extent) -> None:
+        self._offsets = offsets
         self._holes = [] if 0 in shape else [(offsets, shape)]
+        self.tiles: list[Overlap] = []
+        """Boxes that do not overlap. Together they are what is filled."""
 
     @property
     def is_whole(self) -> bool:
@@ -91,11 +86,16 @@ class Cover:
         """Elements that no piece fills."""
         return sum(math.prod(shape) for _, shape in self._holes)
 
-    def add(self, piece: Piece) -> bool:
-        """Add a piece; whether it fills something that was missing."""
-        before = self._holes
-        self._holes = [rest for hole in before for rest in _without(hole, piece)]
-        return self._holes != before
+    def add(self, piece: Piece) -> None:
+        """Add a piece. It fills what was missing until now."""
+        left: list[tuple[Extent, Extent]] = []
+        for offsets, shape in self._holes:
+            for part in overlaps([piece], offsets, shape):
+                shifts = [(at - start) for at, start in zip(offsets, self._offsets, strict=True)]
+                target = (slice(a.start + by, a.stop + by) for a, by in zip(part.target, shifts, strict=True))
+                self.tiles.append(replace(part, target=tuple(target)))
+            left += _without((offsets, shape), piece)
+        self._holes = left
 
 
 def _without(hole: tuple[Extent, Extent], piece: Piece) -> Iterator[tuple[Extent, Extent]]:
@@ -118,27 +118,3 @@ def _cut(offsets: Extent, shape: Extent, dim: int, start: int, stop: int) -> tup
         (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
         (*shape[:dim], stop - start, *shape[dim + 1 :]),
     )
-
-
-def tiles(name: str, pieces: Sequence[Piece], whole: Extent) -> list[Overlap]:
-    """Cut a tensor into boxes that do not overlap, each with the piece that holds it; ``target``: place in the tensor.
-
-    Neither DCP nor safetensors check that: a lost shard would leave garbage, silently.
-    Raises: ShardCorrupt, naming what is missing.
-    """
-    holes = [] if 0 in whole else [((0,) * len(whole), whole)]
-    found: list[Overlap] = []
-    # In order, so that there are few holes at a time.
-    for piece in sorted(distinct(pieces), key=lambda piece: (piece.offsets, [-size for size in piece.shape])):
-        left: list[tuple[Extent, Extent]] = []
-        for offsets, shape in holes:
-            for part in overlaps([piece], offsets, shape):
-                target = zip(part.target, offsets, strict=True)
-                found.append(replace(part, target=tuple(slice(a.start + at, a.stop + at) for a, at in target)))
-            left += _without((offsets, shape), piece)
-        holes = left
-    if holes:
-        total = math.prod(whole)
-        missing = sum(math.prod(shape) for _, shape in holes)
-        raise ShardCorrupt(f"tensor {name}: its pieces cover {total - missing} of {total} elements of {list(whole)}")
-    return found

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from lazysnap.config import checked_url
 from lazysnap.errors import FormatError, LevelError, SnapshotNotFound, without_passwords
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.listing import Directory, list_directory, without_manifest
+from lazysnap.levels.listing import Directory, Listing, list_directory, without_manifest
 from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
 from lazysnap.levels.threads import in_threads
+from lazysnap.levels.watchdog import Beat
 from lazysnap.resolver import (
     Entry,
     FrozenEntry,
@@ -171,14 +172,27 @@ class Catalogue:
     Every method blocks. Raises: LevelError, if the level does not answer.
     """
 
-    def __init__(self, store: SnapshotStore) -> None:
+    def __init__(self, store: SnapshotStore, listing: Listing | None = None, *, beat: Beat = lambda: None) -> None:
+        """``listing``: of this level, which is not listed again; ``beat`` is called while files are read, and may
+        raise."""
         self.store = store
+        self._beat = beat
         self._directories: dict[str, Directory | None] = {}
-        self._manifests: dict[FilePlace, Manifest | None] = {}
-        self.problems: list[str] = []
-        """One line for each file that cannot be used, and why: damaged, foreign or lost."""
+        self._manifests: dict[FilePlace, Manifest | str | None] = {}
+        """Manifests that were read. A text: why one cannot be used; ``None``: it was deleted since it was listed."""
+        self._unlisted: list[str] = []
+        """Problems with directories."""
+        if listing is not None:
+            self._directories = {directory.name: directory for directory in listing.directories}
+            self._names = list(self._directories)
+            self._unlisted += listing.problems
         self.incomplete: list[str] = []
         """One line for each snapshot that ``plans`` skipped: what is missing of it."""
+
+    @property
+    def problems(self) -> list[str]:
+        """One line for each file that cannot be used, and why: damaged, foreign or lost."""
+        return [*self._unlisted, *(found for found in self._manifests.values() if isinstance(found, str))]
 
     @property
     def listed(self) -> tuple[list[str], dict[str, Directory | None]]:
@@ -261,7 +275,7 @@ class Catalogue:
         found = []
         for entry in (offers[0] for offers in plan.sources):
             manifest = self._manifests[self.store.place(entry)]
-            assert manifest is not None
+            assert isinstance(manifest, Manifest)
             found.append((entry, manifest))
         return found
 
@@ -283,10 +297,7 @@ class Catalogue:
         directories = self._list(lambda at: steps is None or at.step in steps)
         shards = self._shards(directories)
         manifests = {entry: manifest for entry, manifest in shards}
-        if steps is None:
-            wanted = {digest for name in self._names if (digest := parse_frozen_directory_name(name)) is not None}
-        else:
-            wanted = {entry.frozen for entry in manifests if entry.frozen is not None}
+        wanted = self._digests if steps is None else {entry.frozen for entry in manifests if entry.frozen is not None}
         frozen = self._frozen(wanted)
         digests = {one.digest for one, _ in frozen}
         found = [
@@ -311,43 +322,66 @@ class Catalogue:
         )
         return everything if run is None else everything.of_run(self.run_of(run))
 
+    def inventory(self, share: tuple[int, int] | None = None) -> Inventory:
+        """Return what can be restored from here, and what cannot and why.
+
+        ``share``: number, of how many; only that part of the files is looked at.
+        Blocks. Raises: LevelUnavailable, if the level does not answer. Nothing found there makes it raise.
+        """
+        entries = [entry for entry, _ in self._shards(self._list(lambda at: True), share)]
+        frozen = self._frozen(self._digests) if share is None or share[0] == 0 else []
+        problems = list(self._unlisted)
+        for place, found in self._manifests.items():
+            name = SnapshotName.parse(place.directory)
+            if isinstance(found, Manifest) or (name is None and found is None):
+                continue
+            skipped = "" if name is None else f"step {name.step} passed over: "
+            problems.append(f"{skipped}{found or f'{place.where}: its manifest was deleted while this level was read'}")
+        return Inventory(self.store.url, tuple(entries), tuple(one for one, _ in frozen), tuple(problems))
+
     # ---------------------------------------------------------------- how
 
     def _list(self, is_wanted: Callable[[SnapshotName], bool]) -> list[Directory]:
         """The directories of wanted snapshots, each listed once."""
         names = [name for name in self._names if (at := SnapshotName.parse(name)) is not None and is_wanted(at)]
         new = [name for name in names if name not in self._directories]
-        found = in_parallel(lambda name: list_directory(self.store.storage, name, self.problems), new)
+        found = in_parallel(lambda name: list_directory(self.store.storage, name, self._unlisted), new)
         self._directories.update(zip(new, found, strict=True))
         return [one for name in names if (one := self._directories[name]) is not None]
 
     def _read(self, places: Iterable[FilePlace]) -> None:
-        """Read manifests that were not read yet; problems are recorded."""
+        """Read manifests that were not read yet."""
         wanted = [place for place in dict.fromkeys(places) if place not in self._manifests]
 
         def read(place: FilePlace) -> "Manifest | str | None":
+            self._beat()
             try:
                 return read_committed(place)
             except FileNotFoundError:
-                return None  # deleted since it was listed
+                return None
             except (FormatError, LevelError) as error:
                 return str(error)  # the other files may be readable
 
-        for place, result in zip(wanted, in_parallel(read, wanted), strict=True):
-            self._manifests[place] = result if isinstance(result, Manifest) else None
-            if isinstance(result, str):
-                self.problems.append(result)
+        self._manifests.update(zip(wanted, in_parallel(read, wanted), strict=True))
 
-    def _shards(self, directories: Sequence[Directory]) -> list[Shard]:
-        """Every shard that is committed in these directories, by rank."""
-        places = {one: [FilePlace(self.store.storage, one.name, node) for node in one.nodes()] for one in directories}
-        self._read(place for held in places.values() for place in held)
+    def _shards(self, directories: Sequence[Directory], share: tuple[int, int] | None = None) -> list[Shard]:
+        """Every shard that is committed in these directories, by rank; of a share of the files."""
+        places = [
+            (one, [FilePlace(self.store.storage, one.name, node) for node in one.nodes(share)]) for one in directories
+        ]
+        self._read(place for _, held in places for place in held)
         found = []
-        for one, held in places.items():
-            for manifest in filter(None, map(self._manifests.__getitem__, held)):
-                for entry in entries_of(manifest, self.store.url, self.store.speed, one.name):
-                    found.append((replace(entry, names=one.names), manifest))
+        for one, held in places:
+            for manifest in map(self._manifests.__getitem__, held):
+                if isinstance(manifest, Manifest):
+                    for entry in entries_of(manifest, self.store.url, self.store.speed, one.name):
+                        found.append((replace(entry, names=one.names), manifest))
         return found
+
+    @cached_property
+    def _digests(self) -> set[str]:
+        """Digests of all frozen tensors, by the names of their directories."""
+        return {digest for name in self._names if (digest := parse_frozen_directory_name(name)) is not None}
 
     def _frozen(self, wanted: Collection[str]) -> list[tuple[FrozenEntry, Manifest]]:
         """The wanted frozen tensors that are committed."""
@@ -355,7 +389,8 @@ class Catalogue:
         named = {digest: frozen_directory_name(digest) for digest in sorted(wanted)}
         entries = [FrozenEntry(store.url, store.speed, *pair) for pair in named.items() if pair[1] in there]
         self._read(map(store.place, entries))
-        return [(one, found) for one in entries if (found := self._manifests[store.place(one)]) is not None]
+        found = [(one, self._manifests[store.place(one)]) for one in entries]
+        return [(one, manifest) for one, manifest in found if isinstance(manifest, Manifest)]
 
     def _explain(self, step: int, entries: Sequence[Entry], frozen: Sequence[FrozenEntry]) -> None:
         """Record what is missing of an incomplete snapshot."""

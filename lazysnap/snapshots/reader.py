@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lazysnap.errors import FormatError, ShardCorrupt, SnapshotNotFound, StateError
@@ -33,7 +33,7 @@ class OpenShard:
     """One shard, or the frozen tensors, whose header was read."""
 
     rank: int
-    """The rank that wrote it. Frozen tensors serve all ranks."""
+    """The rank that it serves. The same frozen tensors may serve several."""
     meta: CaptureMeta
     layout: Layout
     blocks: Blocks
@@ -46,6 +46,12 @@ class OpenShard:
     def where(self) -> str:
         """The shard, for messages."""
         return self.blocks.where
+
+    def find(self, name: str) -> "Stored | None":
+        """A tensor by one of its names, which may be a further name of a tied one; ``None``, if it is not here."""
+        if name in self.meta.aliases or name in self.layout:
+            return self.stored(self.meta.aliases.get(name, name))
+        return None
 
     def stored(self, name: str) -> "Stored":
         """One of its tensors. Raises: ShardCorrupt, if there is none, or if its entry in the manifest is wrong."""
@@ -127,13 +133,6 @@ class OpenSnapshot:
         """The metadata of a rank, small state included."""
         return self.ranks[rank][0].meta
 
-    def find(self, rank: int, name: str) -> Stored | None:
-        """A tensor of a rank, which may be stored under the name of a tied tensor; ``None``, if the rank has none."""
-        for shard in self.ranks[rank]:
-            if name in shard.meta.aliases or name in shard.layout:
-                return shard.stored(shard.meta.aliases.get(name, name))
-        return None
-
     def close(self) -> None:
         """Close its files. A later read opens them again."""
         for blocks in {shard.blocks for shards in self.ranks for shard in shards}:
@@ -194,8 +193,9 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
         opens: list[tuple[OpenShard, ...]] = []
         for entry, _ in ranks:
             shard = shards[catalogue.store.place(entry)][entry.rank]
-            opens.append((shard,) if entry.frozen is None else (shard, frozen[entry.frozen]))
-            _check_apart(opens[-1])
+            base = () if entry.frozen is None else (replace(frozen[entry.frozen], rank=entry.rank),)
+            opens.append((shard, *base))
+            check_apart(opens[-1])
     except BaseException:
         for blocks in files.values():
             blocks.close()
@@ -278,7 +278,7 @@ def _open_best(
     )
 
 
-def _check_apart(shards: Sequence[OpenShard]) -> None:
+def check_apart(shards: Sequence[OpenShard]) -> None:
     """Raises: ShardCorrupt, if a shard and its frozen tensors have a name in common."""
     seen: Counter[str] = Counter()
     for shard in shards if len(shards) > 1 else ():

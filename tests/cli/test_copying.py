@@ -24,6 +24,7 @@ from cli_level import (
     run_json,
     with_base,
 )
+from support.catalogue import inventory_of
 
 from lazysnap.levels.store import open_store
 
@@ -98,7 +99,7 @@ def test_some_can_be_chosen(make_url, words, expected):
     put(source, 20, names=("best",))
     put(source, 30)
     assert run("copy", source, target, *words) == 0
-    assert sorted(entry.step for entry in open_store(target).inventory().entries) == expected
+    assert sorted(entry.step for entry in inventory_of(open_store(target)).entries) == expected
 
 
 def test_a_damaged_snapshot_is_named_and_left_out_and_the_others_are_copied(places, capsys):

@@ -2,6 +2,7 @@
 
 import pytest
 from cli_level import OTHER, RUN, at, put, run, run_json
+from support.catalogue import inventory_of
 from support.names import START
 
 from lazysnap import latest_path
@@ -20,7 +21,7 @@ def put_ranks(url, *ranks):
 
 
 def complete(url):
-    return [plan.key.start for plan in candidates([open_store(url).inventory()])]
+    return [plan.key.start for plan in candidates([inventory_of(open_store(url))])]
 
 
 def test_parts_of_two_starts_are_no_snapshot(url, capsys):

@@ -22,12 +22,13 @@ from cli_level import (
     run_json,
     with_base,
 )
+from support.catalogue import inventory_of
 
 from lazysnap.levels.store import open_store
 
 
 def steps(url: str, run_id: str = RUN) -> list[int]:
-    return sorted(entry.step for entry in open_store(url).inventory().entries if entry.run_id == run_id)
+    return sorted(entry.step for entry in inventory_of(open_store(url)).entries if entry.run_id == run_id)
 
 
 @pytest.fixture

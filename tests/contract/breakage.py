@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+from support.catalogue import inventory_of
 from support.fault_plan import CHANGES, DATA_OPERATIONS, Fail, Fault, FaultPlan, Flip, Hang, Truncate
 from support.faulty import FaultyStorage
 from support.place import BLOCK, WAIT_S, MakeStorage, Place, everything, write_object
@@ -72,7 +73,7 @@ def _read(store: SnapshotStore, beat: Beat) -> None:
 
 
 def _name(store: SnapshotStore, beat: Beat) -> None:
-    for entry in store.inventory().entries:
+    for entry in inventory_of(store).entries:
         store.keep(entry, f"name-{entry.step}")
     store.release(RUN, "name-1")
 
@@ -109,7 +110,7 @@ def _concerns(fault: Fault, operation: str) -> bool:
 
 def _needed(store: SnapshotStore) -> list[str]:
     """The objects of all that is offered."""
-    inventory = store.inventory()
+    inventory = inventory_of(store)
     directories = {entry.location for entry in inventory.entries} | {image.location for image in inventory.frozen}
     objects = {f"{name}/node-00000-of-00001.{kind}" for name in directories for kind in ("safetensors", "json")}
     names = {f"{entry.location}/keep-{given}" for entry in inventory.entries for given in entry.names}
@@ -153,13 +154,13 @@ class BreakageContract(Place):
         # What was whole before and need not go is whole, and there is a candidate.
         assert set(findings.steps()) >= {1, 2} - scenario.may_go, findings.problems
         assert findings.steps()
-        assert candidates([store.inventory()])
+        assert candidates([inventory_of(store)])
         # Unless bytes were lost in silence there is nothing to complain of.
         assert is_silent or findings.problems == ()
 
         # The run goes on, and nothing stays that nobody needs.
         newest = Snapshot(9).write(store)
-        for entry in store.inventory().entries:
+        for entry in inventory_of(store).entries:
             assert entry == newest or delete_files([store.place(entry)]) != bool(entry.names)
         assert 9 in look(store).steps()
         store.sweep()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from support.catalogue import inventory_of
 from support.place import MakeStorage, Place, at_once, everything
 from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, look, overwrite, read_image, verified
 
@@ -51,13 +52,13 @@ class FrozenContract(Place):
             with_base(step, base).write(make_store())
 
         store = make_store()
-        (image,) = store.inventory().frozen
+        (image,) = inventory_of(store).frozen
         assert image.digest == base.digest
         out = memoryview(bytearray(len(base.image)))
         read_image(store, image, out)
         assert out == base.image
         assert len(everything(store.storage)) == 6
-        assert [list(plan.frozen) for plan in candidates([store.inventory()])] == [[base.digest]] * 2
+        assert [list(plan.frozen) for plan in candidates([inventory_of(store)])] == [[base.digest]] * 2
 
     def test_frozen_tensors_of_another_content_are_not_committed(self, store: SnapshotStore) -> None:
         """Their content is their name."""
@@ -76,14 +77,14 @@ class FrozenContract(Place):
             for step in (1, 2):
                 with_base(step, base_of(1, run_id)).write(store)
         assert with_base(1, base_of()).delete(make_store())
-        assert [image.digest for image in make_store().inventory().frozen] == [base_of().digest]
+        assert [image.digest for image in inventory_of(make_store()).frozen] == [base_of().digest]
         assert (look(make_store()).steps(RUN), look(make_store()).steps(OTHER)) == ([2], [1, 2])
 
     def test_damaged_frozen_tensors_are_written_again(self, make_store: Callable[[], SnapshotStore]) -> None:
         """By the next writer that needs them."""
         store, base = make_store(), base_of()
         write_base(store, base)
-        (image,) = store.inventory().frozen
+        (image,) = inventory_of(store).frozen
         overwrite(store.storage, f"{image.location}/{SHARD}", b"damaged")
         write_base(make_store(), base)
         verified(make_store(), image)
@@ -96,16 +97,16 @@ class FrozenContract(Place):
         Snapshot(1).write(store)
         write_base(store, base)
         with_base(2, base).write(store)
-        (image,) = store.inventory().frozen
+        (image,) = inventory_of(store).frozen
         overwrite(store.storage, f"{image.location}/{MANIFEST}", b"damaged")
 
-        assert [plan.step for plan in candidates([make_store().inventory()])] == [1]
+        assert [plan.step for plan in candidates([inventory_of(make_store())])] == [1]
 
     def test_damaged_frozen_tensors_are_found(self, make_store: Callable[[], SnapshotStore]) -> None:
         """Before a byte of them is believed."""
         store, base = make_store(), base_of()
         write_base(store, base)
-        (image,) = store.inventory().frozen
+        (image,) = inventory_of(store).frozen
         path = f"{image.location}/{SHARD}"
         data = store.storage.get(path)
         overwrite(store.storage, path, data[:-1] + bytes([data[-1] ^ 1]))

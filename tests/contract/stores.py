@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from support.catalogue import inventory_of
 from support.place import BLOCK, PAGE, WAIT_S, at_once, everything, in_another_process
 from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, directory, look, read_whole
 
@@ -72,7 +73,7 @@ class StoreContract(FrozenContract):
         store, other = make_store(), make_store()
         manifest = store.write(Snapshot(1, elements=elements).meta, Snapshot(1, elements=elements).source())
 
-        (entry,) = other.inventory().entries
+        (entry,) = inventory_of(other).entries
         assert (entry.step, entry.run_id) == (1, RUN)
         assert other.read_manifest(entry) == manifest == other.verify(other.place(entry))
         read_whole(other, entry)
@@ -80,7 +81,7 @@ class StoreContract(FrozenContract):
 
     def test_an_empty_place_offers_nothing(self, store: SnapshotStore) -> None:
         """And has no problem."""
-        inventory = store.inventory()
+        inventory = inventory_of(store)
         assert (inventory.entries, inventory.frozen, inventory.problems) == ((), (), ())
         assert store.sweep() == []
 
@@ -114,9 +115,9 @@ class StoreContract(FrozenContract):
     def test_a_snapshot_is_complete_with_its_last_rank(self, make_store: Callable[[], SnapshotStore]) -> None:
         """Each rank writes for itself."""
         for rank in range(3):
-            assert candidates([make_store().inventory()]) == []
+            assert candidates([inventory_of(make_store())]) == []
             Snapshot(5, rank=rank, world_size=3).write(make_store())
-        (plan,) = candidates([make_store().inventory()])
+        (plan,) = candidates([inventory_of(make_store())])
         assert (plan.step, plan.world_size) == (5, 3)
         for (entry,) in plan.sources:
             read_whole(make_store(), entry)
@@ -125,7 +126,7 @@ class StoreContract(FrozenContract):
         """Into one directory, while others are swept and removed."""
         errors = at_once(*[Snapshot(5, rank=rank, world_size=4).write_later(make_store()) for rank in range(4)])
         assert errors == [None] * 4
-        (plan,) = candidates([make_store().inventory()])
+        (plan,) = candidates([inventory_of(make_store())])
         assert len({entry.location for (entry,) in plan.sources}) == 1
 
     def test_one_store_writes_several_steps_at_once(self, store: SnapshotStore) -> None:
@@ -151,7 +152,7 @@ class StoreContract(FrozenContract):
         again = Snapshot(1, elements=6000, start="2" * 16)
         again.write(store)
         assert look(store).steps() == [1, 1]
-        assert candidates([store.inventory()])[0].start == again.start
+        assert candidates([inventory_of(store)])[0].start == again.start
 
         assert Snapshot(1).delete(store)
         (entry,) = look(store).whole
@@ -161,7 +162,7 @@ class StoreContract(FrozenContract):
     def test_what_is_committed_is_not_written_again(self, make_store: Callable[[], SnapshotStore]) -> None:
         """A keeper that takes over may bring the same capture once more."""
         Snapshot(1).write(make_store())
-        (before,) = make_store().inventory().entries
+        (before,) = inventory_of(make_store()).entries
         made = make_store().read_manifest(before)
         assert Snapshot(1).write(make_store()) == before
         assert make_store().read_manifest(before) == made
@@ -210,7 +211,7 @@ class StoreContract(FrozenContract):
             said = {name for there, name in steps.items() if any(there in text for text in findings.problems)}
             assert said == set(DAMAGES) - {"manifest gone"}
             assert len(findings.problems) == len(said)
-            for entry in client.inventory().entries:
+            for entry in inventory_of(client).entries:
                 if entry.step != 1:
                     assert "shard" in steps[directory(entry.step)]
                     assert "flipped" in steps[directory(entry.step)], "what is lost or cut is not even offered"
@@ -236,12 +237,12 @@ class StoreContract(FrozenContract):
             store.keep(entry, name)
         again = Snapshot(1, elements=6000, start="2" * 16)
         again.write(store)
-        named = [entry for entry in make_store().inventory().entries if entry.names]
+        named = [entry for entry in inventory_of(make_store()).entries if entry.names]
         assert [(entry.step, sorted(entry.names)) for entry in named] == [(1, ["before-anneal_v1.2", "first"])]
         assert not Snapshot(1).delete(make_store())
         assert again.delete(make_store())
         assert look(store).steps() == [1]
-        assert [plan.step for plan in candidates([make_store().inventory()], name="first")] == [1]
+        assert [plan.step for plan in candidates([inventory_of(make_store())], name="first")] == [1]
 
         assert make_store().release(RUN, "first") == [entry.location]
         assert not Snapshot(1).delete(store)

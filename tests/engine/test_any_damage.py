@@ -5,6 +5,7 @@ import pathlib
 import random
 
 import pytest
+from support.catalogue import inventory_of
 from test_frozen import FrozenStarter, matches
 from tuning import TIMEOUT_S
 
@@ -77,7 +78,7 @@ def test_nothing_wrong_is_loaded_and_what_is_whole_is_found(job, tmp_path, sampl
             first.engine.keep("a-name")  # else it goes when there are two newer ones
         assert first.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
     assert first.engine.close()
-    assert [entry.step for entry in open_store(str(tmp_path)).inventory().entries] == list(STEPS)
+    assert [entry.step for entry in inventory_of(open_store(str(tmp_path))).entries] == list(STEPS)
     reader = job.start(tmp_path, ready=False)
     reader.held = first.held
     files = sorted(path for path in tmp_path.rglob("*") if path.is_file())

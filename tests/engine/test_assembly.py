@@ -4,10 +4,12 @@ import torch
 from support.names import START
 
 from lazysnap.levels.blocks import MemoryBlocks
-from lazysnap.restore.assembly import Assembly
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.snapshots.assembly import Assembly, whole_box
 from lazysnap.snapshots.reader import OpenShard
+from lazysnap.snapshots.reads import Reads
+from lazysnap.snapshots.tensors import into, room_for
 
 
 def shard(rank, tensors, *, scopes=(), aliases=None):
@@ -23,18 +25,20 @@ def shard(rank, tensors, *, scopes=(), aliases=None):
     return OpenShard(rank, meta, layout, MemoryBlocks(memoryview(image), None, f"rank {rank}"))
 
 
-def whole(name, shape):
-    return (0,) * len(shape), shape
-
-
-def state_of(own, *others, box=whole):
+def state_of(own, *others, box=whole_box):
     assembly = Assembly(own.rank, box)
-    assembly.add(own)
+    assembly.add([own])
     assembly.want(own.meta.state)
     for other in others:
-        assembly.add(other)
+        assembly.add([other])
     assert list(assembly.missing) == []
-    return assembly.state(own.meta, lambda name: None)
+    reads, made = Reads(), {}
+    for tensor in map(assembly.tensor, own.meta.state):
+        if tensor.key not in made:
+            made[tensor.key] = room_for(tensor)
+            reads.add(tensor, into(made[tensor.key]))
+    reads.run()
+    return {name: made[assembly.tensor(name).key] for name in own.meta.state}
 
 
 def test_what_is_tied_on_another_rank_alone_is_not_tied_here():
@@ -50,7 +54,7 @@ def test_what_is_tied_on_another_rank_alone_is_not_tied_here():
 def test_columns_of_several_shards_make_one_tensor_and_its_further_name_is_the_same():
     table = torch.arange(24.0).reshape(4, 6)
     left = shard(0, {"w": table[:, :2]}, scopes=[("w", [4, 6], [0, 0])], aliases={"tied": "w"})
-    right = shard(1, {"w": table[:, 2:]}, scopes=[("w", [4, 6], [0, 2])])
+    right = shard(1, {"w": table[:, 2:]}, scopes=[("w", [4, 6], [0, 2])], aliases={"tied": "w"})
 
     state = state_of(left, right)
 

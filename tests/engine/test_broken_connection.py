@@ -6,6 +6,7 @@ import socket
 
 import pytest
 from small_training import TIMEOUT_S
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap.levels import open_store
@@ -40,7 +41,7 @@ def begin_and_cut(training, share):
 
 
 def steps_at(level):
-    return [entry.step for entry in open_store(str(level)).inventory().entries]
+    return [entry.step for entry in inventory_of(open_store(str(level))).entries]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -84,7 +85,7 @@ def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_
 
 
 def named(path):
-    return [entry.step for entry in open_store(str(path)).inventory().entries if "best" in entry.names]
+    return [entry.step for entry in inventory_of(open_store(str(path))).entries if "best" in entry.names]
 
 
 def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job, tmp_path):

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
@@ -321,7 +322,7 @@ def test_a_step_that_retention_asks_for_is_persisted_even_while_another_is_being
         until(lambda step=step: training.engine.boundary(step))  # else it is left out while both slots are in use
 
     assert training.engine.close()
-    steps = {entry.step for entry in open_store(level.url).inventory().entries}
+    steps = {entry.step for entry in inventory_of(open_store(level.url)).entries}
     assert steps >= {3, 6}
 
 

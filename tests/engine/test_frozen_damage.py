@@ -4,6 +4,7 @@ import os
 
 import pytest
 from frozen_damage import damage
+from support.catalogue import inventory_of
 from support.waiting import until
 from test_frozen import FrozenStarter, matches
 from tuning import TIMEOUT_S
@@ -28,7 +29,7 @@ def run_until_durable(tuning, step):
 def check_whole(tuning, root):
     """Every snapshot that is left there can be restored, and is right."""
     store = open_store(str(root))
-    inventory = store.inventory()
+    inventory = inventory_of(store)
     assert inventory.problems == ()
     for entry in [*inventory.entries, *inventory.frozen]:
         store.verify(store.place(entry))

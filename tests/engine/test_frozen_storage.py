@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 from small_training import Starter
+from support.catalogue import inventory_of
 from tuning import TIMEOUT_S, Tuning, keeper_gone, keeper_of
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
@@ -27,7 +28,7 @@ def start(job, url):
 
 
 def stored(url):
-    return sorted(entry.step for entry in open_store(str(url)).inventory().entries)
+    return sorted(entry.step for entry in inventory_of(open_store(str(url))).entries)
 
 
 def test_a_training_that_fails_leaves_its_newest_snapshot_on_storage(job, tmp_path):

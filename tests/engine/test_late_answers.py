@@ -3,7 +3,7 @@
 import contextlib
 import os
 
-import pytest
+from support.catalogue import inventory_of
 from support.fault_plan import FaultPlan, Hang
 from support.faulty import FaultyStorage
 from support.names import START
@@ -11,11 +11,11 @@ from support.node_rig import RUN, image_of
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import LevelHangs
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.source import MemorySource, map_anonymous
-from lazysnap.restore import level_reader
-from lazysnap.restore.level_reader import LevelReader
+from lazysnap.restore import level as level_module
+from lazysnap.restore.level import Level
+from lazysnap.restore.sources import Failure, Places, Sources
 from lazysnap.shard.manifest import CaptureMeta
 
 
@@ -33,15 +33,17 @@ def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, mon
     room[: len(image)] = image
     store = open_store(level.url)
     store.write(CaptureMeta(RUN, START, 3, 0, 1, 3), MemorySource(room, len(image)))
-    [entry] = store.inventory().entries
+    [entry] = inventory_of(store).entries
     plan = FaultPlan(Hang(1, operation="read_into"))
     slow = SnapshotStore(FaultyStorage(store.storage, plan))
-    monkeypatch.setattr(level_reader, "open_store", lambda *_, **__: slow)
+    monkeypatch.setattr(level_module, "open_store", lambda *_, **__: slow)
 
     with contextlib.ExitStack() as stack:
         try:
-            with pytest.raises(LevelHangs):
-                LevelReader(level, 1).open(entry, "it", stack)
+            sources = Sources(Places(None, None, None, {entry.level: Level(level, 1)}), stack, print)
+            failure = sources.open(entry)
+            assert isinstance(failure, Failure)
+            assert "did not move for 3 s" in failure.text
             assert plan.hanging.is_set()
             assert open_files(tmp_path)
         finally:

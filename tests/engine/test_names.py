@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from small_training import TIMEOUT_S, Training
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
@@ -13,11 +14,11 @@ from lazysnap.levels import open_store
 
 
 def steps_at(directory):
-    return sorted({entry.step for entry in open_store(str(directory)).inventory().entries})
+    return sorted({entry.step for entry in inventory_of(open_store(str(directory))).entries})
 
 
 def named(directory):
-    return {name: entry.step for entry in open_store(str(directory)).inventory().entries for name in entry.names}
+    return {name: entry.step for entry in inventory_of(open_store(str(directory))).entries for name in entry.names}
 
 
 def durable(training, first, last):

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from small_training import TIMEOUT_S, Training
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig, latest_path
@@ -16,7 +17,7 @@ from lazysnap.resolver import candidates
 def steps_at(path):
     """Per run, the newest first: the steps of its complete snapshots, the greatest first."""
     runs = {}
-    for plan in candidates([open_store(str(path)).inventory()]):
+    for plan in candidates([inventory_of(open_store(str(path)))]):
         runs.setdefault(plan.run_id, []).append(plan.step)
     return list(runs.values())
 
@@ -71,7 +72,7 @@ def test_the_branch_is_neither_deleted_for_nor_overshadowed_by_what_was_left_beh
 
 
 def other_run(path):
-    return candidates([open_store(str(path)).inventory()])[0].run_id
+    return candidates([inventory_of(open_store(str(path)))])[0].run_id
 
 
 def test_until_the_branch_has_a_snapshot_latest_is_what_it_was_and_the_branch_point_stays(job, tmp_path):
@@ -168,7 +169,7 @@ def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
     train(other, 1, 2)
     assert other.engine.close()
     third = job.start(tmp_path, ready=False).engine
-    new, old = (plan.run_id for plan in candidates([open_store(str(tmp_path)).inventory()]) if plan.step in (2, 8))
+    new, old = (plan.run_id for plan in candidates([inventory_of(open_store(str(tmp_path)))]) if plan.step in (2, 8))
 
     assert third.fetch("latest").step == 2
     assert third.fetch(f"run:{old}").step == 8
@@ -191,7 +192,7 @@ def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
 def test_a_fresh_start_in_a_used_directory_leaves_the_run_that_is_there(job, tmp_path):
     training = start_with_a_named_step(job, tmp_path)
     assert training.engine.close()
-    [old] = {plan.run_id for plan in candidates([open_store(str(tmp_path)).inventory()])}
+    [old] = {plan.run_id for plan in candidates([inventory_of(open_store(str(tmp_path)))])}
 
     fresh = job.start(tmp_path)
     train(fresh, 1, 3)

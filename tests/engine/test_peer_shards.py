@@ -13,7 +13,8 @@ from lazysnap.levels.blocks import Wanted
 from lazysnap.ranks.meeting import Meeting
 from lazysnap.resolver import Entry
 from lazysnap.restore.lost_parts import lost_parts
-from lazysnap.restore.peer_shards import PeerShards
+from lazysnap.restore.parity import Parity
+from lazysnap.restore.peer_memory import Connections
 from lazysnap.snapshots.reader import read
 
 NODES, LOST = range(4), 1
@@ -70,22 +71,23 @@ def die(rig, *nodes):
 
 
 def peers_of(rig, step, lost=(LOST,)):
-    """What is left of a step, and the number of each lost part by its rank."""
+    """Connections to what is left of a step, the source for its lost parts, and their entries by rank."""
     left = [node for node in NODES if node not in lost]
     held = [(f"n{node}", one) for node in left for one in rig.stores[node].inventory() if one.step == step]
     start = held[0][1].start
     entries = [Entry("memory", 0, RUN, start, step, node, len(NODES), f"0/{step}", node=f"n{node}") for node in left]
     parts, found, *_ = lost_parts(entries, held)
-    peers = PeerShards(Meeting(rig._peers, None, {f"n{node}": rig.addresses[node] for node in left}))
-    peers.know(parts)
-    return peers, {entry.rank: int(entry.location.split("/")[0]) for entry in found}
+    connections = Connections(Meeting(rig._peers, None, {f"n{node}": rig.addresses[node] for node in left}))
+    source = Parity(connections)
+    source.lost = parts
+    return connections, source, {entry.rank: entry for entry in found}
 
 
 def computed(rig, step, lost=(LOST,), meanwhile=lambda: None):
     """The shard of the first lost node."""
-    peers, numbers = peers_of(rig, step, lost)
+    connections, source, entries = peers_of(rig, step, lost)
     try:
-        shard = peers.computed(numbers[lost[0]], lost[0], "here")
+        shard = source.open(entries[lost[0]], "here", lambda: None)
         out = bytearray(shard.layout.size_bytes)
 
         def put(at, data):
@@ -95,7 +97,7 @@ def computed(rig, step, lost=(LOST,), meanwhile=lambda: None):
         read({shard: [Wanted(shard.offset, shard.offset + len(out), put)]})
         return bytes(out)
     finally:
-        peers.close()
+        connections.close()
 
 
 def files(rig, node, step):
@@ -115,12 +117,12 @@ def test_it_has_the_same_bytes(rig, step, lost):
 
 
 def test_no_connection_is_left_behind(rig, step):
-    peers, numbers = peers_of(rig, step)
-    peers.computed(numbers[LOST], LOST, "here")
-    sockets = [reader._socket for idle in peers._connections._idle.values() for _, reader in idle]
+    connections, source, entries = peers_of(rig, step)
+    source.open(entries[LOST], "here", lambda: None)
+    sockets = [reader._socket for idle in connections._idle.values() for _, reader in idle]
     assert sockets
     assert not any(one._closed for one in sockets)
-    peers.close()
+    connections.close()
     assert all(one._closed for one in sockets)
 
 

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 from small_training import TIMEOUT_S
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import SnapshotConfig
@@ -82,7 +83,7 @@ def test_a_start_that_trains_nothing_leaves_the_only_copy_of_a_training_where_it
     place.unlink()  # mended: the keeper stores it by itself
     assert job.start(place, ready=False).engine.restore("latest").step == 3
     job.trainings[-1].engine.close()
-    until(lambda: {entry.step for entry in open_store(str(place)).inventory().entries} == {3})
+    until(lambda: {entry.step for entry in inventory_of(open_store(str(place))).entries} == {3})
 
 
 def test_memory_alone_outlasts_a_start_that_trains_nothing(job):
@@ -159,7 +160,7 @@ def test_an_exception_before_storage_has_a_step_names_the_step_that_memory_has(j
     assert f"training failed in step 2 (ValueError: boom); {text}" in caplog.messages
 
     place.unlink()  # mended
-    until(lambda: {entry.step for entry in open_store(str(place)).inventory().entries} == {1})
+    until(lambda: {entry.step for entry in inventory_of(open_store(str(place))).entries} == {1})
 
 
 def test_an_exception_in_the_first_step_says_that_a_restart_begins_fresh(job, tmp_path, caplog):

@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from small_training import TIMEOUT_S
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import LossSpike, LossWatch, NonFinite, ResumableLoader
@@ -124,7 +125,7 @@ def test_storage_gets_the_state_that_was_gone_back_to(job, tmp_path):
     assert training.engine.flush(TIMEOUT_S)
     assert training.engine.rollback(steps=2).step == 5
     assert training.engine.flush(TIMEOUT_S)
-    newest = candidates([open_store(str(tmp_path)).inventory()])[0]
+    newest = candidates([inventory_of(open_store(str(tmp_path)))])[0]
     assert (newest.step, newest.run_id) == (5, training.engine._recorder.meta.run_id)
 
 
@@ -134,7 +135,7 @@ def test_without_a_newer_capture_the_run_goes_on(job, tmp_path):
     run = training.engine._recorder.meta.run_id
     run_watched(training, batches_of(8, bad=[2, 5]), NonFinite())
     assert training.engine.flush(TIMEOUT_S)
-    assert {plan.run_id for plan in candidates([open_store(str(tmp_path)).inventory()])} == {run}
+    assert {plan.run_id for plan in candidates([inventory_of(open_store(str(tmp_path)))])} == {run}
 
 
 def test_what_is_not_in_memory_comes_from_storage(job, tmp_path):

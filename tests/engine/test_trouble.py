@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
@@ -202,7 +203,7 @@ def test_what_could_not_be_made_durable_at_the_end_stays_in_memory_and_is_writte
     assert (snapshot.step, snapshot.level) == (4, "memory")
     assert second.facts() == facts
     assert not second.engine.close()  # no level had it when it was resumed; the keeper stores it now
-    until(lambda: 4 in [entry.step for entry in open_store(str(level)).inventory().entries])
+    until(lambda: 4 in [entry.step for entry in inventory_of(open_store(str(level))).entries])
 
 
 def test_a_last_step_that_was_left_out_is_told_at_the_end(job, tmp_path, caplog):
@@ -216,7 +217,7 @@ def test_a_last_step_that_was_left_out_is_told_at_the_end(job, tmp_path, caplog)
     [warning] = warnings(caplog, "step 3, the last that was due, is not captured")
     assert "(so far: 1 left out (no slots yet 1))" in warning.getMessage()
     assert "of step 2." in warning.getMessage()
-    assert [entry.step for entry in open_store(str(tmp_path)).inventory().entries][-1] == 2
+    assert [entry.step for entry in inventory_of(open_store(str(tmp_path))).entries][-1] == 2
 
 
 def test_a_last_step_that_is_torn_is_counted_at_the_end(job, caplog):
@@ -257,4 +258,4 @@ def test_a_training_of_one_step_is_stored(job, tmp_path, caplog):
     assert training.engine.close()
 
     assert not warnings(caplog, "not captured")
-    assert [entry.step for entry in open_store(str(tmp_path)).inventory().entries] == [1]
+    assert [entry.step for entry in inventory_of(open_store(str(tmp_path))).entries] == [1]

@@ -14,6 +14,7 @@ import sys
 
 import pytest
 from small_training import TIMEOUT_S, Training
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel
@@ -123,7 +124,7 @@ def be_patient(training, timeout_s):
 
 
 def stored(directory):
-    return sorted(entry.step for entry in open_store(str(directory)).inventory().entries)
+    return sorted(entry.step for entry in inventory_of(open_store(str(directory))).entries)
 
 
 @pytest.mark.parametrize("kind", ["bound", "interpreter", "user", "version"])

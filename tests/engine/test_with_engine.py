@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from small_training import TIMEOUT_S, Training
+from support.catalogue import inventory_of
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, UnsupportedState
@@ -12,7 +13,7 @@ from lazysnap.levels import open_store
 
 
 def stored(directory):
-    return sorted(entry.step for entry in open_store(str(directory)).inventory().entries)
+    return sorted(entry.step for entry in inventory_of(open_store(str(directory))).entries)
 
 
 @pytest.fixture

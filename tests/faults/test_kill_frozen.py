@@ -5,6 +5,7 @@ import pathlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap.levels import open_store
@@ -94,7 +95,7 @@ def test_a_killed_training_leaves_on_storage_what_it_had_in_memory(zygote, wante
     assert status == -9, output
     captured = [int(line[1]) for line in first if line[0] == "begun"]
     store = open_store(str(place / "snapshots"))
-    until(lambda: max((entry.step for entry in store.inventory().entries), default=0) >= captured[-1])
+    until(lambda: max((entry.step for entry in inventory_of(store).entries), default=0) >= captured[-1])
 
     status, second, output = run(zygote, place)
 

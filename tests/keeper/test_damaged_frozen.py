@@ -2,6 +2,7 @@
 
 import pytest
 from frozen_damage import MANIFEST, NOTICED, SHARD, damage, flip, frozen_at, restorable
+from support.catalogue import inventory_of
 from support.node_rig import STARTS, frozen_slot, steps_at
 from support.waiting import until
 
@@ -36,7 +37,7 @@ def test_in_the_middle_of_a_run_it_is_replaced_from_memory_before_the_next_snaps
     for _ in range(2):
         trainer.store(frozen=reference)
     assert until(lambda: restorable(level.url) == [8, 10])
-    assert open_store(level.url).inventory().problems == ()
+    assert inventory_of(open_store(level.url)).problems == ()
 
 
 @pytest.mark.parametrize("how", ["the shard is truncated", "the directory is deleted"])
@@ -129,7 +130,7 @@ def test_two_runs_share_frozen_tensors_that_are_damaged_under_them(rig, frozen, 
 
     complete = {step for job in jobs for step in job.complete(level)}
     assert complete <= set(restorable(level.url))
-    assert len(open_store(level.url).inventory().frozen) == 1
+    assert len(inventory_of(open_store(level.url)).frozen) == 1
 
 
 def test_frozen_tensors_of_another_start_are_taken_as_they_are(rig, frozen, tmp_path):

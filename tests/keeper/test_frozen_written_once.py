@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from support.catalogue import inventory_of
 from support.listing import files_below
 from support.node_rig import check, entries_at, frozen_slot
 from support.ports import free_port
@@ -165,11 +166,11 @@ def test_if_the_node_that_writes_frozen_tensors_is_killed_the_other_one_writes_t
         nodes[1 - killed].tell("capture")
         until(lambda: "keeper.frozen.wait" in log.read_text())
         store = open_store(url)
-        assert store.inventory().frozen == ()
+        assert inventory_of(store).frozen == ()
 
         nodes[killed].kill()
 
-        (frozen,) = until(lambda: store.inventory().frozen)
+        (frozen,) = until(lambda: inventory_of(store).frozen)
         store.verify_frozen(frozen.digest)
     finally:
         for node in nodes:

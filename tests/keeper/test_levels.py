@@ -6,6 +6,7 @@ import pathlib
 import threading
 
 import pytest
+from support.catalogue import inventory_of
 from support.damage import flip
 from support.listing import files_below
 from support.node_rig import STARTS, Rig, check, check_entry, entries_at, frozen_slot, names_at, steps_at
@@ -301,9 +302,9 @@ def test_frozen_tensors_are_written_once_at_every_level(rig, tmp_path):
         images = files_below(level.url, "frozen-*/*.safetensors")
         assert [path.stat().st_size for path in images] == [reference.size_bytes]
         store = open_store(level.url)
-        (image,) = store.inventory().frozen
+        (image,) = inventory_of(store).frozen
         assert store.verify(store.place(image)).checksums.whole == reference.digest
-        assert until(lambda store=store: [e.frozen for e in store.inventory().entries] == [reference.digest])
+        assert until(lambda store=store: [e.frozen for e in inventory_of(store).entries] == [reference.digest])
 
 
 def test_frozen_tensors_are_written_before_the_first_snapshot_that_needs_them(rig, tmp_path, passing):
@@ -335,7 +336,7 @@ def test_frozen_tensors_that_left_memory_are_copied_from_the_faster_level(rig, t
     newest = trainer.store(frozen=reference)
 
     check(second, newest)
-    assert [image.digest for image in open_store(second.url).inventory().frozen] == [reference.digest]
+    assert [image.digest for image in inventory_of(open_store(second.url)).frozen] == [reference.digest]
 
 
 def test_bytes_that_are_not_what_their_digest_says_never_get_to_storage(rig, tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from support.catalogue import inventory_of
 from support.listing import files_below
 from support.waiting import until
 from test_strange_answers import proven
@@ -19,11 +20,11 @@ from lazysnap.levels import open_store
 
 
 def steps_at(url):
-    return sorted(entry.step for entry in open_store(str(url)).inventory().entries)
+    return sorted(entry.step for entry in inventory_of(open_store(str(url))).entries)
 
 
 def starts_at(url):
-    return [entry.start for entry in open_store(str(url)).inventory().entries]
+    return [entry.start for entry in inventory_of(open_store(str(url))).entries]
 
 
 def wait_for_end(sock):

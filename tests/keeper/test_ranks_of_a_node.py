@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap.keeper.node_part import read_index
@@ -180,7 +181,7 @@ def test_what_an_earlier_start_left_is_stored_as_of_the_ranks_and_nodes_that_it_
     os.kill(job.keeper_pid(), signal.SIGTERM)
 
     assert until(job.is_gone)
-    found = open_store(level["url"]).inventory().entries
+    found = inventory_of(open_store(level["url"])).entries
     assert [(entry.step, entry.start, entry.file) for entry in found] == [(3, START, "node-00000-of-00001")] * 2
     assert [(entry.rank, entry.world_size) for entry in found] == [(0, 2), (1, 2)]
 

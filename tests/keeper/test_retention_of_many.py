@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from frozen_damage import flip
+from support.catalogue import inventory_of
 from support.listing import files_below
 from support.names import directory_of
 from support.node_rig import RUN, STARTS, check, steps_at
@@ -30,7 +31,7 @@ def files(level, pattern="*.safetensors"):
 
 
 def complete(level):
-    return [(plan.step, plan.sources[0][0].start) for plan in candidates([open_store(level.url).inventory()])]
+    return [(plan.step, plan.sources[0][0].start) for plan in candidates([inventory_of(open_store(level.url))])]
 
 
 def write(level, step, rank, world_size, start):
@@ -185,7 +186,7 @@ def test_a_shard_that_is_read_back_damaged_is_no_snapshot_and_goes(rig, tmp_path
     trainer.train()
     assert until(lambda: trainer.failed() == [2])
 
-    assert [entry.rank for entry in open_store(level.url).inventory().entries] == []
+    assert [entry.rank for entry in inventory_of(open_store(level.url)).entries] == []
     assert not path.exists()
 
 

@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 from keeper_jobs import Job
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap.cli import main
@@ -30,7 +31,7 @@ def test_a_lingering_keeper_stores_its_newest_capture_and_ends(job, capsys):
     assert code == 0
     assert said["ended"] == [{"pid": keeper}]
     assert job.is_gone()
-    assert max(entry.step for entry in open_store(level["url"]).inventory().entries) == 3
+    assert max(entry.step for entry in inventory_of(open_store(level["url"])).entries) == 3
 
 
 def test_a_keeper_that_stored_its_capture_while_somebody_looked_ends_at_once(job, capsys):

@@ -4,6 +4,7 @@ import pathlib
 import subprocess
 
 import pytest
+from support.catalogue import inventory_of
 from support.image import Image as Image
 from support.names import START
 from support.snapshots import read_image
@@ -21,7 +22,7 @@ def meta(step: int, run: str = RUN) -> CaptureMeta:
 def whole(store, run: str = RUN) -> list[int]:
     """Steps of ``run`` that can be restored: every block read and verified."""
     steps = []
-    for entry in store.inventory().entries:
+    for entry in inventory_of(store).entries:
         manifest = store.read_manifest(entry)
         out = map_anonymous(manifest.size_bytes)
         read_image(store, entry, out)

@@ -12,6 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "engine"))
 
 import seaweed
 from small_training import TIMEOUT_S, Training
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
@@ -44,7 +45,7 @@ def start(levels):
 
 def steps_at(level):
     store = open_store(level.url, options=level.storage_options)
-    return sorted(entry.step for entry in store.inventory().entries)
+    return sorted(entry.step for entry in inventory_of(store).entries)
 
 
 def test_what_the_disk_lost_comes_back_from_s3(start, levels, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from snapshots import OTHER, RUN, Image, files, meta, whole
+from support.catalogue import inventory_of
 from support.names import START, directory_of
 from support.node_rig import Rig
 from support.waiting import until
@@ -63,7 +64,7 @@ def test_a_deletion_does_not_go_through_a_link(level, linked):
     before = content(linked)
     store = open_store(str(level))
 
-    went = [entry.step for entry in store.inventory().entries if delete_files([store.place(entry)])]
+    went = [entry.step for entry in inventory_of(store).entries if delete_files([store.place(entry)])]
     assert sorted(went) == [2, 3]
     assert content(linked) == before
     assert (level / directory_of(1)).is_symlink()
@@ -81,7 +82,7 @@ def test_a_job_that_goes_on_does_not_delete_through_a_link(level, linked):
 
     assert content(linked) == before
     assert (level / directory_of(1)).is_symlink()
-    assert newest in {entry.step for entry in open_store(str(level)).inventory().entries}
+    assert newest in {entry.step for entry in inventory_of(open_store(str(level))).entries}
 
 
 @pytest.mark.usefixtures("a_day_later")
@@ -183,7 +184,7 @@ def test_a_name_that_no_run_gave_is_neither_taken_away_nor_written_over(level):
     notes = level / directory_of(3) / "keep-notes"
     notes.write_text("years of work")
     store = open_store(str(level))
-    entry = next(entry for entry in store.inventory().entries if entry.step == 3)
+    entry = next(entry for entry in inventory_of(store).entries if entry.step == 3)
     assert entry.names == ("notes",)  # in doubt it protects
 
     assert store.release(None, "notes") == []
@@ -205,7 +206,7 @@ def test_a_snapshot_that_is_copied_into_a_level_while_a_job_starts_arrives(level
     other = open_store(str(tmp_path / "other"))
     other.write(meta(9, run), Image(9))
     if "keep-best" in order:
-        other.keep(other.inventory().entries[0], "best")
+        other.keep(inventory_of(other).entries[0], "best")
     source, target = tmp_path / "other" / directory_of(9, run), level / directory_of(9, run)
     for file in source.iterdir():
         os.utime(file, (1, 1))

@@ -7,6 +7,7 @@ import pytest
 from deaths import run_forks
 from frozen_damage import NOTICED, damage, frozen_at, restorable
 from snapshots import files
+from support.catalogue import inventory_of
 from support.snapshots import Snapshot
 
 from lazysnap.levels.local import LocalStorage
@@ -94,7 +95,7 @@ def test_at_an_object_store_frozen_tensors_are_looked_at_by_size_and_manifest(tm
     store = open_store(url)
     write_base(store)
     with_base(1).write(store)
-    (image,) = store.inventory().frozen
+    (image,) = inventory_of(store).frozen
     place = store.place(image)
     whole = {path: store.storage.get(path) for path in (place.file_path, place.manifest_path)}
     for path, data in whole.items():
@@ -139,13 +140,13 @@ def test_killed_at_any_point_of_a_replacement_they_are_whole_or_not_there(tmp_pa
         store = open_store(str(root))
         nth = [index for index, passed_name in enumerate(passed) if passed_name == name][count - 1]
         if nth >= first_change:
-            images = [store.verify(store.place(image)) for image in store.inventory().frozen]
-            assert images or not [entry for entry in store.inventory().entries if entry.step == 2], where
+            images = [store.verify(store.place(image)) for image in inventory_of(store).frozen]
+            assert images or not [entry for entry in inventory_of(store).entries if entry.step == 2], where
 
         store.sweep()
         write_base(store)
         with_base(3).write(store)
 
         assert {1, 3} <= set(restorable(str(root))), where
-        assert store.inventory().problems == (), where
+        assert inventory_of(store).problems == (), where
         assert not [path for path in files(root) if ".tmp-" in path], where

@@ -11,6 +11,7 @@ import fsspec
 import pytest
 from drivers import DRIVERS, ObjectStore, Talkative
 from s3_work import SHARD, SIZE, abandoned_after, blocks, download, pattern, upload
+from support.catalogue import inventory_of
 from support.names import directory_of
 from support.snapshots import Snapshot as Stored
 from support.snapshots import directory
@@ -218,7 +219,7 @@ def test_whatever_is_wrong_at_a_level_its_password_is_in_no_message(place, caplo
     del ObjectStore.objects[manifest(5)]
     ObjectStore.objects[f"{root}/{directory(6)}/keep-x"] = (b"not of a run", now)
 
-    said += store.inventory().problems
+    said += inventory_of(store).problems
     said += Catalogue(store).contents().inventory.problems
     store.release(None, "x")
     for step in range(2, 6):

@@ -3,13 +3,16 @@
 import dataclasses
 import json
 
+import msgspec
 import pytest
 from snapshots import Image, meta
+from support.catalogue import inventory_of
 from support.names import START, directory_of
 
 from lazysnap.levels import open_store
 from lazysnap.levels.listing import Directory, Listing
 from lazysnap.shard.names import NodeName
+from lazysnap.snapshots.catalogue import Catalogue
 
 WORLD = 5
 
@@ -34,14 +37,14 @@ def test_ranks_in_a_row_are_told_as_one(store):
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_together_the_shares_are_the_whole(store, parts):
-    store.keep(store.inventory().entries[0], "named")
-    listing = Listing.from_fields(json.loads(json.dumps(store.listing().to_fields())))
+    store.keep(inventory_of(store).entries[0], "named")
+    listing = msgspec.json.decode(json.dumps(msgspec.to_builtins(store.listing())), type=Listing)
 
-    found = [store.inventory(listing, (part, parts)).entries for part in range(parts)]
+    found = [Catalogue(store, listing).inventory((part, parts)).entries for part in range(parts)]
 
     key = lambda entry: (entry.step, entry.rank)  # noqa: E731
     together = sorted((entry for entries in found for entry in entries), key=key)
-    assert together == sorted(store.inventory().entries, key=key)
+    assert together == sorted(inventory_of(store).entries, key=key)
     assert max(map(len, found)) <= 2 * -(-WORLD // parts)
 
 
@@ -53,14 +56,14 @@ def test_a_manifest_of_another_name_is_not_looked_at(store, tmp_path, name):
     (tmp_path / "run" / directory_of(1) / name).write_text("{}")
 
     assert store.listing() == before
-    assert store.inventory().problems == ()
+    assert inventory_of(store).problems == ()
 
 
 def test_what_went_between_listing_and_looking_is_said(store):
     listing = store.listing()
     store.storage.delete(f"{directory_of(1)}/node-00000-of-00005.safetensors")
 
-    inventory = store.inventory(listing)
+    inventory = Catalogue(store, listing).inventory()
 
     assert len(inventory.entries) == 2 * WORLD - 1
     assert "without its file" in inventory.problems[0]

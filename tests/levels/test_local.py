@@ -13,6 +13,7 @@ import tempfile
 import pytest
 from refused_calls import needs_seccomp
 from snapshots import Image, files, meta, mount, whole
+from support.catalogue import inventory_of
 
 from lazysnap.errors import LevelUnavailable
 from lazysnap.levels import open_store
@@ -251,7 +252,7 @@ def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk
     subprocess.run(attach, check=True)
 
     assert whole(store) == [1]
-    assert store.inventory().problems == ()
+    assert inventory_of(store).problems == ()
     store.sweep()
     store.write(meta(2), Image(2))
     assert whole(store) == [1, 2]
@@ -280,7 +281,7 @@ def test_rights_lost_in_the_middle_of_a_run_are_named_and_come_back(open_to_all,
 def test_a_file_where_a_directory_has_to_be_is_named_with_what_to_do(tmp_path, below):
     (tmp_path / "file").touch()
     store = open_store(str(tmp_path / "file" / below))
-    for work in (store.inventory, lambda: store.write(meta(1), Image(1))):
+    for work in (lambda: inventory_of(store), lambda: store.write(meta(1), Image(1))):
         with pytest.raises(
             LevelUnavailable, match=r"Not a directory: .*; a file is where a directory has to be: move it"
         ):
@@ -303,7 +304,7 @@ def test_a_mount_whose_server_is_gone_says_so_and_is_taken_up_again(tmp_path):
         with pytest.raises(LevelUnavailable, match="what serves this mount is gone: unmount it"):
             store.write(meta(2), Image(2))
         with pytest.raises(LevelUnavailable, match="what serves this mount is gone"):
-            store.inventory()
+            inventory_of(store)
     finally:
         subprocess.run(["umount", "-l", tmp_path / "mount"], check=True)
     store.write(meta(3), Image(3))

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from support.catalogue import inventory_of
 from support.place import PAGE, pattern
 from support.snapshots import RUN, START, lone_manifest
 
@@ -70,7 +71,7 @@ def test_it_is_one_safetensors_file_whose_tensors_say_their_rank(shards, written
 
 def test_each_shard_stands_in_it_byte_for_byte_on_a_page(shards, written):
     store, manifest = written
-    blocks = FileBlocks(store.place(store.inventory().entries[0]), Manifest.decode(manifest.encode(), "here"))
+    blocks = FileBlocks(store.place(inventory_of(store).entries[0]), Manifest.decode(manifest.encode(), "here"))
     for part in manifest.shards:
         image, size = shards[part.meta.rank]
         assert (part.size_bytes, part.offset % PAGE) == (size, 0)
@@ -93,10 +94,10 @@ def test_a_reader_finds_every_rank_and_its_tensors(shards, tmp_path):
 
     snapshot = open_snapshot(catalogue, catalogue.find("latest"), verify=True)
 
-    assert [entry.rank for entry in store.inventory().entries] == [0, 1, 2]
+    assert [entry.rank for entry in inventory_of(store).entries] == [0, 1, 2]
     for number, rank in enumerate(RANKS):
         image, size = shards[rank]
-        stored = snapshot.find(number, "rng")
+        stored = snapshot.ranks[number][0].find("rng")
         got = bytearray(rank)
         read(
             {stored.shard: [Wanted(stored.offset, stored.offset + rank, lambda at, data, got=got: _put(got, at, data))]}
@@ -136,7 +137,7 @@ def test_what_one_rank_dropped_is_nothing_of_the_node(shards, tmp_path):
     with pytest.raises(CaptureAborted, match="torn"):
         store.write_file(NodeName(0, 2), source.shards, source)
 
-    assert store.inventory().entries == ()
+    assert inventory_of(store).entries == ()
     assert store.storage.list() == []
 
 
@@ -148,7 +149,7 @@ def test_a_file_of_other_ranks_is_never_written_over(shards, tmp_path):
     with pytest.raises(LevelError, match=r"holds ranks \[2, 5\], somebody else's"):
         store.write_file(NodeName(0, 2), ours.shards, ours)
 
-    assert store.verify(store.place(store.inventory().entries[0])) == written
+    assert store.verify(store.place(inventory_of(store).entries[0])) == written
 
 
 @pytest.mark.parametrize(

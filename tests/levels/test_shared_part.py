@@ -1,6 +1,7 @@
 """What a node stores of a shard where all nodes see it: a shard of its own, cut out of a slot or of a file."""
 
 import pytest
+from support.catalogue import inventory_of
 from support.place import PAGE, pattern
 from support.snapshots import RUN, START
 
@@ -104,7 +105,7 @@ def test_a_file_of_several_ranks_is_cut_as_well(tmp_path, image):
     both = NodeSource([(meta(rank), MemorySource(room, layout.size_bytes)) for rank in (0, 1)])
     manifest = near.write_file(NodeName(0, 1), both.shards, both)
 
-    blocks = FileBlocks(near.place(near.inventory().entries[0]), manifest)
+    blocks = FileBlocks(near.place(inventory_of(near).entries[0]), manifest)
     source = VerifiedSource(blocks, lambda count: None)
     parts = [SharedPart(one.meta, source, one.offset, one.size_bytes) for one in manifest.shards]
     together = NodeSource([(part.meta, part) for part in parts])
@@ -118,7 +119,7 @@ def test_a_file_of_several_ranks_is_cut_as_well(tmp_path, image):
 def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
     near, shared, (layout, room) = open_store(str(tmp_path / "near")), open_store(str(tmp_path / "shared")), image
     manifest = near.write(meta(), MemorySource(room, layout.size_bytes))
-    place = near.place(near.inventory().entries[0])
+    place = near.place(inventory_of(near).entries[0])
     with open(f"{near.url}/{place.file_path}", "r+b") as file:
         file.seek(4 * BLOCK_BYTES)
         file.write(b"flip")
@@ -129,7 +130,7 @@ def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
         shared.write(part.meta, part)
 
     blocks.close()
-    assert shared.inventory().entries == ()
+    assert inventory_of(shared).entries == ()
 
 
 @pytest.mark.parametrize("rows", [[0], [3, 2], [-1, 2], [0, 8], [0.0, 1], "ab", [True, True]])

@@ -8,6 +8,7 @@ import threading
 import pytest
 from deaths import run_forks
 from snapshots import Image, files, meta, whole
+from support.catalogue import inventory_of
 from support.names import directory_of
 from support.snapshots import Snapshot
 
@@ -41,7 +42,7 @@ def test_bytes_are_written_while_later_ones_are_still_on_their_way(tmp_path):
     assert first_block_asked.wait(60)
     (temporary,) = files(tmp_path)
     assert ".tmp-" in temporary
-    assert store.inventory().entries == ()
+    assert inventory_of(store).entries == ()
     rest.set()
     writer.join(30)
 
@@ -98,15 +99,15 @@ def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
 def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, store):
     for step in (1, 2):
         store.write(meta(step), Image(step))
-        store.keep(store.inventory().entries[-1], f"at-{step}")
-    directory = store.inventory().entries[0].location
+        store.keep(inventory_of(store).entries[-1], f"at-{step}")
+    directory = inventory_of(store).entries[0].location
     for name in store.storage.list(directory):
         if not name.startswith("keep-"):
             store.storage.delete(f"{directory}/{name}")
 
     assert store.sweep() == [f"{directory}/keep-at-1"]
     assert store.storage.list(directory) == []
-    assert [entry.names for entry in store.inventory().entries] == [("at-2",)]
+    assert [entry.names for entry in inventory_of(store).entries] == [("at-2",)]
 
 
 def test_a_small_file_of_a_try_goes_a_day_later(tmp_path, request):
@@ -123,7 +124,7 @@ def test_a_small_file_of_a_try_goes_a_day_later(tmp_path, request):
 def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_waits(store):
     for step in (1, 2, 3):
         store.write(meta(step), Image(step))
-        store.keep(store.inventory().entries[-1], "best")
+        store.keep(inventory_of(store).entries[-1], "best")
     moved = []
 
     store.sweep(beat=lambda: moved.append("sweep"))
@@ -136,7 +137,7 @@ def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_
 
     with pytest.raises(CaptureAborted):
         store.release(None, "best", beat)
-    assert {entry.names for entry in store.inventory().entries} == {("best",)}
+    assert {entry.names for entry in inventory_of(store).entries} == {("best",)}
     assert len(store.release(None, "best")) == 3
 
 
@@ -168,7 +169,7 @@ def work(root):
         for step in range(1, 5):
             store.write(meta(step), Image(step))
             committed.write(f"{step}\n")
-            for entry in store.inventory().entries:
+            for entry in inventory_of(store).entries:
                 if entry.step <= step - 2:
                     delete_files([store.place(entry)])
         store.write(meta(4), Image(4))
@@ -192,9 +193,9 @@ def test_killed_at_any_point_of_a_write_or_a_deletion_what_was_committed_is_whol
 
         assert set(committed[-2:]) <= set(steps), f"{point}: {committed} were committed, {steps} are whole"
         store.sweep()
-        assert [entry.step for entry in store.inventory().entries] == whole(store)
+        assert [entry.step for entry in inventory_of(store).entries] == whole(store)
         assert not [path for path in files(root) if ".tmp-" in path]
-        assert store.inventory().problems == ()
+        assert inventory_of(store).problems == ()
 
 
 def test_an_open_snapshot_is_read_again_and_again_after_retention_deleted_it(tmp_path):

@@ -1,6 +1,7 @@
 """A fit that begins fresh in a used directory leaves the run there; ``ckpt_path="run:…"`` goes back to it, exactly."""
 
 import pytest
+from support.catalogue import inventory_of
 from support.waiting import until
 from test_callback import DieAt, Plain, finish, fit, loaders, make_trainer, raising
 
@@ -12,7 +13,7 @@ from lazysnap.resolver import candidates
 
 def stored(directory):
     """Run and step of the complete snapshots there, the newest first."""
-    return [(plan.run_id, plan.step) for plan in candidates([open_store(str(directory / "lazysnap")).inventory()])]
+    return [(plan.run_id, plan.step) for plan in candidates([inventory_of(open_store(str(directory / "lazysnap")))])]
 
 
 def test_a_run_that_a_fresh_fit_left_is_continued_by_its_name(tmp_path, caplog):

@@ -4,6 +4,8 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
+from support.catalogue import inventory_of
+
 from lazysnap.levels import open_store
 
 
@@ -25,7 +27,7 @@ class Piece(NamedTuple):
 def pieces_of(url):
     """By rank, of the newest snapshot at that level."""
     store = open_store(str(url))
-    entries = store.inventory().entries
+    entries = inventory_of(store).entries
     newest = max(entry.step for entry in entries)
     found = {}
     for entry in (entry for entry in entries if entry.step == newest):

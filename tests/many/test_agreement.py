@@ -7,6 +7,7 @@ import sys
 import pytest
 from jobs import TIMEOUT_S
 from rank_keepers import neighbours
+from support.catalogue import inventory_of
 from support.damage import flip, flip_memory
 from support.listing import files_below
 
@@ -86,7 +87,7 @@ def test_damage_of_one_rank_here_and_of_another_there_makes_all_take_what_is_who
         assert set(job.run("fsdp", 2, stop_at=last, wait_durable=True)) == {9}, job.output()
     end_keepers(job)
     store = open_store(job.levels[0]["url"])
-    entries = {(entry.step, entry.rank): entry for entry in store.inventory().entries}
+    entries = {(entry.step, entry.rank): entry for entry in inventory_of(store).entries}
     assert {step for step, _ in entries} == {3, 4, 5}
     for damaged in ((5, 1), (4, 0)):
         flip(job.root / "level" / store.place(entries[damaged]).file_path)

@@ -2,6 +2,7 @@
 
 import pytest
 from rank_keepers import processes
+from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap.levels import open_store
@@ -21,10 +22,10 @@ class Disks:
         return [{"url": str(self.paths[rank]), "every_n_steps": 1, "keep_last": KEEP_LAST}]
 
     def complete(self):
-        return [plan.step for plan in candidates([open_store(str(path)).inventory() for path in self.paths])]
+        return [plan.step for plan in candidates([inventory_of(open_store(str(path))) for path in self.paths])]
 
     def held(self, rank):
-        return sorted({entry.step for entry in open_store(str(self.paths[rank])).inventory().entries})
+        return sorted({entry.step for entry in inventory_of(open_store(str(self.paths[rank]))).entries})
 
     def hold_the_same(self):
         """Both have the newest complete snapshots, and nothing else."""

@@ -1,5 +1,7 @@
 """Several ranks that go back by choice begin one new run, the same on all, and lose nothing of what they leave."""
 
+from support.catalogue import inventory_of
+
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
@@ -7,7 +9,7 @@ from lazysnap.resolver import candidates
 def stored(job):
     """Per run, the newest first: the steps of its complete snapshots."""
     runs = {}
-    for plan in candidates([open_store(job.levels[0]["url"]).inventory()]):
+    for plan in candidates([inventory_of(open_store(job.levels[0]["url"]))]):
         runs.setdefault(plan.run_id, []).append(plan.step)
     return runs
 

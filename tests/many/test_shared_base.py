@@ -7,6 +7,7 @@ import pytest
 import torch
 from rank import WIDTH, Net
 from rank_keepers import neighbours
+from support.catalogue import inventory_of
 
 from lazysnap import load_weights
 from lazysnap.levels import open_store
@@ -18,7 +19,7 @@ HEADERS = 4 * 4096
 def stored(job):
     """What the level of a job holds: entries of the snapshots, sizes of their shards, bytes of frozen tensors."""
     store = open_store(job.levels[0]["url"])
-    inventory = store.inventory()
+    inventory = inventory_of(store)
     assert inventory.problems == ()
     # Each file of frozen tensors is referred to.
     assert {entry.frozen for entry in inventory.entries} == {frozen.digest for frozen in inventory.frozen}

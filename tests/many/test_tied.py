@@ -1,6 +1,7 @@
 """Tied weights of several ranks: stored once by all of them together, tied again in any other world."""
 
 import pytest
+from support.catalogue import inventory_of
 
 from lazysnap.levels import open_store
 
@@ -10,7 +11,7 @@ NAMES = {"model.embed.weight", "model.head.weight"}
 def stored(job):
     """By rank: which of the tied names stand in the shard, and which are told to be another one."""
     store = open_store(job.levels[0]["url"])
-    entries = store.inventory().entries
+    entries = inventory_of(store).entries
     newest = max(entry.step for entry in entries)
     found = {}
     for entry in (entry for entry in entries if entry.step == newest):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from nfs_lab import GuestError
+from support.catalogue import inventory_of
 from support.names import directory_of
 from support.snapshots import read_image
 
@@ -23,7 +24,7 @@ SHARD, MANIFEST = NodeName(0, 1).file, NodeName(0, 1).manifest
 def restorable(path: pathlib.Path) -> list[int]:
     """Steps at the server of which every block was read and verified; nothing there is half."""
     store = open_store(str(path))
-    found = store.inventory()
+    found = inventory_of(store)
     assert found.problems == ()
     for entry in found.entries:
         manifest = store.read_manifest(entry)

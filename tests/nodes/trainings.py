@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from support.catalogue import inventory_of
 from support.nodes import Cluster, Command, Node
 from support.waiting import until
 
@@ -125,7 +126,7 @@ class Training:
 
     def complete(self) -> list[int]:
         """Steps of the complete snapshots at its level, the newest first, as a restart finds them."""
-        return [plan.step for plan in candidates([open_store(str(self.level)).inventory()])]
+        return [plan.step for plan in candidates([inventory_of(open_store(str(self.level)))])]
 
     def end(self) -> None:
         """Kill its ranks and launchers on all nodes that are left, as a scheduler does. Keepers stay."""

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from support.catalogue import inventory_of
 from support.names import RUN, START, directory_of
 from support.snapshots import lone_manifest
 
@@ -20,13 +21,15 @@ from lazysnap.levels.files import open_direct, pwrite_all
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import map_anonymous
 from lazysnap.memory.arena import Slot
-from lazysnap.restore.assembly import Assembly
-from lazysnap.restore.part import check_fits
+from lazysnap.restore.targets import check_fits
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import NodeName
+from lazysnap.snapshots.assembly import Assembly, stored_in
 from lazysnap.snapshots.reader import OpenShard
+from lazysnap.snapshots.reads import Reads
+from lazysnap.snapshots.tensors import facts_of, into, room_for
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
@@ -92,12 +95,15 @@ def test_a_state_is_decoded_from_an_image_of_more_than_4_gib(large, slot):
     layout = Layout.parse(image, len(image), "slot")
 
     shard = OpenShard(0, large.meta(), layout, MemoryBlocks(image, None, "slot"))
-    assembly = Assembly(0, lambda name, shape: ((0,) * len(shape), shape))
-    assembly.add(shard)
-    check_fits(assembly.facts(), large.source.expected(), "slot")
-    state = assembly.state(shard.meta, lambda name: None)
-
-    for name, found in state["model"].items():
+    check_fits({name: facts_of(stored) for name, stored in stored_in([shard], 0)}, large.source.expected(), "slot")
+    assembly = Assembly(0)
+    assembly.add([shard])
+    names = ("small", "turned", "bytes")
+    assembly.want(f"model.{name}" for name in names)
+    for name in names:
+        reads, tensor = Reads(), assembly.tensor(f"model.{name}")
+        reads.add(tensor, into(found := room_for(tensor)))
+        reads.run()
         assert torch.equal(found, getattr(large.model, name)), name
 
 
@@ -140,7 +146,7 @@ def snapshot(large, slot, tmp_path_factory):
 
 def test_ranges_behind_4_gib_are_read_and_compared(large, slot, snapshot):
     store = open_store(str(snapshot))
-    [entry] = store.inventory().entries
+    [entry] = inventory_of(store).entries
     manifest = store.read_manifest(entry)
     layout = large.plan.layout
 
@@ -156,7 +162,7 @@ def test_ranges_behind_4_gib_are_read_and_compared(large, slot, snapshot):
 
 def test_a_flipped_byte_behind_4_gib_is_found_when_all_is_read(snapshot):
     store = open_store(str(snapshot))
-    [entry] = store.inventory().entries
+    [entry] = inventory_of(store).entries
     with open(snapshot / store.place(entry).file_path, "r+b") as file:
         file.seek(-1, os.SEEK_END)
         byte = file.read(1)

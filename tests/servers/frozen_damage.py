@@ -4,6 +4,8 @@ import contextlib
 import pathlib
 import shutil
 
+from support.catalogue import inventory_of
+
 from lazysnap.errors import FormatError
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
@@ -53,7 +55,7 @@ def restorable(url: str) -> list[int]:
     """Steps whose shard and frozen tensors are whole there, by a store that knows nothing yet."""
     store = open_store(url)
     steps = []
-    for plan in candidates([store.inventory()]):
+    for plan in candidates([inventory_of(store)]):
         with contextlib.suppress(FormatError, FileNotFoundError):  # damaged, or deleted just now
             for offers in [*plan.sources, *plan.frozen.values()]:
                 store.verify(store.place(offers[0]))

@@ -16,6 +16,7 @@ import traceback
 
 sys.path.extend(str(above) for above in pathlib.Path(__file__).parents[1:3])
 
+from support.catalogue import inventory_of
 from support.image import Image
 
 from lazysnap.levels import open_store
@@ -140,7 +141,7 @@ def write_with_deadline(talk: Conversation, url: str, step: int, size: int, dead
 def restorable(talk: Conversation, url: str) -> list:
     """Steps of which every block was read and verified; problems."""
     store = _store(url)
-    inventory = store.inventory()
+    inventory = inventory_of(store)
     steps = []
     for entry in inventory.entries:
         _read(store, entry)
@@ -156,7 +157,7 @@ def _read(store, entry) -> None:
 
 
 def inventory(talk: Conversation, url: str) -> list:
-    found = _store(url).inventory()
+    found = inventory_of(_store(url))
     return [[entry.step for entry in found.entries], list(found.problems)]
 
 

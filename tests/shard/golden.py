@@ -10,16 +10,15 @@ from support.snapshots import lone_manifest
 from lazysnap.capture.dtypes import stored_form
 from lazysnap.capture.frozen import FrozenSet, digest_of, frozen_parameters
 from lazysnap.capture.plan import make_plan, view_of
-from lazysnap.config import PersistentLevel
+from lazysnap.exports.states import read_state
 from lazysnap.levels import open_store
-from lazysnap.restore.assembly import Assembly
-from lazysnap.restore.level_reader import LevelReader
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import NodeName, SnapshotName, frozen_directory_name
-from lazysnap.snapshots.reader import OpenShard
-from lazysnap.state.codec import tensor_names
+from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.reader import open_snapshot
+from lazysnap.snapshots.whole import WholeSnapshot
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
@@ -175,20 +174,15 @@ def make_frozen() -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def opened(folder: pathlib.Path) -> Iterator[list[OpenShard]]:
-    """The shard of the one snapshot in a folder, and the frozen tensors beside it."""
-    inventory = open_store(str(folder)).inventory()
-    assert inventory.problems == ()
-    reader = LevelReader(PersistentLevel(str(folder)), 1)
-    with contextlib.ExitStack() as stack:
-        shards = [reader.open(entry, "golden", stack) for entry in inventory.entries]
-        yield [*shards, *(reader.open(image, "golden", stack) for image in inventory.frozen)]
+def opened(folder: pathlib.Path) -> Iterator[WholeSnapshot]:
+    """The one snapshot in a folder."""
+    catalogue = Catalogue(open_store(str(folder)))
+    [plan] = catalogue.plans()
+    assert catalogue.problems == []
+    with contextlib.closing(open_snapshot(catalogue, plan, verify=True)) as snapshot:
+        yield WholeSnapshot(snapshot)
 
 
-def assembled(*shards: OpenShard) -> Assembly:
-    """Ready to be read."""
-    made = Assembly(shards[0].rank, lambda name, shape: ((0,) * len(shape), shape))
-    for shard in shards:
-        made.add(shard)
-    made.want(tensor_names(shards[0].meta.state))
-    return made
+def read_back(whole: WholeSnapshot) -> dict:
+    """Its state."""
+    return read_state(whole, lambda state: state)

@@ -7,11 +7,13 @@ from safetensors.torch import load_file
 
 from lazysnap.errors import ShardCorrupt
 from lazysnap.shard.manifest import Manifest
+from lazysnap.snapshots.assembly import Assembly
+from lazysnap.snapshots.whole import WholeSnapshot
 
 
 def test_the_golden_snapshot_is_read_back_value_by_value_from_both_files():
-    with golden.opened(golden.FROZEN_FOLDER) as [shard, base]:
-        state = golden.assembled(shard, base).state(shard.meta, lambda name: None)
+    with golden.opened(golden.FROZEN_FOLDER) as whole:
+        state = golden.read_back(whole)
 
     assert state["step"] == 7
     for name, tensor in golden.Base().state_dict().items():
@@ -49,15 +51,14 @@ def test_the_manifest_of_the_shard_refers_to_the_frozen_tensors():
 
 
 def test_a_tensor_in_both_files_is_refused():
-    with golden.opened(golden.FROZEN_FOLDER) as [shard, base]:
-        golden.assembled(shard, base)
-        with pytest.raises(ShardCorrupt, match=r"tensor 'model\.(tied|wide)' is in another image"):
-            golden.assembled(shard, base, base)
+    with golden.opened(golden.FROZEN_FOLDER) as whole:
+        [[shard, base]] = whole.snapshot.ranks
+        with pytest.raises(ShardCorrupt, match=r"tensor 'model\.(tied|weight|wide)' is in the shard and among"):
+            Assembly(0).add([shard, base, base])
 
 
 def test_a_tensor_in_neither_file_is_refused():
-    with golden.opened(golden.FROZEN_FOLDER) as [shard, _]:
-        alone = golden.assembled(shard)
-        assert list(alone.missing)
+    with golden.opened(golden.FROZEN_FOLDER) as whole:
+        whole.snapshot.ranks[0] = whole.snapshot.ranks[0][:1]
         with pytest.raises(ShardCorrupt, match=r"no shard has the tensor 'model\.(tied|weight|wide)'"):
-            alone.state(shard.meta, lambda name: None)
+            golden.read_back(WholeSnapshot(whole.snapshot))

@@ -19,8 +19,8 @@ FILE, MANIFEST = (DIRECTORY / f"node-00000-of-00001.{kind}" for kind in ("safete
 
 
 def test_the_golden_snapshot_is_read_back_with_its_values_and_strides():
-    with golden.opened(golden.ORDER_FOLDER) as [shard]:
-        state = golden.assembled(shard).state(shard.meta, lambda name: None)
+    with golden.opened(golden.ORDER_FOLDER) as whole:
+        state = golden.read_back(whole)
 
     wanted = golden.ordered_state()
     for got, want in zip(tree_leaves(state), tree_leaves(wanted), strict=True):
@@ -47,12 +47,13 @@ def test_any_safetensors_tool_reads_the_values():
     [None, 1, "10", {}, [], [0], [0, 0], [0, 2], [-1, 0], [1, 0, 2], [1.0, 0], [True, 0], ["1", "0"], [[0], [1]]],
 )
 def test_an_order_that_is_no_permutation_of_the_dimensions_is_refused_before_anything_is_read(order):
-    with golden.opened(golden.ORDER_FOLDER) as [shard]:
+    with golden.opened(golden.ORDER_FOLDER) as whole:
+        [[shard]] = whole.snapshot.ranks
         assert shard.stored("bases.0").order == (1, 0)
         shard.meta.tensors["bases.0"]["order"] = order
 
         with pytest.raises(ShardCorrupt, match=r"tensor bases\.0: order must be the numbers of its 2 dimensions"):
-            golden.assembled(shard)
+            golden.read_back(whole)
 
 
 def test_the_manifest_tells_the_order_where_it_is_not_row_major_and_nothing_else():

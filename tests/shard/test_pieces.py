@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazysnap.errors import ShardCorrupt
-from lazysnap.shard.pieces import Cover, Piece, extent_of, overlaps, tiles
+from lazysnap.shard.pieces import Cover, Piece, extent_of, overlaps
 
 
 def cuts(size, parts):
@@ -20,6 +20,13 @@ def grid(shape, parts):
     """Pieces that cut each dimension ``d`` into ``parts[d]``."""
     boxes = itertools.product(*(cuts(size, count) for size, count in zip(shape, parts, strict=True)))
     return [Piece(rank, "x", tuple(a for a, _ in box), tuple(b - a for a, b in box)) for rank, box in enumerate(boxes)]
+
+
+def covered(pieces, offsets, shape):
+    cover = Cover(offsets, shape)
+    for piece in pieces:
+        cover.add(piece)
+    return cover
 
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -36,15 +43,10 @@ def test_any_cut_gives_any_other_cut(shape, data):
         piece.rank: whole[tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.shape, strict=True))]
         for piece in pieces
     }
-    out = np.full(shape, -1)
-    for tile in tiles("x", pieces, shape):
-        out[tile.target] = held[tile.piece.rank][tile.source]
-    assert (out == whole).all()
-
-    for wanted in grid(shape, others):
+    for wanted in [Piece(-1, "x", (0,) * len(shape), shape), *grid(shape, others)]:
         out = np.full(wanted.shape, -1)
-        for overlap in overlaps(pieces, wanted.offsets, wanted.shape):
-            out[overlap.target] = held[overlap.piece.rank][overlap.source]
+        for tile in covered(pieces, wanted.offsets, wanted.shape).tiles:
+            out[tile.target] = held[tile.piece.rank][tile.source]
         box = tuple(slice(a, a + n) for a, n in zip(wanted.offsets, wanted.shape, strict=True))
         assert (out == whole[box]).all()
 
@@ -52,19 +54,17 @@ def test_any_cut_gives_any_other_cut(shape, data):
 def test_a_missing_piece_is_found():
     pieces = grid((8, 4), (4, 1))
 
-    with pytest.raises(ShardCorrupt, match=r"cover 24 of 32 elements of \[8, 4\]"):
-        tiles("x", pieces[:2] + pieces[3:], (8, 4))
+    assert covered(pieces[:2] + pieces[3:], (0, 0), (8, 4)).missing == 8
 
 
 def test_pieces_that_overlap_are_not_counted_twice():
-    with pytest.raises(ShardCorrupt, match="cover 6 of 8"):
-        tiles("x", [Piece(0, "x", (0,), (6,)), Piece(1, "x", (4,), (2,))], (8,))
+    assert covered([Piece(0, "x", (0,), (6,)), Piece(1, "x", (4,), (2,))], (0,), (8,)).missing == 2
 
 
 def test_replicas_count_once():
     pieces = grid((8,), (2,))
 
-    assert [tile.piece for tile in tiles("x", [*pieces, Piece(7, "x", (0,), (4,))], (8,))] == pieces
+    assert [tile.piece for tile in covered([*pieces, Piece(7, "x", (0,), (4,))], (0,), (8,)).tiles] == pieces
 
 
 @settings(deadline=None)
@@ -74,7 +74,7 @@ def test_nodes_that_cut_the_same_shards_at_other_rows_hold_replicas(shape, colum
     nodes = [grid(shape, (data.draw(st.integers(1, 4)), columns)) for _ in range(data.draw(st.integers(1, 3)))]
     pieces = [replace(piece, rank=rank) for rank, piece in enumerate(itertools.chain(*nodes))]
 
-    found = tiles("x", data.draw(st.permutations(pieces)), shape)
+    found = covered(data.draw(st.permutations(pieces)), (0, 0), shape).tiles
 
     seen = np.zeros(shape, dtype=int)
     for tile in found:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazysnap.snapshots.tensors import spans
+from lazysnap.snapshots.reads import spans
 
 
 @st.composite

@@ -21,6 +21,7 @@ from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Team, places
+from support.catalogue import inventory_of
 from support.snapshots import read_image
 from support.waiting import until
 
@@ -328,7 +329,7 @@ def _sequence(slot: Slot) -> int:
 
 def entries_at(level: PersistentLevel) -> list[Entry]:
     """What a level offers."""
-    return list(open_store(level.url).inventory().entries)
+    return list(inventory_of(open_store(level.url)).entries)
 
 
 def steps_at(level: PersistentLevel) -> list[int]:
@@ -344,7 +345,7 @@ def names_at(level: PersistentLevel) -> dict[int, tuple[str, ...]]:
 def check(level: PersistentLevel, step: int) -> None:
     """Every byte of all shards of a step."""
     store = open_store(level.url)
-    found = [entry for entry in store.inventory().entries if entry.step == step]
+    found = [entry for entry in inventory_of(store).entries if entry.step == step]
     assert found, step
     for entry in found:
         check_entry(level, entry)

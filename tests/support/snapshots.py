@@ -15,6 +15,7 @@ from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest, Shard
 from lazysnap.shard.names import NodeName, SnapshotName
+from support.catalogue import inventory_of
 from support.place import PAGE, pattern
 
 RUN, OTHER = "0" * 16, "f" * 16
@@ -153,7 +154,7 @@ class Findings:
 
 def look(store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> Findings:
     """Read back everything that the inventory offers. Raises: AssertionError, LevelError."""
-    inventory = store.inventory()
+    inventory = inventory_of(store)
     whole, problems = [], list(inventory.problems)
     for entry in inventory.entries:
         try:

@@ -1,0 +1,96 @@
+"""A level as a restart reads it. What hangs there is given up after the level's deadline."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from lazysnap.config import PersistentLevel
+from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.blocks import FileBlocks
+from lazysnap.levels.listing import Listing
+from lazysnap.levels.redaction import shown
+from lazysnap.levels.watchdog import Beat, Watchdog
+from lazysnap.resolver import Entry, Inventory
+from lazysnap.restore.source import Item
+from lazysnap.shard.manifest import Manifest
+from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.reader import OpenShard, open_shard
+
+_Result = TypeVar("_Result")
+
+
+class Answer(Generic[_Result]):
+    """The answer of a level to a question that was begun."""
+
+    def __init__(self, work: "Watchdog[_Result]", timeout_s: float) -> None:
+        self._work = work
+        self.timeout_s = timeout_s
+        """Seconds for which it may show no progress."""
+
+    def comes(self, until: float | None) -> bool:
+        """True if the answer, or an error, is there by the monotonic time ``until``; ``None``: always. Blocks."""
+        return until is None or self._work.wait(max(0.0, until - time.monotonic()))
+
+    def __call__(self) -> _Result:
+        """Return the answer. Blocks. Raises: LevelHangs; whatever the storage's package raises."""
+        return self._work.result(self.timeout_s)
+
+
+class Level:
+    """See ``restore.source.Source``. Every question runs in a daemon thread, opening the level included.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, level: PersistentLevel, speed: int) -> None:
+        """``speed``: its rank among the sources, see ``Entry``."""
+        self._level = level
+        self._speed = speed
+        self.timeout_s: float | None = level.timeout_s
+        """See ``Source``."""
+        self._store: SnapshotStore | None = None
+        self._opening = threading.Lock()
+        self._manifests: dict[str, Manifest] = {}
+
+    @property
+    def url(self) -> str:
+        """The URL of the level."""
+        return self._level.url
+
+    def _open(self) -> SnapshotStore:
+        with self._opening:
+            if self._store is None:
+                self._store = open_store(self.url, speed=self._speed, options=self._level.storage_options)
+            return self._store
+
+    def begin_open(self) -> None:
+        """Start to open the level: packages are imported, sessions made. Does not block."""
+        Watchdog(lambda beat: self._open(), f"opening {shown(self.url)}")
+
+    def begin_names(self, *, marked: bool) -> Answer[Listing]:
+        """Start to list what the level has by its name alone. Does not block."""
+        return self._begin("listing", lambda beat: self._open().listing(marked=marked))
+
+    def begin_look(self, listing: Listing, share: tuple[int, int]) -> Answer[Inventory]:
+        """Start to find out what a share of that offers. Does not block."""
+
+        return self._begin("looking at", lambda beat: Catalogue(self._open(), listing, beat=beat).inventory(share))
+
+    def _begin(self, what: str, work: Callable[[Beat], _Result]) -> Answer[_Result]:
+        return Answer(Watchdog(work, f"{what} {shown(self.url)}"), self._level.timeout_s)
+
+    def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
+        """See ``Source``."""
+        store = self._open()
+        place = store.place(item)
+        manifest = self._manifests.get(place.manifest_path)
+        if manifest is None:  # one file may hold the shards of many ranks
+            manifest = self._manifests[place.manifest_path] = store.read_manifest(item)
+        beat()
+        blocks = FileBlocks(place, manifest)
+        try:
+            return open_shard(manifest, item.rank if isinstance(item, Entry) else 0, blocks, verify=True)
+        except BaseException:
+            blocks.close()
+            raise

@@ -1,0 +1,190 @@
+"""Shards of lost nodes, computed from what is left of their groups."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import xxhash
+
+from lazysnap import faults
+from lazysnap.errors import LazySnapError, ShardCorrupt
+from lazysnap.keeper.node_part import find_shard
+from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
+from lazysnap.levels.watchdog import Beat
+from lazysnap.links.messages import ParityOf, PartOf
+from lazysnap.parity.codes import Code, multiply_add
+from lazysnap.parity.pieces import CHECKSUM_BYTES
+from lazysnap.resolver import Entry
+from lazysnap.restore.lost_parts import LostPart
+from lazysnap.restore.peer_memory import Connections, PeerFile, open_at
+from lazysnap.restore.source import Item
+from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.snapshots.reader import OpenShard
+
+logger = logging.getLogger("lazysnap.engine")
+
+
+class Parity:
+    """Shards that are computed from parity. See ``restore.source.Source``."""
+
+    timeout_s = None
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self.lost: Sequence[LostPart] = ()
+        """The parts that entries of parity refer to, by their number."""
+
+    def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
+        """See ``Source``. Computes the shard's metadata and header."""
+        assert isinstance(item, Entry)
+        lost, file = self.lost[int(item.location.split("/")[0])], self._connections.file
+        what = PartOf(lost.start, lost.step, lost.most_lost)
+        parts = {position: file(node, what) for position, node in lost.parts.items()}
+        parities = {
+            position: {
+                stripe: file(node, ParityOf(lost.start, lost.step, stripe))
+                for stripe, _ in lost.pieces.group.held(position)
+            }
+            for position, node in lost.parities.items()
+        }
+        blocks = ParityBlocks(lost, parts, parities, where)
+        whole = VerifiedSource(blocks, lambda count: None)
+        text, offset, size = find_shard(whole.view, blocks.size_bytes, item.rank)
+        return open_at(CaptureMeta.from_bytes(text, where), blocks, whole, (offset, size))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One piece of a stripe that is left."""
+
+    number: int
+    file: PeerFile
+    name: str
+
+
+class ParityBlocks(Blocks):
+    """The part of a lost node, computed from what is left of its group. See ``levels.blocks.Blocks``.
+
+    Each block is compared with the checksum that its owner gave when parity was made of it. A piece that cannot be
+    read, or whose bytes have changed since, is not used any more, as long as enough others are left.
+    """
+
+    threads = 4
+
+    def __init__(
+        self, lost: LostPart, parts: Mapping[int, PeerFile], parities: Mapping[int, dict[int, PeerFile]], where: str
+    ) -> None:
+        """``parts``: by position; ``parities``: by position and stripe."""
+        self.where = where
+        self._lost, self._parts, self._parities = lost, parts, parities
+        self.size_bytes = lost.pieces.sizes[lost.position]
+        self.block_bytes = lost.pieces.block_bytes
+        self._code = Code(lost.pieces.group.pieces, lost.pieces.group.parity)
+        self._bad: dict[PeerFile, str] = {}
+        """Pieces that are not used any more, and why."""
+        self._known: dict[PeerFile, memoryview] = {}
+        """The checksums that each holder knows."""
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def block(self, index: int, buffers: Buffers, *, verify: bool = True) -> Iterator[memoryview]:
+        """See ``Blocks``."""
+        # A part ends in the middle of a piece; behind it are zeros.
+        stripe, block = self._lost.pieces.locate(self._lost.position, index)
+        length = self._lost.pieces.span(self._lost.position, stripe, block)[1]
+        with buffers.buffer(self.block_bytes) as out, buffers.buffer(self.block_bytes) as spare:
+            self._compute(stripe, block, out, spare, length)
+            yield out[:length]
+
+    def _compute(self, stripe: int, block: int, out: memoryview, spare: memoryview, length: int) -> None:
+        """Blocks. Raises: ShardCorrupt."""
+        faults.point("restore.compute")
+        column = self._lost.pieces.group.data(stripe).index(self._lost.position)
+        while True:
+            chosen = list(islice(self._left(stripe), self._code.pieces))
+            if len(chosen) < self._code.pieces:
+                reasons = "; ".join(list(self._bad.values())) or "too few"
+                raise ShardCorrupt(f"{self.where}: not enough of its group is left: {reasons}")
+            weights = self._code.recovery(column, tuple(piece.number for piece in chosen))
+            bad, reason = self._sum(stripe, block, list(zip(chosen, weights, strict=True)), out, spare)
+            if bad is None:
+                got = xxhash.xxh3_64_intdigest(out[:length])
+                if got == self._checksum(stripe, block, column):
+                    return
+                # What was read is as it was then, so the parity is of something else.
+                bad, reason = chosen[-1], f"what it gives has checksum {got:016x}"
+            logger.warning("%s: %s: %s", self.where, bad.name, reason)
+            self._bad[bad.file] = f"{bad.name}: {reason}"
+
+    def _left(self, stripe: int) -> Iterator[_Piece]:
+        """Yield what is left of a stripe and not known to be bad: data first."""
+        group = self._lost.pieces.group
+        for column, position in enumerate(group.data(stripe)):
+            if position in self._parts and self._parts[position] not in self._bad:
+                yield _Piece(column, self._parts[position], f"memory of {self._lost.parts[position].split('/')[0]}")
+        for row, position in enumerate(group.holders(stripe)):
+            file = self._parities.get(position, {}).get(stripe)
+            if file is not None and file not in self._bad:
+                yield _Piece(group.pieces + row, file, f"parity at {self._lost.parities[position].split('/')[0]}")
+
+    def _sum(
+        self, stripe: int, block: int, weighted: Sequence[tuple[_Piece, int]], out: memoryview, spare: memoryview
+    ) -> tuple[_Piece | None, str]:
+        """Add up the pieces' blocks; the first piece that cannot be used, and why."""
+        pieces, group = self._lost.pieces, self._lost.pieces.group
+        is_first = True
+        for piece, weight in weighted:
+            is_parity = piece.number >= group.pieces
+            offset, length = block * self.block_bytes, self.block_bytes
+            if not is_parity:
+                offset, length = pieces.span(group.data(stripe)[piece.number], stripe, block)
+            if not weight or not length:
+                continue
+            is_copy = is_first and (weight, length) == (1, len(out))
+            if is_first and not is_copy:
+                out[:] = bytes(len(out))
+            data = out if is_copy else spare[:length]
+            try:
+                got = piece.file.read_into(offset, data)
+                if is_parity:
+                    expected = self._checksum(stripe, block, group.pieces, [piece.file])
+                else:
+                    expected = self._checksum(stripe, block, piece.number)
+            except LazySnapError as error:
+                return piece, str(error)
+            if got != expected:
+                return piece, f"block {block} of stripe {stripe} changed: checksum {got:016x}, was {expected:016x}"
+            if not is_copy:
+                multiply_add(weight, data, out[:length])
+            is_first = False
+        return None, ""
+
+    def _checksum(self, stripe: int, block: int, column: int, holders: Sequence[PeerFile] = ()) -> int:
+        """Return the checksum of a block as the first of these holders of the stripe (default: all) knows it.
+
+        Raises: ShardCorrupt, if none does.
+        """
+        pieces, reasons = self._lost.pieces, []
+        for file in holders or [files[stripe] for files in self._parities.values() if stripe in files]:
+            if file in self._bad:
+                continue
+            try:
+                offset = pieces.checksum_at(column, block) - pieces.piece_bytes
+                return int.from_bytes(self._table(stripe, file)[offset : offset + CHECKSUM_BYTES], "little")
+            except LazySnapError as error:
+                reasons.append(str(error))
+        raise ShardCorrupt(f"{self.where}: its checksums cannot be had: {'; '.join(reasons)}")
+
+    def _table(self, stripe: int, file: PeerFile) -> memoryview:
+        with self._lock:
+            if file not in self._known:
+                pieces = self._lost.pieces
+                if file.size_bytes != pieces.stripe_bytes:
+                    raise ShardCorrupt(
+                        f"parity of stripe {stripe}: {file.size_bytes} bytes, expected {pieces.stripe_bytes}"
+                    )
+                self._known[file] = file.read(pieces.piece_bytes, pieces.stripe_bytes - pieces.piece_bytes)
+            return self._known[file]

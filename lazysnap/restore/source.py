@@ -1,0 +1,27 @@
+"""The places that shards are read from, behind one protocol."""
+
+from typing import Protocol
+
+from lazysnap.levels.watchdog import Beat
+from lazysnap.resolver import Entry, FrozenEntry
+from lazysnap.snapshots.reader import OpenShard
+
+Item = Entry | FrozenEntry
+"""A shard, or frozen tensors, that a source listed."""
+
+
+class Source(Protocol):
+    """Memory of one rank of this node, memory of other nodes, parity, or a level."""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds without progress after which opening or reading fails; ``None``: the source has its own deadlines."""
+        ...
+
+    def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
+        """Return the bytes of a shard in blocks that are verified when they are read, its header read and verified.
+
+        ``where``: the shard, for messages; ``beat`` reports progress, and may raise.
+        Blocks. Raises: LazySnapError; FileNotFoundError; whatever the storage's package raises.
+        """
+        ...

@@ -1,0 +1,161 @@
+"""All sources of one restart on one rank: what is open, and what turned out to be unusable."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lazysnap.errors import ShardCorrupt
+from lazysnap.levels.blocks import Blocks, Wanted
+from lazysnap.levels.redaction import shown
+from lazysnap.levels.watchdog import Beat, Watchdog
+from lazysnap.resolver import Entry
+from lazysnap.restore.level import Level
+from lazysnap.restore.lost_parts import PARITY
+from lazysnap.restore.node_memory import NodeMemory
+from lazysnap.restore.parity import Parity
+from lazysnap.restore.peer_memory import PeerMemory
+from lazysnap.restore.snapshot import MEMORY
+from lazysnap.restore.source import Item, Source
+from lazysnap.snapshots.reader import OpenShard, read
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why something cannot be read."""
+
+    text: str
+    item: Item | None = None
+    """The shard that is not tried again; ``None``: there is nothing else to try."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The sources themselves."""
+
+    memory: NodeMemory
+    peers: PeerMemory
+    parity: Parity
+    levels: Mapping[str, Level]
+
+    def source(self, item: Item) -> Source:
+        """Return the source that listed it."""
+        if item.level == PARITY:
+            return self.parity
+        if item.level != MEMORY:
+            return self.levels[item.level]
+        if item.node not in (None, self.memory.node):
+            return self.peers
+        return self.memory.rank(int(item.location.split("/")[0]))
+
+
+class Sources:
+    """Opens and reads shards. Errors become values: a ``Failure``, after which another source is tried.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, places: Places, stack: contextlib.ExitStack, note: Callable[[str], None]) -> None:
+        """``stack`` closes what is opened. ``note`` receives a line for each skipped source of frozen tensors."""
+        self._places = places
+        self._stack = stack
+        self._note = note
+        self.failures: dict[Item, str] = {}
+        """Items that are not tried again, and why."""
+        self.has_vanished = False
+        """True if something that was listed is not there any more."""
+        self._opened: dict[Item, OpenShard] = {}
+        self._items: dict[Blocks, Item] = {}
+
+    def forget(self) -> None:
+        """Open everything anew: the levels are listed again, and what failed may be there by now."""
+        self.failures.clear()
+        self._opened.clear()
+        self._items.clear()
+        self.has_vanished = False
+
+    def open(self, item: Item) -> "OpenShard | Failure":
+        """Open a shard, or frozen tensors. Blocks."""
+        if item in self.failures:
+            return Failure(self.failures[item], item)
+        if item not in self._opened:
+            where = _where(item)
+            try:
+                source = self._places.source(item)
+                shard = _watched(source, f"opening {where}", lambda beat: _opened(source, item, where, beat))
+                self._stack.callback(shard.blocks.close)
+                _compare(item, shard, where)
+            except Exception as error:  # noqa: BLE001  storage packages may raise anything
+                return self.refuse(item, error)
+            self._opened[item] = shard
+            self._items[shard.blocks] = item
+        return self._opened[item]
+
+    def open_any(self, items: Sequence[Item], what: str) -> "OpenShard | Failure":
+        """Open the first of several equal ones that can be opened. Blocks."""
+        for item in items:
+            found = self.open(item)
+            if isinstance(found, OpenShard):
+                return found
+        reasons = "; ".join(self.failures[item] for item in items) or "they are not there"
+        return Failure(f"{what} are nowhere whole: {reasons}")
+
+    def read(self, shard: OpenShard, wanted: Sequence[Wanted]) -> Failure | None:
+        """Read what is wanted of a shard that was opened here, verified. Blocks."""
+        item = self._items[shard.blocks]
+        try:
+            _watched(
+                self._places.source(item),
+                f"reading {shown(shard.where)}",
+                lambda beat: read({shard: wanted}, beat=lambda count: beat()),
+            )
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
+            return self.refuse(item, error)
+        return None
+
+    def refuse(self, item: Item, error: "Exception | str") -> Failure:
+        """Record that an item cannot be used: it is not tried again."""
+        self._opened.pop(item, None)
+        self.failures[item] = str(error)
+        self.has_vanished = self.has_vanished or isinstance(error, FileNotFoundError)
+        if not isinstance(item, Entry):
+            self._note(f"{_where(item)} passed over: {error}")
+        return Failure(str(error), item)
+
+
+def _where(item: Item) -> str:
+    if isinstance(item, Entry):
+        return f"step {item.step} of rank {item.rank} at {shown(item.level)}"
+    return f"frozen tensors {item.digest} at {shown(item.level)}"
+
+
+def _watched(source: Source, what: str, work: Callable[[Beat], _Result]) -> _Result:
+    """Do some work at a source. Blocks. Raises: LevelHangs, if it does not move for too long; what it raises."""
+    if source.timeout_s is None:
+        return work(lambda: None)
+    return Watchdog(work, what).result(source.timeout_s)
+
+
+def _opened(source: Source, item: Item, where: str, beat: Beat) -> OpenShard:
+    shard = source.open(item, where, beat)
+    try:
+        beat()  # if nobody waits any more, nobody would close what is open
+    except BaseException:
+        shard.blocks.close()
+        raise
+    return shard
+
+
+def _compare(item: Item, shard: OpenShard, where: str) -> None:
+    """Raises: ShardCorrupt, if a shard is of another snapshot than was listed."""
+    meta = shard.meta
+    if isinstance(item, Entry) and (meta.run_id, meta.step, meta.rank, meta.world_size, meta.start) != (
+        item.run_id,
+        item.step,
+        item.rank,
+        item.world_size,
+        item.start,
+    ):
+        raise ShardCorrupt(f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}")

@@ -1,0 +1,100 @@
+"""The live tensors that a restart fills, and what each of them takes of a snapshot."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lazysnap.errors import StateMismatch
+from lazysnap.shard.pieces import Extent
+from lazysnap.snapshots.assembly import JoinedTensor
+from lazysnap.snapshots.tensors import Facts, room_for
+from lazysnap.state.modules import check_loadable, held_names, is_uninitialised
+from lazysnap.state.sharding import box_of, local_of
+from lazysnap.state.source import StateSource
+
+Target = Callable[[str], "torch.Tensor | None"]
+
+_SHOWN = 5
+"""Tensors that an error names."""
+
+
+def room_on_device(tensor: JoinedTensor, target: "torch.Tensor | None") -> torch.Tensor:
+    """Return the place where a tensor is put together: on the device of the live one that it is to fill, so that copies
+    to the device overlap with reading and comparing.
+
+    The optimizer keeps the tensors of its state. Parameters are copied: until the restart is over the device holds two
+    of each, as much as their gradients will take. Where it has no room, and for scalars (``step`` of most optimizers
+    stays on the CPU), it is host memory. Raises: ShardCorrupt.
+    """
+    if target is not None and tensor.box[1] and not is_uninitialised(target) and tuple(target.shape) == tensor.shape:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return room_for(tensor, local_of(target).device)
+    return room_for(tensor)
+
+
+def is_part(target: Any, shape: Extent) -> TypeGuard[DTensor]:
+    """True if a live tensor takes its part of a tensor of that global shape; all others get it whole."""
+    return isinstance(target, DTensor) and tuple(target.shape) == shape
+
+
+def is_empty_part(target: Any) -> TypeGuard[DTensor]:
+    """True if nothing of the tensor falls to this rank: no shard needs to be found for it."""
+    return isinstance(target, DTensor) and 0 in box_of(target)[1]
+
+
+def wanted_box(target: Any, shape: Extent) -> tuple[Extent, Extent]:
+    """Return the part of a tensor of that global shape that a live tensor, or none, is given: offsets and shape."""
+    return box_of(target) if is_part(target, shape) else ((0,) * len(shape), shape)
+
+
+def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: Iterable[str]) -> Target:
+    """The live tensor that a name of the state is to fill: a parameter, or for optimizer state its parameter."""
+    live = {there: expected[name] for name, there in held_names(expected, held).items()}
+    prefixes = [(f"{path}.state.", parameters) for path, parameters in source.optimizer_parameters().items()]
+
+    def target(name: str) -> torch.Tensor | None:
+        if name in live:
+            return live[name]
+        for prefix, parameters in prefixes:
+            number = name.removeprefix(prefix).split(".", 1)[0]
+            if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
+                return parameters[int(number)]
+        return None
+
+    return target
+
+
+def check_fits(
+    held: Mapping[str, Facts | None], expected: Mapping[str, torch.Tensor], where: str, *, casts: bool = False
+) -> None:
+    """Compare a snapshot with the live model. Raises: StateMismatch, naming the first tensors that differ.
+
+    ``held``: every tensor of the snapshot, ``None`` where its facts are not known yet. ``casts``: one floating dtype
+    may stand for another, since loading converts the values.
+    """
+    check_loadable(expected, where)
+    names = held_names(expected, held)
+    differences = []
+    for name, tensor in expected.items():
+        if name not in names:
+            differences.append(f"{name}: not in the snapshot")
+            continue
+        facts = held[names[name]]
+        if facts is None or is_uninitialised(tensor):
+            continue
+        dtype, shape = facts
+        is_cast = casts and dtype.is_floating_point and tensor.is_floating_point()
+        if (dtype != tensor.dtype and not is_cast) or shape != tuple(tensor.shape):
+            differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
+    prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
+    known = set(names.values())
+    differences += [f"{name}: not in the model" for name in held if name.startswith(prefixes) and name not in known]
+    if differences:
+        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise StateMismatch(
+            f"{where} is of another model: {'; '.join(differences[:_SHOWN])}{more}. Nothing was loaded. Use the model "
+            'it was taken from, another directory, or start fresh without "latest"'
+        )

@@ -1,0 +1,199 @@
+"""Tensors put together from the parts that the shards of several ranks hold. Needs no torch."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lazysnap.errors import ShardCorrupt
+from lazysnap.shard.layout import ITEM_BITS, TensorSpec
+from lazysnap.shard.pieces import Cover, Extent, Overlap, Piece
+from lazysnap.snapshots.reader import OpenShard, Stored, check_apart
+
+Box = Callable[[str, Extent], tuple[Extent, Extent]]
+"""Returns offsets and shape of what is wanted of a tensor, from its name and its global shape."""
+
+
+def whole_box(name: str, shape: Extent) -> tuple[Extent, Extent]:
+    """A ``Box`` that is the whole tensor."""
+    return (0,) * len(shape), shape
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A part of a wanted box that one shard holds."""
+
+    stored: Stored
+    box: Overlap
+
+    @property
+    def offsets(self) -> Extent:
+        """The place of its first element in the wanted box."""
+        return tuple(part.start for part in self.box.target)
+
+    @property
+    def shape(self) -> Extent:
+        """Its size in each dimension."""
+        return tuple(part.stop - part.start for part in self.box.target)
+
+    def rows(self, start: int, stop: int) -> "Tile":
+        """Some of its rows, counted along the first dimension."""
+
+        def cut(box: tuple[slice, ...]) -> tuple[slice, ...]:
+            return slice(box[0].start + start, box[0].start + stop), *box[1:]
+
+        return Tile(self.stored, replace(self.box, source=cut(self.box.source), target=cut(self.box.target)))
+
+    def alone(self) -> "Tile":
+        """The same part, wanted as a tensor of its own."""
+        return Tile(self.stored, replace(self.box, target=tuple(slice(0, size) for size in self.shape)))
+
+
+class JoinedTensor:
+    """One tensor of all ranks, and the box of it that is wanted."""
+
+    def __init__(self, name: str, first: Stored, box: tuple[Extent, Extent]) -> None:
+        """``first``: one of its parts, not added yet. Its dtype is that of all, and its memory order counts."""
+        self.name = name
+        self.first = first
+        self.shape = first.extent()[0]
+        """The shape of the whole tensor."""
+        self.box = box
+        """Offsets and shape of what is wanted."""
+        self._cover = Cover(*box)
+        self._parts: dict[int, Stored] = {}
+
+    def add(self, rank: int, stored: Stored) -> None:
+        """Add the part of a rank. Raises: ShardCorrupt, if it does not fit the others."""
+        shape, offsets = stored.extent()
+        first = self.first
+        found, expected = (stored.spec.dtype, stored.logical, shape), (first.spec.dtype, first.logical, self.shape)
+        if found != expected or len(stored.spec.shape) != len(first.spec.shape):
+            raise ShardCorrupt(
+                f"{stored.shard.where}: tensor {stored.name} is {_text(*found)}, elsewhere {_text(*expected)}"
+            )
+        self._parts[rank] = stored
+        self._cover.add(Piece(rank, stored.name, offsets, stored.shape))
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every element that is wanted is in some part."""
+        return self._cover.is_whole
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for tied tensors of which the same box is wanted."""
+        return (self.box, *(part.key for part in self._parts.values()))
+
+    @property
+    def tiles(self) -> list[Tile]:
+        """Parts that do not overlap; together they are what is wanted."""
+        return [Tile(self._parts[box.piece.rank], box) for box in self._cover.tiles]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element; complex numbers may be stored as two."""
+        return ITEM_BITS[self.first.spec.dtype] // 8 * math.prod(self.first.spec.shape[len(self.shape) :])
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.item_bytes * math.prod(self.shape)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Its entry in a safetensors file, as ``name``."""
+        return TensorSpec(name, self.first.spec.dtype, (*self.shape, *self.first.spec.shape[len(self.shape) :]))
+
+    def cut(self, most_bytes: int) -> Iterator[Tile]:
+        """Its tiles, large ones cut along their first dimension."""
+        for tile in self.tiles:
+            if not tile.shape:
+                yield tile
+                continue
+            rows = max(1, most_bytes // (self.item_bytes * math.prod(tile.shape[1:])))
+            for start in range(0, tile.shape[0], rows):
+                yield tile.rows(start, min(start + rows, tile.shape[0]))
+
+    def check(self) -> None:
+        """Raises: ShardCorrupt, if a part is missing. No format notices that: it would leave garbage."""
+        if not self.is_whole:
+            total = math.prod(self.box[1])
+            filled, shape = total - self._cover.missing, list(self.shape)
+            raise ShardCorrupt(f"tensor {self.name}: its pieces cover {filled} of {total} elements of {shape}")
+
+
+def _text(dtype: str, logical: str | None, shape: Extent) -> str:
+    return f"{logical or dtype} {list(shape)}"
+
+
+class Assembly:
+    """Tensors by their names in the state of one rank, from the shards added so far.
+
+    A tensor that this rank holds alone comes from its own shard. Every other one is put together from the parts of all
+    ranks, whatever their number and mesh were.
+    """
+
+    def __init__(self, own: int, box: Box = whole_box) -> None:
+        """``own``: the rank whose state it is."""
+        self._own = own
+        self._box = box
+        self._shards: list[OpenShard] = []
+        self._tensors: dict[str, JoinedTensor] = {}
+        self._missing: dict[str, None] = {}
+
+    @property
+    def missing(self) -> Collection[str]:
+        """Names of wanted tensors of which a part was in no shard so far."""
+        return self._missing.keys()
+
+    def add(self, shards: Sequence[OpenShard]) -> None:
+        """Add the shard of a rank, and the frozen tensors that it refers to; the own rank's first.
+
+        Raises: ShardCorrupt, if they do not fit each other, or others.
+        """
+        check_apart(shards)
+        self._shards += shards
+        for name in list(self._missing):
+            self._take(name, shards)
+
+    def want(self, names: Iterable[str]) -> None:
+        """Look for these tensors in all shards, and in those that are added later. Raises: ShardCorrupt."""
+        for name in names:
+            if name not in self._tensors:
+                self._missing[name] = None
+                self._take(name, self._shards)
+
+    def _take(self, name: str, shards: Iterable[OpenShard]) -> None:
+        for shard in shards:
+            stored = shard.find(name)
+            if stored is None or not (stored.is_scoped or shard.rank == self._own):
+                continue
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                box = self._box(name, stored.extent()[0])
+                tensor = self._tensors[name] = JoinedTensor(name, stored, box)
+            tensor.add(shard.rank, stored)
+            if tensor.is_whole:
+                del self._missing[name]
+                return
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def tensor(self, name: str) -> JoinedTensor:
+        """Return a tensor that was wanted. Raises: ShardCorrupt, if no shard has it, or parts are missing."""
+        if name not in self._tensors:
+            raise ShardCorrupt(f"no shard has the tensor {name!r}")
+        self._tensors[name].check()
+        return self._tensors[name]
+
+
+def stored_in(shards: Iterable[OpenShard], own: int) -> Iterator[tuple[str, Stored]]:
+    """Yield each tensor in these shards by each of its names; of other ranks than ``own`` only parts of shared ones.
+
+    Raises: ShardCorrupt.
+    """
+    for shard in shards:
+        for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
+            found = shard.find(name)
+            if found is not None and (found.is_scoped or shard.rank == own):
+                yield name, found
