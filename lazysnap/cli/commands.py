@@ -14,7 +14,7 @@ from lazysnap.cli.demo import add_arguments as add_demo
 from lazysnap.cli.doctor import add_arguments as add_doctor
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
 from lazysnap.cli.plan import add_arguments as add_plan
-from lazysnap.cli.stores import parse_option, parse_options, redactions
+from lazysnap.cli.stores import parse_option, redactions
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.exports.target import FORMATS
 
@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
-    """The arguments of all commands; ``as_json``: usage errors are printed as JSON, too."""
+    """Return the parser of all commands. ``as_json``: usage errors are printed as JSON, too."""
     kind: type[argparse.ArgumentParser] = type("_Parser", (_Parser,), {"as_json": as_json})
     root = kind(
         prog="lazysnap",
@@ -115,11 +115,6 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("--run", **_OF_RUN)
     export.add_argument("--force", action="store_true", help="replace an earlier export, or an empty directory")
     export.add_argument("--keep-types", action="store_true", help=".ckpt: also types that weights_only=True refuses")
-    export.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="accelerate: wait for the snapshot")
-    export.add_argument("--release", action="store_true", help="accelerate: then take NAME from the snapshot")
-    export.add_argument("--options-from-stdin", action="store_true", help="storage options: one JSON object on stdin")
-    export.add_argument("--into", type=int, metavar="FD", help=argparse.SUPPRESS)  # PATH, which may be moved or removed
-    export.add_argument("--after", type=int, metavar="FD", help=argparse.SUPPRESS)  # begin when this pipe is closed
 
 
 def _add_keeper(keeper: argparse.ArgumentParser) -> None:
@@ -147,14 +142,12 @@ def _add_stop(stop: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0 good, 1 something bad was found, 2 could not look, 130 interrupted.
+    """Run one command. Return its exit code: 0 good, 1 something bad was found, 2 could not look, 130 interrupted.
 
     Blocks. Raises: SystemExit, for arguments that argparse refuses (code 2), ``--help`` and ``--version``.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parser(as_json="--json" in arguments).parse_args(arguments)
-    if getattr(args, "options_from_stdin", False):
-        args.storage_option += parse_options(sys.stdin.read())
     options = [pair for name in ("storage_option", "from_option", "to_option") for pair in getattr(args, name, ())]
     urls = [url for url in (getattr(args, "url", None), getattr(args, "to", None)) if url]
     output = Output(args.command, as_json=args.json, redactions=redactions(urls, options))

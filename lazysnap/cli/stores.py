@@ -17,7 +17,7 @@ _MOST_LOOKED_AT = 64
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """``KEY=VALUE``; the value is JSON if it is valid JSON, else text.
+    """Parse ``KEY=VALUE``. The value is JSON if it is valid JSON, else text.
 
     Raises: argparse.ArgumentTypeError, without the value: it may be a secret.
     """
@@ -30,17 +30,6 @@ def parse_option(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def parse_options(text: str) -> list[tuple[str, Any]]:
-    """Options as one JSON object from a pipe, where no other user sees them. Raises: SystemExit, if it is none."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise SystemExit(2)
-    return list(found.items())
-
-
 def redactions(urls: Iterable[str], options: Iterable[tuple[str, Any]]) -> list[Redaction]:
     """Return the texts that must not be shown: passwords in URLs, and all texts and numbers in the values of
     options."""
@@ -49,7 +38,7 @@ def redactions(urls: Iterable[str], options: Iterable[tuple[str, Any]]) -> list[
 
 
 def open_place(url: str, *options: Iterable[tuple[str, Any]] | None) -> SnapshotStore:
-    """The store at a path or URL. Raises: LevelUnavailable, ConfigError."""
+    """Return the store at a path or URL. Raises: LevelUnavailable, ConfigError."""
     chosen = {key: value for pairs in options for key, value in pairs or ()}
     if not url:
         raise ConfigError("an empty URL: name a directory or an fsspec URL")
@@ -73,9 +62,9 @@ def open_existing(url: str, *options: Iterable[tuple[str, Any]] | None) -> Snaps
 
 
 def levels_near(store: SnapshotStore) -> list[str]:
-    """If nothing is found at ``store``: levels in its directories, or the level that it is part of.
+    """Return levels in the directories of ``store``, or the level that it is part of: a hint, if it has no snapshots.
 
-    Blocks: one listing per directory, of a few dozen at most. Raises nothing: the result is a hint.
+    Blocks: one listing per directory, of a few dozen at most. Raises nothing.
     """
     parent, _, name = store.url.rpartition("/")
     if SnapshotName.parse(name) is not None:

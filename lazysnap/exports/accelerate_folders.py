@@ -50,18 +50,18 @@ class Parts:
 
 
 def number_of(name: str) -> int | None:
-    """The number of a checkpoint's directory; ``None`` for any other name."""
+    """Return the number of a checkpoint's directory; ``None`` for any other name."""
     match = _CHECKPOINT.fullmatch(os.path.basename(name))
     return None if match is None else int(match[1])
 
 
 def next_iteration(names: Iterable[str], iteration: int) -> int:
-    """The number of the next checkpoint: behind those in ``names``, complete or not, and at least ``iteration``."""
+    """Return the number of the next checkpoint: greater than those in ``names``, and at least ``iteration``."""
     return max([iteration, *(number + 1 for name in names if (number := number_of(name)) is not None)])
 
 
 def problem(directory: str, parts: Parts) -> str | None:
-    """Why a checkpoint is not complete; ``None`` if it is. Looks at names, sizes and headers. Blocks."""
+    """Return why a checkpoint is not complete; ``None`` if it is. Checks names, sizes and headers. Blocks."""
     if is_unfinished(directory):
         return "it is not finished"
     mark = mark_of(directory)
@@ -79,14 +79,8 @@ def problem(directory: str, parts: Parts) -> str | None:
     return None
 
 
-def complete(root: str, parts: Parts) -> list[str]:
-    """The complete checkpoints in ``root``, by number. Blocks. Raises: OSError."""
-    found = _numbered(root)
-    return [path for path in found if problem(path, parts) is None]
-
-
 def newest_complete(root: str, parts: Parts) -> str | None:
-    """The complete checkpoint of the greatest number in ``root``; ``None`` if there is none.
+    """Return the complete checkpoint of the greatest number in ``root``; ``None`` if there is none.
 
     Those passed over are named in a warning. Blocks. Raises: OSError.
     """
@@ -101,13 +95,16 @@ def newest_complete(root: str, parts: Parts) -> str | None:
 def delete_superseded(root: str, total_limit: int | None, parts: Parts) -> list[str]:
     """Delete the oldest complete checkpoints beyond ``total_limit``, and return their paths.
 
-    One that is complete stays. Checkpoints that are being made count. Each loses its name before anything of it is
-    deleted. Blocks. Raises: OSError.
+    One that is complete stays. Checkpoints that are being made count. Each is marked as unfinished before anything of
+    it is deleted. Blocks. Raises: OSError.
     """
     if total_limit is None:
         return []
-    whole = complete(root, parts)
-    count = len(whole) + sum(map(is_unfinished, _numbered(root)))
+    numbered = _numbered(root)
+    whole = [path for path in numbered if problem(path, parts) is None]
+    # Unfinished ones with smaller numbers are of a training that died.
+    newer = numbered[numbered.index(whole[-1]) + 1 :] if whole else []
+    count = len(whole) + sum(map(is_unfinished, newer))
     going = whole[:-1][: max(0, count - max(1, total_limit))]
     for path in going:
         discard(path)

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from lazysnap.config import checked_url
 from lazysnap.errors import ConfigError
-from lazysnap.exports.folder import in_place_when_whole, place_now
+from lazysnap.exports.folder import filled
 from lazysnap.exports.job import Bar, ExportOptions, Job, no_bar
 from lazysnap.exports.target import format_of, replaced_when_whole
 from lazysnap.levels import open_store
@@ -52,8 +53,6 @@ class Target:
     path: str
     format: str
     options: ExportOptions
-    made: int | None = None
-    """accelerate: a descriptor of the directory to fill, see ``in_place_when_whole``."""
     bar: Bar = no_bar
 
 
@@ -93,16 +92,18 @@ def write(catalogue: Catalogue, plan: RestartPlan, target: Target) -> Exported:
         is_free = not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path))
         if not (is_free or target.options.force):
             raise ConfigError(f"{path} is there already: add --force to replace its checkpoint, or choose another name")
-        facts = {"layout": ACCELERATE, "step": plan.step, "run_id": plan.run_id}
-        place = in_place_when_whole(path, facts, made=target.made)
+        place = filled(path, stock_facts(plan))
     else:
         place = replaced_when_whole(target.path, force=target.options.force)
     with place as temp, closing(open_snapshot(catalogue, plan)) as snapshot:
         notes = writer(Job(WholeSnapshot(snapshot), target.options, target.bar), temp)
-    if target.made is not None:
-        path = place_now(path, target.made) or path
     size = sum(map(os.path.getsize, _files(path)))
     return Exported(catalogue.store.url, plan.step, plan.run_id, path, target.format, size, tuple(notes))
+
+
+def stock_facts(plan: RestartPlan) -> dict[str, Any]:
+    """Return what ``lazysnap-export.json`` says of a checkpoint in Accelerate's layout."""
+    return {"layout": ACCELERATE, "step": plan.step, "run_id": plan.run_id}
 
 
 def _files(path: str) -> list[str]:

@@ -14,14 +14,15 @@ import time
 
 import torch
 from accelerate import Accelerator
+from fillers import stopped_in
 from stock_net import Prepared
 from support.waiting import until
 
 import lazysnap
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import LevelUnavailable
-from lazysnap.exports.copies import Copy, NamedCopies
-from lazysnap.exports.folder import mark_unfinished
+from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
+from lazysnap.exports.folder import begin
 from lazysnap.integrations.accelerate import saving
 from lazysnap.integrations.accelerate.blocking import save_blocking
 
@@ -41,14 +42,14 @@ def save(settings: dict) -> dict:
     prepared.accelerator.save_state(settings["stock"])
     bits = prepared.bits()  # training goes on: the random numbers are drawn after the capture
     is_main = prepared.accelerator.is_main_process
-    copies = NamedCopies(level, engine.release)
+    checkpoints = BackgroundCheckpoints(level, engine.release)
     if is_main:
-        mark_unfinished(settings["directory"])
-        copies.save(Copy(directory=settings["directory"], name=settings["name"]))
+        begin(settings["directory"])
+        checkpoints.save(Checkpoint(directory=settings["directory"], name=settings["name"]))
     prepared.train(2)
     if is_main:
-        assert copies.wait(TIMEOUT_S), settings
-        assert copies.close(1.0)
+        assert checkpoints.wait(TIMEOUT_S), settings
+        assert checkpoints.close(1.0)
     prepared.accelerator.wait_for_everyone()
     engine.close()
     return bits
@@ -111,13 +112,10 @@ def slow(settings: dict) -> dict:
 
 def _go_on_later(directory: pathlib.Path) -> None:
     """Let the stopped process go on when the deadline of the group is long over."""
-    [busy] = until(lambda: [path for path in directory.parent.iterdir() if ".tmp-" in path.name], timeout_s=TIMEOUT_S)
-    child = int(busy.name.rpartition("-")[0].rpartition("-")[2])
-    state = pathlib.Path(f"/proc/{child}/stat")
-    until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", timeout_s=TIMEOUT_S)
+    pid = stopped_in(directory)
     stopped = time.monotonic()
     until(lambda: time.monotonic() > stopped + 2 * DEADLINE_S, timeout_s=TIMEOUT_S)
-    os.kill(child, signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
 
 
 def block(settings: dict) -> dict:

@@ -7,7 +7,7 @@ from accelerate.utils import ProjectConfiguration
 
 from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig, latest_path
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.exports.folder import mark_unfinished
+from lazysnap.exports.folder import begin
 from lazysnap.integrations.accelerate import saving
 from lazysnap.integrations.accelerate.state import AcceleratorState
 
@@ -281,7 +281,7 @@ def test_a_checkpoint_that_nobody_finishes_is_refused_and_passed_over(tmp_path):
     script.accelerator.save_state()
     script.train()
     unfinished = tmp_path / "checkpoints" / "checkpoint_1"
-    mark_unfinished(str(unfinished))
+    begin(str(unfinished))
     with pytest.raises(SnapshotNotFound, match="not finished"):
         script.accelerator.load_state(str(unfinished))
     script.accelerator.load_state()

@@ -14,7 +14,7 @@ from support import saving
 from lazysnap import export
 from lazysnap.data.streams import collect_rng
 from lazysnap.exports import accelerate_folders as folders
-from lazysnap.exports.folder import in_place_when_whole, mark_of
+from lazysnap.exports.folder import filled, mark_of
 from lazysnap.state.walk import walk
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
@@ -114,10 +114,10 @@ def test_the_last_good_checkpoint_goes_only_when_the_next_is_complete(tmp_path, 
     script.copy(0)
     with (
         pytest.raises(OSError, match="No space left"),
-        in_place_when_whole(str(script.root / "checkpoint_1"), {}) as temp,
+        filled(str(script.root / "checkpoint_1"), {}) as temp,
     ):
         full_disk([], [], temp)
-    assert folders.complete(str(script.root), PARTS) == [str(script.root / "checkpoint_0")]
+    assert folders.newest_complete(str(script.root), PARTS) == str(script.root / "checkpoint_0")
     script.copy(1)
     assert folders.delete_superseded(str(script.root), 1, PARTS) == [str(script.root / "checkpoint_0")]
     assert [path.name for path in script.root.iterdir()] == ["checkpoint_1"]
@@ -160,7 +160,7 @@ def test_a_save_that_dies_leaves_no_folder_under_that_name(script):
     """#688: stock writes into the final folder; what a death leaves there looks like a checkpoint."""
     with (
         pytest.raises(OSError, match="No space left"),
-        in_place_when_whole(str(script.root / "checkpoint_1"), {}) as at,
+        filled(str(script.root / "checkpoint_1"), {}) as at,
     ):
         full_disk([], [], at)
     assert not (script.root / "checkpoint_1").exists()

@@ -1,6 +1,7 @@
-"""Stock ``save_state``, where no level stores a snapshot that a copy could be made from: blocking, but atomic."""
+"""Checkpoints that Accelerate writes while training waits. They become complete in one act."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,26 +9,26 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from lazysnap.errors import LevelUnavailable
-from lazysnap.exports.folder import in_place_when_whole
+from lazysnap.exports.folder import filled
 
 
 def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str], Any]) -> None:
-    """``save`` to a directory beside ``directory``, which then gets that name: it is complete or not there.
+    """Call ``save`` with a subdirectory of ``directory``, then complete the checkpoint (``folder.filled``).
 
-    ``save``: stock ``save_state``, called with a directory on every rank. All ranks see the same file system.
-    Collective. Blocks. Raises: on every rank, what one of them met: of its own what ``save`` raised or OSError, of
-    another LevelUnavailable; then ``directory`` is as it was.
+    ``save``: stock ``save_state``, called with one path on every rank. All ranks see the same file system.
+    Collective. Blocks. Raises: OSError and what ``save`` raises on this rank; LevelUnavailable, if another rank failed.
+    A failed save leaves an earlier checkpoint in ``directory`` as it was.
     """
     with contextlib.ExitStack() as main:
-        place = in_place_when_whole(directory, {"layout": "accelerate"})
-        temp = by_main(accelerator, directory, lambda: main.enter_context(place))
+        place = filled(directory, {"layout": "accelerate"})
+        inner = by_main(accelerator, directory, lambda: os.readlink(main.enter_context(place)))
         project = accelerator.project_configuration
 
         def write() -> None:
             naming, iteration = project.automatic_checkpoint_naming, project.iteration
             project.automatic_checkpoint_naming = False  # else stock would choose another place
             try:
-                save(temp)
+                save(inner)
             finally:
                 project.automatic_checkpoint_naming, project.iteration = naming, iteration
 
@@ -36,14 +37,14 @@ def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str]
 
 
 def by_main(accelerator: Accelerator, directory: str, work: Callable[[], Any]) -> Any:
-    """Return what ``work`` returns on the main process. Collective. Raises: as ``save_blocking``."""
+    """Return the result of ``work`` on the main process, on all ranks. Collective. Raises: as ``together``."""
     return together(directory, lambda: work() if accelerator.is_main_process else None)[0]
 
 
 def together(directory: str, work: Callable[[], Any]) -> list[Any]:
-    """Do ``work`` on every rank; what it returned on each. Collective.
+    """Do ``work`` on every rank, and return the results of all ranks. Collective.
 
-    Raises: on every rank, what one of them met, as ``save_blocking``.
+    An error on any rank is raised on all. Raises: what ``work`` raises; LevelUnavailable, if another rank failed.
     """
     result, failure = None, None
     try:

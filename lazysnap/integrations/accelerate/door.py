@@ -1,4 +1,4 @@
-"""The parts that an accelerator with snapshots has beside a stock one: engine, boundaries, named copies, the end."""
+"""The parts that an accelerator with snapshots has beside a stock one: engine, boundaries, checkpoints, the end."""
 
 import contextlib
 import logging
@@ -190,7 +190,7 @@ class Door(WithEngine):
             return False
         session = self.opened()
         self._count(session)
-        self._directories.look(session.engine)
+        self._directories.give_up_lost(session.engine)
         if session.is_spoilt:
             session.go_back()
             return False
@@ -295,7 +295,7 @@ class Door(WithEngine):
             if session.step:
                 session.capture(is_last=True)
         session.close(DrainBar(is_rank_zero=self._is_main_process))
-        self._directories.look(session.engine)
+        self._directories.give_up_lost(session.engine)
         self._end_at(session, session.engine.config.drain_timeout_s)
 
     def _is_place_removed(self) -> bool:

@@ -20,8 +20,8 @@ from lazysnap.exports.accelerate_folders import (
     number_of,
     stock_prefix,
 )
-from lazysnap.exports.copies import Copy, NamedCopies
-from lazysnap.exports.folder import give_up, is_unfinished, mark_unfinished
+from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
+from lazysnap.exports.folder import begin, give_up, is_unfinished
 from lazysnap.integrations.accelerate.blocking import by_main, save_blocking
 from lazysnap.integrations.accelerate.state import AcceleratorState
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _CHECKPOINTS = "checkpoints"
 _LOAD_AFTER_S = 3600.0
-"""A load waits so long for a copy that is in progress."""
+"""The longest time that a load waits for a checkpoint that is in progress."""
 SMALL_BYTES = 64 << 20
 """A smaller state is written at once: that takes less time than a process takes to begin."""
 
@@ -50,19 +50,18 @@ class Wanted:
 class Directories:
     """The named checkpoints of one accelerator.
 
-    A small state is written at once, by Accelerate. A large one is captured; the directory exists at once, marked as
-    unfinished, and a process fills it from the stored snapshot. Where that cannot be, Accelerate writes it while
-    training waits: without a level; for FSDP2; within an accumulation of gradients; where this step was captured
-    before.
+    A small state is written at once, by Accelerate. A large one is captured and named; the directory exists at once,
+    marked as unfinished, and a process fills it from the stored snapshot. Accelerate writes it while training waits
+    without a level, for FSDP2, within an accumulation of gradients, and if this step was captured before.
     """
 
     def __init__(self, accelerator: Any, state: AcceleratorState) -> None:
         self._accelerator = accelerator
         self._state = state
-        self._copies: NamedCopies | None = None
-        """On the main process, once a checkpoint is made in the background."""
+        self._checkpoints: BackgroundCheckpoints | None = None
+        """On the main process, once a checkpoint was asked for in the background."""
         self._engine: SnapshotEngine | None = None
-        """On all processes, from then on until the end."""
+        """On all processes, once a checkpoint was asked for in the background."""
         self._numbers = itertools.count()
         self._has_told = False
 
@@ -90,20 +89,20 @@ class Directories:
     def save(self, directory: str, wanted: Wanted, engine: SnapshotEngine, capture: Callable[[], bool]) -> None:
         """Have a checkpoint made of the snapshot of this step.
 
-        ``capture``: captures this step; ``False``, if that cannot be. Collective. Blocks: where Accelerate writes it.
-        Raises: what that raises, then.
+        ``capture``: captures this step; ``False`` if no capture began. Collective. Blocks only where Accelerate writes
+        the checkpoint. Raises: what Accelerate raises then; ConfigError and OSError, for the directory.
         """
-        reason = self._why_blocking(directory, wanted, engine)
+        reason = self._why_blocking(wanted, engine)
         if reason is None:
-            by_main(self._accelerator, directory, lambda: mark_unfinished(directory))
-            self._run_hooks(directory, safe_serialization=wanted.safe_serialization)
+            inner = by_main(self._accelerator, directory, lambda: begin(directory))
+            self._run_hooks(inner, safe_serialization=wanted.safe_serialization)
             try:
                 is_captured = all(gather_object([capture()]))
             finally:
                 self._state.counters.facts = {}
             name = self._name(engine, is_there=is_captured)
             if name is not None:
-                self._copy(directory, name, engine)
+                self._fill(directory, name, engine)
                 return
             by_main(self._accelerator, directory, lambda: give_up(directory))
             reason = "this step was captured before, or memory or storage cannot take it now"
@@ -122,7 +121,7 @@ class Directories:
         chosen = by_main(accelerator, root, choose)
         return os.path.join(root, f"checkpoint_{chosen}"), chosen
 
-    def _why_blocking(self, directory: str, wanted: Wanted, engine: SnapshotEngine) -> str | None:
+    def _why_blocking(self, wanted: Wanted, engine: SnapshotEngine) -> str | None:
         if wanted.has_more:
             return "it has arguments that Accelerate hands to the model's own way of saving"
         if not engine.config.levels:
@@ -131,12 +130,10 @@ class Directories:
             return "its layout for FSDP2 is written by all ranks"
         if not self._accelerator.sync_gradients:
             return "it is within an accumulation of gradients"
-        has_hooks = bool(self._accelerator._save_model_state_pre_hook)
-        is_there = has_hooks and by_main(self._accelerator, directory, lambda: os.path.isdir(directory))
-        return "hooks would write into the checkpoint that it replaces" if is_there else None
+        return None
 
     def _run_hooks(self, directory: str, *, safe_serialization: bool) -> None:
-        """Note what the checkpoint is to hold; the script's save hooks write into its directory."""
+        """Record what the checkpoint will hold, and run the script's save hooks, which write into its directory."""
         accelerator = self._accelerator
         models, hooks = accelerator._models, accelerator._save_model_state_pre_hook
         names = ["model" if number == 0 else f"model_{number}" for number in range(len(models))]
@@ -155,7 +152,7 @@ class Directories:
         self._state.counters.facts = facts
 
     def _name(self, engine: SnapshotEngine, *, is_there: bool) -> str | None:
-        """Name the snapshot of this step; ``None`` if a rank has none, or cannot have it stored. Collective."""
+        """Name the snapshot of this step. ``None`` if a rank has none, or cannot have it stored. Collective."""
         # The start's id: an earlier start may have used such a name at the same step.
         name = f"save_state-{engine.step}-{engine.start}-{next(self._numbers)}"
         if all(gather_object([is_there and engine.keep(name) == engine.step])):
@@ -164,18 +161,18 @@ class Directories:
             engine.release(name)  # else a later snapshot would be called so
         return None
 
-    def _copy(self, directory: str, name: str, engine: SnapshotEngine) -> None:
+    def _fill(self, directory: str, name: str, engine: SnapshotEngine) -> None:
         self._engine = engine
         if not self._accelerator.is_main_process:
             return
-        if self._copies is None:
-            self._copies = NamedCopies(engine.config.levels[0], engine.release)
+        if self._checkpoints is None:
+            self._checkpoints = BackgroundCheckpoints(engine.config.levels[0], engine.release)
         trim = self._trimming()
-        self._copies.save(Copy(directory=directory, name=name, then=trim))
+        self._checkpoints.save(Checkpoint(directory=directory, name=name, then=trim))
         trim()
 
     def _trimming(self) -> Callable[[], object]:
-        """Return what deletes checkpoints beyond ``total_limit``. It is called when the accelerator may be gone."""
+        """Return a function that deletes checkpoints beyond ``total_limit``; the accelerator may be gone by then."""
         project = self._accelerator.project_configuration
         if not project.automatic_checkpoint_naming or not self._accelerator.is_main_process:
             return lambda: None
@@ -193,10 +190,10 @@ class Directories:
             has_scaler=accelerator.scaler is not None,
         )
 
-    def look(self, engine: SnapshotEngine) -> None:
-        """Wait no longer for snapshots that were lost before they were stored."""
-        if self._copies is not None and engine.lost_names:
-            self._copies.give_up(engine.lost_names)
+    def give_up_lost(self, engine: SnapshotEngine) -> None:
+        """Make no checkpoint of snapshots that were lost before they were stored."""
+        if self._checkpoints is not None and engine.lost_names:
+            self._checkpoints.give_up(engine.lost_names)
 
     # ---------------------------------------------------------------- loading
 
@@ -206,17 +203,18 @@ class Directories:
         """
         if self._engine is None:
             return True
-        copies, where = self._copies, directory or "checkpoints"
-        # The main process alone waits; beside that all ranks exchange signs of life in the engine's own group. The
-        # deadline of the program's group may be shorter than the wait.
-        self._engine.together("waiting for checkpoints", lambda: copies and copies.wait(timeout_s, directory))
-        return bool(by_main(self._accelerator, where, lambda: copies is None or copies.wait(0, directory)))
+        made, where = self._checkpoints, directory or "checkpoints"
+        # Only the main process waits. The engine exchanges heartbeats meanwhile: the deadline of the program's process
+        # group may be shorter than the wait.
+        self._engine.together("waiting for checkpoints", lambda: made and made.wait(timeout_s, directory))
+        return bool(by_main(self._accelerator, where, lambda: made is None or made.wait(0, directory)))
 
     def find(self, directory: str | None) -> str | None:
-        """The directory to load: ``directory``, or the newest complete one by automatic naming (else ``None``: stock
-        says what is missing). Copies that are in progress are waited for. Collective. Blocks.
+        """Return the directory to load: ``directory``, or the newest complete one by automatic naming. Without both
+        ``None``: stock says what is missing.
 
-        Raises: SnapshotNotFound, if by automatic naming there is none that is complete, or ``directory`` is not.
+        Collective. Blocks: until checkpoints that are in progress are complete. Raises: SnapshotNotFound, if
+        ``directory`` is unfinished, or automatic naming finds no complete one.
         """
         accelerator, project = self._accelerator, self._accelerator.project_configuration
         self.wait(_LOAD_AFTER_S, directory)
@@ -238,7 +236,7 @@ class Directories:
         return found
 
     def loaded(self, directory: str) -> None:
-        """A checkpoint was loaded by stock: go on behind its number; say so if random numbers were not loaded."""
+        """Continue the numbering after a checkpoint that stock loaded; warn if it had no random states of this rank."""
         accelerator = self._accelerator
         number = number_of(directory)
         if accelerator.project_configuration.automatic_checkpoint_naming and number is not None:
@@ -250,7 +248,7 @@ class Directories:
     # ---------------------------------------------------------------- the end
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the copies, and name those that are not made. Blocks: at most ``timeout_s``."""
-        copies, self._copies, self._engine = self._copies, None, None
-        if copies is not None:
-            copies.close(timeout_s)
+        """Wait for the checkpoints, and name those that are not made. Blocks: at most ``timeout_s``."""
+        made, self._checkpoints, self._engine = self._checkpoints, None, None
+        if made is not None:
+            made.close(timeout_s)

@@ -1,0 +1,94 @@
+"""The program of a process that fills one checkpoint directory from a stored snapshot.
+
+Its current directory is the one that ``folder.begin`` made, which it finds wherever a program moves the checkpoint to.
+Its standard input is a JSON object with the fields of ``Task``. It outlives the training. Exit codes: 0, if the
+checkpoint is complete; ``GONE``, if the program deleted it, or a newer save replaced it; 1 with the reason as output.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from lazysnap.errors import LazySnapError, LevelError, SnapshotNotFound
+from lazysnap.exports.exporting import stock_facts
+from lazysnap.exports.folder import finish
+from lazysnap.exports.job import ExportOptions, Job
+from lazysnap.levels import open_store
+from lazysnap.levels.redaction import Redaction
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.reader import look_again, open_snapshot
+from lazysnap.snapshots.whole import WholeSnapshot
+
+GONE = 3
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The snapshot to read."""
+
+    url: str
+    """The level."""
+    name: str
+    """The name that ``SnapshotEngine.keep`` gave to the snapshot."""
+    options: Mapping[str, Any]
+    """Options for the file system of the level."""
+    wait_s: float
+    """The time that the level has to store the snapshot."""
+
+
+def fill(task: Task) -> None:
+    """Fill the current directory, complete the checkpoint, and take the name from the snapshot.
+
+    Blocks. Raises: SnapshotNotFound, if the level has not stored it in time; ShardCorrupt; LevelError; StateError;
+    OSError, also if the current directory was deleted.
+    """
+    store = open_store(task.url, options=dict(task.options) or None)
+    of_hooks = set(os.listdir())
+    _wait(store, task)
+    look_again(store, lambda catalogue: _fill(catalogue, task.name, of_hooks))
+
+
+def _wait(store: SnapshotStore, task: Task) -> None:
+    deadline, pause_s = time.monotonic() + task.wait_s, _FIRST_PAUSE_S
+    while time.monotonic() + pause_s <= deadline:
+        os.getcwd()  # raises, if the directory was deleted
+        with contextlib.suppress(SnapshotNotFound, LevelError):
+            if next(Catalogue(store).meant(task.name, None), None) is not None:
+                return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _fill(catalogue: Catalogue, name: str, of_hooks: set[str]) -> None:
+    from lazysnap.exports.accelerate import write_stock  # imports torch, which takes seconds
+
+    plan = catalogue.find(name, None)
+    for left in set(os.listdir()) - of_hooks:  # by an attempt whose snapshot vanished while it was read
+        os.unlink(left)
+    with closing(open_snapshot(catalogue, plan)) as snapshot:
+        write_stock(Job(WholeSnapshot(snapshot), ExportOptions()), os.curdir)
+    finish(os.curdir, stock_facts(plan))
+    catalogue.store.release(plan.run_id, name)
+
+
+def main() -> int:
+    """Do the task on standard input. Return the exit code. Blocks."""
+    task = Task(**json.load(sys.stdin))
+    try:
+        fill(task)
+    except (LazySnapError, OSError) as error:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return GONE
+        sys.stdout.write(Redaction("", {"secret": list(task.options.values())}).clean(error))
+        return 1
+    return 0
