@@ -87,7 +87,7 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
 
 
 def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output: Output) -> Copied:
-    """Copy what is not there yet: first the frozen tensors, then the files, last the names."""
+    """Copy the missing files of a snapshot: first the frozen tensors, then the shards, last the names."""
     found = catalogue.found(plan)
     parts: list[tuple[Entry | FrozenEntry, Manifest]] = [*catalogue.frozen(plan), *found.files]
     size = sum(manifest.size_bytes for _, manifest in parts)
@@ -111,7 +111,7 @@ def _copy_file(
     manifest: Manifest,
     advance: Callable[[int], None],
 ) -> int:
-    """Copy one node's file, or the frozen tensors of one digest, unless it is there and whole; the bytes written.
+    """Copy one node's file, or frozen tensors, unless they are there and whole. Return the bytes written.
 
     Raises: ShardCorrupt, if it is damaged where it is read; FileNotFoundError; LevelError.
     """

@@ -34,7 +34,7 @@ _PIPE_WIDTH = 160
 
 
 def safe(value: object) -> str:
-    """``value`` as text on one line that a terminal shows and does not obey."""
+    """Return ``value`` as text on one line, with control characters of terminals escaped."""
     text = str(value)
     if text.isprintable():
         return text
@@ -42,12 +42,12 @@ def safe(value: object) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return text such as ``1 rank`` or ``2 ranks``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def fields_of(found: Found) -> dict[str, Any]:
-    """A snapshot in a JSON result."""
+    """Return the fields of a snapshot in a JSON result."""
     return {
         "step": found.step,
         "run_id": found.run_id,
@@ -58,7 +58,7 @@ def fields_of(found: Found) -> dict[str, Any]:
 
 
 def when(time_ns: int) -> str:
-    """A Unix time in nanoseconds for people."""
+    """Return a Unix time in nanoseconds as text for people."""
     try:
         return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
@@ -69,7 +69,7 @@ class Output:
     """The output of one command."""
 
     def __init__(self, command: str, *, as_json: bool, redactions: Sequence[Redaction] = ()) -> None:
-        """``redactions``: what is shown as ``***`` wherever it would appear."""
+        """``redactions``: texts that are shown as ``***``."""
         self._command = command
         self.as_json = as_json
         self._redactions = redactions
@@ -77,17 +77,17 @@ class Output:
         self._messages = _console(stderr=True)
 
     def hide(self, text: str) -> str:
-        """``text`` without secrets."""
+        """Return ``text`` without secrets."""
         for redaction in self._redactions:
             text = redaction.clean(text)
         return text
 
     def cell(self, value: object, style: str = "") -> Text:
-        """``value`` for a table."""
+        """Return ``value`` as a cell of a table."""
         return Text(safe(self.hide(str(value))), style)
 
     def table(self, title: str, *columns: str) -> Table:
-        """An empty table; columns whose name ends in ``>`` are numbers."""
+        """Return an empty table. Columns whose name ends in ``>`` are numbers."""
         table = Table(title=self.cell(title, "bold") if title else None, title_justify="left", title_style="")
         for column in columns:
             name = column.removesuffix(">")
@@ -95,34 +95,34 @@ class Output:
         return table
 
     def show(self, item: RenderableType) -> None:
-        """A part of the result, for people."""
+        """Print a part of the result, unless it is JSON."""
         if not self.as_json:
             self._results.print(item)
 
     def line(self, text: str, style: str = "") -> None:
-        """A line of the result, for people."""
+        """Print a line of the result, unless it is JSON."""
         if not self.as_json:
             self._results.print(self.cell(text, style), soft_wrap=True)
 
     def say(self, text: str, style: str = "") -> None:
-        """A message, on stderr."""
+        """Print a message on stderr."""
         self._messages.print(self.cell(text, style), soft_wrap=True)
 
     def result(self, *, ok: bool = True, **fields: Any) -> int:
-        """The whole result as one JSON object, if that was asked for; returns the exit code."""
+        """Print the result as one JSON object, if that was asked for. Return the exit code."""
         if self.as_json:
             sys.stdout.write(json.dumps(self._hidden({"command": self._command, "ok": ok, **fields})) + "\n")
         return OK if ok else BAD
 
     def error(self, error: BaseException) -> None:
-        """Why the command has no result."""
+        """Print the error because of which the command has no result."""
         kind = type(error).__name__
         self._messages.print(Text.assemble((f"{kind}:", "red"), " ", self.cell(error)), soft_wrap=True)
         self.result(ok=False, error=f"{kind}: {error}")
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A progress bar of bytes, if somebody can see it; gives the function that receives how many more are done."""
+        """Show a progress bar on a terminal. Yield a function that takes the number of further bytes that are done."""
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -149,7 +149,7 @@ class _Console(Console):
     """A console that leaves the exit code to the program."""
 
     def on_broken_pipe(self) -> None:
-        """The reader of the result closed the pipe."""
+        """Raise: the reader of the result closed the pipe."""
         raise BrokenPipeError
 
 

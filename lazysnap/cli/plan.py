@@ -18,7 +18,7 @@ OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "muon": 1, "adagrad": 1, "moment
 
 
 def parse_params(text: str) -> float:
-    """``"7b"``, ``"350m"``, ``"1.5e9"``: how many. Raises: argparse.ArgumentTypeError."""
+    """Return the number in ``"7b"``, ``"350m"`` or ``"1.5e9"``. Raises: argparse.ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", text.strip().lower())
     count = float(match[1]) * _SCALES[match[2]] if match else 0.0
     if not 1 <= count <= 1e15:
@@ -27,7 +27,7 @@ def parse_params(text: str) -> float:
 
 
 def parse_rate(text: str) -> float:
-    """``"2GB/s"``: bytes per second. Raises: argparse.ArgumentTypeError."""
+    """Return the bytes per second in ``"2GB/s"``. Raises: argparse.ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])b(?:/s)?", text.strip().lower())
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"expected a rate such as 2GB/s or 500MB/s, got {text!r}")
@@ -39,7 +39,7 @@ def _groups(redundancy: Redundancy, nodes: int) -> tuple[Group, ...]:
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
-    """Those of this command."""
+    """Add the arguments of this command."""
     plan.add_argument("--params", type=parse_params, required=True, metavar="N", help="parameters: 7b, 350m, 125000000")
     plan.add_argument("--trainable", type=parse_params, metavar="N", help="how many are trained (LoRA); default: all")
     plan.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
@@ -56,7 +56,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def _estimate(args: argparse.Namespace, config: SnapshotConfig, redundancy: Redundancy | None) -> dict[str, Any]:
-    """The result of the command; bytes are those of all nodes together if not said otherwise."""
+    """Return the result of the command. Bytes are those of all nodes together, if the name does not say otherwise."""
     # Not at the top: it imports torch, which no other command needs.
     from lazysnap.ranks.partition import STORERS
     from lazysnap.ranks.slots import kept_whole, slots_needed

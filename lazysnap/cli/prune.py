@@ -24,7 +24,7 @@ from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
 @dataclass
 class Plan:
-    """The deletions that would be done."""
+    """The deletions to do."""
 
     delete: list[Found] = field(default_factory=list)
     keep: list[tuple[Found, str]] = field(default_factory=list)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 class _Planner:
-    """Decides; deletes nothing. What the kept snapshots need is read back first."""
+    """Decides what to delete. Kept snapshots are read back first."""
 
     def __init__(self, catalogue: Catalogue, args: argparse.Namespace, output: Output) -> None:
         self.seen = catalogue.contents()
@@ -102,7 +102,7 @@ class _Planner:
         """The verdict on frozen tensors that were read back, by digest."""
 
     def plan(self) -> Plan:
-        """Blocks. Raises: LevelError."""
+        """Return the deletions to do. Blocks. Raises: LevelError."""
         plan = Plan(leftovers=self._leftovers())
         runs: dict[str, list[Found]] = defaultdict(list)
         for found in self.seen.snapshots:
@@ -143,7 +143,7 @@ class _Planner:
         return "incomplete: changed within a day, or nothing newer is known to be sound"
 
     def _sound(self, complete: list[Found]) -> list[SnapshotKey]:
-        """The newest that read back whole, as many as are to be kept: nothing is deleted in favour of a damaged one."""
+        """Return the newest snapshots that read back whole, as many as are to be kept. Damaged ones do not count."""
         sound: list[SnapshotKey] = []
         for found in reversed(complete):
             if len(sound) == self._count:
@@ -173,8 +173,9 @@ class _Planner:
         return all(is_settled(self._store.storage, path) for one in _places(self._store, found) for path in one.paths)
 
     def _unreferenced(self, kept: list[Found]) -> list[tuple[FrozenEntry, Manifest]]:
-        """Frozen tensors that no kept snapshot refers to and nobody reads, and that did not change for a day: a
-        snapshot that refers to new ones may be on its way.
+        """Return frozen tensors to which no kept snapshot refers, and that did not change for a day.
+
+        A snapshot that refers to younger ones may be stored at this moment.
         """
         if self.seen.inventory.problems:
             return []  # a manifest that cannot be read now may refer to them
@@ -202,7 +203,7 @@ def _places(store: SnapshotStore, found: Found) -> list[FilePlace]:
 
 
 def _carry_out(store: SnapshotStore, plan: Plan, name: str, output: Output) -> list[str]:
-    """Delete; returns what was deleted. Manifests go first, so that an interruption leaves garbage, not half."""
+    """Delete, and return what was deleted. Manifests go first: an interruption leaves garbage, no half snapshot."""
     deleted: list[str] = []
     for found in plan.unnamed:
         store.release(found.run_id, name)

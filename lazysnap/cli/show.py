@@ -19,7 +19,7 @@ from lazysnap.snapshots.reader import OpenSnapshot, look_again, open_snapshot
 _MOST_CHARACTERS = 60
 """Characters of a value that are shown without ``--full``."""
 _MOST_LEVELS = 40
-"""A value that is nested more deeply is shown as one."""
+"""Levels of nesting that are shown one by one. A deeper value is one line."""
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -71,7 +71,7 @@ def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
 
 
 def _tensors(snapshot: OpenSnapshot, rank: int) -> list[dict[str, Any]]:
-    """One row for each tensor and each further name of a tied one."""
+    """Return one row for each tensor and each further name of a tied one."""
     rows = []
     for number, shard in enumerate(snapshot.ranks[rank]):
         for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
@@ -92,7 +92,7 @@ def _tensors(snapshot: OpenSnapshot, rank: int) -> list[dict[str, Any]]:
 
 
 def _values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Path and value of each leaf of an encoded state; nothing is decoded."""
+    """Yield path and value of each leaf of an encoded state. Nothing is decoded."""
     is_list = isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
     if isinstance(value, dict) and value and TAG not in value and depth < _MOST_LEVELS:
         pairs = list(value.items())

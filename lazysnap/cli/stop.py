@@ -46,13 +46,13 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _identities(job: str) -> list[JobIdentity]:
-    """A job is named by its ``job_id``, else by its first level's resolved path or URL."""
+    """Return the jobs that ``job`` may mean: a ``job_id``, or the path or URL of a first level."""
     names = dict.fromkeys((job, resolve_url(job)))
     return [JobIdentity.from_config(SnapshotConfig(job_id=name)) for name in names]
 
 
 def _ask_to_leave(identity: JobIdentity, deadline: float, *, is_forced: bool) -> tuple[int | None, str]:
-    """The keeper's process, and why it stays; ``None`` if it is gone already."""
+    """Return the keeper's process, and why it stays; ``None`` if there is no keeper."""
     connection = try_connect(identity)
     if connection is None:
         return None, ""

@@ -31,12 +31,12 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
 
     def blame(self, problem: str) -> None:
-        """It is damaged, and why."""
+        """Record a damage."""
         self.state = DAMAGED
         self.problems.append(problem)
 
     def compare(self, place: FilePlace, manifest: Manifest, advance: Callable[[int], None]) -> bool:
-        """Read every byte of a file; whether it is still there. Blocks. Raises: LevelError."""
+        """Read every byte of a file. False if it was deleted. Blocks. Raises: LevelError."""
         try:
             read_node_file(place, manifest, beat=advance)
         except FormatError as error:

@@ -98,7 +98,7 @@ def write_stock(job: Job, path: str) -> list[str]:
 
 
 def _numbered(name: str, index: int) -> str:
-    """The first file of a kind has no number."""
+    """Return the name of a file of a kind: the first one has no number."""
     stem, _, suffix = name.rpartition(".")
     return f"{stem}_{index}.{suffix}" if index else name
 

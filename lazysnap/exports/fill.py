@@ -53,7 +53,9 @@ def fill(task: Task) -> None:
     store = open_store(task.url, options=dict(task.options) or None)
     of_hooks = set(os.listdir())
     _wait(store, task)
-    look_again(store, lambda catalogue: _fill(catalogue, task.name, of_hooks))
+    run_id = look_again(store, lambda catalogue: _fill(catalogue, task.name, of_hooks))
+    with contextlib.suppress(LevelError):  # the engine of a living training takes the name, too
+        store.release(run_id, task.name)
 
 
 def _wait(store: SnapshotStore, task: Task) -> None:
@@ -67,7 +69,8 @@ def _wait(store: SnapshotStore, task: Task) -> None:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _fill(catalogue: Catalogue, name: str, of_hooks: set[str]) -> None:
+def _fill(catalogue: Catalogue, name: str, of_hooks: set[str]) -> str:
+    """Return the id of the snapshot's run."""
     from lazysnap.exports.accelerate import write_stock  # imports torch, which takes seconds
 
     plan = catalogue.find(name, None)
@@ -76,7 +79,7 @@ def _fill(catalogue: Catalogue, name: str, of_hooks: set[str]) -> None:
     with closing(open_snapshot(catalogue, plan)) as snapshot:
         write_stock(Job(WholeSnapshot(snapshot), ExportOptions()), os.curdir)
     finish(os.curdir, stock_facts(plan))
-    catalogue.store.release(plan.run_id, name)
+    return plan.run_id
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 @contextlib.contextmanager
 def no_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A ``Bar`` that nobody sees."""
+    """Show no progress: a ``Bar``."""
     yield lambda count: None
 
 

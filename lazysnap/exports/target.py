@@ -28,7 +28,7 @@ _ZIP, _ZIP_NAME = b"PK\x03\x04", 30
 
 
 def format_of(path: str, wanted: str | None) -> str:
-    """The format: ``wanted``, else by the suffix of the name. Raises: ConfigError."""
+    """Return the format: ``wanted``, else the one of the suffix. Raises: ConfigError."""
     if len(urlsplit(path).scheme) > 1:
         raise ConfigError(f"--to {path!r}: exports are written to a local path; copy the result from there")
     if wanted is not None:
@@ -43,7 +43,7 @@ def format_of(path: str, wanted: str | None) -> str:
 
 @contextlib.contextmanager
 def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
-    """A temporary name for a file or directory beside ``path``; on success it is renamed to ``path``, durably.
+    """Yield a temporary name for a file or directory beside ``path``. On success it is renamed to ``path``, durably.
 
     On any error, Ctrl-C included, it is removed, and ``path`` is unchanged.
     Raises: ConfigError, if something is there and ``force`` is not given, or if it is not what an export wrote.
@@ -66,7 +66,7 @@ def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
 
 
 def _real(path: str) -> str:
-    """``path`` without symbolic links, except for its last name, which is checked."""
+    """Return ``path`` without symbolic links, except for its last name, which is checked."""
     head, tail = os.path.split(path.rstrip("/"))
     return os.path.realpath(path) if tail in ("", ".", "..") else os.path.join(os.path.realpath(head or "."), tail)
 
@@ -96,7 +96,7 @@ def check_outside(path: str) -> None:
 
 
 def _foreign(path: str) -> str:
-    """Why ``path`` may not be replaced; empty if it is an export or an empty directory."""
+    """Return why ``path`` may not be replaced; empty text if it is an export or an empty directory."""
     facts = os.lstat(path)
     if stat.S_ISLNK(facts.st_mode):
         return "it is a symbolic link"

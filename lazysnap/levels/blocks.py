@@ -38,7 +38,7 @@ class Buffers:
 
     @contextlib.contextmanager
     def buffer(self, size_bytes: int) -> Iterator[memoryview]:
-        """Memory of that size, until the context ends."""
+        """Yield memory of that size, for the time of the context."""
         try:
             buffer = self._spare.pop()
         except IndexError:
@@ -61,7 +61,7 @@ class Blocks(Protocol):
     block_bytes: int
 
     def block(self, index: int, buffers: Buffers, *, verify: bool) -> AbstractContextManager[memoryview]:
-        """One block. Blocks. Raises: ShardCorrupt, naming it; LevelError; FileNotFoundError."""
+        """Return one block. Blocks. Raises: ShardCorrupt, naming it; LevelError; FileNotFoundError."""
         ...
 
     def rest(self) -> None:
@@ -77,7 +77,7 @@ class FileBlocks(Blocks):
     """The blocks of a committed file at a level. The first read opens it."""
 
     def __init__(self, place: FilePlace, manifest: Manifest, *, stays_open: bool = True) -> None:
-        """``stays_open``: after a read, until ``close``: then it can be read even if it is deleted meanwhile."""
+        """``stays_open``: keep the file open until ``close``: it can be read even if it is deleted meanwhile."""
         self._stays_open = stays_open
         self.where = place.where
         self.threads = place.storage.parallel_reads
@@ -116,7 +116,7 @@ class FileBlocks(Blocks):
         return header
 
     def unverified(self, shard: Shard) -> memoryview:
-        """The header of a shard as it stands there; nothing is compared. Raises: as ``block``."""
+        """Return the header of a shard without comparing it with its checksum. Raises: as ``block``."""
         header = map_anonymous(shard.header_bytes)
         self._opened().read_into(shard.offset, header)
         return header
@@ -177,7 +177,7 @@ class VerifiedSource:
         self._blocks = blocks
         self._beat = beat
         self._last: tuple[int, memoryview] | None = None
-        """A block: headers are read from one bit by bit."""
+        """The block that was read last: a header is read from it in small parts."""
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``. Raises: ShardCorrupt."""
@@ -235,7 +235,7 @@ def fill(
     verify: bool = True,
     beat: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """Read all that is wanted of these shards; returns the bytes of the blocks that were read. Blocks.
+    """Read everything that is wanted of these shards. Return the bytes of the blocks that were read. Blocks.
 
     ``beat`` receives the bytes of each block, in several threads, and may raise. Files that do not stay open are closed
     in the end.

@@ -32,7 +32,7 @@ _NEXT_STEPS = {
 
 
 def local_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:
-    """``error`` as one of ours: the place, what was tried, what to do about it."""
+    """Return ``error`` as a LevelError that names the place, the operation, and what to do."""
     next_step = _NEXT_STEPS.get(error.errno or 0)
     if next_step is None:
         return level_error(url, what, error)
@@ -47,7 +47,7 @@ def _check(result: int, path: str) -> None:
 
 
 def temp_name(name: str) -> str:
-    """A hidden name for a file being written. It contains the process id, for a person who finds the file."""
+    """Return a hidden name for a file being written. It contains the process id, for a person who finds the file."""
     return f".{name}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
 
 
@@ -108,7 +108,7 @@ def is_file(handle: int, path: str) -> bool:
 
 
 def close(*handles: int) -> None:
-    """Close those that are open (not -1)."""
+    """Close the descriptors that are open (not -1)."""
     for handle in handles:
         if handle >= 0:
             with contextlib.suppress(OSError):  # NFS reports here what fsync reported before
@@ -116,7 +116,7 @@ def close(*handles: int) -> None:
 
 
 def open_direct(path: str, flags: int) -> int:
-    """Open past the page cache; -1 where that is not possible (the caller has a buffered descriptor)."""
+    """Open for direct I/O; -1 where that is not possible (the caller has a buffered descriptor)."""
     try:
         return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
@@ -140,7 +140,7 @@ def pwrite_all(handle: int, offset: int, data: memoryview) -> None:
 
 
 def pread_all(handle: int, offset: int, out: memoryview) -> int:
-    """Fill ``out`` up to the end of the file at most; the number of bytes read."""
+    """Fill ``out`` up to the end of the file at most. Return the number of bytes read."""
     done = 0
     while done < len(out):
         count = os.preadv(handle, [out[done:]], offset + done)

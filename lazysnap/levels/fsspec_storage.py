@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Abilities:
-    """Behaviour of a place, found by a trial."""
+    """Behaviour of a place, found out by a test write."""
 
     shows_open_files: bool
     """A file is visible under its name before it is closed."""
@@ -77,7 +77,7 @@ class FsspecStorage(Storage):
     # ---------------------------------------------------------------- the driver
 
     def _filesystem(self) -> Any:
-        """The driver of this process: after a fork the inherited one shares sockets and lacks threads."""
+        """Return the driver of this process. After a fork the inherited one shares sockets and has no threads."""
         opened = self._opened
         if opened is not None and opened[0] == os.getpid():
             return opened[1]
@@ -92,12 +92,12 @@ class FsspecStorage(Storage):
         return filesystem
 
     def _open_driver(self) -> tuple[Any, str]:
-        """Make a driver; it and the path of the place there. Raises: whatever the driver raises."""
+        """Make a driver. Return it and the path of the place there. Raises: whatever the driver raises."""
         filesystem, root = fsspec.core.url_to_fs(self.url, **{**self._options, "skip_instance_cache": True})
         return filesystem, str(root)
 
     def _error(self, what: str, error: BaseException) -> LevelError:
-        """``error`` as one of our errors, without secrets."""
+        """Return ``error`` as a LevelError without secrets."""
         url, text = self._redaction.clean(self.url), self._redaction.clean(error)
         if isinstance(error, OSError) and error.errno is not None:
             text = self._redaction.clean(error.strerror or error)
@@ -124,21 +124,21 @@ class FsspecStorage(Storage):
             raise self._error(what, error) from self._redaction.cause(error)
 
     def _change(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call the driver where a missing or an existing object is a failure."""
+        """Call the driver; a missing or an existing object is a LevelError."""
         try:
             return self._call(what, method, *arguments, **options)
         except (FileNotFoundError, FileExistsError) as error:
             raise self._error(what, error) from self._redaction.cause(error)
 
     def reach(self, point: str, path: str) -> None:
-        """A fault point of tests."""
+        """Pass a fault point of tests."""
         try:
             faults.point(f"level.remote.{point}")
         except OSError as error:
             raise self._error(f"{point} {path}", error) from error
 
     def _make_directory(self, path: str, *, is_missing: bool = False) -> None:
-        """Only where it is needed: some drivers would also create a bucket."""
+        """Make a directory if the place needs one: some drivers would also create a bucket."""
         what, top = f"creating the directory of {path}", self._root.split("/")[0]
         if not top or (is_missing and self._call(what, "exists", top)):
             self._change(what, "makedirs", os.path.dirname(self._path(path)), exist_ok=True)
@@ -158,11 +158,11 @@ class FsspecStorage(Storage):
             raise self._error(what, error) from self._redaction.cause(error)
 
     def open_to_write(self, path: str, size_bytes: int) -> Any:
-        """Open a file of the driver that will have so many bytes."""
+        """Open a file of the driver that will have ``size_bytes`` bytes."""
         return self._make(f"creating {path}", path, "open", "wb", block_size=part_bytes(size_bytes))
 
     def rename(self, old: str, new: str) -> None:
-        """Give a finished file its name. Some places refuse to replace a file, so an old one is deleted first."""
+        """Give a finished file its final name. Some places refuse to replace a file, so an old one is deleted first."""
         if self.exists(new):
             self.delete(new)
         self._change(f"renaming {old}", "mv", self._path(old), self._path(new))
@@ -173,7 +173,7 @@ class FsspecStorage(Storage):
         return digest(json.dumps([self.url, self._options], sort_keys=True, default=str).encode())
 
     def abilities(self) -> Abilities:
-        """Tries the place out, once per process. Raises: LevelError."""
+        """The behaviour of the place. Tested by a write, once per process. Raises: LevelError."""
         place = self._place()
         found = _abilities.get(place)
         if found is None:
@@ -220,7 +220,7 @@ class FsspecStorage(Storage):
         return bytes(self._call(f"reading {path}", "cat_file", self._path(path)))
 
     def reader(self, path: str) -> "FsspecReader":
-        """Nothing is opened."""
+        """Return a reader. Nothing is opened."""
         return FsspecReader(self, path)
 
     def read_range(self, path: str, offset: int, out: memoryview) -> None:
@@ -239,7 +239,7 @@ class FsspecStorage(Storage):
         out[:] = data
 
     def _info(self, path: str, method: str) -> Any:
-        """Ask the place: what a driver remembers of a listing may be old."""
+        """Return the driver's facts about an object, from the place: a cached listing may be old."""
         self._filesystem().invalidate_cache()
         return self._call(f"looking at {path}", method, self._path(path))
 
@@ -248,7 +248,7 @@ class FsspecStorage(Storage):
         return bool(self._info(path, "exists"))
 
     def size(self, path: str) -> int:
-        """Bytes of an object."""
+        """Return the bytes of an object."""
         size = self._info(path, "size")
         if size is None:
             raise ShardCorrupt(f"{self.url}/{path}: not an object with a size")
@@ -266,7 +266,7 @@ class FsspecStorage(Storage):
         return time.time() - modified.timestamp()
 
     def age_s(self, path: str) -> float | None:
-        """See ``Storage.age_s``; by the place's clock, if this process wrote there."""
+        """See ``Storage.age_s``. Uses the place's clock, if this process wrote there."""
         age = self._age_by_our_clock(path)
         found = _abilities.get(self._place())
         return age if age is None or found is None else age + found.clock_ahead_s
@@ -305,7 +305,7 @@ class FsspecStorage(Storage):
 
     # The last one: it hides the type from the annotations behind it.
     def list(self, path: str = "", prefix: str = "") -> list[str]:
-        """Names below a prefix."""
+        """Return names below a prefix."""
         self._filesystem().invalidate_cache()
         try:
             found = self._call(f"listing {path or '.'}", "ls", self._path(path), detail=False)
@@ -329,7 +329,7 @@ class FsspecReader:
         self._storage.read_range(self._path, offset, out)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class FsspecWriter:
@@ -380,7 +380,7 @@ class FsspecWriter:
         self._file = None
 
     def close(self) -> None:
-        """Discard what is not published; harmless twice. An object under the final name stays: it is complete."""
+        """Discard an object that is not published. May be called twice. A published one stays."""
         file, self._file = self._file, None
         if file is not None:
             discard(file)

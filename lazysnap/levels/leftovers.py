@@ -1,12 +1,12 @@
 """Files that dead writers left at a level. Nobody needs them.
 
-Only files with exactly our names are listed, in snapshot directories that are no symbolic links:
+Only files with names of this format are listed, in snapshot directories that are no symbolic links:
 
-* temporary files of writers; the storage checks that the writer is dead before it deletes them;
-* a file without a manifest that did not change for a day: a younger one may be a copy in progress (``cp``,
-  ``rsync``, ``aws s3 cp``);
-* small files by which a place was tried out, that did not change for a day;
-* names (``keep-…``) in a directory where nothing else is, with our content, that did not change for a day.
+* temporary files of writers: the storage checks that the writer is dead before it deletes them;
+* files without a manifest that are a day old: a younger one may be a copy in progress (``cp``, ``rsync``,
+  ``aws s3 cp``);
+* small files from tests of the place that are a day old;
+* names (``keep-…``) that a run gave, in a directory that holds nothing else, and that are a day old.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,24 +28,24 @@ from lazysnap.shard.names import (
 )
 
 _NODE_0 = NodeName(0, 1)
-"""The share of a node or run: which temporary files are its to remove."""
+"""The node that removes temporary files of names (``keep-…``)."""
 
 
 IsOurs = Callable[[NodeName], bool]
-"""True if a writer removes leftovers of that name."""
+"""True if the caller removes the leftovers of a node."""
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """One object that goes, if ``Storage.delete_abandoned`` finds no living writer behind it."""
+    """An object to delete, unless ``Storage.delete_abandoned`` finds that its writer lives."""
 
     path: str
     unless: str | None = None
-    """It stays if this is there: a commit that came meanwhile."""
+    """The path of a manifest. If it exists by then, the object was committed, and stays."""
 
 
 def is_node_file_path(path: str) -> bool:
-    """True if a file of ours could have this path."""
+    """True if the path is one of a node's file."""
     directory, _, name = path.rpartition("/")
     parsed = parse_file_name(name)
     return is_directory_of_ours(directory) and parsed is not None and parsed[1] == "safetensors"
@@ -63,7 +63,7 @@ def _owner_of(name: str) -> NodeName | None:
 
 
 def leftovers(storage: Storage, directory: str, is_ours: IsOurs | None) -> Iterator[Leftover]:
-    """Return which of a writer's files (``None``: of all files) may go from a directory of ours.
+    """Yield leftovers in a directory of this format. ``is_ours``: of which nodes; ``None``: of all.
 
     Blocks. Raises: LevelError.
     """
@@ -94,7 +94,7 @@ def is_given_by_a_run(storage: Storage, path: str) -> bool:
 
 
 def lone_names(storage: Storage, directory: str) -> list[str]:
-    """Paths of names in a directory whose snapshot is gone: they keep nothing, and nothing else is there."""
+    """Return the paths of names in a directory whose snapshot was deleted: nothing else is in it."""
     names = storage.list(directory)
     if storage.is_link(directory) or any(parse_keep_file_name(name) is None for name in names):
         return []
@@ -103,7 +103,7 @@ def lone_names(storage: Storage, directory: str) -> list[str]:
 
 
 def is_empty_and_settled(storage: Storage, directory: str) -> bool:
-    """True if nothing is in a directory, and nobody just made it to put something there."""
+    """True if a directory is empty, and so old that no writer just made it."""
     if storage.list(directory) or storage.is_link(directory):
         return False
     try:
@@ -113,7 +113,7 @@ def is_empty_and_settled(storage: Storage, directory: str) -> bool:
 
 
 def is_settled(storage: Storage, path: str) -> bool:
-    """True if an object is there that did not change for a day. Raises: LevelError."""
+    """True if an object exists that did not change for a day. Raises: LevelError."""
     try:
         return storage.is_settled(path)
     except FileNotFoundError:
@@ -139,6 +139,6 @@ def sweep(storage: Storage, is_ours: IsOurs | None, beat: Beat) -> list[str]:
         if len(gone) > before or is_empty_and_settled(storage, directory):
             storage.delete_directory(directory)
     beat()
-    # Uploads that no listing shows: parts of dead writers, which cost money until they are given up.
+    # No listing shows the uploads of dead writers, and they cost money.
     gone += storage.abort_stale()
     return gone

@@ -50,7 +50,7 @@ _NOT_OURS = (
     errno.ENXIO,
     errno.ENOTDIR,
 )
-"""Gone, of another user, behind a symbolic link, or nothing that a writer makes: not ours to delete."""
+"""Errors of files that no writer of this format left: gone, of another user, or behind a symbolic link."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -110,7 +110,7 @@ class LocalWriter:
             raise local_error(self._root, f"writing {self._final} at {offset}", error) from error
 
     def publish(self) -> None:
-        """fdatasync, the final name, fsync of the directory and of the one that holds it.
+        """Call fdatasync, rename to the final name, call fsync for the directory and its parent.
 
         Raises: LevelError, also if a write or an earlier attempt failed.
         """
@@ -142,12 +142,12 @@ class LocalWriter:
             raise local_error(self._root, f"publishing {self._final}", error) from error
 
     def _let_readers_in(self, handle: int) -> None:
-        """Share the lock; over NFS this also takes it again, if the server restarted without its memory."""
+        """Share the lock. Over NFS this also takes it again, if the server restarted and lost it."""
         if locks.share(handle) is False:
             raise OSError(errno.EBUSY, "a sweep took the file while it was published", self._temp)
 
     def close(self) -> None:
-        """Remove what is not published, under whichever names it stands, and close, which unlocks."""
+        """Delete a file that is not published, under each of its names, and close it, which unlocks."""
         # What cannot be removed here (the directory may be gone, the level away) goes with the next sweep.
         if self._may_have_final:
             self._may_have_final = False
@@ -176,7 +176,7 @@ class LocalReader:
             self._direct = -1
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill ``out``; what is not page aligned goes through the page cache."""
+        """Fill ``out``. Parts that are not page aligned go through the page cache."""
         try:
             done = 0
             aligned = len(out) // PAGE * PAGE
@@ -216,7 +216,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """Errors of the system become ours, but for a name that does not exist."""
+        """Turn OSError into LevelError within the context. FileNotFoundError stays."""
         try:
             yield
         except FileNotFoundError:
@@ -225,12 +225,12 @@ class LocalStorage(Storage):
             raise self._error(what, error) from error
 
     def _error(self, what: str, error: OSError) -> LevelError:
-        """Turn an error of the system into ours, and make sure of the directory anew: it may be another one then."""
+        """Return an OSError as a LevelError. The next write checks the directory again: it may have been replaced."""
         self._is_root_durable = False
         return local_error(self.url, what, error)
 
     def create(self, path: str, size_bytes: int) -> LocalWriter:
-        """Start a file; ENOSPC shows here, where the file system can allocate."""
+        """Start a file. A full disk is an error here, where the file system can allocate."""
         try:
             if not self._is_root_durable:
                 if self._was_there:
@@ -248,7 +248,7 @@ class LocalStorage(Storage):
             raise self._error(f"creating {path} of {size_bytes} bytes", error) from error
 
     def _is_there(self, path: str) -> bool:
-        """Like ``lexists``, but raises if the level does not answer."""
+        """True if a path exists, like ``lexists``. Raises, if the level does not answer."""
         try:
             os.lstat(self._path(path))
         except FileNotFoundError:
@@ -256,7 +256,7 @@ class LocalStorage(Storage):
         return True
 
     def put(self, path: str, data: bytes) -> None:
-        """Temporary file, fsync, final name, fsync of the directory."""
+        """Write a temporary file, call fsync, rename, call fsync for the directory."""
         writer = self.create(path, len(data))
         try:
             writer.write(0, memoryview(data))
@@ -274,7 +274,7 @@ class LocalStorage(Storage):
             return file.read(MAX_SMALL_BYTES)
 
     def reader(self, path: str) -> LocalReader:
-        """Open a file; it stays readable when it is deleted."""
+        """Open a file. It stays readable after it is deleted."""
         with self._naming(f"opening {path}"):
             return LocalReader(self.url, path)
 
@@ -283,16 +283,16 @@ class LocalStorage(Storage):
             return os.stat(self._path(path))
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """Return the bytes of a file."""
         return self._stat(path).st_size
 
     def stamp(self, path: str) -> object:
-        """Inode, size and both times."""
+        """Return inode, size and both times."""
         facts = self._stat(path)
         return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
     def list(self, path: str = "", prefix: str = "") -> list[str]:
-        """Names in a directory, sorted; NFS's ``.nfs*`` leftovers of open files are not ours to see."""
+        """Return the names in a directory, sorted, without ``.nfs*``: files that NFS keeps while they are open."""
         try:
             names = (name for name in os.listdir(self._path(path)) if not name.startswith(".nfs"))
             return sorted(name for name in names if name.startswith(prefix))
@@ -328,7 +328,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def _directory(self, path: str) -> Iterator[int]:
-        """The open directory that ``path`` is in; no symbolic link below the level's own is followed."""
+        """Yield a descriptor of the directory that holds ``path``. Symbolic links below the level are not followed."""
         handle = os.open(self.url, _DIRECTORY)
         try:
             for name in path.split("/")[:-1]:
@@ -351,7 +351,7 @@ class LocalStorage(Storage):
             sync_handle(directory)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
-        """Delete under the lock, if nobody holds it; without locks by age."""
+        """Delete a file if nobody holds its lock; on file systems without locks, if it is old."""
         try:
             with self._directory(path) as directory:
                 handle = os.open(os.path.basename(path), _TO_LOCK, dir_fd=directory)

@@ -129,7 +129,7 @@ def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> li
 
 
 def check_place(manifest: Manifest, place: FilePlace) -> None:
-    """Check that a manifest stands where it says. Raises: ShardCorrupt, if not."""
+    """Raises: ShardCorrupt, if a manifest names another place than the one where it was found."""
     meta, where = manifest.meta, f"{place.storage.url}/{place.manifest_path}"
     frozen = parse_frozen_directory_name(place.directory)
     if frozen is not None:
@@ -140,7 +140,7 @@ def check_place(manifest: Manifest, place: FilePlace) -> None:
 
 
 def read_committed(place: FilePlace) -> Manifest:
-    """The manifest at a place, whose file is there in its full size; the file is not read.
+    """Return the manifest at a place, whose file is there in its full size; the file is not read.
 
     Raises: ShardCorrupt, also if the file is lost; FileNotFoundError, if nothing is committed; LevelUnavailable.
     """
@@ -206,7 +206,7 @@ def write_node_file(
 
 
 def _clean_up(place: FilePlace, beat: Beat) -> None:
-    """Delete what was published and not committed, unless it may be the work of another writer by now."""
+    """Delete a file that was published and not committed, unless another writer may have written it by now."""
     try:
         with contextlib.suppress(WriteCancelled):  # this writer goes on working, so there is no other
             beat()

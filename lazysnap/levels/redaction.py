@@ -56,14 +56,14 @@ class Redaction:
         return any(value in text for value in self._values)
 
     def clean(self, text: object) -> str:
-        """``text`` without secrets."""
+        """Return ``text`` without secrets."""
         cleaned = without_passwords(str(text))
         for value in self._values:
             cleaned = cleaned.replace(value, "***")
         return cleaned
 
     def cause(self, error: BaseException) -> BaseException | None:
-        """``error``, to be the cause of a cleaned error; ``None`` if it, or one of its causes, would show a secret."""
+        """Return ``error``, the cause of a cleaned error; ``None`` if it, or one of its causes, shows a secret."""
         seen: BaseException | None = error
         while seen is not None:
             if self.hides(f"{seen!s} {seen!r}"):

@@ -150,7 +150,7 @@ class S3Driver(FsspecStore):
         return {**keys, "expires_at": datetime.now(timezone.utc) + timedelta(seconds=_CREDENTIALS_S)}
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
-        """Receive a range, or all, into memory of its own, without the detour over fsspec's event loop."""
+        """Return a range of an object, or all of it. Unlike the base class, use no event loop."""
         key = self._split_path(path)[1]
         if start is None or end is None:
             return memoryview(obstore.get(self._store, key).bytes())
@@ -170,7 +170,7 @@ class S3Driver(FsspecStore):
         self._client.delete_object(Bucket=self._bucket, Key=f"{self._split_path(path)[1]}/")
 
     def abort_uploads(self, prefix: str, is_wanted: Callable[[Any], bool] = lambda upload: True) -> list[str]:
-        """Give up the wanted uploads below a prefix; their keys. Blocks. Raises: what botocore raises."""
+        """Abort the wanted uploads below a prefix, and return their keys. Blocks. Raises: what botocore raises."""
         gone = []
         for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=prefix):
             for upload in filter(is_wanted, page.get("Uploads", ())):
@@ -200,7 +200,7 @@ class Upload:
         self.close = writer.close
 
     def discard(self) -> None:
-        """Give the upload up. Blocks. Raises: what botocore raises."""
+        """Abort the upload. Blocks. Raises: what botocore raises."""
         self._writer = self.write = self.close = None
         self._abort()
 
@@ -244,7 +244,7 @@ class S3Storage(FsspecStorage):
         return kind(f"{self._redaction.clean(self.url)}: {what}: {advice.format(bucket)} ({text})")
 
     def call(self, what: str, method: Any, *arguments: Any, **options: Any) -> Any:
-        """See ``FsspecStorage.call``. A missing bucket is no missing object."""
+        """See ``FsspecStorage.call``. A missing bucket is a LevelError, not a missing object."""
         try:
             return super().call(what, method, *arguments, **options)
         except FileNotFoundError as error:
@@ -253,12 +253,12 @@ class S3Storage(FsspecStorage):
             raise FileNotFoundError(2, "no such object", what) from None
 
     def abilities(self) -> Abilities:
-        """Return what is known of S3, which refuses clients whose clock is minutes off."""
+        """Return the abilities of S3 without a test. It refuses clients whose clock is minutes off."""
         return Abilities(shows_open_files=False, clock_ahead_s=0.0)
 
     @property
     def checks_writes(self) -> bool:
-        """See ``Storage.checks_writes``; tried out once per process. False where that is not possible."""
+        """See ``Storage.checks_writes``. Tested once per process; false where a test is not possible."""
         try:
             driver: S3Driver = self._filesystem()
             if driver.place not in _compares:
@@ -271,7 +271,7 @@ class S3Storage(FsspecStorage):
             return False
 
     def _make_directory(self, path: str, *, is_missing: bool = False) -> None:
-        """Directories exist while objects do."""
+        """Do nothing: S3 has no directories."""
 
     def is_link(self, path: str) -> bool:
         """Return False: S3 has no links."""

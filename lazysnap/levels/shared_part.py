@@ -1,4 +1,4 @@
-"""Part of a shard, as a shard of its own: what a node stores at levels that all nodes see, or what it alone holds.
+"""Part of a shard, as a shard of its own: the part that a node stores at shared levels, or that parity protects.
 
 The capture plan chose the rows of each tensor: at shared levels a node stores its own
 tensors, and its share of what other nodes hold, too (``shared_rows``). Parity protects what few nodes hold (``nodes``).
@@ -95,7 +95,7 @@ class SharedPart:
 
 
 def held_by_few(most: int) -> Cut:
-    """A cut to what at most so many nodes hold in memory."""
+    """Return a cut to the tensors that at most ``nodes`` nodes hold in memory."""
 
     def cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, int]:
         return (spec, 0) if _num_nodes(facts) <= most else (None, 0)
@@ -114,7 +114,7 @@ def _num_nodes(facts: Any) -> int:
 
 
 def has_shared_rows(meta: CaptureMeta) -> bool:
-    """True if other nodes store something of this shard, too."""
+    """True if other nodes store a part of this shard, too."""
     return any(_rows(facts) is not None for facts in meta.tensors.values())
 
 

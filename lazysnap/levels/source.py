@@ -1,4 +1,4 @@
-"""Sources of a file's bytes while it is written: slots that are still being filled, or what is whole."""
+"""Sources of a file's bytes while it is written: slots that captures still fill, or complete memory."""
 
 import mmap
 import threading
@@ -14,7 +14,7 @@ _SLICE_S = 0.2
 
 
 def map_anonymous(size_bytes: int) -> memoryview:
-    """Page-aligned private memory, zeroed, freed with its last view."""
+    """Return page-aligned private memory, zeroed, freed with its last view."""
     return memoryview(mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:size_bytes]
 
 
@@ -24,7 +24,7 @@ class BlockSource(Protocol):
     size_bytes: int
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Bytes ``[offset, offset + length)``; they may reach up to the next page boundary behind the end.
+        """Return the bytes ``[offset, offset + length)``; they may reach up to the next page boundary behind the end.
 
         Blocks: until they are there, with a deadline of its own. Thread-safe.
         Raises: CaptureAborted, if they will never be.
@@ -49,7 +49,7 @@ def _header_bytes(source: BlockSource, offset: int) -> int:
 
 
 def header_of(source: BlockSource, offset: int, size_bytes: int) -> memoryview:
-    """The header of a shard that stands there. Blocks: until it is there. Raises: CaptureAborted."""
+    """Return the header of a shard. Blocks: until it is written. Raises: CaptureAborted."""
     length = min(_header_bytes(source, offset), size_bytes)
     return source.view(offset, -(-length // PAGE) * PAGE)[:length]
 
@@ -113,7 +113,7 @@ class MemorySource:
         return self._image[offset : offset + length]
 
     def finish(self) -> None:
-        """Nothing more to check: the writer compares the digest."""
+        """Do nothing: the writer compares the digest."""
 
 
 class RateLimiter:

@@ -51,7 +51,7 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """Harmless twice."""
+        """Close. May be called twice."""
         ...
 
 
@@ -67,9 +67,9 @@ class Storage(ABC):
 
     url: str
     parallel_writes = 1
-    """Threads that a writer can use with profit; 1 means that blocks must come in order."""
+    """The number of threads with which a writer is fastest; 1 means that blocks must come in order."""
     parallel_reads = 2
-    """Threads that read blocks with profit."""
+    """The number of threads with which reading is fastest."""
     abandoned_after_s = ABANDONED_AFTER_S
 
     @property
@@ -101,7 +101,7 @@ class Storage(ABC):
 
     @abstractmethod
     def age_s(self, path: str) -> float | None:
-        """Seconds since an object changed, by the place's own clock; ``None`` if the place does not say."""
+        """Return the seconds since an object changed, by the place's own clock; ``None`` if the place does not say."""
 
     @abstractmethod
     def delete(self, path: str) -> None:
@@ -109,7 +109,7 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self, path: str = "", prefix: str = "") -> list[str]:
-        """Names in a directory that begin with ``prefix``, sorted; empty if there is no such directory.
+        """Return the names in a directory that begin with ``prefix``, sorted; empty if there is no such directory.
 
         Where the place can, other names are not even looked at.
         """
@@ -128,7 +128,7 @@ class Storage(ABC):
             reader.read_into(offset, out)
 
     def stamp(self, path: str) -> object:
-        """A value that changes when the object does and is cheap to get; ``None`` if the place has none."""
+        """Return a value that changes when the object does and is cheap to get; ``None`` if the place has none."""
         return None
 
     # ---------------------------------------------------------------- writers that live or are dead
@@ -157,7 +157,7 @@ class Storage(ABC):
         return age is not None and age >= seconds
 
     def abort_stale(self) -> Sequence[str]:
-        """Give up uploads that have no living writer and that no listing shows; their names."""
+        """Abort uploads whose writers are dead and that no listing shows. Return their names."""
         return []
 
     # ---------------------------------------------------------------- directories and links
@@ -175,7 +175,7 @@ class Storage(ABC):
 
 
 def probe_name() -> str:
-    """A new name of a small object by which a place is tried out."""
+    """Return a new name of a small object for a test of the place."""
     return f".lazysnap-probe-{os.urandom(8).hex()}"
 
 
@@ -198,7 +198,7 @@ def probe(storage: Storage, beat: Beat) -> None:
 
 
 def level_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:
-    """``error`` as one of our errors, with the place and what was tried."""
+    """Return ``error`` as a LevelError that names the place and the operation."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return LevelFull(f"{url}: {what}: {error.strerror}; free space there or lower keep_last")
     return LevelUnavailable(f"{url}: {what}: {error}")

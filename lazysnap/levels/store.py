@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = None) -> "SnapshotStore":
-    """The store at a path or fsspec URL. Does no I/O for local paths.
+    """Return the store at a path or fsspec URL. Does no I/O for local paths.
 
     Raises: LevelUnavailable, if fsspec does not know the protocol or lacks its package; ConfigError, for an ``s3://``
     URL that holds credentials.
@@ -166,7 +166,7 @@ class SnapshotStore:
             raise ShardCorrupt(f"{self.url}: the frozen tensors {digest} were read back damaged: {error}") from error
 
     def check_frozen(self, entry: Entry, beat: Beat = lambda: None) -> None:
-        """See that what a snapshot has of frozen tensors is there. Blocks: as ``has_frozen``. Raises: ShardCorrupt."""
+        """Raises: ShardCorrupt, if frozen tensors of a snapshot are missing. Blocks: as ``has_frozen``."""
         if entry.frozen is not None and not self.has_frozen(entry.frozen, beat):
             raise ShardCorrupt(f"{self.url}: the frozen tensors {entry.frozen} are lost or damaged")
 
@@ -182,7 +182,7 @@ class SnapshotStore:
     # ---------------------------------------------------------------- looking
 
     def listing(self, *, marked: bool = False) -> Listing:
-        """Return what is here by its name alone; see ``levels.listing``. Raises: LevelUnavailable."""
+        """Return the names at this level, without reading manifests (``levels.listing``). Raises: LevelUnavailable."""
         return list_names(self.storage, marked=marked)
 
     # ---------------------------------------------------------------- reading
@@ -204,7 +204,7 @@ class SnapshotStore:
         return manifest
 
     def verify(self, place: FilePlace, beat: Beat = lambda: None) -> Manifest:
-        """Read every byte of a node's file and compare; its manifest.
+        """Read every byte of a node's file, compare it with the checksums, and return its manifest.
 
         Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable.
         """
@@ -224,7 +224,7 @@ class SnapshotStore:
             self.storage.put(f"{entry.location}/{file}", entry.run_id.encode())
 
     def release(self, run_id: str | None, name: str, beat: Beat = lambda: None) -> list[str]:
-        """Take a name from the snapshots of a run (``None``: of all runs); the directories that had it.
+        """Take a name from the snapshots of a run (``None``: of all runs). Return the directories that had it.
 
         Blocks; ``beat`` is called for each directory, and may raise.
         """
@@ -243,7 +243,7 @@ class SnapshotStore:
         return freed
 
     def _is_of_others(self, directory: str, file: str) -> bool:
-        """True if a ``keep-…`` object is there that no run gave. Another node may just have taken it away."""
+        """True if there is a ``keep-…`` object that no run gave. Another node may delete it meanwhile."""
         return not self._is_our_name(directory, file) and self.storage.exists(f"{directory}/{file}")
 
     def _is_our_name(self, directory: str, file: str) -> bool:
@@ -252,10 +252,10 @@ class SnapshotStore:
         return is_given_by_a_run(self.storage, path) and not self.storage.is_link(path)
 
     def sweep(self, is_ours: IsOurs | None = None, beat: Beat = lambda: None) -> list[str]:
-        """Remove what dead writers left of somebody's files (``None``: of all): temporary ones, uncommitted files.
+        """Delete files that dead writers left (``levels.leftovers``), and return their paths.
 
-        Also what falls to it of ranks that are no more. What a living writer works on stays, whoever it is.
-        What went is returned. Blocks; ``beat`` is called for each directory, and may raise.
+        ``is_ours``: the nodes whose files are deleted; ``None``: all. Files of a living writer always stay.
+        Blocks; ``beat`` is called for each directory, and may raise.
         """
         with self._naming("sweeping"):
             return sweep(self.storage, is_ours, beat)

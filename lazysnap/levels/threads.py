@@ -1,4 +1,4 @@
-"""Tasks in several threads, for which the interpreter does not wait when it exits."""
+"""Tasks in several threads. The interpreter does not wait for them when it exits."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 def in_threads(
     tasks: Iterable[Callable[[], Result]], count: int, name: str, on_error: Callable[[], None] = lambda: None
 ) -> list[Result]:
-    """Run tasks in at most ``count`` daemon threads, the caller's included; their results, in order.
+    """Run tasks in at most ``count`` threads, the caller's included. Return their results, in order.
 
     A task is taken, in order, when a thread is free. ``on_error`` is called when a task failed, while others may still
     run, from any of the threads. Not ``ThreadPoolExecutor``: the interpreter joins its threads at exit, and one that

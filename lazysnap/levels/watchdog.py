@@ -1,4 +1,4 @@
-"""Work that may hang, run so that nobody waits for it longer than a deadline."""
+"""Runs work that may hang, so that the caller waits for it no longer than a deadline."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ _CHECK_S = 0.25
 
 
 class WriteCancelled(CaptureAborted):
-    """Abandon what is written; a caller that waits goes on waiting until it is cleaned up."""
+    """Raised to abandon a write. A caller that waits goes on waiting until the write is cleaned up."""
 
 
 class Watchdog(Generic[Result]):
@@ -53,16 +53,16 @@ class Watchdog(Generic[Result]):
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last progress."""
+        """Return the seconds since the last progress."""
         return time.monotonic() - self._moved
 
     @property
     def is_running(self) -> bool:
-        """True if the thread still works, also if nobody waits."""
+        """True if the thread still works, even if nobody waits."""
         return not self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """True if the work ends within ``timeout_s``. Blocks. Nothing is given up."""
+        """True if the work ends within ``timeout_s``. Blocks. The work goes on after the deadline."""
         return self._done.wait(timeout_s)
 
     def result(self, timeout_s: float) -> Result:

@@ -15,12 +15,12 @@ BLOCK_BYTES = 16 << 20
 
 
 def digest(data: "bytes | memoryview") -> str:
-    """xxh3-128 of ``data`` as 32 hexadecimal digits. Releases the interpreter lock on large buffers."""
+    """Return xxh3-128 of ``data`` as 32 hexadecimal digits. Releases the interpreter lock on large buffers."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def block_ranges(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """The ``(offset, length)`` of each block of a file, in order."""
+    """Yield the ``(offset, length)`` of each block of a file, in order."""
     for offset in range(0, size_bytes, block_bytes):
         yield offset, min(block_bytes, size_bytes - offset)
 
@@ -40,7 +40,7 @@ class Checksums:
 
     @classmethod
     def of(cls, data: memoryview, block_bytes: int = BLOCK_BYTES) -> "Checksums":
-        """Compute them for a whole shard in memory."""
+        """Compute the checksums of a whole shard in memory."""
         ranges = block_ranges(len(data), block_bytes)
         return cls(len(data), block_bytes, tuple(digest(data[start : start + length]) for start, length in ranges))
 

@@ -136,7 +136,7 @@ class Layout:
         return name in self._index
 
     def find(self, name: str) -> tuple[TensorSpec, int]:
-        """The tensor called ``name`` and its absolute offset.
+        """Return the tensor called ``name`` and its absolute offset.
 
         Raises: ShardCorrupt, if there is none (the manifest refers to it, so the two do not belong together).
         """
@@ -147,7 +147,7 @@ class Layout:
 
 
 def join(shards: Sequence[tuple[int, Layout]]) -> tuple[bytes, tuple[int, ...]]:
-    """The header of a node's file, and the offset of each shard in it. ``shards``: rank and layout, in this order.
+    """Return the header of a node's file, and the offset of each shard in it. ``shards``: rank and layout, in order.
 
     It makes the file with all shards behind it, byte for byte and each on a page, one valid safetensors file. Their
     tensors are called ``rank-00003/<name>``; the bytes between two shards and the header of the second, which
@@ -178,7 +178,7 @@ def _entry(dtype: str, shape: Sequence[int], start: int, end: int) -> dict[str, 
 
 
 def _header(entries: Mapping[str, Any], what: str) -> bytes:
-    """The length, and the entries as JSON, padded up to a page. Raises: FormatError, over a limit."""
+    """Return the length and the entries as JSON, padded up to a page. Raises: FormatError, over a limit."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     length = -(-(8 + len(text)) // PAGE) * PAGE - 8
     count = len(entries.keys() - {"__metadata__"})

@@ -33,7 +33,7 @@ MAX_SMALL_OBJECT_BYTES = 4096
 """The largest object that holds a name."""
 
 MAX_STATE_DEPTH = 100
-"""Containers inside each other in the training state, the state itself included."""
+"""Containers inside each other in the training state, which is one of them."""
 
 Result = TypeVar("Result")
 Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
@@ -67,12 +67,12 @@ def check_values(text: bytes) -> None:
 
 
 def _refuse(name: str) -> None:
-    """Python accepts NaN and infinities, JSON does not; the encoding of the state has tags for them."""
+    """Refuse NaN and infinities: JSON has none, and the encoding of the state has tags for them."""
     raise ValueError(f"{name} is no JSON")
 
 
 def _children(value: Any) -> list[Any]:
-    """The lists and objects directly in a list or an object."""
+    """Return the lists and objects directly in a list or an object."""
     if type(value) is dict:
         return [child for child in value.values() if type(child) in (dict, list)]
     return [child for child in value if type(child) in (dict, list)] if type(value) is list else []
@@ -81,7 +81,7 @@ def _children(value: Any) -> list[Any]:
 def with_stack(work: Callable[[], Result]) -> Result:
     """Return ``work()``. If the caller left too little of Python's stack, run it again in a new thread.
 
-    ``work`` must allow to be run twice. Raises: what it raises; RecursionError, only if both runs raise it.
+    ``work`` may run twice. Raises: what ``work`` raises; RecursionError, only if both runs raise it.
     """
     try:
         return work()

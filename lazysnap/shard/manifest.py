@@ -63,7 +63,7 @@ class CaptureMeta:
     """The metadata of a capture, known before its first byte is copied: a manifest without checksums and sizes."""
 
     run_id: Id
-    """Made at the first start of a training, kept by every restart (``shard.names``)."""
+    """The id that a training gets at its first start, and keeps at every restart (``shard.names``)."""
     start: Id
     """The id of one launch of the ranks. After a restart the same step is another snapshot."""
     step: Count
@@ -156,7 +156,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The file that one node wrote of one snapshot, as committed."""
+    """The manifest of the file that one node wrote of one snapshot."""
 
     name: NodeName
     shards: tuple[Shard, ...]
@@ -175,14 +175,14 @@ class Manifest:
         return self.shards[0].meta
 
     def of(self, rank: int) -> Shard:
-        """The shard of a rank. Raises: ShardCorrupt, if it is not here."""
+        """Return the shard of a rank. Raises: ShardCorrupt, if it is not in the file."""
         for shard in self.shards:
             if shard.meta.rank == rank:
                 return shard
         raise ShardCorrupt(f"{self.name.file}: holds no shard of rank {rank}")
 
     def encode(self) -> bytes:
-        """The bytes of the manifest file."""
+        """Return the bytes of the manifest file."""
         body = _dump(
             {
                 "format": FORMAT,
@@ -269,7 +269,7 @@ for _kind in (CaptureMeta, _FileFields, _PlaceFields):
 
 
 def _checked(value: Any, kind: Any, where: str) -> Any:
-    """``value`` as an object of that type. Raises: ShardCorrupt, naming the field that does not fit."""
+    """Return ``value`` as an object of that type. Raises: ShardCorrupt, naming the field that does not fit."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeError) as error:  # the second for half of a surrogate pair
@@ -295,7 +295,7 @@ def _load(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _is_facts(facts: Any) -> bool:
-    """True if this is within the limits of an entry; its meaning is checked where it is used."""
+    """True if an entry is within the limits; its meaning is checked where it is used."""
     if not isinstance(facts, dict):
         return not isinstance(facts, (list, str))
     texts = [text for text in facts.values() if isinstance(text, str)]
@@ -317,7 +317,7 @@ def _shard(fields: Any, where: str) -> Shard:
 
 
 def _check_places(manifest: Manifest, where: str) -> None:
-    """The shards are of one snapshot, of different ranks, and lie one behind the other up to the end of the file."""
+    """Check that the shards are of one snapshot and of different ranks, and fill the file one behind the other."""
     end = 0
     if len(manifest.shards) == 1 and manifest.shards[0].offset:
         raise ShardCorrupt(f"{where}: the only shard begins at byte {manifest.shards[0].offset}")

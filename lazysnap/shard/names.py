@@ -23,18 +23,18 @@ _KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
 def new_id() -> str:
-    """The id of a run or start that begins now."""
+    """Return the id of a run or start that begins now."""
     return f"{time.time_ns() // 1_000_000:0{_TIME_DIGITS}x}{secrets.token_hex(3)[:5]}"
 
 
 def id_after(own: str, other: str) -> str:
-    """``own``, or a later id if ``own`` is not greater than ``other``: a clock may be set back."""
+    """Return ``own``, or a later id if ``own`` is not greater than ``other``: a clock may be set back."""
     milliseconds = f"{int(other[:_TIME_DIGITS], 16) + 1:0{_TIME_DIGITS}x}"
     return own if own > other or len(milliseconds) > _TIME_DIGITS else milliseconds + own[_TIME_DIGITS:]
 
 
 def id_time_ns(text: str) -> int:
-    """When the run or start of that id began, in nanoseconds since 1970, to the millisecond."""
+    """Return the time at which the run or start of an id began: nanoseconds since 1970, to the millisecond."""
     return int(text[:_TIME_DIGITS], 16) * 1_000_000
 
 
@@ -58,19 +58,19 @@ class SnapshotName:
 
     @classmethod
     def parse(cls, directory: str) -> "SnapshotName | None":
-        """``None`` for anything that ``directory`` would not give."""
+        """Return the identity in a directory's name; ``None`` for any other text."""
         match = _DIRECTORY.fullmatch(directory)
         name = cls(match[2], int(match[1]), match[3]) if match else None
         return name if name is not None and name.step <= MAX_COUNT and name.directory == directory else None
 
 
 def frozen_directory_name(digest: str) -> str:
-    """``frozen-<digest>``: the directory of frozen tensors with this content, of any run."""
+    """Return ``frozen-<digest>``: the directory of frozen tensors with this content, of any run."""
     return f"frozen-{digest}"
 
 
 def parse_frozen_directory_name(name: str) -> str | None:
-    """The digest, ``None`` for any other name."""
+    """Return the digest, ``None`` for any other name."""
     match = _FROZEN_DIRECTORY.fullmatch(name)
     return match[1] if match else None
 
@@ -86,7 +86,7 @@ def is_keep_name(name: object) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises: ConfigError, if no snapshot may be called so."""
+    """Raises: ConfigError, if a snapshot cannot have this name."""
     if not is_keep_name(name) or name == "latest" or name.isdigit():
         raise ConfigError(
             f"a snapshot's name must be 1 to 64 letters, digits, points, dashes or underscores (not 'latest', "
@@ -95,12 +95,12 @@ def check_name(name: str) -> None:
 
 
 def keep_file_name(name: str) -> str:
-    """``keep-before-anneal``: the object in a snapshot's directory that gives it this name."""
+    """Return ``keep-before-anneal``: the object in a snapshot's directory that gives it this name."""
     return f"keep-{name}"
 
 
 def parse_keep_file_name(file: str) -> str | None:
-    """The name in the name of a ``keep-…`` object, ``None`` for any other file."""
+    """Return the name that a ``keep-…`` object gives, ``None`` for any other file."""
     match = _KEEP_FILE.fullmatch(file)
     return match[1] if match else None
 
@@ -117,7 +117,7 @@ class NodeName:
 
     @classmethod
     def parse(cls, text: str) -> "NodeName | None":
-        """``None`` for any text that ``text`` does not give, or that exceeds the limits of the format."""
+        """Return the number in a name; ``None`` for any other text, or above the limits of the format."""
         match = _FILE.fullmatch(text)
         if match is None:
             return None
@@ -141,7 +141,7 @@ class NodeName:
 
 
 def parse_file_name(file: str) -> tuple[NodeName, str] | None:
-    """Name and suffix (``safetensors`` or ``json``) of a node's file or manifest, ``None`` for any other file."""
+    """Return name and suffix (``safetensors`` or ``json``) of a node's file or manifest, ``None`` for other files."""
     text, _, suffix = file.rpartition(".")
     name = NodeName.parse(text)
     return (name, suffix) if name is not None and suffix in _SUFFIXES else None

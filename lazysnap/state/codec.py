@@ -51,7 +51,7 @@ def register_type(cls: type, *, name: str, encode: Callable[[Any], Any], decode:
 
 
 def path_text(path: Collection[Any]) -> str:
-    """A path in the state for messages: ``$.callbacks['EMA'].weights[3]``."""
+    """Return a path in the state for messages: ``$.callbacks['EMA'].weights[3]``."""
     text = "$"
     for key in path:
         text += f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{_shortened(repr(key))}]"
@@ -118,7 +118,7 @@ class _Encoder:
         return function(value) if function else self.other(value)
 
     def enter(self) -> None:
-        """A container begins; the caller decrements ``depth`` when it ends."""
+        """Enter a container; the caller decrements ``depth`` at its end."""
         self.depth += 1
         if self.depth > MAX_STATE_DEPTH:
             where = path_text(self.path[:_PATH_SHOWN])
@@ -256,7 +256,7 @@ _PLAIN = {type(None), bool, str, int, float, *_LEAF_ENCODERS}
 
 
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:
-    """The value that was encoded; ``tensor(name)`` returns each tensor.
+    """Return the value that was encoded; ``tensor(name)`` returns each tensor.
 
     Raises: ShardCorrupt, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; UnsupportedState, if a
     type is not registered in this process.
@@ -271,7 +271,7 @@ def decode(encoded: Any, *, tensor: TensorSource) -> Any:
 
 
 def tensor_names(encoded: Any) -> list[str]:
-    """The names of all tensors in an encoding, in order. Calls no registered decoder. Raises: ShardCorrupt."""
+    """Return the names of all tensors in an encoding, in order. Calls no registered decoder. Raises: ShardCorrupt."""
     names, left = [], [encoded]
     while left:
         item = left.pop()

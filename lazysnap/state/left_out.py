@@ -1,4 +1,4 @@
-"""Values of unknown types in what a program adds to the state: left out of it, and the program's own at a restart."""
+"""Values of unknown types in the state: a snapshot leaves them out, and a restart keeps those of the program."""
 
 import dataclasses
 import enum
@@ -16,10 +16,10 @@ _NOTHING = object()
 
 
 class LeftOut:
-    """Collects the paths of the values that one state does not hold.
+    """Collects the paths of the values that a snapshot leaves out.
 
     ``plain_below``: top-level keys below which such a value becomes a plain one, if it has a plain form (enumerations,
-    dataclasses, subclasses of dict and list): what tools read that load a checkpoint without the program.
+    dataclasses, subclasses of dict and list). Tools that load a checkpoint without the program read these parts.
     """
 
     def __init__(self, plain_below: Collection[str] = ()) -> None:
@@ -27,13 +27,13 @@ class LeftOut:
         self.kinds: dict[Path, str] = {}
         """The type of each, by path."""
         self._open: set[int] = set()
-        """The ids of the containers around the value that is looked at."""
+        """The ids of the containers around the value that is examined now."""
 
     def without(self, value: Any, *path: Any) -> Any:
-        """Return ``value``, which stands at ``path``, without what the encoding does not know.
+        """Return ``value``, which is at ``path``, without values of types that the encoding does not know.
 
-        A dict lacks such entries; a list or tuple has ``None`` in their places. Containers in which all is known stay
-        the same objects. ``None``, if ``value`` itself is not known.
+        A dict lacks such entries; a list or tuple has ``None`` in their places. Containers without such values are
+        returned unchanged. ``None``, if the type of ``value`` itself is unknown.
         """
         found = with_stack(lambda: self._without(value, path, MAX_STATE_DEPTH))
         return None if found is _NOTHING else found

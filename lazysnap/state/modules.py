@@ -1,4 +1,4 @@
-"""Loading the state of a module: names with or without ``torch.compile``, and tensors with unusual memory."""
+"""Loading the state of a module: names with or without ``torch.compile``, tensors with unusual strides."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -19,12 +19,12 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
 
 
 def without_compiled(name: str) -> str:
-    """A name in a model without the parts that ``torch.compile`` adds."""
+    """Return a name in a model without the parts that ``torch.compile`` adds."""
     return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
 
 
 def held_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
-    """Return the name in a snapshot by the name of a live tensor, also if only one of the two was compiled.
+    """Map names of live tensors to names in a snapshot, also if only one of the two models was compiled.
 
     Tensors that the snapshot does not have are left out.
     """
@@ -80,7 +80,7 @@ def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[st
 
 
 def take_order(live: Any, saved: Any) -> None:
-    """Give a live tensor the strides of ``saved``, if those are not row-major. Its values are to be loaded afterwards.
+    """Give a live tensor the strides of ``saved``, if those are not row-major. The caller loads its values afterwards.
 
     It keeps its memory. A view of larger memory and a part of a sharded tensor keep their strides.
     """
@@ -90,7 +90,7 @@ def take_order(live: Any, saved: Any) -> None:
         live.data = live.data.as_strided(live.shape, saved.stride())
 
 
-def told_orders(module: torch.nn.Module, saved: Mapping[str, Any]) -> set[int]:
+def recorded_orders(module: torch.nn.Module, saved: Mapping[str, Any]) -> set[int]:
     """Return the ids of the live tensors of a module that are not row-major in ``saved``."""
     live = _live(module)
     return {
@@ -122,7 +122,7 @@ def _is_expanded(value: Any) -> bool:
 
 
 def _once(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The part of an expanded tensor that covers each element in memory once."""
+    """Return the index of the part of an expanded tensor that covers each element in memory once."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 

@@ -9,7 +9,7 @@ from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loa
 from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
-from lazysnap.state.modules import fitted, told_orders, without_compiled
+from lazysnap.state.modules import fitted, recorded_orders, without_compiled
 from lazysnap.state.optimizers import check_optimizers, classes_of, put_back, stepping
 from lazysnap.state.pretrained import PRETRAINED, pretrained
 from lazysnap.state.scaler import load_scaler, state_of_scaler
@@ -20,7 +20,7 @@ _RNG = "rng"
 
 
 def unwrapped(value: Any) -> Any:
-    """The module inside the wrappers of DDP, ``torch.compile`` and Fabric: names in a snapshot are its names."""
+    """Return the module inside the wrappers of DDP, ``torch.compile`` and Fabric. Snapshots use its names."""
     while isinstance(value, torch.nn.Module):
         inner = getattr(value, "_orig_mod", None)
         if isinstance(value, torch.nn.parallel.DistributedDataParallel):
@@ -39,7 +39,7 @@ def _is_of_fabric(module: torch.nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the parts that wrappers add."""
+    """Return a parameter's name without the parts that wrappers add."""
     return without_compiled(name.removeprefix("module."))
 
 
@@ -70,7 +70,7 @@ class NamedObjects:
     """The modules and optimizers of a ``StateSource``, by the path of their state in ``collect()``."""
 
     def named(self) -> Mapping[str, Any]:
-        """They, and anything else, by name."""
+        """Return all objects of the state by name: modules, optimizers and others."""
         raise NotImplementedError
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -78,17 +78,17 @@ class NamedObjects:
         return [stepping(value) for value in self.named().values() if isinstance(value, torch.optim.Optimizer)]
 
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
-        """See ``StateSource.lazy_tensors``: none: what no optimizer holds is copied at the boundary."""
+        """See ``StateSource.lazy_tensors``. None: tensors that no optimizer holds are copied at the boundary."""
         return ()
 
     def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
-        """See ``StateSource.frozen_tensors``: of all modules."""
+        """See ``StateSource.frozen_tensors``. Those of all modules."""
         for value in self.named().values():
             if isinstance(value, torch.nn.Module):
                 yield from (parameter for parameter in value.parameters() if not parameter.requires_grad)
 
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """See ``StateSource.replicated_parameters``: the trained ones in ``DistributedDataParallel``."""
+        """See ``StateSource.replicated_parameters``. Those that ``DistributedDataParallel`` trains."""
         for value in self.named().values():
             if isinstance(value, torch.nn.Module) and ddp_of(value) is not None:
                 yield from (parameter for parameter in value.parameters() if parameter.requires_grad)
@@ -132,7 +132,7 @@ class ObjectState(NamedObjects):
         keep_streams([value for value in objects.values() if is_stateful_loader(value)])
         self._checked = False
         self._pretrained: str | None = None
-        self._has_noted = False
+        self._has_pretrained = False
 
     def named(self) -> Mapping[str, Any]:
         """See ``NamedObjects.named``."""
@@ -142,10 +142,10 @@ class ObjectState(NamedObjects):
         check_supported(self._objects)
         self._checked = True
 
-    def _noted(self) -> dict[str, str]:
-        """Return the files that models of Transformers and PEFT save beside their weights; they are asked once."""
-        if not self._has_noted:
-            self._has_noted = True
+    def _pretrained_files(self) -> dict[str, str]:
+        """Return the files that models of Transformers and PEFT save beside their weights. Made once."""
+        if not self._has_pretrained:
+            self._has_pretrained = True
             modules = {name: unwrapped(one) for name, one in self._objects.items() if isinstance(one, torch.nn.Module)}
             self._pretrained = pretrained(modules)
         return {} if self._pretrained is None else {PRETRAINED: self._pretrained}
@@ -163,7 +163,7 @@ class ObjectState(NamedObjects):
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
         state = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
         state[_RNG] = collect_rng()
-        state[KEY] = {OPTIMIZERS: classes_of(self), **self._noted()}
+        state[KEY] = {OPTIMIZERS: classes_of(self), **self._pretrained_files()}
         return state
 
     def check_averages_gradients(self) -> None:
@@ -173,7 +173,7 @@ class ObjectState(NamedObjects):
                 check_averages_gradients(name, module)
 
     def expected(self) -> Mapping[str, torch.Tensor]:
-        """See ``StateSource.expected``: all tensors of the modules. Raises: as ``collect``."""
+        """See ``StateSource.expected``. All tensors of the modules. Raises: as ``collect``."""
         self._check()  # before the state_dict() of such a module, which may be a collective
         return {
             f"{name}.{key}": tensor
@@ -196,10 +196,10 @@ class ObjectState(NamedObjects):
                 "name the objects as when it was taken"
             )
         check_optimizers(self, state, None)
-        told: set[int] = set()
+        recorded: set[int] = set()
         for name, value in self._objects.items():
             if isinstance(value, torch.nn.Module):
-                told |= told_orders(unwrapped(value), state[name])
+                recorded |= recorded_orders(unwrapped(value), state[name])
         for name, value in self._objects.items():
             if not data and is_data_position(value):
                 continue
@@ -210,7 +210,7 @@ class ObjectState(NamedObjects):
                 module = unwrapped(value)
                 module.load_state_dict(fitted(module, state[name]))
             elif isinstance(value, torch.optim.Optimizer):
-                put_back(stepping(value), state[name], told)
+                put_back(stepping(value), state[name], recorded)
             elif isinstance(value, torch.amp.GradScaler):
                 load_scaler(value, state[name])
             elif is_stateful_loader(value):

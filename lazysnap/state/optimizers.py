@@ -1,4 +1,4 @@
-"""Loading the state of an optimizer: compared with its groups first, then in the memory order of its parameters."""
+"""Loading the state of an optimizer: check it first, then load it in the memory order of the parameters."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ _INNER = ("optimizer", "_optimizer")
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer whose steps can be hooked: ``optimizer``, or the one that Accelerate or Fabric wrapped in it.
+    """Return the optimizer whose steps can be hooked: ``optimizer``, or the one that Accelerate or Fabric wrapped.
 
     These wrappers are subclasses of ``Optimizer`` without hooks or state of their own; their ``state_dict`` is that of
     the inner optimizer. Other wrappers have their own hooks and state, and are returned unchanged.
@@ -36,12 +36,12 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def named_optimizers(source: StateSource) -> Iterable[tuple[str, torch.optim.Optimizer]]:
-    """Every optimizer of a source with the path of its state in ``collect()``."""
+    """Yield every optimizer of a source with the path of its state in ``collect()``."""
     return zip(source.optimizer_parameters(), source.optimizers(), strict=False)
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Module and name of an optimizer's class, or of the class of the same name that a wrapper derived it from."""
+    """Return module and name of an optimizer's class. Of a wrapper's class: those of its base of the same name."""
     name = type(optimizer).__name__
     origin = [kind for kind in type(optimizer).__mro__ if kind.__name__ == name][-1]
     return f"{origin.__module__}.{name}"
@@ -75,7 +75,7 @@ def classes_of(source: StateSource) -> dict[str, dict[str, str]]:
 
 
 def _recorded(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what ``classes_of`` gave for the optimizers of a snapshot."""
+    """Return the result of ``classes_of`` for the optimizers of a snapshot."""
     own = state.get(KEY)
     fields = own.get(OPTIMIZERS) if isinstance(own, dict) else None
     listed = fields.items() if isinstance(fields, dict) else ()
@@ -110,7 +110,7 @@ def _fills_groups(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _check_keys(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises: StateMismatch, if settings are missing. Switches may be: torch adds some with each release."""
+    """Raises: StateMismatch, if settings are missing. Switches may be missing: torch adds some with each release."""
     groups = saved["param_groups"]
     needed = {key for key, value in optimizer.defaults.items() if value is not None and not isinstance(value, bool)}
     missing = sorted(key for key in needed if any(key not in group for group in groups))
@@ -169,16 +169,16 @@ def _groups(sizes: list[int]) -> str:
     return f"{len(sizes)} parameter group{'s' * (len(sizes) != 1)} of {', '.join(map(str, sizes)) or 0} parameters"
 
 
-def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], told: Collection[int] = ()) -> None:
+def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], recorded: Collection[int] = ()) -> None:
     """Load ``saved``: every tensor gets the dtype, the values and the strides that it has there.
 
     If the optimizer holds tensors of the same kind, they are filled in place: it then needs no memory for a second
-    state, and captures keep their plan. ``told``: see ``modules.told_orders``.
+    state, and captures keep their plan. ``recorded``: see ``modules.recorded_orders``.
     """
     inner = stepping(optimizer)
     places = _places(inner, saved)
     if places is None:
-        placed = laid_out(inner, saved, told)
+        placed = laid_out(inner, saved, recorded)
         groups = [dict(group) for group in inner.param_groups]
         optimizer.load_state_dict(placed)
         _put_exact(inner, placed, groups)
@@ -198,7 +198,7 @@ def _put_exact(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], befor
     """
     state, groups = saved.get("state"), saved.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
-        return  # in a format of its own
+        return  # the optimizer has its own format
     parameters = _parameters(optimizer)
     for number, values in state.items():
         if type(number) is int and 0 <= number < len(parameters) and parameters[number] in optimizer.state:
@@ -212,12 +212,12 @@ def _put_exact(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], befor
 
 
 def _exact(loaded: Any, saved: Any) -> Any:
-    """``saved`` on the device of ``loaded``, where loading changed it; containers are changed in place."""
+    """Return ``saved`` on the device of ``loaded`` if loading changed it. Containers are changed in place."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         is_same = loaded.dtype == saved.dtype or loaded.shape != saved.shape
         return loaded if is_same else saved.to(loaded.device)
     if isinstance(saved, str):
-        return saved  # torch takes a text for a list, and makes another text of it
+        return saved  # torch treats a text as a list, and changes it
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key in saved.keys() & loaded.keys():
             loaded[key] = _exact(loaded[key], saved[key])
@@ -231,12 +231,12 @@ def _exact(loaded: Any, saved: Any) -> Any:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer, as its state numbers them."""
+    """Return the parameters of an optimizer in the order in which its state numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _places(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[tuple[Any, Any, Any]] | None:
-    """The place of each saved value: container, key, value; ``None`` if one of them has no place of the same kind."""
+    """Return container, key and value for each saved value; ``None`` if one of them has no place of the same kind."""
     hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
     state, groups = saved.get("state"), saved.get("param_groups")
     is_plain = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
@@ -293,7 +293,7 @@ def _is_alike(held: Any, value: torch.Tensor) -> bool:
 
 
 def _order(tensor: torch.Tensor) -> Order | None:
-    """Memory order of this rank's part of a tensor."""
+    """Return the memory order of this rank's part of a tensor."""
     local = local_of(tensor)
     return order_of(local.shape, local.stride())
 
@@ -302,14 +302,16 @@ def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
 
 
-def laid_out(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], told: Collection[int] = ()) -> dict[str, Any]:
+def laid_out(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], recorded: Collection[int] = ()
+) -> dict[str, Any]:
     """Return ``saved`` with row-major tensors of a parameter's shape in the memory order of that parameter, where the
-    snapshot does not say that order (``told``).
+    snapshot does not say that order (``recorded``).
 
     Fused optimizers read parameter and moments side by side in memory, and ignore strides. The program may have given
     its parameters another memory order since, and older snapshots say none.
     """
-    parameters, state = [None if id(one) in told else one for one in _parameters(optimizer)], saved.get("state")
+    parameters, state = [None if id(one) in recorded else one for one in _parameters(optimizer)], saved.get("state")
     if not isinstance(state, dict):
         return dict(saved)
     return {**saved, "state": {key: _laid_out(parameters, key, values) for key, values in state.items()}}

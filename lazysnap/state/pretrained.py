@@ -1,4 +1,4 @@
-"""The files that models of Transformers and PEFT save beside their weights: noted once, for exports."""
+"""The files that models of Transformers and PEFT save beside their weights. Snapshots hold them for exports."""
 
 import copy
 import json
@@ -14,15 +14,15 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 PRETRAINED = "pretrained"
-"""Below ``source.KEY``: JSON; by name of an object of the state, its ``files`` (name → text), and for adapters
-``weights`` (name in the file → name in the model).
+"""A key below ``source.KEY``. Its value is JSON: for each object of the state by name, ``files`` (name → text), and for
+adapters ``weights`` (name in the file → name in the model).
 """
 
 
 def pretrained(modules: Mapping[str, torch.nn.Module]) -> str | None:
-    """Return the note of these modules, as JSON; ``None`` if none has a ``save_pretrained``, and on other ranks than 0.
+    """Return the files of these modules as JSON; ``None`` on ranks other than 0, or if none has ``save_pretrained``.
 
-    Neither package is imported. Nothing that fails raises: an export then needs the files from elsewhere.
+    Neither package is imported. Errors become warnings: an export then needs the files from elsewhere.
     Blocks: some milliseconds.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_rank():

@@ -1,4 +1,4 @@
-"""Tensors without dimensions as plain values: metrics are new at every step, which would change the capture plan."""
+"""Conversion of 0-dim tensors to plain values. Metrics are new tensors at every step, and would change the plan."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _TAG = "__scalar__"
 
 
 def pack(value: Any) -> Any:
-    """``value`` with every 0-dim CPU tensor as a plain value, and one on a device as a copy, without a sync."""
+    """Return ``value`` with 0-dim CPU tensors as plain values, and those on a device as copies. Does not block."""
     return with_stack(lambda: _pack(value, MAX_STATE_DEPTH))
 
 
@@ -36,7 +36,7 @@ def _pack(value: Any, levels: int) -> Any:
 
 
 def unpack(value: Any, device: torch.device | None = None) -> Any:
-    """The value that was packed; tensors are moved to ``device`` if it is given."""
+    """Return the value that was packed; tensors are moved to ``device`` if it is given."""
     if isinstance(value, torch.Tensor):
         return value if device is None else value.to(device)
     if type(value) is dict:

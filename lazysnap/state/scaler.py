@@ -1,4 +1,4 @@
-"""The state of a ``GradScaler`` without waiting for the device: its ``state_dict()`` reads two numbers from there."""
+"""The state of a ``GradScaler`` without waiting for the device: ``state_dict()`` would read two numbers there."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,5 +26,5 @@ def load_scaler(scaler: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
 
 
 def plain_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``scaler.state_dict()`` would have been. Blocks, where ``state`` holds tensors on a device."""
+    """Return what ``scaler.state_dict()`` returns. Blocks, where ``state`` holds tensors on a device."""
     return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items()}

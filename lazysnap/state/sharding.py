@@ -24,7 +24,7 @@ class Held:
 
 
 def held_part(tensor: torch.Tensor, name: str) -> Held | None:
-    """This rank's part of a DTensor, ``None`` for a plain tensor. No communication.
+    """Return this rank's part of a DTensor, ``None`` for a plain tensor. No communication.
 
     Raises: UnsupportedState, for a DTensor with pending reductions.
     """
@@ -43,8 +43,8 @@ def held_part(tensor: torch.Tensor, name: str) -> Held | None:
 
 
 def replicas_of(tensor: Any) -> tuple[int, ...]:
-    """The ranks that hold the same part of a DTensor as this one, in order: they differ only along replicated mesh
-    dimensions. Empty for another tensor, and outside the mesh.
+    """Return the ranks that hold the same part of a DTensor as this one, in order: they differ only along replicated
+    mesh dimensions. Empty for another tensor, and outside the mesh.
     """
     coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
     if coordinate is None:
@@ -55,7 +55,7 @@ def replicas_of(tensor: Any) -> tuple[int, ...]:
 
 
 def like(target: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor with the placements of ``target``, and ``local`` as this rank's shard."""
+    """Return a DTensor with the placements of ``target``, and ``local`` as this rank's shard."""
     return DTensor.from_local(
         local,
         target.device_mesh,
@@ -67,7 +67,7 @@ def like(target: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def box_of(target: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and shape of the part of a live tensor that this rank has to fill."""
+    """Return offsets and shape of the part of a live tensor that this rank has to fill."""
     held = held_part(target, "") if isinstance(target, DTensor) else None
     if held is None:
         return (0,) * target.dim(), tuple(target.shape)
@@ -75,5 +75,5 @@ def box_of(target: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor in this rank's memory. Hot: no autograd, no collective."""
+    """Return the plain tensor in this rank's memory. Called at each step: no autograd, no collective."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor

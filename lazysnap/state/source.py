@@ -6,9 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 KEY = "lazysnap"
-"""The key in a state of what this package adds to it."""
+"""The key in a state that holds what lazysnap adds to it."""
 OPTIMIZERS = "optimizers"
-"""Below ``KEY``: by path of an optimizer, its class (``optimizers.classes_of``)."""
+"""A key below ``KEY``: the class of each optimizer by its path (``optimizers.classes_of``)."""
 
 
 @runtime_checkable
@@ -20,46 +20,46 @@ class StateSource(Protocol):
     """
 
     def collect(self) -> dict[str, Any]:
-        """The whole current state: nested dicts, lists and tuples of tensors and plain values.
+        """Return the whole current state: nested dicts, lists and tuples of tensors and plain values.
 
         Called at every boundary. The tensors are the live ones (or detached aliases of them).
         """
         ...
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The inner torch optimizers: their steps are gated, their parameters and state are captured lazily."""
+        """Return the inner torch optimizers: their steps are gated, their parameters and state are captured lazily."""
         ...
 
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
-        """Further tensors that change only behind a gate (weight averages); never buffers."""
+        """Return further tensors that change only behind a gate (weight averages); never buffers."""
         ...
 
     def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
-        """The live parameters of the model that require no gradient, in a fixed order; never buffers.
+        """Return the live parameters of the model that require no gradient, in a fixed order; never buffers.
 
         Those that no optimizer holds are stored once, and checked for changes. Returning nothing is always right.
         """
         ...
 
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Parameters that are equal on all ranks (DDP): each rank captures a share of them and of their optimizer
-        state. DTensors need not be listed. Returning nothing is always right.
+        """Return parameters that are equal on all ranks (DDP). Each rank captures a share of them and of their
+        optimizer state. DTensors need not be listed. Returning nothing is always right.
         """
         ...
 
     def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        """The parameters of each optimizer in its own order, by the path of its state in ``collect()``. The optimizers
-        are in the order of ``optimizers()``.
+        """Return the parameters of each optimizer in its own order, by the path of its state in ``collect()``.
+
+        The optimizers are in the order of ``optimizers()``.
         """
         ...
 
     def parameter_names(self) -> Mapping[int, str]:
-        """The name of each live parameter in the model by its ``id``, without the wrappers of DDP and
-        ``torch.compile``."""
+        """Return the name of each live parameter by its ``id``, without the wrappers of DDP and ``torch.compile``."""
         ...
 
     def expected(self) -> Mapping[str, torch.Tensor]:
-        """Live tensors, by their name in a shard, that a snapshot must hold with equal shape and dtype."""
+        """Return live tensors, by their name in a shard, that a snapshot must hold with equal shape and dtype."""
         ...
 
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:

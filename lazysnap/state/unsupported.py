@@ -30,7 +30,7 @@ _CLASSES = {
     "PostLocalSGDOptimizer": _LOCAL_SGD,
 }
 _MARKS = {"_fsdp_flattened": _FSDP1, "ds_tensor": _DEEPSPEED}
-"""Attributes of parameters that they shard, also in a module without its wrapper."""
+"""Attributes of parameters that these packages shard, also in a module without its wrapper."""
 _WHY = {
     _FSDP1: "its parameters are pieces of one flat tensor, its state_dict() gathers them by collectives",
     _DEEPSPEED: "each process holds a part of weights and optimizer state that no state_dict() returns",
@@ -89,7 +89,7 @@ def _has_local_sgd_hook(part: Any) -> bool:
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """``value`` and its parts, by path: wrappers before parameters, because their names say more."""
+    """Yield ``value`` and its parts by path: wrappers before parameters, because their names say more."""
     if isinstance(value, torch.nn.Module):
         yield from ((".".join(filter(None, (name, path))), module) for path, module in value.named_modules())
         yield from ((f"{name}.{path}", parameter) for path, parameter in value.named_parameters())

@@ -22,7 +22,7 @@ from lazysnap.state.codec import encode
 
 @dataclass(frozen=True)
 class Walk:
-    """``tensors[i]`` stands at ``paths[i]`` in the state and is called ``names[i]`` in the text."""
+    """The tensors of a state: ``tensors[i]`` is at ``paths[i]`` in it, and is called ``names[i]`` in the text."""
 
     tensors: list[torch.Tensor]
     paths: list[tuple[Any, ...]]
@@ -74,7 +74,7 @@ class _Walker:
 
 
 def _unique(path: Collection[Any], taken: set[str]) -> str:
-    """``state_dict.net.weight``; paths with the same text (``1`` and ``"1"``, dots in keys) get a number."""
+    """Return a name such as ``state_dict.net.weight``. Paths with the same text (``1``, ``"1"``) get numbers."""
     base = name = ".".join(map(str, path)) or "value"
     number = 2
     while name in taken or name == "__metadata__":
@@ -102,13 +102,13 @@ class _Node:
     """The text before each child; ``None``: a subtree without tensors, encoded each time."""
     closing: str
     are_tensors: tuple[bool, ...] = ()
-    """Which children are tensors."""
+    """True for each child that is a tensor."""
     inner: list[tuple[Any, ...]] | None = None
     """The keys of each child, where all of them are dicts of tensors."""
 
 
 def _is_of_tensors(values: Iterable[Any]) -> bool:
-    """True if there are some, and nothing but tensors."""
+    """True if all values are tensors, and there is at least one."""
     kinds = set(map(type, values))
     return bool(kinds) and kinds <= _TENSOR_TYPES
 
@@ -146,23 +146,23 @@ class StateWalker:
             except Exception:  # noqa: BLE001  whatever differs, the full walk finds and names it
                 self._walked = None
         walked = walk(state)
-        with_stack(lambda: self._learn_all(state, walked))
+        with_stack(lambda: self._record_all(state, walked))
         self._walked = walked if TAG not in walked.skeleton else None
         return walked
 
-    # ---------------------------------------------------------------- learn the structure
+    # ---------------------------------------------------------------- record the structure
 
-    def _learn_all(self, state: dict[str, Any], walked: Walk) -> None:
+    def _record_all(self, state: dict[str, Any], walked: Walk) -> None:
         self._nodes, self._tensors = [], []
-        self._learn(state, walked, 0)
+        self._record(state, walked, 0)
 
-    def _learn(self, value: Any, walked: Walk, depth: int) -> None:
+    def _record(self, value: Any, walked: Walk, depth: int) -> None:
         """Add the nodes of ``value``, in the order in which ``_write`` visits them."""
         kind = type(value)
         if kind in _TENSOR_TYPES:
             self._tensors.append(value)
         elif kind in (dict, OrderedDict, list, tuple):
-            self._learn_container(value, walked, depth)
+            self._record_container(value, walked, depth)
         else:
             encode(value, tensor=self._count)
 
@@ -170,7 +170,7 @@ class StateWalker:
         self._tensors.append(tensor)
         return ""
 
-    def _learn_container(self, value: Any, walked: Walk, depth: int) -> None:
+    def _record_container(self, value: Any, walked: Walk, depth: int) -> None:
         kind = type(value)
         is_dict = kind in (dict, OrderedDict)
         keys = tuple(value) if is_dict else len(value)
@@ -187,7 +187,7 @@ class StateWalker:
         openings, closing = _frame(value, kind)
         self._nodes.append(_Node(kind, keys, None, openings, closing, _are_tensors(children)))
         for child in children:
-            self._learn(child, walked, depth + 1)
+            self._record(child, walked, depth + 1)
         if len(self._tensors) == before and depth > 0:
             self._nodes[place:] = [_Node(kind, keys, None, None, "")]
 
@@ -250,7 +250,7 @@ class StateWalker:
 
 
 def _frame(value: Any, kind: type) -> tuple[tuple[str, ...], str]:
-    """The text around the children of a container, exactly as ``encode`` writes it."""
+    """Return the text around the children of a container, exactly as ``encode`` writes it."""
     if kind is list or kind is tuple:
         before = "[" if kind is list else _dump({TAG: "tuple", "v": []})[:-2]
         openings = tuple("," if index else before for index in range(len(value)))

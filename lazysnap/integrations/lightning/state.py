@@ -35,7 +35,7 @@ from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.state.codec import path_text
 from lazysnap.state.left_out import LeftOut, Path, with_values_of
-from lazysnap.state.modules import fitted, told_orders
+from lazysnap.state.modules import fitted, recorded_orders
 from lazysnap.state.objects import NamedObjects
 from lazysnap.state.optimizers import classes_of, put_back
 from lazysnap.state.scalars import pack, unpack
@@ -238,9 +238,9 @@ class LightningState(NamedObjects):
     def _load_training(self, state: Mapping[str, Any]) -> None:
         self._connector.restore_precision_plugin_state()
         self._connector.restore_loops()
-        told = told_orders(self._trainer.lightning_module, state["state_dict"])
+        recorded = recorded_orders(self._trainer.lightning_module, state["state_dict"])
         for optimizer, saved in zip(self.optimizers(), state["optimizer_states"], strict=False):
-            put_back(optimizer, saved, told)
+            put_back(optimizer, saved, recorded)
         self._connector.restore_lr_schedulers()
 
     def _is_of_other_ranks(self, own: dict[str, Any]) -> bool:
