@@ -100,7 +100,8 @@ class Run:
         cold = ["sh", "-c", 'exec "$@"', "sh"] if job["start"] == "cold" else []
         self._command = [str(tools / "lazysnap"), "run", "--max-restarts", "1000000", "--same-exit-within", "0", "--"]
         self._command += [*cold, *command, *program]
-        self._environ = {**os.environ, MARKER: self._mark, "LAZYSNAP_JOB_ID": self._mark}
+        self._environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._environ |= {MARKER: self._mark, "LAZYSNAP_JOB_ID": self._mark}
         self._environ |= {"XDG_RUNTIME_DIR": str(directory), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._environ |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "TMPDIR": str(directory)}
 

@@ -259,3 +259,12 @@ def test_the_gpu_benchmark_without_a_device_says_what_to_do(tmp_path):
     done = run("gpu", "--out", tmp_path, code=1, CUDA_VISIBLE_DEVICES="")
 
     assert "make gpu PYTHON=" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_time_from_a_kill_to_the_next_step_is_measured_cold_and_warm(tmp_path):
+    run("restart", "--trainings", "lightning", "--loads", "idle", "--kills", 1, "--out", tmp_path)
+    found = [line for line in lines(tmp_path / "restart.jsonl") if line["measure"] == "restart"]
+    assert [line["start"] for line in found] == ["cold", "warm"]
+    assert all(len(line["restart_s"]) == 1 and line["restart_s"][0] > 0 for line in found)

@@ -17,6 +17,8 @@ from lazysnap.warm.place import owner_directory
 _PR_SET_PDEATHSIG = 1
 _ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """Signals after which nothing is started again."""
+_TOLD = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Ends of a program that somebody asked to end: a notice of the end exits with 143."""
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _WORKER = """#!/bin/sh
 exec {python} -I -S -c 'import sys, types
@@ -82,7 +84,7 @@ class _Supervisor:
         for number in range(restarts.most + 1):
             status = self._wait(self._start())
             step, now = steps.read(self._directory), time.monotonic()
-            if status == 0 or self._is_ended:
+            if status == 0 or self._is_ended or os.waitstatus_to_exitcode(status) in _TOLD:
                 break
             how = _how(status)
             if step > newest:
@@ -128,7 +130,7 @@ class _Supervisor:
 
 def _how(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
-    return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
 
 def _say(text: str) -> None:

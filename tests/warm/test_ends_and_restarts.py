@@ -154,7 +154,7 @@ def test_a_killed_program_is_started_again_warm(place):
     assert [is_warm for _, _, is_warm, _ in starts] == [False, True, True, True]
     assert {name for *_, name in starts} == {"lazysnap-warm\n"}
     assert len({parent for _, parent, _, _ in starts[1:]}) == 1
-    assert "was ended by SIGKILL after step 3: restart 3 of at most 10" in err
+    assert "was ended by signal 9 (Killed) after step 3: restart 3 of at most 10" in err
     place.wait_until_gone()
 
 
@@ -175,6 +175,13 @@ def test_other_exits_and_slower_ones_are_no_repetition(place):
     code, _, err = place.warm(sys.executable, path, options=options)
     assert (code, len(place.read("starts.json"))) == (7, 7)
     assert "as often as --max-restarts allows" in err
+
+
+@pytest.mark.parametrize("end", ["sys.exit(143)", "import signal; os.kill(os.getpid(), signal.SIGTERM)"])
+def test_a_program_that_was_asked_to_end_is_not_started_again(place, end):
+    path = place.write("train.py", COUNTS + end)
+    assert place.warm(sys.executable, path, options=())[0] in (143, -signal.SIGTERM)
+    assert len(place.read("starts.json")) == 1
 
 
 def test_changed_packages_start_another_parent(place):

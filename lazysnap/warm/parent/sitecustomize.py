@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+import warnings
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -68,7 +69,6 @@ class _Parent:
         self.socket: str = facts["socket"]
         self.names: str = facts["names"]
         self.name: str = facts["name"]
-        self.environ = dict(os.environ)
         self.starts: list[_Start] = []
         self.second: int | None = None
         """Descriptor of the second process, in the first one."""
@@ -137,7 +137,7 @@ class _Parent:
             return 0
 
     def _fork_second(self) -> None:
-        me, pid = os.getpid(), os.fork()
+        me, pid = os.getpid(), _fork()
         if pid:
             self.second = os.pidfd_open(pid)
             self._second_pid = pid
@@ -215,7 +215,7 @@ class _Parent:
             if not self.starts and not self.is_stale:
                 os._exit(_UNFIT)
             return False
-        me, pid = os.getpid(), os.fork()
+        me, pid = os.getpid(), _fork()
         if pid:
             launcher, *others = handles
             for number in others:
@@ -291,7 +291,7 @@ def _is_installed(name: str, module: ModuleType) -> bool:
         return False
     if not isinstance(origin, str) or name == "__main__":
         return False
-    return origin.startswith((_STANDARD, _PACKAGE)) or any(part in origin for part in _PACKAGES)
+    return origin.startswith((f"{_STANDARD}/", f"{_PACKAGE}/")) or any(part in origin for part in _PACKAGES)
 
 
 def _lines(path: str) -> list[str]:
@@ -319,6 +319,13 @@ def _can_fork() -> bool:
             if os.readlink(f"/proc/self/fd/{name}").startswith(_DEVICES):
                 return False
     return True
+
+
+def _fork() -> int:
+    """Fork. Threads that are none of Python, such as those of OpenBLAS, are no reason for a warning, or an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return os.fork()
 
 
 def _die_with(parent: int) -> None:
