@@ -1,3 +1,1 @@
-"""Which steps the levels store, and which snapshots are complete: the coordinator's side, a node's, and what they tell
-each other. Pure.
-"""
+"""Pure decisions on which steps the levels store, and which snapshots are complete: coordinator, node, messages."""

@@ -47,7 +47,7 @@ class StoringAlone:
         self._since = now if self._since is None else self._since
         if self._writes or self.is_over or now - self._since < self._wait_s:
             return []
-        levels = self._node.levels
+        levels = [level for level in self._node.levels if not level.is_memory]
         if self._level < len(levels) and all(self._missing(level, ranks) for level in levels):
             level = levels[self._level]
             if level.progress in _WRITING:  # the last grant

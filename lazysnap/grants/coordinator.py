@@ -18,7 +18,6 @@ from lazysnap.grants.messages import (
     GIVEN_UP,
     MAX_TOLD,
     UNDER_WAY,
-    Epoch,
     LevelOrder,
     LevelReport,
     Order,
@@ -50,6 +49,8 @@ class LevelGrants:
     """The coordinator's state for one level."""
 
     settings: PersistentLevel
+    is_memory: bool = False
+    """True if a node loses its data with its keeper: then only what all nodes have now is complete."""
     earlier: frozenset[StepKey] = frozenset()
     """Complete snapshots of earlier starts of this run, found in the files."""
     grant: int | None = None
@@ -80,8 +81,8 @@ class LevelGrants:
 
     @property
     def holds_slots(self) -> bool:
-        """True if a grant under way reads the slots."""
-        return self.is_under_way and self.source is None
+        """True if a grant under way takes the slot that memory has to spare for storage."""
+        return self.is_under_way and self.source is None and not self.is_memory
 
     def is_done_with(self, step: int) -> bool:
         """True if the step is complete here, or can never be."""
@@ -144,43 +145,34 @@ class LevelGrants:
 class Coordinator:
     """Grants and counts for one start of a job. Not thread-safe.
 
-    Send ``order()``, addressed by ``order_to``, to every node once this is made and when ``decide`` or ``outbid`` says
-    so, and to a node whose link is back. Each node answers a hello with a report.
+    Send ``order()``, addressed by ``order_to``, to every node once this is made and when ``decide`` says so, and to a
+    node whose link is back. Each node answers a new coordinator with a report.
     """
 
     owner: int
-    """A random number below 2**62, of this coordinator alone."""
+    """A random number below 2**62, of this coordinator alone: of reports, only those that answer it count."""
     start: str
     num_nodes: int
     levels: tuple[LevelGrants, ...]
-    """Fast to slow."""
-    is_memory: bool = False
-    """True if a node loses its data with its keeper: then only what all nodes have now is complete."""
-    epoch: Epoch = field(init=False)
+    """Fast to slow; then that of protection, if there is one."""
     reports: dict[int, Report] = field(default_factory=dict)
-    """The newest order sent to each node in this epoch."""
+    """The newest report of each node."""
     is_parted: bool = False
     """See ``Order``. Set by whoever has the links."""
     is_ending: bool = False
     """See ``Order``."""
-    outbids: int = 0
-    heard: Epoch = field(default_factory=Epoch)
     _told: object = None
     """Differs when an order says something new."""
 
-    def __post_init__(self) -> None:
-        self.epoch = Epoch(1, self.owner)
-
-    @property
-    def wishes(self) -> set[int]:
-        """Steps that some node asks to be stored."""
-        return {step for report in self.reports.values() for step in report.wishes}
+    def _wishes(self, index: int) -> set[int]:
+        """Steps that some node asks to be stored at a level."""
+        return {step for report in self.reports.values() for step in report.levels[index].wishes}
 
     def order(self) -> Order:
         """The present state, for every node."""
         levels = enumerate(self.levels)
-        told = tuple(x.order(self.start, self.wishes, is_ready=self._is_ready(index)) for index, x in levels)
-        return Order(self.epoch, told, self.is_parted, self.is_ending)
+        told = tuple(x.order(self.start, self._wishes(index), is_ready=self._is_ready(index)) for index, x in levels)
+        return Order(self.owner, told, self.is_parted, self.is_ending)
 
     def order_to(self, node: int, order: Order) -> Order:
         """Return the order as that node gets it: it names the frozen tensors that this node writes."""
@@ -198,46 +190,24 @@ class Coordinator:
     def _is_ready(self, index: int) -> bool:
         return all(report.levels[index].is_ready for report in self.reports.values())
 
-    def pause_s(self, draw: float) -> float:
-        """Seconds until ``outbid``; ``draw`` is a random number from 0 to 1.
-
-        A new coordinator goes above an old one at once. Two that are both alive must not disturb each other for ever.
-        """
-        is_open = any(level.is_open for level in self.levels)
-        if not is_open and not self.outbids:
-            return 0.0
-        return (0.5 + draw) * min((1.0 if is_open else 0.1) * (1 << min(self.outbids, 6)), 5.0)
-
-    def outbid(self) -> bool:
-        """Begin again above another coordinator; ``False`` if that happened already."""
-        if self.heard < self.epoch:
-            return False
-        self.epoch = Epoch(self.heard.number + 1, self.owner)
-        self.reports, self.outbids = {}, self.outbids + 1
-        for level in self.levels:
-            level.is_open = False
-            level.take(None, None, is_ahead=True)
-        return True
-
-    def receive(self, report: Report) -> bool:
-        """Take a node's report; ``True`` if another coordinator is newer: call ``outbid`` after ``pause_s``."""
-        if report.node >= self.num_nodes or len(report.levels) != len(self.levels):
-            return False
-        if report.epoch > max(self.epoch, self.heard):
-            self.heard = report.epoch
-            return True
-        if report.epoch == self.epoch:  # else that node has no order of this coordinator yet
+    def receive(self, report: Report) -> None:
+        """Take a node's report."""
+        is_of_this = report.node < self.num_nodes and len(report.levels) == len(self.levels)
+        if is_of_this and report.owner == self.owner:  # else that node has no order of this coordinator yet
             self.reports[report.node] = report
-        return False
 
     def forget(self, node: int) -> None:
         """Take note that the link to a node is lost. It is not named to write frozen tensors until it asks again.
 
-        With ``is_memory``, nothing is decided until that node has reported what it has.
+        A level with ``is_memory`` is not decided on until that node has reported what it has.
         """
-        report = self.reports.pop(node, None)
-        if report is not None and not self.is_memory:
-            levels = tuple(structs.replace(said, frozen=None) for said in report.levels)
+        report = self.reports.get(node)
+        if report is not None:
+            lost = Progress.LISTING
+            levels = tuple(
+                structs.replace(said, frozen=None, progress=lost if level.is_memory else said.progress)
+                for level, said in zip(self.levels, report.levels, strict=True)
+            )
             self.reports[node] = structs.replace(report, levels=levels)
 
     def decide(self, own: Own) -> bool:
@@ -249,35 +219,33 @@ class Coordinator:
             return False
         for index, level in enumerate(self.levels):
             said = [report.levels[index] for report in self.reports.values()]
-            if not level.is_open:
-                self._open(index)
-            if self.is_memory:
+            is_listed = all(one.progress is not Progress.LISTING for one in said)
+            if is_listed and not level.is_open:
+                self._open(level, said)
+            if is_listed and level.is_memory:
                 level.complete.intersection_update(*(one.stored for one in said))
-            self._count(level, said, own)
+            if is_listed or not level.is_memory:
+                self._count(level, said, own)
             asking = ((node, report.levels[index].frozen) for node, report in self.reports.items())
             level.name_writers({node: digest for node, digest in asking if digest is not None})
         for index in range(len(self.levels)):
             if self._is_idle(index):
                 self._grant(index, own)
-        before, wishes = self._told, self.wishes
+        before = self._told
         self._told = (
-            self.epoch,
             [
                 (
                     *(x.grant, x.source, max(x.complete, default=-1), len(x.complete)),
-                    *(len(x.complete & wishes), len(x.cancelled), len(x.lost), x.writers, x.is_open),
+                    *(len(x.complete & self._wishes(index)), len(x.cancelled), len(x.lost), x.writers, x.is_open),
                 )
-                for x in self.levels
+                for index, x in enumerate(self.levels)
             ],
             [self._is_ready(index) for index in range(len(self.levels))],
         )
         return self._told != before
 
-    def _open(self, index: int) -> None:
-        """All nodes answered: take up what is under way, count what all of them have, if all know what that is."""
-        level, said = self.levels[index], [report.levels[index] for report in self.reports.values()]
-        if any(one.progress is Progress.LISTING for one in said):
-            return
+    def _open(self, level: LevelGrants, said: list[LevelReport]) -> None:
+        """All nodes know what they have: take up what is under way, count what all of them have."""
         level.is_open = True
         for stored in set.intersection(*(set(one.stored) for one in said)):
             level.publish(stored)
@@ -287,7 +255,11 @@ class Coordinator:
         if going:
             step, source = max(going, key=lambda one: one[0])
         # One step alone may be pinned. Here two coordinators may have granted different ones.
-        if source is None and any(other.holds_slots and other.grant != step for other in self.levels):
+        if (
+            source is None
+            and not level.is_memory
+            and any(other.holds_slots and other.grant != step for other in self.levels)
+        ):
             step = None
         level.take(step, source, is_ahead=True)
         level.cancelled.update({granted for granted, _ in going} - {step} - level.complete)
@@ -328,6 +300,8 @@ class Coordinator:
         What all nodes see has of each node only its share: a disk of one node takes nothing from there.
         """
         own = self.levels[index].settings
+        if self.levels[index].is_memory:
+            return None
         return next(
             (
                 above
@@ -339,39 +313,45 @@ class Coordinator:
 
     def _grant(self, index: int, own: Own) -> None:
         """The level is idle on all nodes."""
-        level, source = self.levels[index], self._source(index)
+        level, source, wishes = self.levels[index], self._source(index), self._wishes(index)
         left = [set(report.left) for report in self.reports.values() if report.left is not None]
         step: int | None = None
         is_ahead = False
         if len(left) == self.num_nodes:  # nobody trains: what all nodes hold stays as long as they linger
             common = set.intersection(*left)
-            own = Own(max(common | self.wishes, default=-1), frozenset(common))
-            self._give_up(level, source, own)
-            step = self._unless_others_pin(level, self._of_the_dead(level, common), own.begun)
+            own = Own(max(common | wishes, default=-1), frozenset(common))
+            self._give_up(index, source, own)
+            step = self._unless_others_pin(index, self._of_the_dead(index, common), own.begun)
             source = source if step is None else None
         elif source is None and not left:
-            self._give_up(level, source, own)
+            self._give_up(index, source, own)
             step = self._ahead(index, own)
             is_ahead = step > own.begun + (self.num_nodes > 1) + level.margin
-            step = self._unless_others_pin(level, step, own.begun)
+            step = self._unless_others_pin(index, step, own.begun)
         if source is not None:
-            self._give_up(level, source, own)
+            self._give_up(index, source, own)
             step = self._above(index, self.levels[source])
         if step is not None:
             level.take(step, source, is_ahead=is_ahead)
 
-    def _give_up(self, level: LevelGrants, source: int | None, own: Own) -> None:
+    def _give_up(self, index: int, source: int | None, own: Own) -> None:
         """Wishes that came too late."""
-        for step in self.wishes - level.complete:
-            if source is None and own.is_gone(step):
-                level.lost.add(step)
-            if source is not None and step in self.levels[source].lost:
+        level = self.levels[index]
+        for step in self._wishes(index) - level.complete:
+            is_gone = own.is_gone(step)
+            if source is not None:
+                above = self.levels[source]
+                # A coordinator before this one may have counted it there, and it may have been deleted since.
+                is_awaited = step in above.complete or step == above.grant or step in self._wishes(source)
+                is_gone = step in above.lost or (is_gone and not is_awaited)
+            if is_gone:
                 level.lost.add(step)
 
-    def _of_the_dead(self, level: LevelGrants, common: set[int]) -> int | None:
+    def _of_the_dead(self, index: int, common: set[int]) -> int | None:
         """The newest step that all nodes hold, then what is wished."""
+        level = self.levels[index]
         newest_held = max(common - level.lost, default=-1)
-        wanted = ({newest_held} | self.wishes) & common
+        wanted = ({newest_held} | self._wishes(index)) & common
         return max((step for step in wanted if not level.is_done_with(step)), default=None)
 
     def _kept_for_ever(self, index: int) -> list[int]:
@@ -383,7 +363,7 @@ class Coordinator:
         """A step that is complete at the level above: what must be stored, oldest first; else the newest due."""
         level, kept = self.levels[index], self._kept_for_ever(index)
         there = {step for step in above.complete if not level.is_done_with(step)}
-        must = (there & self.wishes) | {step for step in there if any(step % every == 0 for every in kept)}
+        must = (there & self._wishes(index)) | {step for step in there if any(step % every == 0 for every in kept)}
         if must:
             return min(must)
         step = max(there, default=None)
@@ -392,7 +372,7 @@ class Coordinator:
     def _ahead(self, index: int, own: Own) -> int:
         """A step that the ranks will capture, or one that must be stored and that the slots still hold."""
         level, begun, kept = self.levels[index], max(own.begun, 0), self._kept_for_ever(index)
-        must = {(begun // every + 1) * every for every in kept} | self.wishes
+        must = {(begun // every + 1) * every for every in kept} | self._wishes(index)
         must |= {begun // every * every for every in kept} & own.held
         must = {step for step in must if not level.is_done_with(step)}
         every = level.settings.every_n_steps
@@ -401,13 +381,14 @@ class Coordinator:
         first = min(must, default=due)
         return first if first <= due + level.span else due
 
-    def _unless_others_pin(self, level: LevelGrants, step: int | None, begun: int) -> int | None:
+    def _unless_others_pin(self, index: int, step: int | None, begun: int) -> int | None:
         """Memory has one slot to spare for storage: levels that read slots at the same time read the same step."""
+        level = self.levels[index]
         pinned = next((other.grant for other in self.levels if other is not level and other.holds_slots), None)
-        if pinned is None or pinned == step:
+        if pinned is None or pinned == step or level.is_memory:
             return step
         if step is not None and step <= begun:
             return None  # it has to be stored, perhaps while training waits: never the other one instead
         # Once it was begun, some nodes may have stored it and let its slot go.
-        is_wanted = pinned > begun and (pinned in self.wishes or level.is_due(pinned))
+        is_wanted = pinned > begun and (pinned in self._wishes(index) or level.is_due(pinned))
         return pinned if is_wanted and not level.is_done_with(pinned) else None

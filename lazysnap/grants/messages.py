@@ -18,17 +18,11 @@ MAX_TOLD = 256
 """Steps in one list of a message. Messages are bounded, however long a run is."""
 
 Step = Annotated[int, Meta(ge=0, le=1 << 62)]
+Owner = Annotated[int, Meta(ge=0, le=1 << 62)]
+"""A random number of one coordinator."""
 Turn = Annotated[int, Meta(ge=0, le=1 << 62)]
 Steps = Annotated[tuple[Step, ...], Meta(max_length=2 * MAX_TOLD)]
 StartId = Annotated[str, Meta(min_length=1, max_length=64)]
-
-
-class Epoch(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
-    """Orders two coordinators that are alive at once. The greater one is obeyed; no two are equal."""
-
-    number: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
-    owner: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
-    """Drawn at random by each coordinator, once."""
 
 
 class StepKey(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
@@ -88,16 +82,17 @@ class LevelReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """The version of the order that was obeyed."""
     frozen: Digest | None = None
     """The frozen tensors that the node asks to write there, or writes."""
+    wishes: Steps = ()
+    """Steps that must be stored there: a name, a flush, the last step of a training."""
 
 
 class Report(Struct, frozen=True, tag="report", forbid_unknown_fields=True):
     """A message from a keeper to the coordinator."""
 
     node: Annotated[int, Meta(ge=0, lt=MAX_NODES)]
-    epoch: Epoch
+    owner: Owner
+    """The coordinator whose order this node obeyed last."""
     levels: Annotated[tuple[LevelReport, ...], Meta(max_length=MAX_LEVELS)]
-    wishes: Steps = ()
-    """Steps that must be stored at every level: a name, a flush, the last step of a training."""
     left: Steps | None = None
     """When all trainers of the node are gone: the steps that all of its ranks hold whole. Else ``None``."""
     is_ending: bool = False
@@ -130,7 +125,7 @@ class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 class Order(Struct, frozen=True, tag="order", forbid_unknown_fields=True):
     """A message from the coordinator to every keeper."""
 
-    epoch: Epoch
+    owner: Owner
     levels: Annotated[tuple[LevelOrder, ...], Meta(max_length=MAX_LEVELS)]
     is_parted: bool = False
     """True if the coordinator has no link to some node. Nodes without trainers then store what they hold."""

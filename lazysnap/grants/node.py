@@ -8,7 +8,7 @@ reads the word again. So a slot that is pinned for a step that is not wanted any
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from lazysnap.grants.messages import Epoch, LevelOrder, LevelReport, Order, Progress, Report, StepKey, newest
+from lazysnap.grants.messages import LevelOrder, LevelReport, Order, Progress, Report, StepKey, newest
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class SlotView:
     is_whole: bool
     pin: int | None = None
     """The step it was pinned for. A trainer that takes the slot for another step clears it."""
+    hold: int | None = None
+    """The step for which parity holds it."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Decision:
 
     pin: tuple[int, ...] = ()
     """Ranks whose slot of the granted step (``NodeGrants.word``) is to be pinned by the keeper."""
+    hold: tuple[int, ...] = ()
+    """Ranks whose slot of the step to protect (``NodeGrants.held``) is to be held by the keeper."""
     writes: tuple[Write, ...] = ()
     """Writes to begin, once the pins are set."""
     is_news: bool = False
@@ -110,7 +114,9 @@ class NodeLevel:
     works: bool = True
     """True if the level works on all nodes."""
     is_memory: bool = False
-    """See ``Coordinator``: what an order does not list as complete is not complete any more."""
+    """See ``LevelGrants``: what an order does not list as complete is not complete any more."""
+    wishes: set[int] = field(default_factory=set)
+    """Steps that must be stored here."""
     asked: str | None = None
     """The frozen tensors that this node asks to write, or writes."""
     named: str | None = None
@@ -154,10 +160,15 @@ class NodeLevel:
         if self.progress is Progress.LISTING:
             self._begin()
 
-    def report(self, wishes: set[int]) -> LevelReport:
+    def report(self) -> LevelReport:
         """Return the report for the coordinator."""
-        stored = tuple(sorted({*newest(self.stored), *newest(self.stored & wishes)}))
-        return LevelReport(self.grant, self.source, self.progress, self.is_ready, stored, self.turn, self.asked)
+        stored = tuple(sorted({*newest(self.stored), *newest(self.stored & self.wishes)}))
+        state = (self.grant, self.source, self.progress, self.is_ready, stored, self.turn, self.asked)
+        return LevelReport(*state, wishes=newest(self.wishes))
+
+    def leave(self) -> None:
+        """Obey no more: what is there is of no start from now on."""
+        self.progress, self.attempt = Progress.LISTING, self.attempt + 1
 
 
 @dataclass
@@ -171,10 +182,9 @@ class NodeGrants:
     node: int
     start: str
     levels: tuple[NodeLevel, ...]
-    """Fast to slow."""
-    epoch: Epoch = field(default_factory=Epoch)
-    """That of the coordinator that is obeyed."""
-    wishes: set[int] = field(default_factory=set)
+    """Fast to slow; then that of protection, with ``is_memory``, if there is one."""
+    owner: int = 0
+    """The coordinator that is obeyed: the newest one. Links bring nothing of one before behind it."""
     urgent: set[int] = field(default_factory=set)
     """Wishes for steps that trainers keep in their slots meanwhile: what is being written gives way to them."""
     is_parted: bool = False
@@ -185,22 +195,33 @@ class NodeGrants:
     @property
     def word(self) -> int | None:
         """The step that trainers pin when they begin it. See the module's docstring."""
-        return next((level.grant for level in self.levels if level.reads_slots), None)
+        return self._read_step(is_memory=False)
+
+    @property
+    def held(self) -> int | None:
+        """The step that is being protected."""
+        return self._read_step(is_memory=True)
+
+    def _read_step(self, *, is_memory: bool) -> int | None:
+        chosen = (level for level in self.levels if level.is_memory == is_memory)
+        return next((level.grant for level in chosen if level.reads_slots), None)
+
+    @property
+    def wishes(self) -> set[int]:
+        """Steps that must be stored at some level."""
+        return set().union(*(level.wishes for level in self.levels))
 
     def report(self, ranks: Sequence[RankView]) -> Report:
         """The whole state, for the coordinator."""
         left = newest(common_whole(ranks)) if all(rank.is_gone for rank in ranks) else None
-        levels = tuple(level.report(self.wishes) for level in self.levels)
-        return Report(self.node, self.epoch, levels, newest(self.wishes), left, self.is_ending)
+        return Report(self.node, self.owner, tuple(level.report() for level in self.levels), left, self.is_ending)
 
     def receive(self, order: Order) -> bool:
         """Take an order; whether to report at once. Look at the slots afterwards."""
         if len(order.levels) != len(self.levels):
             return False
-        if order.epoch < self.epoch:
-            return True  # that coordinator must learn of the newer one
-        is_news = order.epoch != self.epoch
-        self.epoch, self.is_parted = order.epoch, order.is_parted
+        is_news = order.owner != self.owner
+        self.owner, self.is_parted = order.owner, order.is_parted
         for level, said in zip(self.levels, order.levels, strict=True):
             level.learn(said)
             level.is_open = said.is_open
@@ -208,18 +229,18 @@ class NodeGrants:
                 level.turn, is_news = said.turn, True
             elif level.obey(said):
                 is_news = True
-        self.wishes = {step for step in self.wishes if not self.is_answered(step)}
+            level.wishes = {step for step in level.wishes if not self._is_answered(level, step)}
         self.urgent &= self.wishes
         return is_news
 
-    def wish(self, step: int, *, is_urgent: bool = False) -> bool:
-        """The step must be stored at every level; whether to report. It may be begun, or still lie ahead."""
-        if self.is_answered(step):
-            return False
-        self.wishes.add(step)
-        if is_urgent:
+    def wish(self, step: int, levels: Collection[int], *, is_urgent: bool = False) -> bool:
+        """The step must be stored at these levels; whether to report. It may be begun, or still lie ahead."""
+        asked = [level for level in map(self.levels.__getitem__, levels) if not self._is_answered(level, step)]
+        for level in asked:
+            level.wishes.add(step)
+        if asked and is_urgent:
             self.urgent.add(step)
-        return True
+        return bool(asked)
 
     def take_notice(self) -> bool:
         """All processes are about to be killed; whether to report."""
@@ -235,10 +256,9 @@ class NodeGrants:
         """True if this node writes these frozen tensors now. A coordinator that does not decide yet names nobody."""
         return not self.levels[level].is_open or self.levels[level].named == digest
 
-    def is_answered(self, step: int, levels: Collection[int] | None = None) -> bool:
-        """True if the step is complete, or lost, at every level, or at these."""
-        chosen = self.levels if levels is None else [self.levels[index] for index in levels]
-        return all(self._is_answered(level, step) for level in chosen)
+    def is_answered(self, step: int, levels: Collection[int]) -> bool:
+        """True if the step is complete, or lost, at all of these levels."""
+        return all(self._is_answered(self.levels[index], step) for index in levels)
 
     def _is_answered(self, level: NodeLevel, step: int) -> bool:
         return step in level.lost or StepKey(step, self.start) in level.complete
@@ -249,6 +269,7 @@ class NodeGrants:
         ``ranks``: all of the node, also those that did not come yet, or their part would be missing in the file.
         """
         pin: set[int] = set()
+        hold: set[int] = set()
         writes, is_news = [], False
         for index, level in enumerate(self.levels):
             if level.progress is Progress.WRITING and level.source is None and self._is_pressed(level):
@@ -264,7 +285,11 @@ class NodeGrants:
                 is_there = None not in slots
                 is_missed = _is_missed(step, ranks)
                 # Also slots of a step that was begun before the order came: they still hold it.
-                pin |= {number for number, slot in enumerate(slots) if slot is not None and slot.pin != step}
+                found = [(number, slot) for number, slot in enumerate(slots) if slot is not None]
+                if level.is_memory:
+                    hold |= {number for number, slot in found if slot.hold != step}
+                else:
+                    pin |= {number for number, slot in found if slot.pin != step}
             if is_missed:
                 level.progress, is_news = Progress.MISSED, True
             elif not is_there and self._has_to_yield(level, step, ranks):
@@ -272,15 +297,22 @@ class NodeGrants:
             elif is_there:
                 level.attempt, level.progress = level.attempt + 1, Progress.WRITING
                 writes.append(Write(index, step, level.source, level.attempt))
-        return Decision(tuple(sorted(pin)) if self.word is not None else (), tuple(writes), is_news)
+        return Decision(
+            tuple(sorted(pin)) if self.word is not None else (),
+            tuple(sorted(hold)) if self.held is not None else (),
+            tuple(writes),
+            is_news,
+        )
 
     def _is_pressed(self, level: NodeLevel) -> bool:
-        return level.grant not in self.wishes and any(not self._is_answered(level, step) for step in self.urgent)
+        if level.is_memory or level.grant in level.wishes:
+            return False
+        return any(not self._is_answered(level, step) for step in self.urgent)
 
     def _has_to_yield(self, level: NodeLevel, step: int, ranks: Sequence[RankView]) -> bool:
         """Trainers that flush wait for a step that they began: the granted one, which lies ahead, would never come."""
         begun = max((rank.begun for rank in ranks), default=-1)
-        return begun < step and any(wish <= begun and not self._is_answered(level, wish) for wish in self.wishes)
+        return begun < step and any(wish <= begun for wish in level.wishes)
 
     def is_wanted(self, write: Write) -> bool:
         """Ask before the commit, and obey: other nodes may already know that this write is void."""
@@ -329,7 +361,7 @@ class NodeGrants:
         return not was_ready
 
     def listed(self, level: int, steps: Collection[int] | None) -> bool:
-        """The files of this start at the level are known, or (``None``) it does not tell. Reports."""
+        """Record the steps of this start that the level has; ``None``: it does not answer. Reports."""
         if steps is None:
             self.levels[level].is_ready = False
         else:

@@ -37,15 +37,18 @@ class Retention:
     start: str
 
     def is_over(self, key: StepKey, level: NodeLevel, protected: Collection[int] = ()) -> bool:
-        """Whether a snapshot of this run, complete or not, need not stay.
+        """True if a snapshot of this run, complete or not, need not stay.
 
         What is granted stays. What was cancelled and not granted again goes at once: it can never be complete.
-        ``protected``: steps with a name, and those that ``still_to_copy`` tells.
+        ``protected``: steps with a name, and those of ``still_to_copy``. While a coordinator does not know yet
+        what all nodes have, everything stays.
         """
+        if not level.is_open:
+            return False
         is_complete = key in level.complete
         if key.start == self.start and not is_complete and (key.step == level.grant or key.step in level.cancelled):
             return key.step != level.grant
-        # What is older than all that is told may be complete: milestones, and with a large ``keep_last`` others, too.
+        # An order lists the newest alone: milestones, and with a large ``keep_last`` others, may be complete as well.
         is_complete = is_complete or self._is_untold(key, level) or is_milestone(self.settings, key.step)
         newer = sum(other > key for other in level.complete)
         return may_go(self.settings, key.step, newer, is_complete=is_complete, protected=protected)

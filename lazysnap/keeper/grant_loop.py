@@ -1,30 +1,22 @@
-"""Grants at work: the decisions of ``grants`` between a keeper's slots, its levels and its links.
+"""Grants at work: ``grants.core`` between a keeper's slots, its levels and its links.
 
-One thread per keeper takes what happens from a queue, lets the pure code decide, and acts. On the node of rank 0, which
-is node 0, it also plays the coordinator. With one node there are no links, and all else is the same.
+One thread per keeper takes events from a queue, hands them to the core, and carries out its actions. With one node
+there are no links, and all else is the same.
 """
 
-import heapq
-import itertools
 import logging
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lazysnap.grants.alone import StoringAlone
-from lazysnap.grants.coordinator import Coordinator, Own
-from lazysnap.grants.messages import Order, Report
-from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write
+from lazysnap.grants.core import COORDINATOR_NODE, Action, Begin, Core, GiveNotice, Hold, Learn, Pin, Send, Settle
+from lazysnap.grants.node import NodeLevel, RankView, Write
 from lazysnap.links.links import Links, Message
 
 logger = logging.getLogger(__name__)
 
-_draws = random.SystemRandom()
-"""The global generators are the training's."""
-COORDINATOR_NODE = 0
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2
 """While a granted step is waited for, the words of the slots are looked at so often, or a few times per step."""
 _POLLS_PER_STEP = 5
@@ -43,11 +35,14 @@ class GrantActions(Protocol):
     def pin(self, ranks: Sequence[int], step: int) -> None:
         """Pin the slots that hold the step, of these ranks."""
 
+    def hold(self, ranks: Sequence[int], step: int) -> None:
+        """Hold the slots of the step for parity, of these ranks."""
+
     def begin(self, write: Write) -> None:
-        """Begin a write on a thread of its level, which tells ``GrantLoop`` what becomes of it."""
+        """Begin a write on a thread of its level, which reports its progress and end to ``GrantLoop``."""
 
     def learned(self, levels: Sequence[NodeLevel]) -> None:
-        """An order was obeyed: tell trainers what is complete or lost, and delete what expired, on other threads."""
+        """Report complete and lost snapshots to the trainers, and delete expired ones, on other threads."""
 
     def give_notice(self) -> None:
         """Another node says that all processes are about to be killed. May be called again."""
@@ -56,23 +51,12 @@ class GrantActions(Protocol):
 class GrantLoop:
     """The thread. Its methods may be called from any thread, and never block, but for ``close``."""
 
-    def __init__(
-        self,
-        node: NodeGrants,
-        actions: GrantActions,
-        coordinator: Coordinator | None,
-        alone: StoringAlone | None = None,
-    ) -> None:
-        """``coordinator``: on node 0. ``alone``: decides what is stored when not all nodes answer; default: nothing."""
-        self._node, self._actions, self._coordinator, self._alone = node, actions, coordinator, alone
+    def __init__(self, core: Core, actions: GrantActions) -> None:
+        self._core, self._node, self._actions = core, core.node, actions
         self._links: Links | None = None
-        self._events: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
-        self._timers: list[tuple[float, int, Callable[[], bool]]] = []
-        self._count = itertools.count()
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
-        self._is_left = self._is_closed = False
-        self._unreached: frozenset[int] = frozenset()
-        self._changed_at = time.monotonic()
+        self._is_closed = False
         self._poll_s = _POLL_S
         self._begun = (-1, time.monotonic())
         """The newest step that a rank began, and when that was seen."""
@@ -80,11 +64,6 @@ class GrantLoop:
 
     def start(self, links: Links | None) -> None:
         """Begin, if it is not closed. ``links`` have this as their handler, and end with it; ``None``: of one node."""
-        if self._coordinator is None:
-            self._unreached = frozenset({COORDINATOR_NODE})
-        else:
-            self._unreached = frozenset(range(self._coordinator.num_nodes)) - {COORDINATOR_NODE}
-            self._coordinator.is_parted = bool(self._unreached)
         with self._lock:
             self._links = links
             if not self._is_closed:
@@ -107,44 +86,50 @@ class GrantLoop:
     @property
     def unreached(self) -> tuple[frozenset[int], float]:
         """Nodes without which nothing is stored and to which there is no link, and for how many seconds that is so."""
-        return self._unreached, time.monotonic() - self._changed_at
+        return self._core.unreached, time.monotonic() - self._core.unreached_since
 
     @property
     def has_stored_alone(self) -> bool:
         """True if not all nodes answer, all trainers of this node are dead, and it stored alone what it could."""
-        return self._alone is not None and self._alone.is_over
+        return self._core.alone is not None and self._core.alone.is_over
 
-    # What the links tell
+    # Events of the links
 
     def link_is_up(self, node: int) -> None:
         """Send the whole state: earlier messages may be lost."""
-        self._events.put(lambda: self._greet(node))
+        self._events.put(lambda: self._core.link_is_up(node, time.monotonic()))
 
     def link_is_down(self, node: int) -> None:
         """Nothing is lost that ``link_is_up`` would not repeat."""
-        self._events.put(lambda: self._lose(node))
+        self._events.put(lambda: self._core.link_is_down(node, time.monotonic()))
 
     def received(self, node: int, message: Message) -> None:
         """A report at node 0, an order elsewhere."""
-        self._events.put(lambda: self._take(node, message))
+        self._events.put(lambda: self._core.received(node, message))
 
-    # What the keeper tells
+    # Events of the keeper
 
     def slots_changed(self) -> None:
         """A trainer began a step, died or came back."""
-        self._events.put(lambda: False)
+        self._events.put(lambda: None)
 
-    def wish(self, step: int, *, is_urgent: bool = False) -> None:
-        """The step must be stored at every level."""
-        self._events.put(lambda: self._node.wish(step, is_urgent=is_urgent))
+    def wish(self, step: int, levels: Sequence[int], *, is_urgent: bool = False) -> None:
+        """The step must be stored at these levels."""
+        self._events.put(lambda: self._core.happened(self._node.wish(step, levels, is_urgent=is_urgent)))
 
     def give_notice(self) -> None:
         """All processes are about to be killed: tell the other nodes."""
-        self._events.put(self._node.take_notice)
+        self._events.put(lambda: self._core.happened(self._node.take_notice()))
+
+    def leave(self, level: int, end: Callable[[], None]) -> None:
+        """Decide nothing on a level from now on, and end what it holds. Blocks: until the present decision is done."""
+        with self._lock:
+            self._node.levels[level].leave()
+            end()
 
     def listed(self, level: int, steps: set[int] | None) -> None:
-        """The snapshots that an earlier keeper of this start stored; ``None``: the level does not tell."""
-        self._events.put(lambda: self._node.listed(level, steps))
+        """Record what an earlier keeper of this start stored at a level; ``None``: the level does not answer."""
+        self._events.put(lambda: self._core.happened(self._node.listed(level, steps)))
 
     def wait_for_decision(self) -> None:
         """Block until the decision under way, if there is one, was carried out."""
@@ -159,32 +144,32 @@ class GrantLoop:
 
     def committed(self, write: Write) -> None:
         """The file is there; ``verified`` or ``failed`` follows."""
-        self._events.put(lambda: self._node.committed(write))
+        self._events.put(lambda: self._core.committed(write))
 
     def verified(self, write: Write) -> None:
         """The file was read back."""
-        self._events.put(lambda: self._end(write, self._node.verified))
+        self._events.put(lambda: self._core.verified(write))
 
     def missed(self, write: Write) -> None:
         """Record that the step to be written is not in memory any more."""
-        self._events.put(lambda: self._end(write, self._node.missed))
+        self._events.put(lambda: self._core.missed(write))
 
     def failed(self, write: Write) -> None:
         """The level failed; ``probed`` follows once a small write works."""
-        self._events.put(lambda: self._end(write, self._node.failed))
+        self._events.put(lambda: self._core.failed(write))
 
     def probed(self, level: int) -> None:
         """A small write to the level worked."""
-        self._events.put(lambda: self._node.probed(level))
+        self._events.put(lambda: self._core.happened(self._node.probed(level)))
 
     def ask(self, level: int, digest: str | None) -> None:
         """Ask to write frozen tensors at a level; ``None``: it is done, or given up."""
-        self._events.put(lambda: self._node.ask(level, digest))
+        self._events.put(lambda: self._core.happened(self._node.ask(level, digest)))
 
     def is_to_write(self, level: int, digest: str) -> bool:
         """True if this node writes the frozen tensors that it asked for. Without a coordinator every node does."""
         with self._lock:
-            is_without = self._is_closed or COORDINATOR_NODE in self._unreached
+            is_without = self._is_closed or COORDINATOR_NODE in self._core.unreached
             return is_without or self._node.is_to_write(level, digest)
 
     def give_up(self, level: int, step: int) -> bool:
@@ -195,167 +180,67 @@ class GrantLoop:
     # The thread
 
     def _run(self) -> None:
-        if self._coordinator is not None:
-            self._order()
         while True:
             events = self._wait()
             if None in events:
                 return
-            try:
-                self._act([event for event in events if event is not None])
-            except Exception:
-                logger.exception("grants: an event could not be dealt with; storage goes on with the next")
+            with self._lock:
+                # One report and one decision for what came together. No error of one costs another.
+                for event in (*events, self._step):
+                    try:
+                        if event is not None:
+                            event()
+                    except Exception:
+                        logger.exception("grants: an event could not be dealt with; storage goes on with the next")
 
-    def _wait(self) -> list[Callable[[], bool] | None]:
+    def _wait(self) -> list[Callable[[], None] | None]:
         """Return the events; at least one, or none when it is time to look."""
-        is_waiting = self._node.word is not None
+        is_waiting = (self._node.word, self._node.held) != (None, None)
         timeout_s = self._poll_s if is_waiting else _IDLE_S
-        if self._timers:
-            timeout_s = min(timeout_s, max(0.0, self._timers[0][0] - time.monotonic()))
-        events: list[Callable[[], bool] | None] = []
+        events: list[Callable[[], None] | None] = []
         try:
             events.append(self._events.get(timeout=timeout_s))
             while True:
                 events.append(self._events.get_nowait())
         except queue.Empty:
             pass
-        while self._timers and self._timers[0][0] <= time.monotonic():
-            events.append(heapq.heappop(self._timers)[2])
         return events
 
-    def _act(self, events: Sequence[Callable[[], bool]]) -> None:
-        """Deal with what came together; one report and one decision for all of it."""
-        with self._lock:
-            is_news = any([self._is_news(event) for event in events])
-            while not self._is_closed:
-                views = self._actions.views()
-                self._time(views)
-                decision = self._node.decide(views)
-                if decision.pin and self._node.word is not None:
-                    self._actions.pin(decision.pin, self._node.word)
-                self._actions.settle(self._node.word)
-                for write in decision.writes:
-                    self._actions.begin(write)
-                report = self._node.report(views)
-                is_news = is_news or decision.is_news or (report.left is not None) != self._is_left
-                self._is_left = report.left is not None
-                self._send(report, is_news=is_news)
-                if not self._decide(views):
-                    self._store_alone(views)
-                    return
-                is_news = False
+    def _step(self) -> None:
+        for action in self._core.step(self._look, time.monotonic()):
+            if self._is_closed:
+                return
+            self._do(action)
 
-    def _time(self, views: Sequence[RankView]) -> None:
-        """Long steps need to be looked for less often: a slot stays for a step and longer."""
+    def _do(self, action: Action) -> None:
+        match action:
+            case Pin(ranks, step):
+                self._actions.pin(ranks, step)
+            case Hold(ranks, step):
+                self._actions.hold(ranks, step)
+            case Settle(word):
+                self._actions.settle(word)
+            case Begin(write):
+                if write.is_alone:
+                    logger.warning(
+                        "all trainers here are dead and not all nodes answer: this node stores step %d", write.step
+                    )
+                self._actions.begin(write)
+            case Send(node, message):
+                if self._links is not None:
+                    self._links.send(node, message)
+            case GiveNotice():
+                self._actions.give_notice()
+            case Learn():
+                self._actions.learned(self._node.levels)
+
+    def _look(self) -> Sequence[RankView]:
+        """Read the slots. With long steps that is needed less often: a slot stays for a step and longer."""
+        views = self._actions.views()
         newest, now = max((view.begun for view in views), default=-1), time.monotonic()
         step, since = self._begun
         if newest > step:
             a_step_s = (now - since) / (newest - step)
             self._poll_s = min(max(_POLL_S, a_step_s / _POLLS_PER_STEP), _LONGEST_POLL_S)
             self._begun = newest, now
-
-    @staticmethod
-    def _is_news(event: Callable[[], bool]) -> bool:
-        try:
-            return event()
-        except Exception:  # those that came with it must not be lost
-            logger.exception("grants: an event could not be dealt with; storage goes on with the next")
-            return True
-
-    def _send(self, report: Report, *, is_news: bool) -> None:
-        """Send the report to the coordinator; the own one always has the newest."""
-        if self._coordinator is not None:
-            self._hear(report)
-        elif is_news and self._links is not None:
-            self._links.send(COORDINATOR_NODE, report)
-
-    def _take(self, node: int, message: Message) -> bool:
-        """True if there is something to report."""
-        if isinstance(message, Report):
-            if self._coordinator is not None and message.node == node:
-                self._hear(message)
-            return False
-        return node == COORDINATOR_NODE and self._obey(message)
-
-    def _obey(self, order: Order) -> bool:
-        is_news = self._node.receive(order)
-        if order.is_ending:
-            self._actions.give_notice()
-        if order.epoch == self._node.epoch:
-            self._actions.learned(self._node.levels)
-        return is_news
-
-    def _greet(self, node: int) -> bool:
-        self._reach(self._unreached - {node})
-        if self._coordinator is not None and self._links is not None:
-            self._links.send(node, self._coordinator.order_to(node, self._coordinator.order()))
-        return node == COORDINATOR_NODE
-
-    def _lose(self, node: int) -> bool:
-        if self._coordinator is not None:
-            self._coordinator.forget(node)
-        if self._coordinator is not None or node == COORDINATOR_NODE:
-            self._reach(self._unreached | {node})
-        return False
-
-    def _reach(self, unreached: frozenset[int]) -> None:
-        is_changed, self._unreached = bool(unreached) != bool(self._unreached), unreached
-        if is_changed:
-            self._changed_at = time.monotonic()
-        if is_changed and self._coordinator is not None:
-            self._coordinator.is_parted = bool(unreached)
-            self._order()
-
-    def _hear(self, report: Report) -> None:
-        assert self._coordinator is not None
-        if report.is_ending and not self._coordinator.is_ending:
-            self._coordinator.is_ending = True  # at once: a node that does not answer must not hold it up
-            self._order()
-        if self._coordinator.receive(report):
-            due = time.monotonic() + self._coordinator.pause_s(_draws.random())
-            heapq.heappush(self._timers, (due, next(self._count), self._outbid))
-
-    def _outbid(self) -> bool:
-        assert self._coordinator is not None
-        if self._coordinator.outbid():
-            self._order()
-        return False
-
-    def _decide(self, views: Sequence[RankView]) -> bool:
-        """True if the own node got an order."""
-        if self._coordinator is None:
-            return False
-        held = set.intersection(*({slot.step for slot in rank.slots} for rank in views)) if views else set()
-        begun = [rank.begun for rank in views] or [-1]
-        own = Own(max(begun), frozenset(held), min(begun))
-        if not self._coordinator.decide(own):
-            return False
-        self._order()
-        return True
-
-    def _order(self) -> None:
-        """Send the coordinator's order to every node."""
-        assert self._coordinator is not None
-        order = self._coordinator.order()
-        if self._links is not None:
-            for node in range(self._coordinator.num_nodes):
-                if node != self._node.node:
-                    self._links.send(node, self._coordinator.order_to(node, order))
-        self._obey(self._coordinator.order_to(self._node.node, order))
-
-    def _end(self, write: Write, event: Callable[[Write], bool]) -> bool:
-        is_news = event(write)
-        if self._alone is not None:
-            self._alone.ended(write)
-        return is_news
-
-    def _store_alone(self, views: Sequence[RankView]) -> None:
-        if self._alone is None:
-            return
-        is_parted = bool(self._unreached) or self._node.is_parted
-        writes = self._alone.decide(views, time.monotonic(), is_parted=is_parted)
-        if writes:
-            steps = [write.step for write in writes]
-            logger.warning("all trainers here are dead and not all nodes answer: this node stores steps %s", steps)
-        for write in writes:
-            self._actions.begin(write)
+        return views

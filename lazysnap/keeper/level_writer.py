@@ -542,8 +542,6 @@ class LevelWriter:
         if not levels:
             return
         own, protected = levels[self._index], self._protected(levels, names)
-        if not own.is_open:  # what is complete there is not known yet
-            return
         found = self._files.of_run(store.storage.list())
         for directory, key in sorted(found.items(), key=lambda item: item[1]):
             if not self._memory.may_delete():

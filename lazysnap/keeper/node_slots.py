@@ -52,11 +52,11 @@ class NodeSlots:
         """The slots of all ranks, also those of other starts."""
         return [slot for rank in self.ranks() for slot in rank.slots()]
 
-    def views(self, pin: Word = Word.PIN) -> list[RankView]:
-        """Return the input of ``grants.node``. ``pin``: the word that says for which step a slot is pinned."""
-        return [self._view(rank, pin) for rank in self._ranks()]
+    def views(self) -> list[RankView]:
+        """Return the input of ``grants.node``."""
+        return [self._view(rank) for rank in self._ranks()]
 
-    def _view(self, rank: RankMemory | None, pin: Word) -> RankView:
+    def _view(self, rank: RankMemory | None) -> RankView:
         start = self._start
         if rank is None or not rank.has_begun(start):
             return RankView(-1, False, ())
@@ -65,8 +65,9 @@ class NodeSlots:
         views = []
         for slot, status in self._held(rank, slots):
             assert status.step is not None
-            pinned = slot.word(pin) & ~KEEP
-            views.append(SlotView(status.step, status.phase is SlotPhase.WHOLE, pinned - 1 if pinned else None))
+            words = slot.word(Word.PIN) & ~KEEP, slot.word(Word.HOLD)
+            pinned, held = (word - 1 if word else None for word in words)
+            views.append(SlotView(status.step, status.phase is SlotPhase.WHOLE, pinned, held))
         return RankView(begun, is_gone, tuple(views))
 
     def _held(self, rank: RankMemory, slots: Sequence[Slot]) -> list[tuple[Slot, SlotStatus]]:

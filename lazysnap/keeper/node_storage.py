@@ -16,6 +16,7 @@ from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
+from lazysnap.grants.core import Core
 from lazysnap.grants.messages import Progress, StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop
@@ -23,11 +24,11 @@ from lazysnap.keeper.level_writer import LevelPlace, LevelWriter
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
 from lazysnap.keeper.parity_store import ParityStore
-from lazysnap.keeper.protection import NodeProtection, ProtectionContext
+from lazysnap.keeper.protection import NodeProtection, ProtectionContext, interval_of
 from lazysnap.keeper.protocol import Complete, Ending, Message, NameFailed, Run, Unlinked
 from lazysnap.keeper.step_wait import AtLevel, Wait
-from lazysnap.links.links import About, Links
 from lazysnap.links.links import Hello as LinkHello
+from lazysnap.links.links import Links
 from lazysnap.memory.arena import KEEP, Slot, SlotPhase, Word
 from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
@@ -101,12 +102,17 @@ class NodeStorage:
         """True once memory belongs to the next start."""
         self._is_ending = False
         """True once somebody said that the processes of this start are about to be killed."""
+        self._has_memory = False
+        """True once memory belongs to this start. Parity does not wait for that."""
         self._tells_unreached_at: float | None = None
         """The time of the next warning; ``None``: none was given, or it is over."""
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
-        self._node = NodeGrants(team.node, run.start, tuple(map(self._known, self.levels)))
+        self._indices = range(len(levels))
+        """The levels, without the protection by other nodes."""
+        parity = (NodeLevel(is_memory=True),) if run.parity is not None and run.peers is not None else ()
+        self._node = NodeGrants(team.node, run.start, (*map(self._known, self.levels), *parity))
         alone = StoringAlone(self._node, run.num_kept, _ALONE_S)
-        self._loop = GrantLoop(self._node, self, self._coordinator(), alone)
+        self._loop = GrantLoop(Core(self._node, self._coordinator(), alone, time.monotonic()), self)
         for writer in self._writers:
             writer.start(self._loop, self._writers)
         self._protection = self._protecting()
@@ -117,7 +123,8 @@ class NodeStorage:
     def _protecting(self) -> NodeProtection | None:
         if self.run.parity is None or self.run.peers is None:
             return None
-        context = ProtectionContext(self.emit, lambda: any(level.complete for level in self._levels))
+        grants = self._loop, self._node.levels[-1], len(self.levels)
+        context = ProtectionContext(self.emit, lambda: any(level.complete for level in self._levels), *grants)
         return NodeProtection(self.run, self._team, self._slots, self._context.parity, context)
 
     def _writer(self, level: PersistentLevel, index: int) -> LevelWriter:
@@ -129,8 +136,7 @@ class NodeStorage:
 
     def _known(self, level: PersistentLevel) -> NodeLevel:
         """Take as complete what the restart saw there. The coordinator lists only the newest."""
-        progress = Progress.IDLE if self.run.is_new else Progress.LISTING
-        known = NodeLevel(progress=progress, complete={*self._earlier(level)})
+        known = NodeLevel(progress=Progress.LISTING, complete={*self._earlier(level)})
         return replace(known, remembered=max(known.remembered, level.keep_last))
 
     def _earlier(self, level: PersistentLevel) -> frozenset[StepKey]:
@@ -142,36 +148,39 @@ class NodeStorage:
         grants = []
         for level in self.levels:
             every = math.lcm(level.every_n_steps, self.run.every_n_steps)
-            grants.append(LevelGrants(replace(level, every_n_steps=every), self._earlier(level)))
+            grants.append(LevelGrants(replace(level, every_n_steps=every), earlier=self._earlier(level)))
+        if self.run.parity is not None and self.run.peers is not None:
+            # It has no place: its interval counts.
+            settings = PersistentLevel("parity", every_n_steps=interval_of(self.run.parity, self.run))
+            grants.append(LevelGrants(settings, is_memory=True))
         return Coordinator(secrets.randbits(62), self.run.start, self._team.nodes, tuple(grants))
 
     def _begin(self) -> None:
         """The thread that begins, and then waits for the end of the start before."""
         try:
-            self._begin_protection()
+            if self._before is not None:
+                self._before.end_protection()
+            if self._protection is None:
+                for slot in self._slots.all():  # nobody counts on what an earlier start protected
+                    slot.set_word(Word.HOLD, 0)
+            self._loop.start(self._linked())
             if self._before is not None:
                 self._before.retire()
             if self._is_closed:
                 return
-            if not self.run.is_new:
+            self._has_memory = True
+            if self.run.is_new:
+                for index in self._indices:
+                    self._loop.listed(index, set())
+            else:
                 self._wish_kept()
                 for writer in self._writers:
                     writer.list_own()
-            self._loop.start(self._linked(self._loop, "storage"))
             if self._before is not None:
                 self._before.end()
                 self._before = None
         except Exception:  # the last handler of the thread
             logger.exception("storage")
-
-    def _begin_protection(self) -> None:
-        if self._before is not None:
-            self._before.end_protection()
-        if self._protection is not None:
-            self._protection.start(self._linked)
-            return
-        for slot in self._slots.all():  # nobody counts on what an earlier start protected
-            slot.set_word(Word.HOLD, 0)
 
     def end_protection(self) -> None:
         """Protect no more; what is protected stays so. Blocks: for a moment."""
@@ -186,12 +195,12 @@ class NodeStorage:
                 if step is not None and rank.holds(slot, self.run.start):
                     self.wish(step, is_urgent=True)
 
-    def _linked(self, loop: GrantLoop, about: About) -> Links | None:
-        """Return the links of a loop, for that kind of grants; ``None``: there is one node."""
+    def _linked(self) -> Links | None:
+        """Return the links to other nodes; ``None``: there is one node."""
         peers = self.run.peers
         if self._team.nodes == 1 or peers is None:
             return None
-        links = Links(peers.secret, LinkHello(peers.job, self.run.start, self._team.node, about), loop)
+        links = Links(peers.secret, LinkHello(peers.job, self.run.start, self._team.node), self._loop)
         if self._team.node == 0:
             self._context.admit(links)
         else:
@@ -207,7 +216,9 @@ class NodeStorage:
 
     def settle(self, word: int | None) -> None:
         """See ``GrantActions.settle``."""
-        if self._is_retired:
+        if self._protection is not None:
+            self._protection.settle()
+        if self._is_retired or not self._has_memory:
             return
         granted = 0 if word is None else word + 1
         for slot in self._slots.all():
@@ -246,15 +257,24 @@ class NodeStorage:
             if slot is not None and slot.word(Word.PIN) & ~KEEP != step + 1:
                 slot.pin(step)
 
+    def hold(self, ranks: Sequence[int], step: int) -> None:
+        """See ``GrantActions.hold``."""
+        if self._protection is not None:
+            self._protection.hold(ranks, step)
+
     def begin(self, write: Write) -> None:
         """See ``GrantActions.begin``."""
-        self._writers[write.level].begin(write)
+        if write.level < len(self._writers):
+            self._writers[write.level].begin(write)
+        elif self._protection is not None:
+            self._protection.begin(write)
 
     def learned(self, levels: Sequence[NodeLevel]) -> None:
         """See ``GrantActions.learned``."""
-        self._news.put(
-            tuple(replace(level, stored=set(level.stored), complete=set(level.complete)) for level in levels)
-        )
+        if self._protection is not None:
+            self._protection.learned()
+        own = levels[: len(self.levels)]
+        self._news.put(tuple(replace(level, stored=set(level.stored), complete=set(level.complete)) for level in own))
 
     def _learn(self) -> None:
         """Run the thread that sends messages: a trainer that does not listen may block it for seconds."""
@@ -326,13 +346,10 @@ class NodeStorage:
     def slots_changed(self) -> None:
         """Something changed in the slots, or a trainer came or went."""
         self._loop.slots_changed()
-        if self._protection is not None:
-            self._protection.slots_changed()
 
     def wish(self, step: int, *, is_urgent: bool = False) -> None:
         """The step must be stored at every level."""
-        if self.levels:
-            self._loop.wish(step, is_urgent=is_urgent)
+        self._loop.wish(step, self._indices, is_urgent=is_urgent)
 
     def give_notice(self) -> None:
         """The processes of this start are about to be killed: store the newest capture now; tell all trainers, once."""
@@ -352,7 +369,7 @@ class NodeStorage:
     def protect(self, step: int) -> None:
         """The step is to be protected by other nodes."""
         if self._protection is not None:
-            self._protection.wish(step)
+            self._loop.wish(step, [len(self.levels)])
 
     def keep(self, name: str, step: int) -> None:
         """Name a snapshot, at every level."""
@@ -523,6 +540,8 @@ class NodeStorage:
         while not self._is_closed and not self._is_retired:
             try:
                 self._tell_unreached()
+                if self._protection is not None:
+                    self._protection.tell()
                 # Without protection, one of as many newer captures is whole on all ranks (docs/architecture.md).
                 if self._protection is None and len(whole_before_newest(self._slots.views())) >= self.run.num_kept:
                     self._context.parity.clear()

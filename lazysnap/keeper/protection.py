@@ -1,24 +1,21 @@
 """Protection of a node's memory by other nodes, for one start of a job: parity in their memory (REFT, section 4).
 
 A keeper computes the parity that it is to hold, out of what it reads from the slots of the other nodes of its group.
-Which step is protected is granted and counted as for storage (``grants.coordinator``), by grants of its own: when all
+Which step is protected is granted and counted as for storage: protection is one more level of ``grants``. When all
 keepers have their parity of a step, the step is protected. Until a newer one is, its slots and its parity stay.
 """
 
 import logging
 import math
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lazysnap import faults
-from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, MemoryBoundExceeded, PeerRefused
-from lazysnap.grants.coordinator import Coordinator, LevelGrants
-from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, whole_before_newest
+from lazysnap.grants.node import NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.encoding import Encoding
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.node_slots import NodeSlots
@@ -26,7 +23,6 @@ from lazysnap.keeper.parity_store import ParityStore
 from lazysnap.keeper.protocol import HeldParity, Message, Parity, Peers, Protected, Run, Unprotected
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
-from lazysnap.links.links import About, Links
 from lazysnap.memory.arena import SlotPhase, Word
 from lazysnap.topology import Team
 
@@ -36,7 +32,6 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 """Seconds between two tries to reach the others: the pause doubles from the first to the second."""
 _LATE_S, _REMINDER_S = 60.0, 600.0
 """Seconds until the warning that nothing was protected since, and until it is repeated."""
-_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,11 @@ class ProtectionContext:
     """Tell the trainers of the node; does not block."""
     has_stored: Callable[[], bool]
     """True if a snapshot is complete at some level, and with it the frozen tensors."""
+    loop: GrantLoop
+    level: NodeLevel
+    """The node's state for the grants of protection."""
+    index: int
+    """The number of this level."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class HeldSteps:
 
     def inherit(self, ranks: Sequence[RankView]) -> None:
         """Take over what a keeper before this one held of this start: of two steps the older one was protected."""
-        self.kept = min((slot.step for rank in ranks for slot in rank.slots if slot.pin == slot.step), default=None)
+        self.kept = min((slot.step for rank in ranks for slot in rank.slots if slot.hold == slot.step), default=None)
 
     def stays(self, step: int | None, *, is_own: bool) -> bool:
         """True if slots and parity of that step stay. ``is_own``: of this start."""
@@ -124,39 +124,17 @@ class NodeProtection:
         self._every = interval_of(run.parity, run)
         pace = RateLimiter(run.parity.max_bytes_per_s)
         self._encoding = Encoding(run.parity, run, team, run.peers.secret, pace)
-        level = NodeLevel(is_memory=True)
-        self._held = HeldSteps(run.start, level)
+        self._loop, self._index = context.loop, context.index
+        self._held = HeldSteps(run.start, context.level)
         if not run.is_new:
-            self._held.inherit(self.views())
+            self._held.inherit(slots.views())
         self._is_closed = False
         self._is_failing = False
         self._why = ""
         """Why the last step that was tried is not protected."""
         self._news = _News()
         self._work: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
-        self._node = NodeGrants(team.node, run.start, (level,))
-        self._loop = GrantLoop(self._node, self, self._coordinator(team))
-        for work, name in ((self._encode_all, "lazysnap-parity"), (self._watch, "lazysnap-protected")):
-            threading.Thread(target=work, name=name, daemon=True).start()
-
-    def _coordinator(self, team: Team) -> Coordinator | None:
-        if team.node != 0:
-            return None
-        settings = PersistentLevel("parity", every_n_steps=self._every)  # no place: its interval counts
-        levels = (LevelGrants(settings),)
-        return Coordinator(secrets.randbits(62), self._run.start, team.nodes, levels, is_memory=True)
-
-    def start(self, linked: Callable[[GrantLoop, About], Links | None]) -> None:
-        """Begin. ``linked`` makes the links of a loop for that kind of grants."""
-        self._loop.start(linked(self._loop, "protection"))
-
-    def slots_changed(self) -> None:
-        """Something changed in the slots, or a trainer came or went."""
-        self._loop.slots_changed()
-
-    def wish(self, step: int) -> None:
-        """The step is to be protected, due or not."""
-        self._loop.wish(step)
+        threading.Thread(target=self._encode_all, name="lazysnap-parity", daemon=True).start()
 
     def again(self) -> list[Message]:
         """Return the messages for a trainer that comes back."""
@@ -169,23 +147,25 @@ class NodeProtection:
             return  # another start may hold slots by now
         self._is_closed = True
         self._encoding.interrupt()
-        self._loop.close()
+        self._loop.leave(self._index, self._end)
         self._work.put(None)
-        self.settle(None)  # now it is known of which steps there is parity
+
+    def _end(self) -> None:
+        self._let_go()  # now it is known of which steps there is parity
         self._held.end()
-        self.settle(None)
+        self._let_go()
 
     # ---------------------------------------------------------------- the grants' side (``grant_loop.GrantActions``)
 
-    def views(self) -> list[RankView]:
-        """See ``GrantActions.views``."""
-        return self._slots.views(Word.HOLD)
-
-    def settle(self, word: int | None) -> None:
+    def settle(self) -> None:
         """Let go what nobody counts on any more."""
+        if not self._is_closed:
+            self._let_go()
+
+    def _let_go(self) -> None:
         held = self._held
         if held.kept is None and self._num_slots() < self._parity.slots:
-            held.do_without(self.views(), self._run.num_kept)
+            held.do_without(self._slots.views(), self._run.num_kept)
         start = self._run.start
         for rank in self._slots.ranks():
             for slot in rank.slots():
@@ -197,24 +177,21 @@ class NodeProtection:
         left = self._store.keep(lambda parity: held.stays(parity.step, is_own=parity.start == start))
         held.level.stored = {parity.step for parity in left if parity.start == start}
 
-    def pin(self, ranks: Sequence[int], step: int) -> None:
-        """See ``GrantActions.pin``."""
+    def hold(self, ranks: Sequence[int], step: int) -> None:
+        """See ``GrantActions.hold``."""
         slots = self._slots.of_step(step)
         for number in ranks:
             slot = slots[number]
-            if slot is not None:
+            if slot is not None and not self._is_closed:
                 slot.set_word(Word.HOLD, step + 1)
 
     def begin(self, write: Write) -> None:
         """See ``GrantActions.begin``."""
         self._work.put(write)
 
-    def give_notice(self) -> None:
-        """See ``GrantActions.give_notice``: storage takes it."""
-
-    def learned(self, levels: Sequence[NodeLevel]) -> None:
-        """See ``GrantActions.learned``."""
-        if self._held.learn():
+    def learned(self) -> None:
+        """An order was obeyed."""
+        if not self._is_closed and self._held.learn():
             self._context.emit(Protected(self._held.protected, self._run.start))
 
     # ---------------------------------------------------------------- parity
@@ -297,23 +274,15 @@ class NodeProtection:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:
-                self._loop.probed(0)
+                self._loop.probed(self._index)
                 return
 
     # ---------------------------------------------------------------- telling
 
-    def _watch(self) -> None:
-        """A run that is not protected says so, and says it again."""
-        while not self._is_closed:
-            try:
-                self._tell()
-            except Exception:  # the last handler of the thread
-                logger.exception("telling")
-            time.sleep(_LOOK_S)
-
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """A run that is not protected says so, and says it again. Called now and then."""
         news, now = self._news, time.monotonic()
-        begun = max((view.begun for view in self.views()), default=-1)
+        begun = max((view.begun for view in self._slots.views()), default=-1)
         protected, every = -1 if self._held.protected is None else self._held.protected, self._every
         if protected > news.newest or begun // every <= protected // every:
             if news.tells_at_s is not None:

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol
 
 from msgspec import Meta, Struct, msgpack
 
@@ -33,17 +33,12 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 """Seconds between two tries to connect: the pause doubles from the first to the second."""
 
 
-About = Literal["storage", "protection"]
-"""The grants that a link is for."""
-
-
 class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """The first message in both directions: who is at the other end, and what the link is for."""
+    """The first message in both directions: who is at the other end."""
 
     job: Annotated[str, Meta(max_length=4096)]
     start: StartId
     node: Annotated[int, Meta(ge=0, lt=MAX_NODES)]
-    about: About
 
 
 class NoNews(Struct, frozen=True, tag="no news", forbid_unknown_fields=True):
@@ -122,7 +117,7 @@ class _Peer:
 
 
 class Links:
-    """The links of one node, for one start and one kind of grants. Thread-safe.
+    """The links of one node, for one start. Thread-safe.
 
     Of two connections of one node the later one stays: after a restart of the node the earlier one may look alive for a
     while.
@@ -148,7 +143,7 @@ class Links:
     def serve(self, connection: socket.socket, hello: Hello, address: str) -> None:
         """Use the connection of a node that has proven itself and sent ``hello``. Blocks: until it fails.
 
-        Raises: Violation, if it belongs to another job, start or kind; OSError.
+        Raises: Violation, if it belongs to another job or start; OSError.
         """
         with self._lock:
             if self._is_closed.is_set():
@@ -176,11 +171,8 @@ class Links:
 
     def _check(self, hello: Hello) -> None:
         me = self.me
-        if (hello.job, hello.start, hello.about) != (me.job, me.start, me.about):
-            raise Violation(
-                f"{hello.about} of start {hello.start} of job {hello.job!r}, expected {me.about} of start {me.start} "
-                f"of job {me.job!r}"
-            )
+        if (hello.job, hello.start) != (me.job, me.start):
+            raise Violation(f"start {hello.start} of job {hello.job!r}, expected start {me.start} of job {me.job!r}")
 
     def _keep_up(self, node: int, address: tuple[str, int]) -> None:
         pause_s = 0.0

@@ -56,8 +56,8 @@ class PeerServer:
         self._secret, self._open, self._deadlines = secret, open, deadlines
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
-        self._links: dict[str, Links] = {}
-        """The links that are accepted, by the kind of grants."""
+        self._links: Links | None = None
+        """The links that are accepted."""
         self._connections: dict[socket.socket, Channel[Hello | Request] | None] = {}
         """``None``: it has not proven that it has the secret yet."""
         self._threads = Threads()
@@ -82,7 +82,7 @@ class PeerServer:
 
     def admit(self, links: Links) -> None:
         """Hand connections of these links over to them from now on. Until then they are closed, and tried again."""
-        self._links[links.me.about] = links
+        self._links = links
 
     def close(self) -> None:
         """End all reads, and accept nothing more; links go on.
@@ -178,9 +178,9 @@ class PeerServer:
 
     def _link(self, connection: socket.socket, hello: Hello, address: tuple[str, int]) -> None:
         """Hand the connection over to the links that it is for; they outlive this server."""
-        links = self._links.get(hello.about)
+        links = self._links
         if links is None:
-            logger.debug("links: node %d is closed: this keeper does not decide on %s yet", hello.node, hello.about)
+            logger.debug("links: node %d is closed: this keeper does not decide on grants yet", hello.node)
             return
         with self._lock:
             self._connections.pop(connection, None)

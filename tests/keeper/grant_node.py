@@ -12,12 +12,14 @@ import pathlib
 import random
 import sys
 import threading
+import time
 
 from support.listing import files_below
 
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
+from lazysnap.grants.core import Core
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.grants.retention import Retention
@@ -117,8 +119,8 @@ def main():
         levels = (LevelGrants(node.retention.settings),)
         coordinator = Coordinator(random.getrandbits(60), "s1", num_nodes, levels)
     grants = NodeGrants(number, "s1", (NodeLevel(node.stored()),))
-    node.loop = GrantLoop(grants, node, coordinator, StoringAlone(grants, 1, 0.5))
-    links = Links(secret, Hello("job", "s1", number, "storage"), node.loop, QUICK)
+    node.loop = GrantLoop(Core(grants, coordinator, StoringAlone(grants, 1, 0.5), time.monotonic()), node)
+    links = Links(secret, Hello("job", "s1", number), node.loop, QUICK)
     node.loop.start(links)
     if number == 0:
         server = PeerServer(secret, lambda what: None, QUICK)
@@ -133,7 +135,7 @@ def main():
             node.capture(int(rest[0]))
             say("captured", rest[0])
         elif command == "wish":
-            node.loop.wish(int(rest[0]))
+            node.loop.wish(int(rest[0]), [0])
         elif command == "die":
             node.is_gone = True
         elif command == "part":

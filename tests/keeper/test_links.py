@@ -18,7 +18,8 @@ from raw_peer import WAIT_S, announced, authenticated, frame, is_closed, peak_ki
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import ConfigError
-from lazysnap.grants.messages import Epoch, LevelOrder, Order, Report
+from lazysnap.grants.core import Core
+from lazysnap.grants.messages import LevelOrder, Order, Report
 from lazysnap.grants.node import NodeGrants
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.links.channel import MAX_FRAME_BYTES
@@ -102,12 +103,12 @@ def close(*them):
         one.close()
 
 
-def hello(node, job="job", start="s1", about="storage"):
-    return Hello(job, start, node, about)
+def hello(node, job="job", start="s1"):
+    return Hello(job, start, node)
 
 
 def report(number):
-    return Report(1, Epoch(number, 7), ())
+    return Report(1, number, ())
 
 
 def damaged(data):
@@ -115,7 +116,7 @@ def damaged(data):
 
 
 def order(number):
-    return Order(Epoch(number, 7), (LevelOrder(10, None, (), (), ()),))
+    return Order(number, (LevelOrder(10, None, (), (), ()),))
 
 
 def test_messages_go_both_ways_and_arrive_as_they_were(ends, server):
@@ -187,9 +188,9 @@ def test_garbage_before_the_hello_is_refused_with_the_address(server, secret, ca
         announced(MAX_FRAME_BYTES + 1) + bytes(100),
         damaged(frame(report(4))),
         frame({"type": "report", "node": 1}),
-        frame({"type": "report", "node": 1, "epoch": [1, 1], "levels": [], "wishes": [-1]}),
-        frame({"type": "report", "node": 1, "epoch": [1, 1], "levels": [], "wishes": [1] * 1000}),
-        frame({"type": "report", "node": 1, "epoch": [1, 1], "levels": [], "extra": 1}),
+        frame({"type": "report", "node": 1, "owner": 1, "levels": [], "wishes": [-1]}),
+        frame({"type": "report", "node": 1, "owner": 1, "levels": [], "wishes": [1] * 1000}),
+        frame({"type": "report", "node": 1, "owner": 1, "levels": [], "extra": 1}),
         raw_frame(b"\x91" * 100_000),
         frame(hello(1)),
     ],
@@ -223,7 +224,7 @@ def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, listenin
     def large():
         """Half a megabyte in memory, each its own."""
         levels = (LevelOrder(1, None, (), tuple(range(500)), tuple(range(500))) for _ in range(16))
-        return Order(Epoch(1, 1), tuple(levels))
+        return Order(1, tuple(levels))
 
     with authenticated(listening(links), secret) as peer:
         peer.sendall(frame(hello(1)))
@@ -382,7 +383,7 @@ def test_a_keeper_that_is_not_ready_for_a_link_is_tried_again(ends, secret, capl
 
 
 def test_links_of_grants_that_are_closed_before_they_begin_are_closed(secret):
-    loop = GrantLoop(NodeGrants(0, "s1", ()), None, None)
+    loop = GrantLoop(Core(NodeGrants(0, "s1", ()), None), None)
     links = Links(secret, hello(0), loop, QUICK)
     loop.close()
     loop.start(links)

@@ -52,7 +52,7 @@ class Inbox:
 
 
 def hello(node):
-    return Hello("job", "s1", node, "storage")
+    return Hello("job", "s1", node)
 
 
 @pytest.fixture(scope="module")

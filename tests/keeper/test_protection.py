@@ -98,12 +98,12 @@ def test_what_a_dead_keeper_held_stays_until_a_newer_step_is_protected():
 
 def test_a_report_of_a_keeper_without_a_link_does_not_count():
     """It may have died with its parity."""
-    settings = LevelGrants(PersistentLevel("parity"))
-    coordinator = Coordinator(1, STARTS[0], 2, (settings,), is_memory=True)
+    settings = LevelGrants(PersistentLevel("parity"), is_memory=True)
+    coordinator = Coordinator(1, STARTS[0], 2, (settings,))
 
     def report(node, progress, grant, stored=()):
         said = LevelReport(grant, None, progress, True, stored, settings.turn)
-        coordinator.receive(Report(node, coordinator.epoch, (said,)))
+        coordinator.receive(Report(node, coordinator.owner, (said,)))
 
     for node in range(2):
         report(node, Progress.IDLE, None)

@@ -1,4 +1,4 @@
-"""Nodes, ranks, slots, levels and links in simulated time, around the real decisions of ``keeper.grants``.
+"""Nodes, ranks, slots, levels and links in simulated time, around the real ``grants.core.Core`` of each keeper.
 
 Everything is drawn from a seed. What breaks an invariant is counted in ``World.broken``. A name in ``World.without``
 leaves a rule out, by what the simulation does around the product's code: so a test can show what the rule is for.
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
-from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
+from lazysnap.grants.coordinator import Coordinator, LevelGrants
+from lazysnap.grants.core import Begin, Core, Hold, Learn, Pin, Send, Settle
 from lazysnap.grants.messages import Progress, StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.grants.retention import Retention, still_to_copy
@@ -101,12 +102,13 @@ class Training:
         self.first, self.last = steps
         self.every, self.tick = r.choice((1, 1, 2, 5)), r.choice((0.02, 0.2, 1.0))
         self.num_kept, self.down, self.gradients = 2 if self.every == 1 else 1, set(), Counter()
-        self.cut, self.out = [0] * num_nodes, [0.0] * num_nodes
+        self.cut, self.out, self.linked, self.due = [0] * num_nodes, [0.0] * num_nodes, set(), {}
 
     def begin(self, ranks):
         self.ranks = ranks
         self.keepers = [self.new_keeper(node) for node in range(self.num_nodes)]
-        self.coordinators = [self.new_coordinator()]
+        for node in range(1, self.num_nodes):
+            self.world.at(self.tick * self.world.random.random(), self._link_is_back, node)
         for rank in ranks:
             self._after(0, self._boundary, rank, self.first)
 
@@ -143,38 +145,44 @@ class Training:
         """Nodes that no other one reaches; all, if that is true of the coordinator's."""
         return self.down
 
-    def send(self, coordinator, node, call, *args):
+    def send(self, sender, target, message):
         """Links keep the order, and lose what is on the way when they break."""
-        r, key, cut = self.world.random, (node, call), self.cut[node]
-        self.world.seen["messages"] += node != 0
+        r, key, node = self.world.random, (sender, target), max(sender, target)
+        cut = self.cut[node]
+        self.world.seen["messages"] += 1
         delay = r.uniform(1e-4, 0.05) if r.random() < 0.99 else r.uniform(0.05, 2)
-        due = coordinator.due[key] = max(self.world.now + delay, coordinator.due.get(key, 0) + 1e-6)
-        if self.world.now < self.out[node]:
-            return
-        target = coordinator.receive if call == "report" else lambda *args: self.keepers[node].receive(*args)
-        is_up = lambda: cut == self.cut[node] and node not in self.away()  # noqa: E731
-        self.world.at(due - self.world.now, lambda: target(*args) if is_up() else None)
+        due = self.due[key] = max(self.world.now + delay, self.due.get(key, 0) + 1e-6)
+        is_up = lambda: node in self.linked and cut == self.cut[node] and node not in self.away()  # noqa: E731
+        if is_up():
+            call = lambda: self.keepers[target].received(sender, message) if is_up() else None  # noqa: E731
+            self.world.at(due - self.world.now, call)
 
     def break_link(self, node):
-        self.cut[node], self.out[node] = self.cut[node] + 1, self.world.now + self.world.random.uniform(0.01, 5)
-        self.world.at(self.out[node] - self.world.now, self._link_is_back, node)
+        """Both ends notice it, each at its time, or not before it is back."""
+        self.linked.discard(node)
+        self.cut[node], lasts = self.cut[node] + 1, self.world.random.uniform(0.01, 5)
+        self.out[node] = self.world.now + lasts
+        for at, other in ((0, node), (node, 0)):
+            self.world.at(lasts * self.world.random.uniform(0, 1.2), self._notice, at, other, self.cut[node])
+        self.world.at(lasts, self._link_is_back, node)
+
+    def _notice(self, node, other, cut):
+        if cut == self.cut[max(node, other)] and max(node, other) not in self.linked:
+            self.keepers[node].link_is_down(other)
 
     def _link_is_back(self, node):
-        self.keepers[node].say()
-        for coordinator in self.coordinators:
-            coordinator.tell(node)
+        if self.world.now >= self.out[node] and node not in self.away():
+            self.linked.add(node)
+            for at, other in ((0, node), (node, 0)):
+                self.keepers[at].link_is_up(other)
 
     def replace_keeper(self, node):
         """Its trainers start another, which adopts the slots."""
         if all(rank.is_gone for rank in self.ranks if rank.node == node):
             return
         self.keepers[node].is_dead, self.keepers[node] = True, self.new_keeper(node)
-        for other in range(self.num_nodes) if node == 0 else (node,):
+        for other in range(1, self.num_nodes) if node == 0 else (node,):
             self.break_link(other)
-        if node == 0:
-            for coordinator in self.coordinators:
-                coordinator.is_active = False
-            self.coordinators = [self.new_coordinator()]
 
 
 class Job(Training):
@@ -205,7 +213,12 @@ class Job(Training):
         return self.down | (set(range(1, self.num_nodes)) if 0 in self.parted else self.parted)
 
     def new_coordinator(self):
-        return SimCoordinator(self)
+        levels = [
+            LevelGrants(settings, earlier=frozenset(key for key in published if key.start < self.start))
+            for settings, published in zip(self.settings, self.world.published, strict=True)
+        ]
+        kind = Hasty if "all" in self.world.without else Coordinator
+        return kind(self.world.random.getrandbits(40), self.start, self.num_nodes, tuple(levels))
 
     def _choose(self, rank, step):
         kept = sorted(rank.whole())[-self.num_kept :]
@@ -237,20 +250,7 @@ class Job(Training):
         for rank in self.ranks:
             rank.is_gone = True
         for keeper in self.keepers:
-            for call in (keeper.look, keeper.say):
-                self.world.at(self.world.random.uniform(0.1, 3), call)
-
-    def add_second_coordinator(self, lasts):
-        self.coordinators.append(self.new_coordinator())
-        self.world.at(lasts, self._heal, *self.world.random.sample(self.coordinators[-2:], 2))
-
-    def _heal(self, stays, goes):
-        if {stays, goes} <= set(self.coordinators):
-            for coordinator in self.coordinators:
-                coordinator.is_active = coordinator is stays
-            self.coordinators = [stays]
-            for node in range(self.num_nodes):
-                self._link_is_back(node)
+            self.world.at(self.world.random.uniform(0.1, 3), keeper.look)
 
     def lose_node(self, node):
         """Its memory is gone. The others linger, and store what they hold."""
@@ -266,13 +266,24 @@ class Job(Training):
 
     def _part(self, node):
         """The keepers notice, and look at the time now and then."""
-        for coordinator in self.coordinators:
-            coordinator.coordinator.is_parted = True
-            coordinator.tell_all()
+        for other in range(1, self.num_nodes) if node == 0 else (node,):
+            self.linked.discard(other)
+            self.keepers[0].link_is_down(other)
+            self.keepers[other].link_is_down(0)
         for keeper in self.keepers:
-            keeper.is_parted = node in (0, keeper.node)
             for _ in range(8):
                 self.world.at(self.world.random.uniform(20, 200), keeper.look)
+
+
+class Hasty(Coordinator):
+    """Decides before all nodes answered."""
+
+    def decide(self, own):
+        num_nodes, self.num_nodes = self.num_nodes, len(self.reports) or 1
+        try:
+            return super().decide(own)
+        finally:
+            self.num_nodes = num_nodes
 
 
 class SimKeeper:
@@ -286,7 +297,9 @@ class SimKeeper:
         for number in range(len(levels)):
             r, hangs = self.world.random, bool(job.faults & {"keepers", "coordinator"})
             self.world.at(r.uniform(1, 200) * job.tick if hangs and r.random() < 0.3 else 0, self._list, number)
-        self.alone, self.is_parted = StoringAlone(self.grants, job.num_kept, 20), False
+        coordinator = job.new_coordinator() if node == 0 else None
+        self.core = Core(self.grants, coordinator, StoringAlone(self.grants, job.num_kept, 20))
+        self.counted = [(set(), None) for _ in levels]
         self.retention = [Retention(settings, job.start) for settings in job.settings]
 
     def _file(self, step):
@@ -302,62 +315,80 @@ class SimKeeper:
     def _list(self, number):
         """The level answers, as late as it likes."""
         if not self.is_dead:
-            self.grants.listed(number, {file.step for file in self.world.files[number] if self._is_own(file)})
-            self.say()
-            self.look()
+            steps = {file.step for file in self.world.files[number] if self._is_own(file)}
+            self.happened(self.grants.listed(number, steps))
 
     def views(self):
         return [rank.view() for rank in self.ranks]
 
-    def say(self):
-        report = self.grants.report(self.views())
-        for coordinator in () if self.is_dead else self.job.coordinators:
-            self.job.send(coordinator, self.node, "report", report)
+    def happened(self, is_news):
+        self.core.happened(is_news)
+        self.look()
 
     def wish(self):
         step = self.ranks[0].begun
         if not self.is_dead and step >= 0:
             self.world.seen["wishes"] += 1
             self.wished.append(step)
-            if self.grants.wish(step):
-                self.say()
+            self.happened(self.grants.wish(step, range(len(self.grants.levels))))
 
-    def receive(self, order):
-        if self.is_dead:
-            return
-        if "epoch" in self.world.without:
-            self.grants.epoch = min(self.grants.epoch, order.epoch)
-        is_news = self.grants.receive(order)
-        self._settle()
-        if order.epoch == self.grants.epoch:
-            self.retain()
-        if is_news:
-            self.say()
-        self.look()
+    def received(self, node, message):
+        if not self.is_dead:
+            self.core.received(node, message)
+            self.look()
 
-    def _settle(self):
-        """First the word, then the pins; a trainer does it the other way round."""
-        self.word = self.grants.word
-        for slot in (slot for rank in self.ranks for slot in rank.slots if slot.pin != self.word):
-            slot.pin = None
+    def link_is_up(self, node):
+        if not self.is_dead:
+            self.core.link_is_up(node, self.world.now)
+            self.look()
+
+    def link_is_down(self, node):
+        if not self.is_dead:
+            self.core.link_is_down(node, self.world.now)
+            self.look()
 
     def look(self):
-        if self.is_dead:
-            return
-        decision = self.grants.decide(self.views())
-        for number in decision.pin:
-            self._pin(self.ranks[number], self.grants.word)
-        for write in decision.writes:
-            self._write(write)
-        self._settle()
-        self._store_alone()
-        if decision.is_news:
-            self.say()
+        """What ``grant_loop`` does."""
+        if not self.is_dead:
+            for action in self.core.step(self.views, self.world.now):
+                self.count()
+                self._do(action)
+            self.count()
 
-    def _store_alone(self):
-        is_parted = self.is_parted or self.grants.is_parted
-        for write in self.alone.decide(self.views(), self.world.now, is_parted=is_parted):
-            self._write(write)
+    def _do(self, action):
+        match action:
+            case Pin(ranks, step) | Hold(ranks, step):
+                for number in ranks:
+                    self._pin(self.ranks[number], step)
+            case Settle(word):
+                self._settle(word)
+            case Begin(write):
+                self._write(write)
+            case Send(node, message):
+                self.job.send(self.node, node, message)
+            case Learn():
+                self.learn()
+
+    def count(self):
+        """What the coordinator, if it is here, decided."""
+        for number, level in enumerate(self.core.coordinator.levels if self.core.coordinator else ()):
+            complete, grant = self.counted[number]
+            self.world.seen["grants"] += level.grant not in (None, grant)
+            self.counted[number] = set(level.complete), level.grant
+            self.publish(number, sorted(level.complete - complete))
+
+    def publish(self, number, steps):
+        for step in steps:
+            self.world.publish(number, StepKey(step, self.job.start), self.job.num_nodes)
+
+    def learn(self):
+        self.retain()
+
+    def _settle(self, word):
+        """First the word, then the pins; a trainer does it the other way round."""
+        self.word = word
+        for slot in (slot for rank in self.ranks for slot in rank.slots if slot.pin != word):
+            slot.pin = None
 
     def _pin(self, rank, step):
         for slot in rank.slots:
@@ -388,47 +419,37 @@ class SimKeeper:
         if self.is_dead or self.node in self.job.down:
             return
         if not self.grants.is_wanted(write):
-            self._end(write)
+            self.core.missed(write)
+            self.look()
             return
         if write.source is None:
             is_whole = self._is_whole(write)
         else:
             is_whole = True if self._file(write.step) in self.world.files[write.source] else None
         if is_broken:
-            self.grants.failed(write)
-            self._end(write)
+            self.core.failed(write)
             pause = 0 if "probe" in self.world.without else max(self.job.hung[self.node] - self.world.now, 1)
-            self.world.at(pause, self._probed, write.level) if pause else self.grants.probed(write.level)
+            self.world.at(pause, self._probed, write.level) if pause else self._probed(write.level)
         elif is_whole is False:
             self.world.at(0.02, self._written, write, is_broken)
             return
         elif is_whole is None:
-            self.grants.missed(write)
-            self._end(write)
+            self.core.missed(write)
         else:
-            self.grants.committed(write)
+            self.core.committed(write)
             for files in (self.world.files[write.level], self.mine[write.level]):
                 files.add(self._file(write.step))
             self.world.at(self.world.random.uniform(0, 0.1), self._verified, write)
-        self._settle()
-        if is_whole is None or is_broken:
-            self.say()
+        self.look()
 
     def _verified(self, write):
         if not self.is_dead:
-            is_news = self.grants.verified(write)
-            self._end(write)
-            if is_news:
-                self.say()
+            self.core.verified(write)
+            self.look()
 
     def _probed(self, level):
-        if self.grants.probed(level):
-            self.say()
-
-    def _end(self, write):
-        self.alone.ended(write)
-        if write.is_alone:
-            self.world.at(0, self.look)
+        if not self.is_dead:
+            self.happened(self.grants.probed(level))
 
     def retain(self):
         for number, (retention, level) in enumerate(zip(self.retention, self.grants.levels, strict=True)):
@@ -438,7 +459,7 @@ class SimKeeper:
             for slower, settings in list(zip(self.grants.levels, self.job.settings, strict=True))[number + 1 :]:
                 protected |= still_to_copy(level, slower, settings, self.job.start)
             for file in listing:
-                if not level.is_open or not self._is_mine(file) or not retention.is_over(file.key, level, protected):
+                if not self._is_mine(file) or not retention.is_over(file.key, level, protected):
                     continue
                 if "clean" in self.world.without and file.key not in level.complete:
                     kept = sorted(level.complete)[-retention.settings.keep_last :]
@@ -448,55 +469,11 @@ class SimKeeper:
                     self.world.delete(number, file)
 
 
-class SimCoordinator:
-    def __init__(self, job):
-        self.job, self.world, self.is_active, self.due = job, job.world, True, {}
-        levels = [
-            LevelGrants(settings, frozenset(key for key in published if key.start < job.start))
-            for settings, published in zip(job.settings, self.world.published, strict=True)
-        ]
-        self.coordinator = Coordinator(self.world.random.getrandbits(40), job.start, job.num_nodes, tuple(levels))
-        self.tell_all()
-
-    def tell(self, node):
-        if self.is_active:
-            self.job.send(self, node, "order", self.coordinator.order())
-
-    def tell_all(self):
-        for node in range(self.job.num_nodes):
-            self.tell(node)
-
-    def receive(self, report):
-        if not self.is_active:
-            return
-        coordinator = self.coordinator
-        if "epoch" in self.world.without:
-            report = type(report)(report.node, coordinator.epoch, report.levels, report.wishes, report.left)
-        if coordinator.receive(report):
-            self.world.at(coordinator.pause_s(self.world.random.random()), self._outbid)
-        coordinator.num_nodes = len(coordinator.reports) or 1 if "all" in self.world.without else self.job.num_nodes
-        before = [(set(level.complete), level.grant) for level in coordinator.levels]
-        ranks = [rank for rank in self.job.ranks if rank.node == 0]
-        steps = set.intersection(*({slot.step for slot in rank.slots} for rank in ranks))
-        is_told = coordinator.decide(Own(max(rank.begun for rank in ranks), frozenset(steps)))
-        coordinator.num_nodes = self.job.num_nodes
-        for number, (level, (complete, grant)) in enumerate(zip(coordinator.levels, before, strict=True)):
-            for step in sorted(level.complete - complete):
-                self.world.publish(number, StepKey(step, self.job.start), self.job.num_nodes)
-            self.world.seen["grants"] += level.grant is not None and level.grant != grant
-        if is_told:
-            self.tell_all()
-
-    def _outbid(self):
-        if self.is_active and self.coordinator.outbid():
-            self.tell_all()
-
-
-FAULTS = ("slow", "fails", "hangs", "keepers", "coordinator", "links", "two")
+FAULTS = ("slow", "fails", "hangs", "keepers", "coordinator", "links")
 SCENARIOS = {
     "calm": set(),
     **{fault: {fault} for fault in FAULTS},
-    "two": {"two", "fails", "hangs"},
+    "broken": {"fails", "hangs"},
     "killed": {"killed"},
     "node": {"node"},
     "parted": {"parted"},
@@ -516,7 +493,6 @@ def play(scenario, seed, *, num_levels=1, without=()):
             "keepers": (job.replace_keeper, node),
             "coordinator": (job.replace_keeper, 0),
             "links": (job.break_link, node),
-            "two": (job.add_second_coordinator, r.uniform(0, time / 3)),
         }
         for name, (call, arg) in acts.items():
             if name in faults and (scenario != "all" or r.random() < 0.4):

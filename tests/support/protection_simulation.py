@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from functools import cache
 
 from lazysnap.config import PersistentLevel
-from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
+from lazysnap.grants.coordinator import Coordinator, LevelGrants
+from lazysnap.grants.core import Core
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, whole_before_newest
 from lazysnap.keeper.parity_store import ParitySet, ParityStore
 from lazysnap.keeper.protection import HeldSteps
@@ -20,7 +21,7 @@ from lazysnap.parity.pieces import can_rebuild
 from lazysnap.ranks.slots import choose_slot
 from lazysnap.resolver import Entry, Inventory, candidates
 from lazysnap.restore.lost_parts import lost_parts, most_protected
-from support.grant_simulation import WAITED, Rank, SimCoordinator, SimKeeper, Slot, Training, World
+from support.grant_simulation import WAITED, Rank, SimKeeper, Slot, Training, World
 
 LOST = "what was said to be protected cannot be computed"
 PASSED_OVER = "a restart did not find what was said to be protected"
@@ -65,7 +66,7 @@ class MemoryRank(Rank):
 
     def view(self):
         slots = [slot for slot in self.slots if slot.step >= 0 and slot.start == self.start]
-        views = tuple(SlotView(slot.step, slot.is_whole, slot.pin) for slot in slots)
+        views = tuple(SlotView(slot.step, slot.is_whole, hold=slot.pin) for slot in slots)
         return RankView(self.begun, self.is_gone, views)
 
 
@@ -185,14 +186,15 @@ class ProtectedTraining(Training):
         """By node and step: what others may have read, though it is not there any more."""
         ranks = [MemoryRank(node, slots, start, step) for node, of in enumerate(cluster.memory) for slots in of]
         self.begin(ranks)
-        for node in range(self.num_nodes):
+        for node in range(1, self.num_nodes):
             self.break_link(node)  # they begin one after the other
 
     def new_keeper(self, node):
         return ProtectingKeeper(self, node)
 
     def new_coordinator(self):
-        return ProtectingCoordinator(self)
+        level = LevelGrants(PersistentLevel("parity", every_n_steps=self.every * self.world.due), is_memory=True)
+        return Coordinator(self.world.random.getrandbits(40), self.start, self.num_nodes, (level,))
 
     # Captures
 
@@ -249,17 +251,10 @@ class ProtectedTraining(Training):
     def wish(self, node):
         self.keepers[node].wish()
 
-    def break_link(self, node):
-        super().break_link(node)
-        for coordinator in self.coordinators:
-            self.world.at((self.out[node] - self.world.now) * self.world.random.random(), coordinator.forget, node)
-
     def replace_keeper(self, node):
         if not self.keepers[node].is_dead:
             self.keepers[node].is_dead = True
             self.world.lose_keeper(node)
-            for coordinator in self.coordinators if node == 0 else ():
-                coordinator.is_active = False
             self.world.at(self.world.random.uniform(0.01, 1), self._succeed, node)
 
     def _succeed(self, node):
@@ -282,14 +277,11 @@ class ProtectedTraining(Training):
                 self.down.add(keeper.node)
                 self.world.lose(keeper.node)
             keeper.look()
-            keeper.say()
 
     def close(self):
         """Another start begins at the same keepers."""
         for keeper in self.keepers:
             keeper.close()
-        for coordinator in self.coordinators:
-            coordinator.is_active = False
 
 
 class ProtectingKeeper(SimKeeper):
@@ -298,26 +290,26 @@ class ProtectingKeeper(SimKeeper):
         self.ranks, self.store = [rank for rank in job.ranks if rank.node == node], job.world.stores[node]
         level = NodeLevel(is_memory=True)
         self.grants, self.held = NodeGrants(node, job.start, (level,)), HeldSteps(job.start, level)
+        self.core, self.away = Core(self.grants, job.new_coordinator() if node == 0 else None), set()
+        self.counted = [(set(), None)]
 
-    def receive(self, order):
-        if self.is_dead:
-            return
-        is_news = self.grants.receive(order)
-        has_learned = order.epoch == self.grants.epoch and self.held.learn()
-        if has_learned and not self.ranks[0].is_gone:
+    def received(self, node, message):
+        self.away.discard(node)
+        super().received(node, message)
+
+    def link_is_down(self, node):
+        self.away.add(node)
+        super().link_is_down(node)
+
+    def publish(self, number, steps):
+        self.world.broken[OVERSTATED] += bool(self.away and steps)
+
+    def learn(self):
+        if self.held.learn() and not self.ranks[0].is_gone:
             step = self.held.protected
             self.world.tell(self.node, None if step is None else (step, self.job.start))
-        self.look()
-        if is_news:
-            self.say()
 
-    def _store_alone(self):
-        """Parity needs the others."""
-
-    def _end(self, write):
-        """Nothing was stored alone."""
-
-    def _settle(self):
+    def _settle(self, word):
         held, start, has_let_go = self.held, self.job.start, False
         if held.kept is None and not self.job.has_room:
             held.do_without(self.views(), self.job.num_kept)
@@ -329,7 +321,6 @@ class ProtectingKeeper(SimKeeper):
         before = self.store.inventory()
         left = self.store.keep(lambda parity: held.stays(parity.step, is_own=parity.start == start))
         held.level.stored = {parity.step for parity in left if parity.start == start}
-        self.word = self.grants.word
         for rank in self.ranks:
             own = Counter(slot.start == start for slot in rank.slots if slot.pin is not None)
             self.world.broken[TOO_MANY] += own[True] > 2 or own.total() > 3
@@ -364,16 +355,14 @@ class ProtectingKeeper(SimKeeper):
         if self.is_dead or not self.grants.is_wanted(write):
             return
         if not job.has_room or ("fails" in job.faults and r.random() < 0.1):
-            self.grants.failed(write)
+            self.core.failed(write)
             self.world.at(r.uniform(0.2, 5), self._probed, 0)
             self.look()
-            self.say()
             return
         parts = [self._part(node, write.step) for node in range(job.num_nodes)]
         if None in parts:
-            self.grants.missed(write)
+            self.core.missed(write)
             self.look()
-            self.say()
         elif not all(parts):
             self.world.at(job.tick / 5, self._encoded, write)
         else:
@@ -394,36 +383,9 @@ class ProtectingKeeper(SimKeeper):
     def close(self):
         if not self.is_dead:
             self.is_dead = True
-            self._settle()
+            self._settle(None)
             self.held.end()
-            self._settle()
-
-
-class ProtectingCoordinator(SimCoordinator):
-    def __init__(self, job):
-        self.job, self.world, self.is_active, self.due = job, job.world, True, {}
-        level = LevelGrants(PersistentLevel("parity", every_n_steps=job.every * job.world.due))
-        owner, self.away = self.world.random.getrandbits(40), set()
-        self.coordinator = Coordinator(owner, job.start, job.num_nodes, (level,), is_memory=True)
-        self.tell_all()
-
-    def forget(self, node):
-        self.coordinator.forget(node)
-        self.away.add(node)
-
-    def receive(self, report):
-        if not self.is_active:
-            return
-        self.away.discard(report.node)
-        if self.coordinator.receive(report):
-            self.world.at(self.coordinator.pause_s(self.world.random.random()), self._outbid)
-        level, views = self.coordinator.levels[0], self.job.keepers[0].views()
-        grant, complete = level.grant, set(level.complete)
-        begun, steps = [view.begun for view in views], [{slot.step for slot in view.slots} for view in views]
-        if self.coordinator.decide(Own(max(begun), frozenset(set.intersection(*steps)), min(begun))):
-            self.tell_all()
-        self.world.seen["grants"] += level.grant not in (None, grant)
-        self.world.broken[OVERSTATED] += bool(self.away and level.complete - complete)
+            self._settle(None)
 
 
 SCENARIOS = {
