@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,6 +28,7 @@ from lazysnap.topology import Place
 
 logger = logging.getLogger("lazysnap.engine")
 
+_Result = TypeVar("_Result")
 _SILENCE_S = 3.0
 """Seconds that a level may be silent before a warning says that the restart waits for it."""
 
@@ -108,11 +109,8 @@ class Survey:
                     "it answers"
                 )
                 continue
-            self._warn_of_silence(url, listing, until)
-            try:
-                mine.append([url, msgspec.to_builtins(listing())])
-            except Exception as error:  # noqa: BLE001  storage packages may raise anything
-                problems.append(f"{shown(url)} passed over: {error}")
+            if (found := self._result(url, listing, until, problems)) is not None:
+                mine.append([url, msgspec.to_builtins(found)])
         return [mine, list(self.unanswered)]
 
     def _mine(self, sites: list[Site], problems: list[str], until: float | None) -> list[Any]:
@@ -132,19 +130,17 @@ class Survey:
             if not looked.comes(until):
                 late.append(site.url)
                 continue
-            self._warn_of_silence(site.url, looked, until)
-            try:
-                inventory = looked()
-            except Exception as error:  # noqa: BLE001  storage packages may raise anything
-                problems.append(f"{shown(site.url)} passed over: {error}")
-                continue
-            entries = tuple(dataclasses.replace(entry, node=site.label) for entry in inventory.entries)
-            found.append(msgspec.to_builtins(dataclasses.replace(inventory, entries=entries)))
+            if (inventory := self._result(site.url, looked, until, problems)) is not None:
+                entries = tuple(dataclasses.replace(entry, node=site.label) for entry in inventory.entries)
+                found.append(msgspec.to_builtins(dataclasses.replace(inventory, entries=entries)))
         faults.point("restore.surveyed")
         return [found, late]
 
-    def _warn_of_silence(self, url: str, answer: Answer[Any], until: float | None) -> None:
-        """Warn, once for each level, that the restart waits for it. Blocks: for some seconds."""
+    def _result(self, url: str, answer: Answer[_Result], until: float | None, problems: list[str]) -> _Result | None:
+        """Return the answer of a level; ``None``, and a problem, if it has none. Blocks.
+
+        Without a deadline of a few seconds the user is warned, once for each level, that the restart waits.
+        """
         if until is None and url not in self._named and not answer.comes(time.monotonic() + _SILENCE_S):
             self._named.add(url)
             logger.warning(
@@ -153,6 +149,11 @@ class Survey:
                 shown(url),
                 answer.timeout_s,
             )
+        try:
+            return answer()
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
+            problems.append(f"{shown(url)} passed over: {error}")
+            return None
 
 
 def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: bool) -> str:

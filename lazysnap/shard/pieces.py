@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lazysnap.errors import ShardCorrupt
@@ -89,21 +89,20 @@ class Cover:
     def add(self, piece: Piece) -> None:
         """Add a piece. It fills what was missing until now."""
         left: list[tuple[Extent, Extent]] = []
-        for offsets, shape in self._holes:
-            for part in overlaps([piece], offsets, shape):
-                shifts = [(at - start) for at, start in zip(offsets, self._offsets, strict=True)]
-                target = (slice(a.start + by, a.stop + by) for a, by in zip(part.target, shifts, strict=True))
-                self.tiles.append(replace(part, target=tuple(target)))
-            left += _without((offsets, shape), piece)
+        for hole in self._holes:
+            part = next(overlaps([piece], *hole), None)
+            if part is None:
+                left.append(hole)
+                continue
+            shifts = [at - start for at, start in zip(hole[0], self._offsets, strict=True)]
+            target = tuple(slice(a.start + by, a.stop + by) for a, by in zip(part.target, shifts, strict=True))
+            self.tiles.append(Overlap(piece, part.source, target))
+            left += _without(hole, part)
         self._holes = left
 
 
-def _without(hole: tuple[Extent, Extent], piece: Piece) -> Iterator[tuple[Extent, Extent]]:
-    """Yield the rest of a box without a piece: up to two boxes for each dimension."""
-    part = next(overlaps([piece], *hole), None)
-    if part is None:
-        yield hole
-        return
+def _without(hole: tuple[Extent, Extent], part: Overlap) -> Iterator[tuple[Extent, Extent]]:
+    """Yield the rest of a box without a part of it: up to two boxes for each dimension."""
     offsets, shape = hole
     for dim, filled in enumerate(part.target):
         for start, stop in ((0, filled.start), (filled.stop, shape[dim])):

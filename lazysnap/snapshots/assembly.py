@@ -55,7 +55,7 @@ class JoinedTensor:
         """``first``: one of its parts, not added yet. Its dtype is that of all, and its memory order counts."""
         self.name = name
         self.first = first
-        self.shape = first.extent()[0]
+        self.shape = first.extent[0]
         """The shape of the whole tensor."""
         self.box = box
         """Offsets and shape of what is wanted."""
@@ -64,7 +64,7 @@ class JoinedTensor:
 
     def add(self, rank: int, stored: Stored) -> None:
         """Add the part of a rank. Raises: ShardCorrupt, if it does not fit the others."""
-        shape, offsets = stored.extent()
+        shape, offsets = stored.extent
         first = self.first
         found, expected = (stored.spec.dtype, stored.logical, shape), (first.spec.dtype, first.logical, self.shape)
         if found != expected or len(stored.spec.shape) != len(first.spec.shape):
@@ -169,7 +169,7 @@ class Assembly:
                 continue
             tensor = self._tensors.get(name)
             if tensor is None:
-                box = self._box(name, stored.extent()[0])
+                box = self._box(name, stored.extent[0])
                 tensor = self._tensors[name] = JoinedTensor(name, stored, box)
             tensor.add(shard.rank, stored)
             if tensor.is_whole:

@@ -5,6 +5,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from lazysnap.errors import FormatError, ShardCorrupt, SnapshotNotFound, StateError
@@ -115,6 +116,7 @@ class Stored:
         is_pairs = self.logical is not None and self.logical.startswith("complex")
         return self.spec.shape[:-1] if is_pairs else self.spec.shape
 
+    @cached_property
     def extent(self) -> tuple[Extent, Extent]:
         """Shape of the whole tensor, and where this box lies in it. Raises: ShardCorrupt."""
         if not self.is_scoped:

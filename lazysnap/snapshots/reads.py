@@ -1,11 +1,10 @@
 """Reads of boxes of tensors: collected first, then each block of a shard is read once. Needs no torch."""
 
-import itertools
 import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lazysnap.levels.blocks import Wanted
 from lazysnap.shard.pieces import Extent
@@ -104,10 +103,15 @@ def _runs(shape: Extent, source: Sequence[int], target: Sequence[int], item: int
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
         outer -= 1
         length *= shape[outer]
-    for index in itertools.product(*map(range, shape[:outer])):
-        here = sum(at * step for at, step in zip(index, source[:outer], strict=True))
-        there = sum(at * step for at, step in zip(index, target[:outer], strict=True))
-        yield here, there, length
+
+    def walk(dim: int, here: int, there: int) -> Iterator[tuple[int, int, int]]:
+        if dim == outer:
+            yield here, there, length
+            return
+        for at in range(shape[dim]):
+            yield from walk(dim + 1, here + at * source[dim], there + at * target[dim])
+
+    yield from walk(0, 0, 0)
 
 
 class Reads:
@@ -128,8 +132,8 @@ class Reads:
         unit = block * -(-_LEAST_UNIT // block)
         for span in spans((stored.offset, item_bytes), tile.box.piece.shape, tile.box.source, unit):
             offsets = tuple(at + start for at, start in zip(span.offsets, tile.offsets, strict=True))
-            part = _Part(replace(span, offsets=offsets), use, item_bytes * math.prod(span.shape))
-            self._parts.append((stored.shard, part))
+            placed = Span(span.start, span.stop, offsets, span.shape, span.strides)
+            self._parts.append((stored.shard, _Part(placed, use, item_bytes * math.prod(span.shape))))
 
     @property
     def size_bytes(self) -> int:

@@ -23,7 +23,7 @@ def facts_of(stored: Stored) -> Facts:
         dtype, _ = logical_facts(DTYPES[stored.spec.dtype], stored.spec.shape, logical)
     except ValueError as error:
         raise ShardCorrupt(f"{where}: {error}") from error
-    return dtype, stored.extent()[0]
+    return dtype, stored.extent[0]
 
 
 def room_for(tensor: JoinedTensor, device: torch.device | None = None, *, is_row_major: bool = False) -> torch.Tensor:

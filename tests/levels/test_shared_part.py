@@ -84,8 +84,8 @@ def check(store, rank, image):
             file.readinto(out)
         found[spec.name] = bytes(out)
     assert found == expected(image)
-    assert shard.stored("big").extent() == ((2 * ROWS, 4), (ROWS + ROWS // 2, 0))
-    assert shard.stored("part").extent() == ((9, 3), (3, 0))
+    assert shard.stored("big").extent == ((2 * ROWS, 4), (ROWS + ROWS // 2, 0))
+    assert shard.stored("part").extent == ((9, 3), (3, 0))
     assert shard.meta.aliases == shard.layout.metadata == {"tied": "big"}
     assert not has_shared_rows(shard.meta)
 
