@@ -2,8 +2,8 @@
 
 import argparse
 import contextlib
-import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -106,7 +106,7 @@ class Run:
         self._environ |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "TMPDIR": str(directory)}
 
     def __enter__(self) -> "Run":
-        self._log = (self._directory / "log").open("w+")
+        self._log = (self._directory / "log").open("w")
         how: dict[str, Any] = {"stdout": self._log, "stderr": subprocess.STDOUT, "env": self._environ}
         self._process = subprocess.Popen(self._command, cwd=self._directory, **how)
         return self
@@ -136,8 +136,7 @@ class Run:
         deadline = time.monotonic() + DEADLINE_S
         while (newest := self._step()) < step:
             if self._process.poll() is not None or time.monotonic() > deadline:
-                self._log.seek(0)
-                raise RuntimeError(f"no step {step} after {newest}: {' | '.join(self._log.read().splitlines()[-8:])}")
+                raise RuntimeError(f"no step {step} after {newest}: {' | '.join(self._text().splitlines()[-8:])}")
             time.sleep(0.002)
         return newest
 
@@ -150,9 +149,11 @@ class Run:
 
     def _victim(self) -> int:
         """The training process, or that of the last rank."""
-        for process in processes(self._mark):
-            words = process.cmdline()
-            is_program = process.name().startswith("python") and self._script in words[1:3]
-            if is_program and process.environ().get("RANK", "0") == str(self._ranks - 1):
-                return int(process.pid)
-        raise RuntimeError(f"no training process: {json.dumps([one.cmdline() for one in processes(self._mark)])}")
+        if self._ranks > 1:
+            said = re.findall(rf"^rank {self._ranks - 1}, process (\d+): ", self._text(), flags=re.M)
+            return int(said[-1])
+        programs = [one for one in processes(self._mark) if self._script in one.cmdline()[1:2]]
+        return int(next(one.pid for one in programs if one.name().startswith("python")))
+
+    def _text(self) -> str:
+        return (self._directory / "log").read_text()
