@@ -1,7 +1,8 @@
 """The grants of one keeper: its node's side, on node 0 the coordinator as well. Pure: events in, actions out.
 
-An event is a call of one of the methods here. After one or several events, or when slots may have changed, ``step``
-says what to do. ``keeper.grant_loop`` runs it on a thread, the simulations in ``tests/support`` in simulated time.
+An event is a call of one of the methods here, or of ``node``. After one or several events, or when slots may have
+changed, ``step`` says what to do. ``keeper.grant_loop`` runs it on a thread, the simulations in ``tests/support`` in
+simulated time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ class Settle:
 
 @dataclass(frozen=True)
 class Begin:
-    """Begin a write. The core gets ``committed``, and at the end ``verified``, ``missed`` or ``failed``."""
+    """Begin a write. ``node.committed`` follows, and at the end ``verified``, ``missed`` or ``failed``."""
 
     write: Write
 
@@ -79,7 +80,8 @@ class Core:
         """Nodes without which nothing is stored and to which there is no link."""
         self.unreached_since = now
         """The time since when there are such nodes, or none."""
-        self._is_news = self._is_left = False
+        self._sent: Report | None = None
+        """The last report to the coordinator of another node."""
         self._waiting: list[Action] = []
         """Actions that follow from events."""
         if coordinator is not None:
@@ -93,7 +95,7 @@ class Core:
         self._reach(self.unreached - {node}, now)
         if self.coordinator is not None:
             self._waiting.append(Send(node, self.coordinator.order_to(node, self.coordinator.order())))
-        self._is_news = self._is_news or node == COORDINATOR_NODE
+        self._sent = None
 
     def link_is_down(self, node: int, now: float) -> None:
         """Nothing is lost that ``link_is_up`` would not repeat."""
@@ -110,14 +112,6 @@ class Core:
         elif node == COORDINATOR_NODE:
             self._obey(message)
 
-    def happened(self, is_news: bool) -> None:
-        """An event of ``node`` was dealt with, which says whether to report it."""
-        self._is_news = self._is_news or is_news
-
-    def committed(self, write: Write) -> None:
-        """The file is there; ``verified`` or ``failed`` follows."""
-        self.happened(self.node.committed(write))
-
     def verified(self, write: Write) -> None:
         """The file was read back."""
         self._end(write, self.node.verified)
@@ -130,8 +124,8 @@ class Core:
         """The level failed; ``node.probed`` follows once a small write works."""
         self._end(write, self.node.failed)
 
-    def _end(self, write: Write, event: Callable[[Write], bool]) -> None:
-        self.happened(event(write))
+    def _end(self, write: Write, event: Callable[[Write], None]) -> None:
+        event(write)
         if self.alone is not None:
             self.alone.ended(write)
 
@@ -153,11 +147,10 @@ class Core:
             yield Settle(self.node.word)
             yield from map(Begin, decision.writes)
             report = self.node.report(views)
-            is_news = self._is_news or decision.is_news or (report.left is not None) != self._is_left
-            self._is_news, self._is_left = False, report.left is not None
             self._hear(report)
             yield from self._take_waiting()
-            if is_news and self.coordinator is None:
+            if self.coordinator is None and report != self._sent:
+                self._sent = report
                 yield Send(COORDINATOR_NODE, report)
             if not self._decide(views):
                 break
@@ -203,7 +196,7 @@ class Core:
     def _obey(self, order: Order) -> None:
         if order.is_ending:
             self._waiting.append(GiveNotice())
-        self.happened(self.node.receive(order))
+        self.node.receive(order)
         self._waiting.append(Learn())
 
     def _reach(self, unreached: frozenset[int], now: float) -> None:

@@ -86,8 +86,6 @@ class Decision:
     """Ranks whose slot of the step to protect (``NodeGrants.held``) is to be held by the keeper."""
     writes: tuple[Write, ...] = ()
     """Writes to begin, once the pins are set."""
-    is_news: bool = False
-    """True if there is something to report."""
 
 
 @dataclass
@@ -133,20 +131,18 @@ class NodeLevel:
         if len(self.complete) > 2 * self.remembered:
             self.complete = set(sorted(self.complete)[-self.remembered :])
 
-    def obey(self, order: LevelOrder) -> bool:
-        """Take the order; whether there is something to report."""
+    def obey(self, order: LevelOrder) -> None:
+        """Take the order."""
         self.cancelled, self.lost, self.works = frozenset(order.cancelled), frozenset(order.lost), order.is_ready
-        self.named = order.frozen
+        self.named, self.turn = order.frozen, order.turn
         if self.is_memory:
             self.complete = set(order.complete)
-        is_turn, self.turn = order.turn != self.turn, order.turn
         if order.grant == self.grant:
-            return is_turn
+            return
         self.grant, self.source = order.grant, order.source
         self.attempt += 1  # a write under way cannot commit any more
         if self.progress is not Progress.LISTING:
             self._begin()
-        return self.progress is not Progress.WAITING
 
     def _begin(self) -> None:
         if self.grant is None:
@@ -163,7 +159,9 @@ class NodeLevel:
     def report(self) -> LevelReport:
         """Return the report for the coordinator."""
         stored = tuple(sorted({*newest(self.stored), *newest(self.stored & self.wishes)}))
-        state = (self.grant, self.source, self.progress, self.is_ready, stored, self.turn, self.asked)
+        # The coordinator waits for the end alone: what lies before it is no news.
+        progress = Progress.WAITING if self.progress in (Progress.WRITING, Progress.VERIFYING) else self.progress
+        state = (self.grant, self.source, progress, self.is_ready, stored, self.turn, self.asked)
         return LevelReport(*state, wishes=newest(self.wishes))
 
     def leave(self) -> None:
@@ -175,8 +173,7 @@ class NodeLevel:
 class NodeGrants:
     """The state of one node for one start of a job. Not thread-safe.
 
-    Send ``report()`` to the coordinator when a call says so, when the last trainer of the node is gone or one comes
-    back, after a wish, and when a link is back.
+    Send ``report()`` to the coordinator when it differs from the last one, and when a link is back.
     """
 
     node: int
@@ -216,41 +213,36 @@ class NodeGrants:
         left = newest(common_whole(ranks)) if all(rank.is_gone for rank in ranks) else None
         return Report(self.node, self.owner, tuple(level.report() for level in self.levels), left, self.is_ending)
 
-    def receive(self, order: Order) -> bool:
-        """Take an order; whether to report at once. Look at the slots afterwards."""
+    def receive(self, order: Order) -> None:
+        """Take an order. Look at the slots afterwards."""
         if len(order.levels) != len(self.levels):
-            return False
-        is_news = order.owner != self.owner
+            return
         self.owner, self.is_parted = order.owner, order.is_parted
         for level, said in zip(self.levels, order.levels, strict=True):
             level.learn(said)
             level.is_open = said.is_open
-            if not said.is_open:
-                level.turn, is_news = said.turn, True
-            elif level.obey(said):
-                is_news = True
+            if said.is_open:
+                level.obey(said)
+            else:
+                level.turn = said.turn
             level.wishes = {step for step in level.wishes if not self._is_answered(level, step)}
         self.urgent &= self.wishes
-        return is_news
 
-    def wish(self, step: int, levels: Collection[int], *, is_urgent: bool = False) -> bool:
-        """The step must be stored at these levels; whether to report. It may be begun, or still lie ahead."""
+    def wish(self, step: int, levels: Collection[int], *, is_urgent: bool = False) -> None:
+        """Ask for a step to be stored at these levels. It may be begun, or still lie ahead."""
         asked = [level for level in map(self.levels.__getitem__, levels) if not self._is_answered(level, step)]
         for level in asked:
             level.wishes.add(step)
         if asked and is_urgent:
             self.urgent.add(step)
-        return bool(asked)
 
-    def take_notice(self) -> bool:
-        """All processes are about to be killed; whether to report."""
-        was_ending, self.is_ending = self.is_ending, True
-        return not was_ending
+    def take_notice(self) -> None:
+        """Note that all processes are about to be killed."""
+        self.is_ending = True
 
-    def ask(self, level: int, digest: str | None) -> bool:
-        """Ask to write these frozen tensors, or (``None``) be done with that; whether to report."""
+    def ask(self, level: int, digest: str | None) -> None:
+        """Ask to write these frozen tensors, or (``None``) be done with that."""
         self.levels[level].asked = digest
-        return True
 
     def is_to_write(self, level: int, digest: str) -> bool:
         """True if this node writes these frozen tensors now. A coordinator that does not decide yet names nobody."""
@@ -270,11 +262,11 @@ class NodeGrants:
         """
         pin: set[int] = set()
         hold: set[int] = set()
-        writes, is_news = [], False
+        writes = []
         for index, level in enumerate(self.levels):
             if level.progress is Progress.WRITING and level.source is None and self._is_pressed(level):
                 # Memory has one slot to spare for storage, and that one is held for another step now.
-                level.attempt, level.progress, is_news = level.attempt + 1, Progress.YIELDED, True
+                level.attempt, level.progress = level.attempt + 1, Progress.YIELDED
             if level.progress is not Progress.WAITING or level.grant is None:
                 continue
             step = level.grant
@@ -291,9 +283,9 @@ class NodeGrants:
                 else:
                     pin |= {number for number, slot in found if slot.pin != step}
             if is_missed:
-                level.progress, is_news = Progress.MISSED, True
+                level.progress = Progress.MISSED
             elif not is_there and self._has_to_yield(level, step, ranks):
-                level.progress, is_news = Progress.YIELDED, True
+                level.progress = Progress.YIELDED
             elif is_there:
                 level.attempt, level.progress = level.attempt + 1, Progress.WRITING
                 writes.append(Write(index, step, level.source, level.attempt))
@@ -301,7 +293,6 @@ class NodeGrants:
             tuple(sorted(pin)) if self.word is not None else (),
             tuple(sorted(hold)) if self.held is not None else (),
             tuple(writes),
-            is_news,
         )
 
     def _is_pressed(self, level: NodeLevel) -> bool:
@@ -318,55 +309,50 @@ class NodeGrants:
         """Ask before the commit, and obey: other nodes may already know that this write is void."""
         return self.levels[write.level].attempt == write.attempt
 
-    def committed(self, write: Write) -> bool:
+    def committed(self, write: Write) -> None:
         """The file is there. The slots are free again; it counts, and is reported, once it was read back."""
         if self.is_wanted(write) and self._is_granted(write):
             self.levels[write.level].progress = Progress.VERIFYING
-        return False
 
-    def verified(self, write: Write) -> bool:
-        """The file was read back; whether to report."""
+    def verified(self, write: Write) -> None:
+        """The file was read back."""
         if not self.is_wanted(write):  # cancelled meanwhile: the file may be deleted already
-            return False
+            return
         level = self.levels[write.level]
         level.stored.add(write.step)
         if self._is_granted(write):
             level.progress = Progress.COMMITTED
-        return True
 
-    def missed(self, write: Write) -> bool:
+    def missed(self, write: Write) -> None:
         """Record that the step to be written is not in memory any more. The level is well."""
-        return self._end(write, Progress.MISSED)
+        self._end(write, Progress.MISSED)
 
-    def failed(self, write: Write) -> bool:
-        """The level refused, hangs, or gave other bytes back: call ``probed`` once a small write works. Reports."""
+    def failed(self, write: Write) -> None:
+        """The level refused, hangs, or gave other bytes back: call ``probed`` once a small write works."""
         self.levels[write.level].is_ready = False
-        return self._end(write, Progress.FAILED)
+        self._end(write, Progress.FAILED)
 
-    def _end(self, write: Write, progress: Progress) -> bool:
+    def _end(self, write: Write, progress: Progress) -> None:
         level = self.levels[write.level]
         if self.is_wanted(write):
             if self._is_granted(write):
                 level.progress = progress
             level.attempt += 1
-        return True
 
     def _is_granted(self, write: Write) -> bool:
         """True if the write is for the present grant. What a node stores alone says nothing of that."""
         return not write.is_alone and self.levels[write.level].grant == write.step
 
-    def probed(self, level: int) -> bool:
-        """A small write to the level worked; whether to report."""
-        was_ready, self.levels[level].is_ready = self.levels[level].is_ready, True
-        return not was_ready
+    def probed(self, level: int) -> None:
+        """A small write to the level worked."""
+        self.levels[level].is_ready = True
 
-    def listed(self, level: int, steps: Collection[int] | None) -> bool:
-        """Record the steps of this start that the level has; ``None``: it does not answer. Reports."""
+    def listed(self, level: int, steps: Collection[int] | None) -> None:
+        """Record the steps of this start that the level has; ``None``: it does not answer."""
         if steps is None:
             self.levels[level].is_ready = False
         else:
             self.levels[level].list(steps)
-        return True
 
     def give_up(self, level: int, step: int) -> bool:
         """Ask before a file of this start is deleted: ``False``, if it was cancelled and is granted again. From now on

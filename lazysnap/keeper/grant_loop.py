@@ -115,11 +115,11 @@ class GrantLoop:
 
     def wish(self, step: int, levels: Sequence[int], *, is_urgent: bool = False) -> None:
         """The step must be stored at these levels."""
-        self._events.put(lambda: self._core.happened(self._node.wish(step, levels, is_urgent=is_urgent)))
+        self._events.put(lambda: self._node.wish(step, levels, is_urgent=is_urgent))
 
     def give_notice(self) -> None:
         """All processes are about to be killed: tell the other nodes."""
-        self._events.put(lambda: self._core.happened(self._node.take_notice()))
+        self._events.put(lambda: self._node.take_notice())
 
     def leave(self, level: int, end: Callable[[], None]) -> None:
         """Decide nothing on a level from now on, and end what it holds. Blocks: until the present decision is done."""
@@ -129,7 +129,7 @@ class GrantLoop:
 
     def listed(self, level: int, steps: set[int] | None) -> None:
         """Record what an earlier keeper of this start stored at a level; ``None``: the level does not answer."""
-        self._events.put(lambda: self._core.happened(self._node.listed(level, steps)))
+        self._events.put(lambda: self._node.listed(level, steps))
 
     def wait_for_decision(self) -> None:
         """Block until the decision under way, if there is one, was carried out."""
@@ -144,7 +144,7 @@ class GrantLoop:
 
     def committed(self, write: Write) -> None:
         """The file is there; ``verified`` or ``failed`` follows."""
-        self._events.put(lambda: self._core.committed(write))
+        self._events.put(lambda: self._node.committed(write))
 
     def verified(self, write: Write) -> None:
         """The file was read back."""
@@ -160,11 +160,11 @@ class GrantLoop:
 
     def probed(self, level: int) -> None:
         """A small write to the level worked."""
-        self._events.put(lambda: self._core.happened(self._node.probed(level)))
+        self._events.put(lambda: self._node.probed(level))
 
     def ask(self, level: int, digest: str | None) -> None:
         """Ask to write frozen tensors at a level; ``None``: it is done, or given up."""
-        self._events.put(lambda: self._core.happened(self._node.ask(level, digest)))
+        self._events.put(lambda: self._node.ask(level, digest))
 
     def is_to_write(self, level: int, digest: str) -> bool:
         """True if this node writes the frozen tensors that it asked for. Without a coordinator every node does."""

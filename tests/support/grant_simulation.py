@@ -316,21 +316,19 @@ class SimKeeper:
         """The level answers, as late as it likes."""
         if not self.is_dead:
             steps = {file.step for file in self.world.files[number] if self._is_own(file)}
-            self.happened(self.grants.listed(number, steps))
+            self.grants.listed(number, steps)
+            self.look()
 
     def views(self):
         return [rank.view() for rank in self.ranks]
-
-    def happened(self, is_news):
-        self.core.happened(is_news)
-        self.look()
 
     def wish(self):
         step = self.ranks[0].begun
         if not self.is_dead and step >= 0:
             self.world.seen["wishes"] += 1
             self.wished.append(step)
-            self.happened(self.grants.wish(step, range(len(self.grants.levels))))
+            self.grants.wish(step, range(len(self.grants.levels)))
+            self.look()
 
     def received(self, node, message):
         if not self.is_dead:
@@ -436,7 +434,7 @@ class SimKeeper:
         elif is_whole is None:
             self.core.missed(write)
         else:
-            self.core.committed(write)
+            self.grants.committed(write)
             for files in (self.world.files[write.level], self.mine[write.level]):
                 files.add(self._file(write.step))
             self.world.at(self.world.random.uniform(0, 0.1), self._verified, write)
@@ -449,7 +447,8 @@ class SimKeeper:
 
     def _probed(self, level):
         if not self.is_dead:
-            self.happened(self.grants.probed(level))
+            self.grants.probed(level)
+            self.look()
 
     def retain(self):
         for number, (retention, level) in enumerate(zip(self.retention, self.grants.levels, strict=True)):
