@@ -28,9 +28,9 @@ class Plan:
 
     delete: list[Found] = field(default_factory=list)
     keep: list[tuple[Found, str]] = field(default_factory=list)
-    """Each with the reason."""
+    """Snapshots to keep, each with the reason."""
     frozen: list[tuple[FrozenEntry, Manifest]] = field(default_factory=list)
-    """Frozen tensors to delete: nothing will refer to them."""
+    """Frozen tensors to delete, to which no snapshot will refer."""
     unnamed: list[Found] = field(default_factory=list)
     """Snapshots that lose the name."""
     leftovers: list[str] = field(default_factory=list)
@@ -169,7 +169,7 @@ class _Planner:
         return [*verdict.problems, *frozen, *gone]
 
     def _is_settled(self, found: Found) -> bool:
-        """True if no file of it changed for a day, so that nobody is just copying the rest of it."""
+        """True if no file of a snapshot changed for a day: then no copy of it is in progress."""
         return all(is_settled(self._store.storage, path) for one in _places(self._store, found) for path in one.paths)
 
     def _unreferenced(self, kept: list[Found]) -> list[tuple[FrozenEntry, Manifest]]:
@@ -189,7 +189,7 @@ class _Planner:
         return unused
 
     def _leftovers(self) -> list[str]:
-        """Return what ``SnapshotStore.sweep`` would remove, without asking if the writers live."""
+        """Return the files that ``SnapshotStore.sweep`` would delete if their writers are dead."""
         storage = self._store.storage
         found = []
         for directory in filter(is_directory_of_ours, storage.list()):

@@ -1,10 +1,13 @@
 """A snapshot in the layout of Accelerate's ``save_state``, for stock ``Accelerator.load_state(directory)``.
 
 The parts of the state are named ``model``, ``model_1``, …, ``optimizer``, …, ``scheduler``, …, ``scaler``,
-``custom_0``, …, ``rng`` and ``accelerate``. The last part holds ``step`` and, if they differ from the defaults,
-``safe_serialization``, ``models`` (the parts to write, in order), ``prefixes`` (by model part, what DDP and
-``torch.compile`` put before its names) and ``stateful_loaders`` (by loader part, the state of its
-``StatefulDataLoader``).
+``custom_0``, …, ``rng`` and ``accelerate``. The last part holds ``step``, and these settings if they differ from the
+defaults:
+
+* ``safe_serialization``;
+* ``models``: the parts to write, in order;
+* ``prefixes``: by model part, the prefix that DDP and ``torch.compile`` add to names of weights;
+* ``stateful_loaders``: by loader part, the state of its ``StatefulDataLoader``.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""``automatic_checkpoint_naming``: which ``checkpoints/checkpoint_N`` is next, which is loaded, and which ones go.
+"""``automatic_checkpoint_naming``: the next ``checkpoints/checkpoint_N``, the one to load, and those to delete.
 
-Stock counts and sorts whatever lies there; here only complete checkpoints count, and nothing else is deleted.
+Stock Accelerate counts all names in the directory. Here only complete checkpoints count, and nothing else is deleted.
 """
 
 import logging
@@ -24,7 +24,7 @@ _HEADER_NESTING = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Number of parts in a checkpoint of this accelerator. Used for checkpoints that stock wrote: they have no mark."""
+    """Number of parts in a checkpoint of this accelerator, for checkpoints that stock wrote without a list of files."""
 
     models: int = 1
     optimizers: int = 1
@@ -95,8 +95,8 @@ def newest_complete(root: str, parts: Parts) -> str | None:
 def delete_superseded(root: str, total_limit: int | None, parts: Parts) -> list[str]:
     """Delete the oldest complete checkpoints beyond ``total_limit``, and return their paths.
 
-    One that is complete stays. Checkpoints that are being made count. Each is marked as unfinished before anything of
-    it is deleted. Blocks. Raises: OSError.
+    At least one stays. Newer checkpoints that are being made count. Each is marked as unfinished before its files are
+    deleted. Blocks. Raises: OSError.
     """
     if total_limit is None:
         return []

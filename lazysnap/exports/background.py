@@ -208,7 +208,7 @@ class BackgroundCheckpoints:
             self._changed.notify_all()
 
     def _succeed(self, checkpoint: Checkpoint, place: str) -> None:
-        """The checkpoint is complete; or its directory is deleted or saved anew, so nobody waits for it any more."""
+        """Release the snapshot: the checkpoint is complete, or its directory was deleted or saved anew."""
         self._failed.pop(place, None)
         try:
             with contextlib.suppress(ConfigError):  # the engine has ended; the process released the name at the level

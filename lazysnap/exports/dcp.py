@@ -54,7 +54,7 @@ def write_distributed(job: Job, path: str) -> list[str]:
 
 
 def _named(value: Any, place: str, names: Sequence[str]) -> Any:
-    """Return a state in which the optimizer at ``place`` numbers its parameters no longer, but names them."""
+    """Return a state in which the optimizer at ``place`` has names of parameters instead of numbers."""
     if not place:
         return _by_name(value, names)
 
@@ -91,7 +91,7 @@ class _Chunk:
     tensor: JoinedTensor | None
     tile: Tile | None
     value: torch.Tensor
-    """An outline; or, where the snapshot has no such tensor, the part itself."""
+    """An outline, or the part itself if the snapshot has no such tensor."""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -104,7 +104,7 @@ class _Chunk:
 
     @property
     def place(self) -> tuple[str, int, Extent]:
-        """The place of its first byte: sorted by it, chunks are in the order of the files."""
+        """The place of its first byte. Sorted by it, chunks are in the order of the files."""
         if self.tile is None:
             return "", 0, ()
         return self.tile.stored.shard.where, self.tile.stored.offset, self.tile.offsets

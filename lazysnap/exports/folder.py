@@ -107,7 +107,8 @@ def finish(inner: str, facts: Mapping[str, Any]) -> None:
 def give_up(path: str) -> None:
     """Remove what ``begin`` made in the directory ``path``, and that one if nothing else is in it. Blocks.
 
-    Where files were moved already, the directory stays as it is, unfinished: it may hold files of two checkpoints.
+    If files were moved already, nothing is removed, and the directory stays unfinished: it may hold files of two
+    checkpoints.
     """
     inner = os.path.join(path, UNFINISHED)
     if os.path.exists(os.path.join(inner, MARK)):

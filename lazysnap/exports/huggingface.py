@@ -25,7 +25,7 @@ COPIED = re.compile(
 WRITTEN = re.compile(COPIED.pattern + r"|(adapter_)?model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
 """All files that this format may have."""
 _NOTED = re.compile(r"[a-z_]{1,99}config\.json|config\.json")
-"""Files whose text a snapshot may hold: none that is code."""
+"""Files whose text a snapshot may hold. None of them is code."""
 _FACTS_NESTING = 4
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _PRETRAINED = "pretrained"
@@ -83,7 +83,7 @@ def write_folder(job: Job, path: str) -> list[str]:
 
 
 def _facts(state: Any, only: str | None) -> dict[str, Any]:
-    """Return what the training noted of the chosen model, checked. Raises: ShardCorrupt."""
+    """Return the files and names of the chosen model that the snapshot holds, checked. Raises: ShardCorrupt."""
     extras = state.get(EXTRAS) if isinstance(state, dict) else None
     text = extras.get(_PRETRAINED) if isinstance(extras, dict) else None
     if text is None:
@@ -112,7 +112,7 @@ def _copied(config: "str | os.PathLike[str] | None") -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """A name without what ``torch.compile`` and activation checkpointing of inner modules add."""
+    """Return a name without the parts that ``torch.compile`` and activation checkpointing add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

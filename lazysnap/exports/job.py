@@ -12,7 +12,7 @@ from lazysnap.snapshots.reads import Reads
 from lazysnap.snapshots.whole import WholeSnapshot
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Shows the progress of some work: takes its name and its bytes, gives the function that counts those that are done."""
+"""A display of progress: takes name and bytes of some work, and yields a function that takes further done bytes."""
 
 
 @contextlib.contextmanager

@@ -24,12 +24,12 @@ def load_weights(
     part: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the model's ``state_dict()`` of a snapshot, on the CPU, for ``model.load_state_dict(load_weights(url))``.
+    """Return the ``state_dict()`` of a snapshot's model, on the CPU: ``model.load_state_dict(load_weights(url))``.
 
     ``url``: a level, as in ``PersistentLevel``. ``which``: ``"latest"``, a step, a name given by ``keep``,
     or ``"run:1f3a"`` (also ``"run:1f3a@200"``) for the run whose id begins so.
-    ``part``: an object of the state, as given to ``SnapshotEngine``; default: the module of a Lightning fit, else the
-    object named ``"model"``. The result has no names of wrappers (DDP, ``torch.compile``); sharded tensors are whole,
+    ``part``: an object of the state, as given to ``SnapshotEngine``. Default: the module of a Lightning fit, else the
+    object named ``"model"``. The result has no names of wrappers (DDP, ``torch.compile``). Sharded tensors are whole,
     tied ones are one tensor.
 
     Reads only the weights, from files of any number of ranks, and compares checksums. ``"latest"`` skips a snapshot
@@ -51,7 +51,7 @@ def _read(snapshot: OpenSnapshot, part: str | None) -> dict[str, Any]:
 
 
 def _part(state: Any, part: str | None, where: str) -> Any:
-    """The encoded state dict of one object of the state. Raises: StateMismatch."""
+    """Return the encoded state dict of one object of the state. Raises: StateMismatch."""
     objects = state if isinstance(state, dict) and TAG not in state else {}
     name = part if part is not None else LIGHTNING_WEIGHTS if is_lightning(objects) else MODEL
     if name not in objects:

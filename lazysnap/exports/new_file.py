@@ -1,4 +1,4 @@
-"""A file that an export makes: its size is known, its bytes come in any order, from several threads."""
+"""A file that an export makes: its size is known, and several threads write it in any order."""
 
 import os
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ class NewFile(AbstractContextManager["NewFile"]):
     """An open file. Raises: OSError, where it cannot be made or written."""
 
     def __init__(self, path: str, size_bytes: int | None = None) -> None:
-        """``size_bytes``: of a file that is not there yet; ``None``: it is there."""
+        """``size_bytes``: the size of a new file; ``None``: open an existing one."""
         flags = os.O_RDWR | os.O_CLOEXEC | (0 if size_bytes is None else os.O_CREAT | os.O_EXCL)
         self.handle = os.open(path, flags, 0o666)
         if size_bytes is not None:
@@ -21,7 +21,7 @@ class NewFile(AbstractContextManager["NewFile"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self.handle)
 
     def write(self, offset: int, data: "bytes | memoryview") -> None:

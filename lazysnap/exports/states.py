@@ -18,11 +18,11 @@ from lazysnap.snapshots.whole import WholeSnapshot
 from lazysnap.state.codec import decode, tensor_names
 
 Choose = Callable[[Any], Any]
-"""Returns a part of an encoded state."""
+"""A function that returns a part of an encoded state."""
 
 
 def parts_of(names: Collection[str] | None) -> Choose:
-    """Return what chooses these objects of the state (``None``: all), without decoding registered types."""
+    """Return a function that chooses these objects of the state (``None``: all). Registered types stay encoded."""
 
     def choose(encoded: Any) -> dict[str, Any]:
         if not isinstance(encoded, dict):
@@ -119,11 +119,11 @@ class Outline:
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:
-    """Return the same number for all objects that stand for one memory."""
+    """Return a number that is the same for all objects of one memory."""
     return int(storage._cdata)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return the memory of a tensor on the CPU; valid as long as that."""
+    """Return the memory of a tensor on the CPU. It is valid as long as the tensor lives."""
     size = storage.nbytes()
     return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B") if size else memoryview(b"")

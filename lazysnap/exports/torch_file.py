@@ -1,4 +1,4 @@
-"""A file of ``torch.save`` of any size: torch leaves room for the tensors, and they are copied there one by one."""
+"""A file of ``torch.save`` of any size: torch reserves space for the tensors, and they are copied one by one."""
 
 import io
 import os
@@ -87,7 +87,7 @@ class _Storages(pickle.Pickler):
         self.found: dict[int, torch.UntypedStorage] = {}
 
     def persistent_id(self, value: Any) -> str | None:
-        """Keep the memory, and write a word in its place."""
+        """Record the memory of a tensor, and have a placeholder pickled instead."""
         storage = value._untyped_storage if isinstance(value, torch.storage.TypedStorage) else value
         if not isinstance(storage, torch.UntypedStorage):
             return None

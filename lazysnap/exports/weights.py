@@ -9,7 +9,7 @@ from lazysnap.shard.manifest import TAG
 MODEL = "model"
 LIGHTNING_WEIGHTS = "state_dict"
 EXTRAS = "lazysnap"
-"""The key of what this package adds to a state."""
+"""The key in a Lightning state that holds what lazysnap adds to it."""
 
 _PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict", "Namespace", "SimpleNamespace")
 _LISTS = ("tuple", "set", "frozenset", "deque")
@@ -57,7 +57,7 @@ def place_of_weights(state: Any, only: str | None) -> str | None:
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Path and name of every tensor in an encoded state, in its order."""
+    """Yield path and name of every tensor in an encoded state, in its order."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _tensors(item, (*path, str(index)))
@@ -77,7 +77,7 @@ def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def registered_names(encoded: Any) -> set[str]:
-    """The names of registered types in an encoded state."""
+    """Return the names of registered types in an encoded state."""
     names, left = set(), [encoded]
     while left:
         item = left.pop()

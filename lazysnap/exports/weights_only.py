@@ -1,4 +1,4 @@
-"""State made of types that ``torch.load(weights_only=True)`` reads: the default of torch, and so of Lightning."""
+"""Conversion of a state to types that ``torch.load(weights_only=True)`` reads, torch's default."""
 
 import argparse
 import datetime
@@ -25,18 +25,18 @@ _CONVERSIONS: tuple[tuple[tuple[type, ...], str, Callable[[Any], Any]], ...] = (
     ((datetime.timedelta,), "seconds", datetime.timedelta.total_seconds),
     ((pathlib.PurePath, decimal.Decimal, torch.layout, torch.memory_format), "text", str),
 )
-"""Types, what their values become, and how."""
+"""Types, the names of the types that their values become, and the conversions."""
 
 
 class WeightsOnlyConverter:
-    """Replaces values of other types, and remembers where."""
+    """Replaces values of other types, and records their paths."""
 
     def __init__(self) -> None:
         self._changed: dict[str, list[str]] = {}
         """Paths in the state, by kind of change."""
 
     def convert(self, value: Any, path: str = "") -> Any:
-        """``value`` without types that are refused."""
+        """Return ``value`` without types that are refused."""
         kind = type(value)
         if kind in _ALLOWED or isinstance(value, torch.Tensor):
             return value
@@ -70,7 +70,7 @@ class WeightsOnlyConverter:
         return result
 
     def notes(self) -> list[str]:
-        """One line for each kind of change."""
+        """Return one line for each kind of change."""
         return [
             f"{what}: {', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
             for what, paths in sorted(self._changed.items())

@@ -85,8 +85,8 @@ def make_directories(path: str) -> None:
 def allocate(handle: int, size_bytes: int) -> None:
     """Reserve space, where the file system can. Raises: OSError(ENOSPC).
 
-    Not by ``posix_fallocate``: where the file system cannot, glibc writes into each block; over NFS that is the whole
-    file.
+    ``posix_fallocate`` is not used: on file systems without that call, glibc writes into each block. Over NFS that is
+    the whole file.
     """
     while size_bytes:
         try:

@@ -1,6 +1,6 @@
 """Files that dead writers left at a level. Nobody needs them.
 
-Only files with names of this format are listed, in snapshot directories that are no symbolic links:
+Only files with names of this format count, in snapshot directories that are no symbolic links:
 
 * temporary files of writers: the storage checks that the writer is dead before it deletes them;
 * files without a manifest that are a day old: a younger one may be a copy in progress (``cp``, ``rsync``,

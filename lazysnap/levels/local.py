@@ -1,11 +1,11 @@
 """A local or mounted directory: temporary names, large direct writes, fsync, a rename to the final name.
 
-``O_DIRECT`` in blocks of several MiB from two threads is as fast as anything on this path, at a fifth of the
+``O_DIRECT`` in blocks of several MiB from two threads is as fast as anything on this path. It takes a fifth of the
 processor time of buffered writes, and leaves the page cache to training (docs/architecture.md).
 
-A writer holds an ``flock`` on its file from its creation until the snapshot is committed. The kernel drops it with
-the process, so whoever can take the lock knows that the writer is dead: no guess about process ids, which are
-reused and mean nothing in another container or on another host (``levels.locks``).
+A writer holds an ``flock`` on its file from its creation until the snapshot is committed. The kernel drops the lock
+with the process: a process that can take the lock knows that the writer is dead (``levels.locks``). Process ids would
+not show that: they are reused, and mean nothing in another container or on another host.
 
 A file whose write or fsync failed is never published: the kernel forgets the bytes it could not write, so a second
 fsync would succeed. No descriptor outlives one file, so the next snapshot sees the present state of a mount.

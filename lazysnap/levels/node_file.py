@@ -52,7 +52,7 @@ class FilePlace:
 
     @property
     def paths(self) -> tuple[str, str]:
-        """Both."""
+        """The paths of manifest and file."""
         return self.manifest_path, self.file_path
 
     @property
@@ -61,7 +61,7 @@ class FilePlace:
         return f"{shown(self.storage.url)}/{self.file_path}"
 
     def read_manifest(self) -> Manifest:
-        """Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
+        """Read and check the manifest. Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
         return Manifest.decode(self.storage.get(self.manifest_path), f"{self.storage.url}/{self.manifest_path}")
 
     def check_size(self, size_bytes: int) -> None:
@@ -71,11 +71,11 @@ class FilePlace:
             raise ShardCorrupt(f"{self.where}: {size} bytes, the manifest says {size_bytes}")
 
     def is_link(self) -> bool:
-        """True if it is, or is behind, a symbolic link: then it is not deleted."""
+        """True if a file is a symbolic link, or is behind one: then it is not deleted."""
         return self.storage.is_link(self.file_path) or self.storage.is_link(self.manifest_path)
 
     def delete(self) -> None:
-        """The manifest first, so that what a crash leaves is garbage, not a snapshot."""
+        """Delete the manifest, then the file: a crash leaves garbage, not a snapshot."""
         self.storage.delete(self.manifest_path)
         faults.point("level.store.uncommitted")
         self.storage.delete(self.file_path)
@@ -83,11 +83,11 @@ class FilePlace:
         self.storage.delete_directory(self.directory)
 
     def withdraw(self) -> None:
-        """Take the commit back: what is there is damaged."""
+        """Delete the manifest of a damaged file."""
         self.storage.delete(self.manifest_path)
 
     def delete_or_leave(self) -> None:
-        """Delete, or leave it for the next sweep."""
+        """Delete the files; on an error leave them for the next sweep."""
         try:
             self.delete()
         except (LevelError, OSError) as error:
@@ -100,9 +100,9 @@ class FilePlace:
 
 
 def delete_files(places: Sequence[FilePlace], beat: Beat = lambda: None) -> bool:
-    """Delete shards of one directory; ``False``, and nothing is deleted, if it has a name or one of them has to stay.
+    """Delete files of one directory. ``False``, and nothing is deleted, if it has a name or one is behind a link.
 
-    Blocks; ``beat`` is called meanwhile. Raises: LevelError, and what is left is whole or garbage.
+    Blocks; ``beat`` is called meanwhile. Raises: LevelError. Then each file is whole or has no manifest.
     """
     for directory in {place.directory for place in places}:
         beat()
@@ -151,13 +151,15 @@ def read_committed(place: FilePlace) -> Manifest:
     except FileNotFoundError as error:
         # The manifest is deleted first: only one that is still there says that something is lost.
         place.storage.size(place.manifest_path)
-        raise ShardCorrupt(f"{place.where}: a manifest without its file: {_ranks(manifest)} is lost") from error
+        raise ShardCorrupt(f"{place.where}: a manifest without its file: {_loss(manifest)}") from error
     return manifest
 
 
-def _ranks(manifest: Manifest) -> str:
+def _loss(manifest: Manifest) -> str:
     ranks = [shard.meta.rank for shard in manifest.shards]
-    return f"the shard of rank {ranks[0]}" if len(ranks) == 1 else f"what ranks {ranks[0]} to {ranks[-1]} stored"
+    if len(ranks) == 1:
+        return f"the shard of rank {ranks[0]} is lost"
+    return f"the shards of ranks {ranks[0]} to {ranks[-1]} are lost"
 
 
 def write_node_file(
@@ -168,11 +170,11 @@ def write_node_file(
     expected: str | None = None,
     beat: Beat = lambda: None,
 ) -> Manifest:
-    """Write and commit; on return both files are durable.
+    """Write and commit a node's file. On return file and manifest are durable.
 
-    What is there under these names is replaced: it is the same, or was not committed.
-    Raises: ShardCorrupt, if the bytes have not the ``expected`` digest; LevelError, CaptureAborted, OSError, what
-    ``beat`` raises, and nothing is left or visible.
+    Existing files of these names are replaced: they hold the same bytes, or were not committed.
+    Raises: ShardCorrupt, if the bytes do not have the ``expected`` digest; LevelError, CaptureAborted, OSError, what
+    ``beat`` raises. On an error nothing of the file stays.
     """
     faults.point("level.store.begin")
     try:
@@ -193,7 +195,7 @@ def write_node_file(
             is_published = True
             manifest = Manifest(place.name, tuple(shards), checksums, time.time_ns())
             faults.point("level.store.commit")
-            beat()  # whoever was given up while that hung commits nothing
+            beat()  # raises, if the caller gave up while the write hung: then nothing is committed
             place.storage.put(place.manifest_path, manifest.encode())
         except BaseException:
             writer.close()
@@ -216,7 +218,7 @@ def _clean_up(place: FilePlace, beat: Beat) -> None:
             place.read_manifest()
     except FormatError:
         with contextlib.suppress(LevelError, OSError):
-            place.withdraw()  # the half of a manifest is nobody's
+            place.withdraw()  # no other writer left a damaged manifest
     except (CaptureAborted, LevelError, OSError) as error:
         logger.info("left in %s/%s: %s", shown(place.storage.url), place.directory, error)
 

@@ -26,7 +26,8 @@ class _Run:
 
 
 Cut = Callable[[TensorSpec, Any, int], tuple[TensorSpec | None, int]]
-"""Return the rows of a rank's tensor that are in the part, and its first row there, by its manifest entry."""
+"""A function of a tensor, its manifest entry and its rank. It returns the tensor with the rows that are in the part
+(``None``: no row), and the first of these rows."""
 
 
 class SharedPart:
@@ -40,10 +41,10 @@ class SharedPart:
         size_bytes: int | None = None,
         cut: Cut | None = None,
     ) -> None:
-        """``offset`` and ``size_bytes``: of the shard in ``source``; default: all of it. ``cut``: default: to what is
-        stored where all nodes see it.
+        """``offset`` and ``size_bytes``: the place of the shard in ``source``; default: all of it. ``cut``: default: to
+        the rows that this node stores at shared levels.
 
-        Blocks: until the header is there. Raises: CaptureAborted; ShardCorrupt, if there is none.
+        Blocks: until the header is written. Raises: CaptureAborted; ShardCorrupt, if there is no header.
         """
         size = source.size_bytes if size_bytes is None else size_bytes
         layout = Layout.parse(header_of(source, offset, size), size, f"rank {meta.rank}")
@@ -65,7 +66,7 @@ class SharedPart:
         self._starts = [run.start for run in self._runs]
 
     def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``: copies, in memory of its own."""
+        """See ``BlockSource.view``. Return a copy."""
         out, stop = map_anonymous(length), offset + length
         head = self._header[offset:stop]
         out[: len(head)] = head
@@ -85,7 +86,7 @@ class SharedPart:
         return out
 
     def _block(self, index: int) -> memoryview:
-        """Return checksums of the source, asked for whole: files are read and compared by blocks."""
+        """Return a whole block of the source: files are read and compared by blocks."""
         start = index * BLOCK_BYTES
         return self._source.view(start, min(BLOCK_BYTES, -(-(self._source.size_bytes - start) // PAGE) * PAGE))
 
@@ -95,7 +96,7 @@ class SharedPart:
 
 
 def held_by_few(most: int) -> Cut:
-    """Return a cut to the tensors that at most ``nodes`` nodes hold in memory."""
+    """Return a cut to the tensors that at most ``most`` nodes hold in memory."""
 
     def cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, int]:
         return (spec, 0) if _num_nodes(facts) <= most else (None, 0)
@@ -138,7 +139,7 @@ def _cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, in
 
 
 def _facts(facts: dict[str, Any], start: int) -> dict[str, Any]:
-    """Return facts about the stored rows, of which ``start`` is the first."""
+    """Return the manifest entry of the stored rows, of which ``start`` is the first."""
     kept = {name: value for name, value in facts.items() if name != "shared_rows"}
     if start:
         kept["offsets"] = [kept["offsets"][0] + start, *kept["offsets"][1:]]

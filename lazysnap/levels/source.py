@@ -24,23 +24,23 @@ class BlockSource(Protocol):
     size_bytes: int
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Return the bytes ``[offset, offset + length)``; they may reach up to the next page boundary behind the end.
+        """Return the bytes ``[offset, offset + length)``. They may end at the next page boundary behind the source.
 
-        Blocks: until they are there, with a deadline of its own. Thread-safe.
-        Raises: CaptureAborted, if they will never be.
+        Blocks: until the bytes are written, with a deadline. Thread-safe.
+        Raises: CaptureAborted, if they will never be written.
         """
         ...
 
     def finish(self) -> None:
-        """Called after the last byte was read, before anything is published.
+        """Check the capture, after its last byte was read and before anything is published.
 
-        Raises: CaptureAborted, if the capture was torn: what was read is discarded.
+        Raises: CaptureAborted, if the capture was torn: the bytes are discarded.
         """
         ...
 
 
 def shard_of(meta: CaptureMeta, source: BlockSource) -> Shard:
-    """Return the manifest's facts about a shard. Blocks: until its header is there. Raises: CaptureAborted."""
+    """Return the manifest's facts about a shard. Blocks: until its header is written. Raises: CaptureAborted."""
     return Shard(meta, 0, source.size_bytes, _header_bytes(source, 0))
 
 
@@ -58,7 +58,7 @@ class NodeSource:
     """The file of a node with several ranks: a header, and the shards one behind the other."""
 
     def __init__(self, sources: Sequence[tuple[CaptureMeta, BlockSource]]) -> None:
-        """Blocks: until the headers are there. Raises: CaptureAborted; ShardCorrupt, if one is no header."""
+        """Blocks: until the headers are written. Raises: CaptureAborted; ShardCorrupt, if one is no header."""
         layouts = []
         for meta, source in sources:
             layouts.append(
@@ -89,7 +89,7 @@ class NodeSource:
             if (first, stop) == (offset, offset + length):
                 return source.view(offset - start, length)
             if first < stop:
-                # Shards begin on pages, and so do blocks: what is asked for does, too.
+                # Shards and blocks begin on pages, so this part does, too.
                 part = source.view(first - start, -(-(stop - first) // PAGE) * PAGE)
                 out[first - offset : stop - offset] = part[: stop - first]
         return out
@@ -132,7 +132,7 @@ class RateLimiter:
             now = time.monotonic()
             start = max(now, self._free_at)
             self._free_at = start + num_bytes / self._rate
-        # The bytes may pass when those before them have.
+        # Earlier bytes pass first.
         while (left := start - time.monotonic()) > 0:
             beat()
             time.sleep(min(left, _SLICE_S))

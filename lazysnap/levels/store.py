@@ -100,11 +100,11 @@ class SnapshotStore:
         source: BlockSource,
         beat: Beat = lambda: None,
     ) -> Manifest:
-        """Write and commit the file of a node, while its later bytes may still be on their way; its manifest.
+        """Write and commit a node's file, and return its manifest. The source may still receive later bytes.
 
-        Durable: on return, file and manifest survive a power cut. What is committed already is not written again.
-        Raises: LevelError, and nothing of the file is left or visible, also if other ranks committed a file of that
-        name, which stays; CaptureAborted likewise; what ``source`` raises.
+        On return, file and manifest survive a power cut. A file that is committed already is not written again.
+        Raises: LevelError, also if other ranks committed a file of that name, which stays; CaptureAborted; what
+        ``source`` raises. On an error nothing of the file stays.
         """
         meta = shards[0].meta
         place = FilePlace(self.storage, meta.name.directory, name)
@@ -117,14 +117,15 @@ class SnapshotStore:
         return manifest
 
     def _committed(self, place: FilePlace, shards: Sequence[Shard], beat: Beat) -> Manifest | None:
-        """The manifest, if these very captures are there and read back whole: a keeper before this one may have done
-        it. What is damaged is written again. Raises: LevelError, if it is of other ranks.
+        """Return the manifest, if an earlier keeper committed these captures and they read back whole.
+
+        ``None``, if the file is missing or damaged. Raises: LevelError, if other ranks wrote it.
         """
         try:
             found = place.read_manifest()
             if _ranks(found.shards) != _ranks(shards):
                 raise LevelError(
-                    f"{place.where}: holds ranks {_ranks(found.shards)}, somebody else's; not written over with ranks "
+                    f"{place.where}: holds ranks {_ranks(found.shards)} of another writer; not replaced by ranks "
                     f"{_ranks(shards)}"
                 )
             if found.shards != tuple(shards):
@@ -136,7 +137,7 @@ class SnapshotStore:
     def write_frozen(self, shard: Shard, source: BlockSource, digest: str, beat: Beat = lambda: None) -> Manifest:
         """Write and commit frozen tensors, unless they are there already.
 
-        Blocks; ``beat`` is called meanwhile. Raises: ShardCorrupt, if what was read has not that digest; LevelError;
+        Blocks; ``beat`` is called meanwhile. Raises: ShardCorrupt, if the bytes do not have that digest; LevelError;
         CaptureAborted.
         """
         place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
@@ -156,7 +157,7 @@ class SnapshotStore:
         return True
 
     def verify_frozen(self, digest: str, beat: Beat = lambda: None) -> None:
-        """Read back frozen tensors that were just written. Blocks. Raises: ShardCorrupt, and they are withdrawn."""
+        """Read back frozen tensors that were just written. Damaged ones lose their manifest. Raises: ShardCorrupt."""
         place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         try:
             self.verify(place, beat)

@@ -305,11 +305,11 @@ def _holds_tensors(value: Any) -> bool:
 def laid_out(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], recorded: Collection[int] = ()
 ) -> dict[str, Any]:
-    """Return ``saved`` with row-major tensors of a parameter's shape in the memory order of that parameter, where the
-    snapshot does not say that order (``recorded``).
+    """Return ``saved`` with row-major tensors of a parameter's shape in the memory order of that parameter.
 
-    Fused optimizers read parameter and moments side by side in memory, and ignore strides. The program may have given
-    its parameters another memory order since, and older snapshots say none.
+    ``recorded``: ids of parameters whose order the snapshot holds; their tensors are returned unchanged. Fused
+    optimizers read parameter and moments side by side in memory, and ignore strides. The program may have changed the
+    memory order of its parameters since, and older snapshots record none.
     """
     parameters, state = [None if id(one) in recorded else one for one in _parameters(optimizer)], saved.get("state")
     if not isinstance(state, dict):

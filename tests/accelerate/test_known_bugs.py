@@ -48,7 +48,7 @@ class Script:
         }
 
     def copy(self, number, *states):
-        """Export a snapshot of as many ranks as there are states, as the process of a named copy does."""
+        """Export a snapshot of as many ranks as there are states, as the process of a background checkpoint does."""
         url, states = str(self.root.parent / "level"), states or (self.state(),)
         shutil.rmtree(url, ignore_errors=True)
         snapshot = saving.Snapshot(url, len(states), step=number)

@@ -146,7 +146,7 @@ def test_a_file_of_other_ranks_is_never_written_over(shards, tmp_path):
     theirs, ours = joined(shards, (2, 5)), joined(shards, (1, 2))
     written = store.write_file(NodeName(0, 2), theirs.shards, theirs)
 
-    with pytest.raises(LevelError, match=r"holds ranks \[2, 5\], somebody else's"):
+    with pytest.raises(LevelError, match=r"holds ranks \[2, 5\] of another writer"):
         store.write_file(NodeName(0, 2), ours.shards, ours)
 
     assert store.verify(store.place(inventory_of(store).entries[0])) == written
